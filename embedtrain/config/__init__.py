@@ -1,0 +1,1 @@
+"""The recipe as dataclasses, its checks, and the Hydra glue. Imports no torch."""

@@ -1,0 +1,152 @@
+"""Combinations and values that cannot work, found before a model is loaded or a file is written.
+
+Each rule is (is it broken?, the sentence to say). Types and unknown names have been refused before.
+"""
+
+from collections.abc import Callable
+
+from embedtrain.config.schema import EvaluateOptions, InfoNCEConfig, Recipe, Strategy
+from embedtrain.errors import ConfigError
+
+Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
+
+EXPORT_FORMATS = ("sentence_transformers",)
+
+RULES: list[Rule] = [
+    (
+        lambda r: not r.name,
+        lambda r: "no recipe is chosen: write recipe=NAME (`python -m embedtrain --help` lists them), or set name=",
+    ),
+    (
+        lambda r: r.model.path is None and r.model.config is None,
+        lambda r: "no model: set model.path to a Hub id or a directory, or model.config to start from random weights",
+    ),
+    (
+        lambda r: r.model.path is not None and r.model.config is not None,
+        lambda r: "model.path and model.config are both set: the first loads weights, the second has none; keep one",
+    ),
+    (
+        lambda r: r.model.config is not None and r.model.pooling is None,
+        lambda r: "model.config says nothing of pooling: set model.pooling to cls, mean or last",
+    ),
+    (
+        lambda r: r.model.max_length is not None and r.model.max_length < 3,
+        lambda r: f"model.max_length={r.model.max_length} leaves no room for text between special tokens: at least 3",
+    ),
+    (
+        lambda r: not r.data.train,
+        lambda r: "data.train is empty: give it files, such as data.train=[my.jsonl]",
+    ),
+    (
+        lambda r: any(source.weight <= 0 for source in r.data.train),
+        lambda r: "data.train: a weight of 0 or less would never be drawn; leave the source out",
+    ),
+    (
+        lambda r: any(source.negatives is not None and source.negatives < 0 for source in r.data.train),
+        lambda r: "data.train: negatives is a number from 0 on, or null for all of a row's",
+    ),
+    (
+        lambda r: (r.train.steps is None) == (r.train.epochs is None),
+        lambda r: f"train.steps={r.train.steps} and train.epochs={r.train.epochs}: set exactly one of them",
+    ),
+    (
+        lambda r: (r.train.steps or 1) < 1 or (r.train.epochs or 1) <= 0,
+        lambda r: f"train.steps={r.train.steps}, train.epochs={r.train.epochs}: must be above 0",
+    ),
+    (
+        lambda r: r.train.global_batch_size < 2,
+        lambda r: f"train.global_batch_size={r.train.global_batch_size}: a contrastive loss needs at least 2 rows",
+    ),
+    (
+        lambda r: r.train.chunk_tokens < 1 or r.evaluation.chunk_tokens < 1,
+        lambda r: "train.chunk_tokens and evaluation.chunk_tokens must be above 0",
+    ),
+    (
+        lambda r: r.train.log_every < 1,
+        lambda r: f"train.log_every={r.train.log_every}: must be at least 1",
+    ),
+    (
+        lambda r: isinstance(r.loss, InfoNCEConfig) and r.loss.temperature <= 0,
+        lambda r: f"loss.temperature={getattr(r.loss, 'temperature', None)}: must be above 0; 0.01 to 0.1 is usual",
+    ),
+    (
+        lambda r: r.optim.lr <= 0,
+        lambda r: f"optim.lr={r.optim.lr}: must be above 0",
+    ),
+    (
+        lambda r: len(r.optim.betas) != 2 or not all(0 <= beta < 1 for beta in r.optim.betas),
+        lambda r: f"optim.betas={r.optim.betas}: two numbers from 0 to below 1, such as [0.9, 0.999]",
+    ),
+    (
+        lambda r: r.optim.warmup < 0 or r.optim.weight_decay < 0,
+        lambda r: f"optim.warmup={r.optim.warmup}, optim.weight_decay={r.optim.weight_decay}: must not be negative",
+    ),
+    (
+        lambda r: r.optim.max_grad_norm is not None and r.optim.max_grad_norm <= 0,
+        lambda r: f"optim.max_grad_norm={r.optim.max_grad_norm}: must be above 0; null switches clipping off",
+    ),
+    (
+        lambda r: r.parallel.shard_size is not None and r.parallel.strategy is not Strategy.hsdp,
+        lambda r: (
+            f"parallel.shard_size={r.parallel.shard_size} is for parallel.strategy=hsdp, "
+            f"not {r.parallel.strategy.value}"
+        ),
+    ),
+    (
+        lambda r: r.parallel.timeout <= 0,
+        lambda r: f"parallel.timeout={r.parallel.timeout}: seconds, above 0",
+    ),
+    (
+        lambda r: r.evaluation.every < 0 or r.checkpoint.every < 0,
+        lambda r: "evaluation.every and checkpoint.every are numbers of steps; 0 means at the end only",
+    ),
+    (
+        lambda r: r.evaluation.depth < 10,
+        lambda r: f"evaluation.depth={r.evaluation.depth}: nDCG@10 needs at least 10 documents a query",
+    ),
+    (
+        lambda r: r.checkpoint.keep < 1,
+        lambda r: f"checkpoint.keep={r.checkpoint.keep}: at least 1, or there is nothing to resume from",
+    ),
+    (
+        lambda r: r.checkpoint.best is not None and not r.evaluation.sets,
+        lambda r: f"checkpoint.best={r.checkpoint.best} needs figures to compare: evaluation.sets is empty",
+    ),
+    (
+        lambda r: r.checkpoint.best is not None and "/" not in r.checkpoint.best,
+        lambda r: f"checkpoint.best={r.checkpoint.best}: written as set/metric, such as dev/ndcg@10",
+    ),
+    (
+        lambda r: any(name not in EXPORT_FORMATS for name in r.export.formats),
+        lambda r: f"export.formats={r.export.formats}: allowed is {', '.join(EXPORT_FORMATS)}",
+    ),
+]
+
+
+def check_recipe(recipe: Recipe) -> Recipe:
+    """The recipe itself, if no rule is broken.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    for broken, sentence in RULES:
+        if broken(recipe):
+            raise ConfigError(sentence(recipe))
+    return recipe
+
+
+def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
+    """The options themselves, if they can work.
+
+    Raises:
+        ConfigError: no model, no set, or a number out of range.
+    """
+    if not options.model:
+        raise ConfigError("no model: write model=DIR, a model directory or a Hub id")
+    if not options.sets:
+        raise ConfigError("no evaluation set: write sets=[PATH,...], BEIR folders or tables of scored pairs")
+    if options.chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
+    if options.depth < 10:
+        raise ConfigError(f"depth={options.depth}: nDCG@10 needs at least 10 documents a query")
+    return options

@@ -1,0 +1,237 @@
+"""From the command line and YAML to a checked Recipe: all that embedtrain knows of Hydra.
+
+Hydra composes and does nothing else: it writes no file, changes no folder, configures no logging and never
+instantiates anything. What it hands over is turned into dataclasses here and nowhere else.
+"""
+
+import contextlib
+import difflib
+import functools
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from embedtrain.config import schema
+from embedtrain.config.checks import check_evaluate, check_recipe
+from embedtrain.config.schema import EvaluateOptions, EvaluationSet, InfoNCEConfig, Recipe, TrainSource
+from embedtrain.errors import ConfigError
+
+Options = TypeVar("Options", Recipe, EvaluateOptions)
+Item = TypeVar("Item")
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def folder(name: str) -> Path:
+    """Where `configs` or `recipes` lie: inside an installed package, beside it in a checkout."""
+    for place in (_PACKAGE / name, _PACKAGE.parent / name):
+        if place.is_dir():
+            return place
+    raise ConfigError(f"the folder {name} is neither in {_PACKAGE} nor in {_PACKAGE.parent}: reinstall embedtrain")
+
+
+def choices(group: str) -> list[str]:
+    """What can be chosen with `group=NAME` of what comes with embedtrain."""
+    place = folder("recipes") if group == "recipe" else folder("configs") / group
+    return sorted(path.stem for path in place.glob("*.yaml"))
+
+
+def compose_recipes(arguments: list[str]) -> list[Recipe]:
+    """The recipe that the command line asks for; several with Hydra's multirun (`-m`).
+
+    Raises:
+        ConfigError: an unknown option, a value of the wrong type, a combination that cannot work.
+        SystemExit: after `--help` and its like.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1" and any(a in ("-m", "--multirun") for a in arguments):
+        raise ConfigError(
+            "multirun (-m) under torchrun cannot work: the second job would meet the first one's process group; "
+            "start one torchrun per job, or use -m in a single process"
+        )
+    recipes = [check_recipe(to_recipe(config)) for config in _compose("config", folder("configs"), arguments)]
+    if len({recipe.output_dir for recipe in recipes}) < len(recipes):
+        raise ConfigError(
+            "multirun (-m): the jobs share one output_dir and would resume each other; "
+            "make it depend on what you vary, such as output_dir='runs/${name}-${optim.lr}'"
+        )
+    return recipes
+
+
+def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
+    """The options of `python -m embedtrain.evaluate`."""
+    (config,) = _compose("evaluate", folder("configs") / "doors", arguments)
+    options = _to_dataclass(config, EvaluateOptions)
+    options.sets = _items(options.sets, EvaluationSet, "sets")
+    return check_evaluate(options)
+
+
+def to_recipe(config: DictConfig) -> Recipe:
+    """A composed configuration as a Recipe, its lists of sources and sets as dataclasses too."""
+    recipe = _to_dataclass(config, Recipe)
+    recipe.data.train = _items(recipe.data.train, TrainSource, "data.train")
+    recipe.evaluation.sets = _items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
+    return recipe
+
+
+def to_plain(options: Any) -> Any:
+    """A dataclass tree as plain dictionaries, lists and strings, for YAML and JSON."""
+    if is_dataclass(options) and not isinstance(options, type):
+        return {field.name: to_plain(getattr(options, field.name)) for field in fields(options)}
+    if isinstance(options, Enum):
+        return options.value
+    if isinstance(options, dict):
+        return {str(key): to_plain(value) for key, value in options.items()}
+    if isinstance(options, list | tuple):
+        return [to_plain(value) for value in options]
+    return options
+
+
+def load_recipe(path: Path) -> Recipe:
+    """A resolved recipe as a run left it in `recipe.yaml`.
+
+    Raises:
+        ConfigError: no such file, or one that this version does not understand.
+    """
+    try:
+        saved = OmegaConf.load(path)
+        assert isinstance(saved, DictConfig)
+        recipe = OmegaConf.merge(_schema(), {key: value for key, value in saved.items() if key != "versions"})
+        return to_recipe(recipe)  # type: ignore[arg-type]
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
+    except (OmegaConfBaseException, AssertionError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as a recipe: {_one_line(str(error))}") from None
+
+
+def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConfig]:
+    _register(with_recipes=name == "config")
+    composed: list[DictConfig] = []
+    application = functools.partial(composed.append)
+    functools.update_wrapper(application, composed.append, assigned=("__doc__",))
+    application.__name__ = "embedtrain"  # type: ignore[attr-defined]
+    task = hydra.main(version_base="1.3", config_path=str(config_dir), config_name=name)(application)
+    program, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    with _clear_errors():
+        try:
+            task()
+        finally:
+            sys.argv = program
+    if not composed:  # --help, --cfg and the like have printed what was asked for
+        raise SystemExit(0)
+    return composed
+
+
+def _register(*, with_recipes: bool) -> None:
+    """Tell Hydra the schemas, and each file in recipes/ as an option of `recipe=`.
+
+    A search path could not do the latter: a group's name must be its folder's, and `recipes=` reads badly.
+    """
+    store = ConfigStore.instance()
+    store.store(name="recipe_schema", node=_schema())
+    store.store(name="evaluate_schema", node=EvaluateOptions)
+    store.store(group="loss", name="infonce_schema", node=InfoNCEConfig)
+    if with_recipes:
+        for path in sorted(folder("recipes").glob("*.yaml")):
+            store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
+    OmegaConf.register_new_resolver("recipes", lambda: str(folder("recipes")), replace=True)
+    OmegaConf.register_new_resolver("choices", _choices_text, replace=True)
+
+
+def _choices_text() -> str:
+    """For `--help`: every recipe with the command in its first line, and what the other groups offer."""
+    lines = []
+    for name in choices("recipe"):
+        first = (folder("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+        lines.append(f"  recipe={name:<14} {first.removeprefix('# ')}")
+    lines += [f"  {group}={'|'.join(choices(group))}" for group in ("model", "loss", "parallel")]
+    return "\n".join(lines)
+
+
+def _schema() -> DictConfig:
+    schema_node = OmegaConf.structured(Recipe)
+    assert isinstance(schema_node, DictConfig)
+    return schema_node
+
+
+def _to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
+    try:
+        options = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(str(error))) from None
+    assert isinstance(options, kind)
+    return options
+
+
+def _items(given: list[Any], kind: type[Item], option: str) -> list[Item]:
+    """Elements of a list option: a mapping is checked against the dataclass, a bare string is its path."""
+    items: list[Item] = []
+    for index, value in enumerate(given):
+        element = {"path": value} if isinstance(value, str) else value
+        if not isinstance(element, dict):
+            raise ConfigError(f"{option}[{index}]={value!r} is neither a path nor a mapping with `path`")
+        if "path" not in element:
+            raise ConfigError(f"{option}[{index}] has no `path`")
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(kind), element)
+            items.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{option}[{index}]: {_explain(str(error))}") from None
+    return items
+
+
+@contextlib.contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Catch what Hydra prints before it exits and raise it as one sentence."""
+    heard = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(heard):
+            yield
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            raise
+        raise ConfigError(_explain(heard.getvalue())) from None
+    except Exception as error:
+        raise ConfigError(_explain(str(error))) from None
+
+
+def _explain(text: str) -> str:
+    """Hydra's or OmegaConf's message as one sentence, with the nearest name where one was mistyped."""
+    if match := re.search(r"Key '([^']+)' (?:is )?not in '(\w+)'", text):
+        key, holder = match[1], match[2]
+        full = re.search(r"full_key: (\S+)", text)
+        name = full[1] if full else key
+        if holder == "Recipe" and key in ("recipe", "mine"):
+            return f"unknown option {key}: a recipe of your own must begin with the line `# @package _global_`"
+        allowed = [f.name for f in fields(getattr(schema, holder, Recipe))]
+        near = difflib.get_close_matches(key, allowed, n=1)
+        return f"unknown option {name}{f', did you mean {near[0]}?' if near else '.'} Allowed are {', '.join(allowed)}"
+    if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
+        group, wanted = match[1], match[2]
+        there = choices(group)
+        near = difflib.get_close_matches(wanted, there, n=1, cutoff=0.4)
+        hint = f", did you mean {near[0]}?" if near else "."
+        own = "; your own lie in DIR/recipe/NAME.yaml, with --config-dir DIR" if group == "recipe" else ""
+        return f"{group}={wanted}: there is no such {group}{hint} There are {', '.join(there)}{own}"
+    text = re.sub(r"Error merging override (\S+)", r"\1:", text)
+    return _one_line(text)
+
+
+def _one_line(text: str) -> str:
+    """What is left of a message of several lines without Hydra's advice and internal names."""
+    dropped = ("full_key:", "object_type", "reference_type", "Set the environment variable HYDRA_FULL_ERROR")
+    lines = [line.strip() for line in text.splitlines()]
+    kept = [line for line in lines if line and not line.startswith(dropped)]
+    key = re.search(r"full_key: (\S+)", text)
+    where = f"{key[1]}: " if key and not any(key[1] in line for line in kept) else ""
+    return where + " ".join(kept)

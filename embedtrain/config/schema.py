@@ -1,0 +1,273 @@
+"""The recipe as dataclasses: every option, its type, its default, and what it means.
+
+Hydra composes a recipe from YAML and the command line into these types; the rest of the package sees
+nothing but them. A field's comment is the documentation that `--help` and the README rely on.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Pooling(str, Enum):
+    """How one vector is made of a text's token vectors."""
+
+    cls = "cls"
+    mean = "mean"
+    last = "last"
+
+
+class Strategy(str, Enum):
+    """How weights lie over the ranks: replicated, sharded, or sharded within groups that are replicated."""
+
+    auto = "auto"
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+
+
+class Precision(str, Enum):
+    """What is computed in. Master weights, gradients' reduction and the loss are fp32 in both."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class ExportDtype(str, Enum):
+    """What exported weights are stored in; `source` is the type of the weights the run started from."""
+
+    source = "source"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class DataFormat(str, Enum):
+    """How training rows are laid out."""
+
+    auto = "auto"
+    flagembedding = "flagembedding"
+    columns = "columns"
+
+
+class SetKind(str, Enum):
+    """What an evaluation set is."""
+
+    auto = "auto"
+    retrieval = "retrieval"
+    sts = "sts"
+
+
+class OnError(str, Enum):
+    """What to do with a row that cannot be used."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class ScheduleKind(str, Enum):
+    """The learning rate's course after warm-up."""
+
+    linear = "linear"
+    cosine = "cosine"
+    constant = "constant"
+
+
+class Layout(str, Enum):
+    """`sharded`: every rank writes its part. `full`: rank 0 assembles one safetensors file."""
+
+    sharded = "sharded"
+    full = "full"
+
+
+class Contents(str, Enum):
+    """`all`: weights and optimiser, to resume from. `model`: weights alone, to start a new run from."""
+
+    all = "all"
+    model = "model"
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Which model is trained, and how it turns a text into a vector."""
+
+    path: str | None = None  # Hub id, Hugging Face directory or sentence-transformers directory
+    config: Any = None  # from scratch instead: a mapping with `model_type`, or the path of a config.json
+    tokenizer: str | None = None  # Hub id or directory; default: the model's own, or one trained on the data
+    vocab_size: int = 16000  # size of a vocabulary trained on the data
+    pooling: Pooling | None = None  # cls, mean, last; default: what a sentence-transformers directory says
+    normalize: bool | None = None  # L2-normalise vectors; default: what the directory says, else true
+    max_length: int | None = None  # tokens, special tokens included; default: what the directory says
+    query_prompt: str | None = None  # put before every query; default: the directory's, else none
+    document_prompt: str | None = None  # put before every document; default: the directory's, else none
+    revision: str | None = None  # a commit, tag or branch of the Hub repository
+    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
+
+
+@dataclass(kw_only=True)
+class TrainSource:
+    """One source of training rows, an element of `data.train` (a bare string is its `path`)."""
+
+    path: str  # file, folder, glob or Hub id
+    format: DataFormat = DataFormat.auto
+    name: str | None = None  # default: the end of the path
+    weight: float = 1.0  # how often its rows are seen in an epoch: 2 is twice, 0.5 a random half of them
+    query_prompt: str | None = None  # default: model.query_prompt
+    document_prompt: str | None = None  # default: model.document_prompt
+    negatives: int | None = 7  # hard negatives used of a row at a time, drawn anew each epoch; null: all
+    subset: str | None = None  # configuration of a Hub data set
+    split: str = "train"  # split of a Hub data set
+    columns: list[str] | None = None  # which columns, in the order query, positive, negatives
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    train: list[Any] = field(default_factory=list)  # of TrainSource, or of paths
+    on_error: OnError = OnError.stop  # a bad row: stop with file and line, or skip and count
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """What every loss has."""
+
+    name: str = "infonce"
+
+
+@dataclass(kw_only=True)
+class InfoNCEConfig(LossConfig):
+    """Softmax over the documents of the whole global batch (van den Oord et al., 2018)."""
+
+    name: str = "infonce"
+    temperature: float = 0.02  # cosine similarities are divided by it
+    mask_duplicates: bool = True  # a document equal to the positive, or of an equal query, is no negative
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """AdamW, its schedule, and clipping."""
+
+    lr: float = 2e-5
+    weight_decay: float = 0.01  # matrices only: biases and norms are never decayed
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0  # of the whole model over all ranks; null: no clipping
+    schedule: ScheduleKind = ScheduleKind.linear
+    warmup: float = 0.05  # below 1 a share of all steps, from 1 a number of steps
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """How long and in which pieces."""
+
+    steps: int | None = None  # steps, or
+    epochs: float | None = None  # epochs
+    global_batch_size: int = 256  # rows a step over all ranks: the number of ranks never changes it
+    chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold on one rank
+    log_every: int = 10
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How the work lies over the ranks. None of it changes what is learnt."""
+
+    strategy: Strategy = Strategy.auto
+    shard_size: int | None = None  # hsdp: ranks that share one copy of the weights; default: those of one node
+    block_class: str | None = None  # the layer class to shard; default: found in the model
+    precision: Precision = Precision.bf16
+    activation_checkpointing: bool = False
+    compile: bool = False  # torch.compile, block by block
+    timeout: float = 1800.0  # seconds a rank waits for the others before all give up
+
+
+@dataclass(kw_only=True)
+class EvaluationSet:
+    """One evaluation set, an element of `evaluation.sets` (a bare string is its `path`)."""
+
+    path: str  # BEIR folder, table of scored pairs, or Hub id
+    kind: SetKind = SetKind.auto
+    name: str | None = None  # default: the end of the path
+    split: str | None = None  # qrels/<split>.tsv, or split of a Hub data set; default: test, then dev, ...
+    query_prompt: str | None = None  # default: model.query_prompt
+    document_prompt: str | None = None  # default: model.document_prompt
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """What is measured, and when."""
+
+    every: int = 0  # steps; 0: at the end only
+    at_start: bool = False  # also before the first step
+    sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
+    chunk_tokens: int = 16384  # tokens one forward pass may hold on one rank
+    depth: int = 100  # documents kept of each query's ranking
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What is saved, and when."""
+
+    every: int = 0  # steps; 0: at the end only
+    keep: int = 2  # the newest that stay; the best one stays as well
+    layout: Layout = Layout.sharded
+    contents: Contents = Contents.all
+    best: str | None = None  # `set/metric`: keep the checkpoint that is best by it, and export that one
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    """The model directory that comes out."""
+
+    formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
+    dtype: ExportDtype = ExportDtype.source
+
+
+@dataclass(kw_only=True)
+class TrackingConfig:
+    """Where figures go besides the terminal and metrics.jsonl."""
+
+    wandb: bool = False
+    wandb_project: str = "embedtrain"
+    wandb_entity: str | None = None
+    wandb_group: str | None = None
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """Everything a run is made of."""
+
+    name: str = ""
+    seed: int = 42
+    output_dir: str = "runs/${name}"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=InfoNCEConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions:
+    """Options of `python -m embedtrain.evaluate`."""
+
+    model: str = ""  # model directory or Hub id
+    sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
+    output_dir: str = "runs/evaluate"  # metrics.jsonl is written there
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    max_length: int | None = None
+    query_prompt: str | None = None
+    document_prompt: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    precision: Precision = Precision.fp32
+    chunk_tokens: int = 16384
+    depth: int = 100
+    save_runs: bool = False  # write each retrieval set's ranking as a TREC run file
+    timeout: float = 1800.0

@@ -1,0 +1,1 @@
+"""Process group, mesh, sharding, collectives, and moving weights onto shards."""

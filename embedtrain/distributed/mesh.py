@@ -1,0 +1,76 @@
+"""The (replicate, shard) mesh: DDP, FSDP and HSDP are its shapes, and nothing else tells them apart."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from embedtrain.config.schema import ParallelConfig, Strategy
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError
+
+# Master weight, gradient and two Adam moments in fp32.
+_BYTES_PER_PARAMETER = 16
+# A replicated model may take this share of a rank's memory; the rest is for activations and the batch.
+_REPLICATED_SHARE = 0.35
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How weights lie over the ranks: `replicate` copies, each cut into `shard` parts; and why."""
+
+    strategy: Strategy
+    replicate: int
+    shard: int
+    reason: str
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """The device mesh of this shape, named (replicate, shard). A collective: every rank must call it."""
+        return init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
+
+
+def choose_layout(parallel: ParallelConfig, world: World, num_parameters: int) -> Layout:
+    """Turn `parallel.strategy` into a shape of the mesh.
+
+    `auto` replicates where weights, gradients and Adam's moments of the whole model take at most a third of
+    a rank's memory, for then every forward pass saves its all-gathers; else it shards over all ranks.
+
+    Raises:
+        ConfigError: `parallel.shard_size` does not divide the number of ranks, or is set without hsdp.
+    """
+    if parallel.shard_size is not None and parallel.strategy is not Strategy.hsdp:
+        raise ConfigError(
+            f"parallel.shard_size={parallel.shard_size} is only for parallel.strategy=hsdp, "
+            f"not {parallel.strategy.value}"
+        )
+    need, have = num_parameters * _BYTES_PER_PARAMETER, memory_of_rank(world)
+    told = f"{_gib(need)} of weights, gradients and Adam moments, {_gib(have)} of memory a rank"
+    match parallel.strategy:
+        case Strategy.ddp:
+            return Layout(Strategy.ddp, world.size, 1, f"asked for; {told}")
+        case Strategy.fsdp:
+            return Layout(Strategy.fsdp, 1, world.size, f"asked for; {told}")
+        case Strategy.hsdp:
+            size = parallel.shard_size or world.local_size
+            if size < 1 or world.size % size:
+                raise ConfigError(
+                    f"parallel.shard_size={size} does not divide the {world.size} ranks: "
+                    f"allowed are {', '.join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)}"
+                )
+            return Layout(Strategy.hsdp, world.size // size, size, f"asked for, {size} ranks a copy; {told}")
+        case Strategy.auto if need <= _REPLICATED_SHARE * have:
+            return Layout(Strategy.ddp, world.size, 1, f"it fits on every rank: {told}")
+        case Strategy.auto:
+            return Layout(Strategy.fsdp, 1, world.size, f"it is too large to replicate: {told}")
+
+
+def memory_of_rank(world: World) -> int:
+    """Bytes of memory that one rank may count on: its GPU's, or its part of the node's."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(world.device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

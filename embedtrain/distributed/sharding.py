@@ -1,0 +1,123 @@
+"""Sharding an encoder with FSDP2: checkpointing, then compile, then blocks, then root, then memory.
+
+The order is fixed. Activation checkpointing first, for it must lie inside what FSDP gathers; compilation
+next, block by block and in place, so that parameter names stay clean; then every block is a group of its
+own and what is left (embeddings, final norm, heads) the root's. The optimiser is built after all this:
+one built before holds tensors that are no longer the model's.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from embedtrain.config.schema import ParallelConfig, Precision
+from embedtrain.errors import ModelError, TrainingError
+
+
+def shard_(
+    encoder: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, parallel: ParallelConfig, device: torch.device
+) -> None:
+    """Shard `encoder` in place over `mesh` and give its parameters (uninitialised) memory on `device`.
+
+    Args:
+        encoder: parameters on the meta device, buffers in memory.
+        blocks: the modules inside that become groups of their own.
+        mesh: (replicate, shard).
+        parallel: precision, activation checkpointing, compilation.
+        device: where this rank computes.
+
+    Raises:
+        ModelError: a parameter has no dimension to be cut along.
+    """
+    scalars = [name for name, parameter in encoder.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ModelError(f"parameter {scalars[0]} has no dimension, so it cannot be sharded: give it the shape (1,)")
+    if parallel.activation_checkpointing:
+        encoder.backbone.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator,union-attr]
+    if parallel.compile:
+        for block in blocks:
+            block.compile(dynamic=True)
+    policy = _precision(parallel.precision)
+    # With one shard there is nothing to give back, and gathering again would only copy.
+    several = mesh["shard"].size() > 1
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=several)
+    fully_shard(encoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    encoder._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    _guard_direct_calls(encoder)
+
+
+def _precision(precision: Precision) -> MixedPrecisionPolicy:
+    # reduce_dtype is always said: left out it means param_dtype up to torch 2.13 and fp32 from 2.15 on.
+    match precision:
+        case Precision.bf16:
+            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        case Precision.fp32:
+            return MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+
+
+def reshard(module: nn.Module) -> None:
+    """Give back the memory of every gathered weight below `module`.
+
+    Needed after forward passes without a backward pass: FSDP leaves the root's weights gathered then, and
+    whoever looks at the parameters next (an optimiser, a norm, a checkpoint) would see plain tensors that
+    are not the ones trained.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def warm_up(encoder: nn.Module, device: torch.device) -> None:
+    """Run one token through the sharded encoder, without gradient, and give the weights back.
+
+    FSDP learns which module is the root from the first forward pass. Whoever would call a block first, or
+    evaluate under `torch.inference_mode` first, would spoil every later step; now neither is the first.
+    """
+    training = encoder.training
+    with torch.no_grad():
+        one = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        encoder.eval()(one, torch.ones_like(one))
+    encoder.train(training)
+    reshard(encoder)
+
+
+def synchronise_gradients(encoder: nn.Module, *, last: bool) -> None:
+    """Say before a backward pass whether it is the last of its step.
+
+    Until the last one gradients pile up on this rank, unreduced, so that a step costs one reduce-scatter a
+    group however many chunks it has. Without effect on a module that is not sharded.
+    """
+    if isinstance(encoder, FSDPModule):
+        encoder.set_requires_gradient_sync(last)
+        encoder.set_is_last_backward(last)
+        encoder.set_reshard_after_backward(last)
+
+
+def _guard_direct_calls(encoder: nn.Module) -> None:
+    """Make calls that bypass the gathering of weights say so, instead of failing deep inside torch.
+
+    Only `encoder(ids, mask)` gathers the root's weights. `encoder.forward(...)` or a call of a part of it
+    would meet sharded embeddings ("mixed torch.Tensor and DTensor", "'weight' must be 2-D").
+    """
+    for part in encoder.modules():
+        if not isinstance(part, FSDPModule) and next(part.parameters(recurse=False), None) is not None:
+            part.register_forward_pre_hook(_refuse_shards)
+
+
+def _refuse_shards(part: nn.Module, _args: tuple[Any, ...]) -> None:
+    # Between a block's hooks and here FSDP has put plain tensors in place; shards mean it was not asked.
+    if isinstance(next(part.parameters(recurse=False)), DTensor):
+        raise TrainingError(
+            f"{type(part).__name__} was reached while its weights are sharded: call the encoder itself, "
+            f"encoder(ids, mask), on every rank; not its forward method and not a part of it"
+        )
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The part of a (possibly sharded) tensor that lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,132 @@
+"""Who we are among the ranks: joining the process group, agreeing with the others, failing together."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from embedtrain.errors import ConfigError, TrainingError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them.
+
+    `rank` counts over all nodes, `local_rank` within this node; `device` is where this rank computes.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that speaks and writes."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        # An all-reduce of one number rather than dist.barrier(): the latter guesses a device under NCCL.
+        dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value`, on every rank. Values are pickled: small Python objects only."""
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]  # type: ignore[no-any-return]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value` in rank order, on every rank. Values are pickled: small objects only."""
+        boxes: list[Any] = [None] * self.size
+        dist.all_gather_object(boxes, value)
+        return boxes
+
+    @contextlib.contextmanager
+    def together(self, phase: str) -> Iterator[None]:
+        """Run a phase in which a rank may fail on its own; when one fails, all do, with the same words.
+
+        Without this a rank that raises leaves the others waiting in the next collective until they time
+        out. No collective may run inside, or the failed rank would be missing in it.
+
+        Raises:
+            EmbedtrainError: the error of the first rank that failed; the other ranks' message names it.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        failures = self.gather(None if error is None else (type(error).__name__, str(error)))
+        failed = [rank for rank, failure in enumerate(failures) if failure is not None]
+        if not failed:
+            return
+        if error is not None:
+            raise error
+        name, text = failures[failed[0]] or ("", "")
+        raise FailedElsewhere(f"rank {failed[0]} failed while {phase}: {name}: {text}")
+
+
+class FailedElsewhere(TrainingError):
+    """Another rank failed and said why; this one only follows."""
+
+
+def rank_from_environment() -> int:
+    """This process's rank as the launcher set it; 0 where there is no launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextlib.contextmanager
+def joined_world(timeout: float = 1800.0) -> Iterator[World]:
+    """Join the process group that torchrun prepared, or be a world of one; leave it at the end.
+
+    Args:
+        timeout: seconds that a rank waits in a collective before it gives up.
+
+    Raises:
+        ConfigError: the launcher's variables contradict each other, or there are fewer GPUs than local ranks.
+    """
+    rank, size = rank_from_environment(), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not 0 <= rank < size:
+        raise ConfigError(
+            f"RANK={rank} and WORLD_SIZE={size} contradict each other: start with torchrun, or unset both"
+        )
+    device, backend = _device(local_rank, local_size)
+    if dist.is_initialized():  # a test or a notebook that made its own group
+        yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
+        return
+    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield World(rank, size, local_rank, local_size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"this node has {torch.cuda.device_count()} GPU(s) but {local_size} ranks were started on it: "
+            f"use --nproc-per-node {torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(local_rank)
+    # gloo beside NCCL serves what lies on the CPU: checkpoints and Python objects.
+    return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+
+
+def is_failure_of_this_rank(error: BaseException) -> bool:
+    """Whether `error` arose here, so that this rank should be the one to report it."""
+    return not isinstance(error, FailedElsewhere)

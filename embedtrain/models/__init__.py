@@ -1,0 +1,1 @@
+"""Backbone, pooling and encoder: how a text becomes a vector. Knows nothing of ranks."""

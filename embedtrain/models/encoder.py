@@ -1,0 +1,103 @@
+"""The encoder: backbone, pooling, dense heads, normalisation in one module with one public forward.
+
+All of it lies inside one module because FSDP gathers weights around that module's `__call__`: a head left
+outside would meet vectors of another precision, and a loss could hold an unsharded copy.
+"""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from embedtrain.config.schema import Pooling
+from embedtrain.models.pooling import pool
+
+
+class Dense(nn.Module):
+    """A linear head with an activation, as sentence-transformers' Dense: [N, in] -> [N, out]."""
+
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, activation: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_in, num_out, bias=bias)
+        self.activation = activation
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """[N, in] -> [N, out]."""
+        return ACTIVATIONS[self.activation](self.linear(vectors))
+
+
+# The names are those that sentence-transformers writes into a Dense module's config.json.
+ACTIVATIONS: dict[str, nn.Module] = {
+    "torch.nn.modules.activation.Tanh": nn.Tanh(),
+    "torch.nn.modules.activation.ReLU": nn.ReLU(),
+    "torch.nn.modules.activation.GELU": nn.GELU(),
+    "torch.nn.modules.linear.Identity": nn.Identity(),
+}
+
+
+class Encoder(nn.Module):
+    """Texts' tokens to vectors.
+
+    Args:
+        backbone: a Hugging Face encoder or decoder without a head.
+        pooling: how one vector is made of a text's token vectors.
+        normalize: whether vectors leave with L2 norm 1.
+        dense: heads between pooling and normalisation.
+    """
+
+    def __init__(
+        self, backbone: PreTrainedModel, pooling: Pooling, *, normalize: bool, dense: Sequence[Dense] = ()
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.dense = nn.ModuleList(dense)
+        self.pooling = pooling
+        self.normalize = normalize
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Token ids [N, L] and mask [N, L] (1 = real) to float32 vectors [N, D]."""
+        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+        vectors = pool(hidden, mask, self.pooling)
+        for head in self.dense:
+            vectors = head(vectors.to(head.linear.weight.dtype))
+        vectors = vectors.float()
+        return F.normalize(vectors, dim=-1) if self.normalize else vectors
+
+
+def prepare_backbone(backbone: PreTrainedModel) -> PreTrainedModel:
+    """Switch off, in place, what an embedding model has no use for and what would break its training.
+
+    The pooler gets no gradient, which DDP and optimiser checkpoints both choke on; a key-value cache grows
+    with every recomputed layer, and its leftovers end in IndexErrors.
+    """
+    if isinstance(getattr(backbone, "pooler", None), nn.Module):
+        backbone.pooler = None
+    for part in backbone.modules():
+        config = getattr(part, "config", None)
+        if isinstance(config, PretrainedConfig):
+            switch_off_unused(config)
+    return backbone
+
+
+def switch_off_unused(config: PretrainedConfig) -> None:
+    """`use_cache` and ModernBERT's own compilation, off in this config."""
+    if getattr(config, "use_cache", None):
+        config.use_cache = False
+    if getattr(config, "reference_compile", None) is not False and hasattr(config, "reference_compile"):
+        config.reference_compile = False
+
+
+def parameter_count(module: nn.Module) -> int:
+    """How many numbers the parameters of `module` hold, shards counted whole."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def zero_dimensional(module: nn.Module) -> list[str]:
+    """Names of parameters without a dimension, which FSDP2 cannot shard."""
+    return [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+
+
+def hidden_size(config: PretrainedConfig) -> int:
+    """The size of a token's vector."""
+    return int(config.get_text_config().hidden_size)

@@ -1,0 +1,1 @@
+"""The loop, the step, gradient caching, optimiser, schedule, state."""

@@ -1,0 +1,133 @@
+"""From a recipe's model options to a sharded encoder with its tokenizer, weights read."""
+
+import logging
+import os
+from dataclasses import dataclass, replace
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from embedtrain.config.schema import ModelConfig, ParallelConfig
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.distributed.mesh import Layout, choose_layout
+from embedtrain.distributed.sharding import shard_, warm_up
+from embedtrain.distributed.weights import hand_out, read_shards
+from embedtrain.distributed.world import World
+from embedtrain.models.blocks import find_blocks
+from embedtrain.models.build import TensorPlace, build_encoder, find_weights, initialise
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.source import ModelSource, check_vocabulary, load_tokenizer, open_source, text_length
+
+# What accelerate and transformers read the wrap list from; asked of us in the same way, and said so.
+BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to train or to evaluate.
+
+    Attributes:
+        encoder: sharded in place over the ranks.
+        source: what its directory or configuration says.
+        tokenizer: bound to the length that is used.
+        layout: how its weights lie over the ranks.
+        notes: one line each, what was found and decided.
+    """
+
+    encoder: Encoder
+    source: ModelSource
+    tokenizer: TextTokenizer
+    layout: Layout
+    notes: tuple[str, ...]
+
+
+def load_model(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    read_weights: bool = True,
+) -> LoadedModel:
+    """Build on the meta device, shard, then read each rank's part of the weights.
+
+    Args:
+        model: where the model comes from.
+        parallel: how it lies over the ranks.
+        world: the ranks; every rank must call.
+        seed: random weights are a function of it.
+        tokenizer: a tokenizer made on the spot, for a model without one; its ids go into the configuration.
+        read_weights: false where a checkpoint's weights follow.
+
+    Raises:
+        ConfigError, ModelError: on every rank alike, before any weight is read where that is possible.
+    """
+    quiet_libraries()
+    with world.together("opening the model"):
+        source = open_source(model)
+        if tokenizer is not None:
+            adopt_vocabulary(source, tokenizer)
+        loaded = tokenizer if tokenizer is not None else load_tokenizer(source, model.tokenizer)
+        check_vocabulary(source, loaded)
+        length = text_length(source, loaded)
+        encoder = build_encoder(source)
+        blocks, notes = _blocks(encoder, parallel)
+        num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
+        layout = choose_layout(parallel, world, num_parameters)
+        places = find_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
+    notes.append(
+        f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {num_parameters:,} parameters, "
+        f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}, {length} tokens"
+    )
+    notes.append(
+        f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
+        f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root; {layout.reason}"
+    )
+    shard_(encoder, blocks, layout.mesh(world.device), parallel, world.device)
+    if read_weights:
+        notes.append(_read_weights(encoder, source, places, world, seed))
+    warm_up(encoder, world.device)
+    source = replace(source, max_length=length)
+    return LoadedModel(encoder, source, TextTokenizer(loaded, length), layout, tuple(notes))
+
+
+def adopt_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make a configuration fit a tokenizer trained on the data: size and special ids."""
+    config = source.config.get_text_config()
+    config.vocab_size = len(tokenizer)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        if getattr(tokenizer, name, None) is not None:
+            setattr(config, name, getattr(tokenizer, name))
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' progress bars and advice off the terminal; their errors stay."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    for name in ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _blocks(encoder: Encoder, parallel: ParallelConfig) -> tuple[list[nn.Module], list[str]]:
+    from_environment = os.environ.get(BLOCK_CLASS_VARIABLE, "").strip(" ,")
+    if parallel.block_class is None and from_environment:
+        blocks = find_blocks(encoder, from_environment, asked_by=f"{BLOCK_CLASS_VARIABLE} (in the environment)")
+        return blocks, [f"layer class {from_environment}: read from {BLOCK_CLASS_VARIABLE} in the environment"]
+    return find_blocks(encoder, parallel.block_class), []
+
+
+def _read_weights(
+    encoder: Encoder, source: ModelSource, places: dict[str, TensorPlace] | None, world: World, seed: int
+) -> str:
+    if places is not None:
+        tensors = encoder.state_dict()
+        with world.together("reading the model's weights"):
+            read_shards(tensors, places)
+        return f"weights: every rank read its own slices of {source.directory}"
+    hand_out(encoder, world, lambda: initialise(source, seed))
+    if source.directory is None:
+        return f"weights: random from seed {seed}, made on rank 0 and handed out"
+    return f"weights: read on rank 0 from {source.directory} by transformers and handed out"

@@ -1,0 +1,78 @@
+"""AdamW over the sharded parameters, the learning rate's course, and clipping by the global norm."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from embedtrain.config.schema import OptimConfig, ScheduleKind
+
+
+def build_optimizer(encoder: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over `encoder`'s trainable parameters; matrices decay, biases and norms do not.
+
+    Call it after sharding and before any forward pass that leaves weights gathered: an optimiser built at
+    another moment holds tensors that are not the ones trained.
+    """
+    trainable = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    beta1, beta2 = optim.betas
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True
+    )
+
+
+class Schedule:
+    """The learning rate as a function of the step alone, so there is nothing to save or restore.
+
+    Args:
+        optimizer: whose learning rate is set.
+        optim: peak learning rate, course, warm-up.
+        total_steps: where linear and cosine courses reach zero.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> None:
+        self.optimizer = optimizer
+        self.peak = optim.lr
+        self.kind = optim.schedule
+        self.total_steps = total_steps
+        self.warmup_steps = round(optim.warmup if optim.warmup >= 1 else optim.warmup * total_steps)
+
+    def rate(self, step: int) -> float:
+        """Learning rate of step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        left = (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps)
+        match self.kind:
+            case ScheduleKind.constant:
+                return self.peak
+            case ScheduleKind.linear:
+                return self.peak * max(0.0, left)
+            case ScheduleKind.cosine:
+                return self.peak * 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, left))))
+
+    def apply(self, step: int) -> float:
+        """Set the learning rate of step `step`, counted from 0, and return it."""
+        rate = self.rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+    """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm before.
+
+    The norm is that of the whole gradient over all ranks and shards, the same number on every rank.
+    """
+    owned = [parameter for parameter in parameters if parameter.grad is not None]
+    total = torch.nn.utils.get_total_norm([p.grad for p in owned if p.grad is not None])
+    # A norm of shards stays a DTensor of partial sums until it is asked for whole.
+    norm: Tensor = total.full_tensor() if isinstance(total, DTensor) else total
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(owned, max_norm, norm)
+    return float(norm)

@@ -1,0 +1,105 @@
+"""Real ranks for tests: worker processes over gloo that stay alive, since importing torch costs seconds.
+
+    results = ranks(3, check_something, argument)      # one result per rank, in rank order
+
+A checked function is a module-level function; it runs on every rank inside a process group of its own and
+gets a `World` as its first argument. What it raises is raised in the test with the rank's traceback.
+"""
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not answer in time."""
+
+
+class RankPool:
+    """Worker processes, started when first needed and used again by every later test."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+        """`function(world, *args)` on `world_size` ranks; their results in rank order."""
+        self._start(world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world_size):
+                self._workers[rank][1].send((function, args, rank, world_size, str(Path(folder) / "store")))
+            answers = self._collect(world_size, timeout)
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            raise RankFailed("\n".join(failures))
+        return [value for _, value in answers]
+
+    def _start(self, world_size: int) -> None:
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+
+    def _collect(self, world_size: int, timeout: float) -> list[tuple[bool, Any]]:
+        answers: list[tuple[bool, Any]] = [(False, "no answer")] * world_size
+        deadline = time.monotonic() + timeout
+        waiting = set(range(world_size))
+        broken = False
+        while waiting and not broken:
+            for rank in sorted(waiting):
+                process, pipe = self._workers[rank]
+                try:
+                    if pipe.poll(0.005):
+                        answers[rank] = pipe.recv()
+                        waiting.discard(rank)
+                    elif not process.is_alive():
+                        answers[rank], broken = (False, f"the process died with exit code {process.exitcode}"), True
+                except EOFError:
+                    answers[rank], broken = (False, f"the process died with exit code {process.exitcode}"), True
+            if time.monotonic() > deadline:
+                broken = True
+        if broken:
+            self.stop()
+        return answers
+
+    def stop(self) -> None:
+        """End all workers; the next `run` starts fresh ones."""
+        for process, _ in self._workers:
+            process.kill()
+        self._workers = []
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", GLOO_SOCKET_IFNAME="lo")
+    import torch
+    import torch.distributed as dist
+
+    from embedtrain.distributed.world import World
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, rank, world_size, store = pipe.recv()
+        except EOFError:
+            return
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+        try:
+            answer = (True, function(world, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        try:
+            dist.destroy_process_group()
+        except Exception:
+            answer = (False, f"{answer[1]}\nand the process group could not be ended:\n{traceback.format_exc()}")
+        pipe.send(answer)

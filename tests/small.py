@@ -1,0 +1,96 @@
+"""Small models of real architectures, a tokenizer, and batches to run them on."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from embedtrain.config.schema import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
+from embedtrain.data.types import GlobalBatch, Row
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu"]
+
+# Wide random weights: with the usual 0.02 all texts get nearly one vector, and fp32 noise is all one compares.
+_SMALL = {
+    "initializer_range": 0.1,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
+_LLAMA = _SMALL | {"num_key_value_heads": 1, "max_position_embeddings": 64}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "xlm-roberta": _SMALL | {"max_position_embeddings": 66, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    "bert": _SMALL | {"max_position_embeddings": 64},
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA | {"head_dim": 16},
+    "gemma3_text": _LLAMA | {"head_dim": 16},
+    "modernbert": _SMALL | {"max_position_embeddings": 64, "local_attention": 8},
+}
+POOLINGS = {"llama": Pooling.last, "qwen2": Pooling.last, "qwen3": Pooling.last}
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer over WORDS and letters, `<s> ... </s>` around every text."""
+    specials = ["<s>", "<pad>", "</s>", "<unk>"]
+    vocabulary = {token: i for i, token in enumerate([*specials, *WORDS, *"abcdefghijklmnopqrstuvwxyz0123456789"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>", cls_token="<s>", pad_token="<pad>", eos_token="</s>", sep_token="</s>", unk_token="<unk>",
+        model_max_length=48,
+    )  # fmt: skip
+
+
+def small_model(architecture: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
+    """A recipe's model options for a small random model of the named architecture."""
+    config: dict[str, Any] = {"model_type": architecture, "vocab_size": 64, "pad_token_id": 1, "bos_token_id": 0}
+    config |= {"eos_token_id": 2} | ARCHITECTURES[architecture]
+    if architecture in ("bert", "xlm-roberta"):
+        config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    elif architecture == "modernbert":
+        config |= {"cls_token_id": 0, "sep_token_id": 2, "mlp_dropout": dropout, "attention_dropout": dropout}
+    else:
+        config["attention_dropout"] = dropout
+    values: dict[str, Any] = {"config": config, "pooling": POOLINGS.get(architecture, Pooling.mean)} | changes
+    return ModelConfig(**values)
+
+
+def parallel(strategy: Strategy = Strategy.fsdp, **changes: Any) -> ParallelConfig:
+    """A recipe's parallel options in fp32."""
+    values: dict[str, Any] = {"strategy": strategy, "precision": Precision.fp32} | changes
+    return ParallelConfig(**values)
+
+
+def text(seed: int, length: int) -> str:
+    """A text of `length` words, a function of `seed`."""
+    return " ".join(WORDS[(seed * 7 + i * (seed % 5 + 1)) % len(WORDS)] for i in range(length))
+
+
+def batch(num_rows: int, step: int = 0, first: int = 0) -> GlobalBatch:
+    """Rows of unequal lengths with 0 to 2 hard negatives; one document stands twice."""
+    rows = []
+    for i in range(first, first + num_rows):
+        documents = [text(100 + i, 3 + i % 9), *(text(200 + 3 * i + n, 2 + (i + n) % 11) for n in range(i % 3))]
+        rows.append(Row(text(i, 1 + i % 4), tuple(documents)))
+    if num_rows > 3:
+        rows[3] = Row(rows[3].query, (rows[0].documents[0], *rows[3].documents[1:]))
+    return GlobalBatch(step, tuple(rows))
+
+
+def save_small(model: ModelConfig, directory: Path, seed: int = 0) -> Path:
+    """The small model as a Hugging Face directory with its tokenizer, weights random from `seed`."""
+    from transformers import AutoConfig, AutoModel
+    import torch
+
+    torch.manual_seed(seed)
+    values = dict(model.config)
+    AutoModel.from_config(AutoConfig.for_model(values.pop("model_type"), **values)).save_pretrained(directory)
+    small_tokenizer().save_pretrained(directory)
+    return directory

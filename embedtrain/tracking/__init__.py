@@ -1,0 +1,1 @@
+"""What a run tells: the terminal, metrics.jsonl, and wandb when asked for. Only rank 0 tells it."""

@@ -1,0 +1,159 @@
+"""What training holds to tell how it goes: the terminal, metrics.jsonl and wandb behind one object."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from embedtrain.config.schema import Recipe
+from embedtrain.distributed.world import World
+from embedtrain.tracking.console import Console
+from embedtrain.tracking.memory import peak_memory_gib
+from embedtrain.tracking.metrics import MetricsFile, read_metrics
+from embedtrain.tracking.weights_and_biases import WandbRun
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Tracker:
+    """Tells and records steps and evaluations. On all ranks but the first every method does nothing.
+
+    No method holds a collective, so that rank 0 may be slow or fail here without another rank's counterpart.
+    """
+
+    def __init__(self, world: World, console: Console, metrics: MetricsFile | None, wandb: WandbRun | None) -> None:
+        """Bundle what `open` made."""
+        self.console = console
+        self._world = world
+        self._metrics = metrics
+        self._wandb = wandb
+        self._file_failed = False
+
+    @classmethod
+    def open(
+        cls,
+        recipe: Recipe,
+        world: World,
+        run_dir: str | Path,
+        *,
+        resumed_step: int | None = None,
+        wandb_id: str | None = None,
+        console: Console | None = None,
+    ) -> "Tracker":
+        """Start recording into `run_dir`; call it once the process group is joined, on every rank.
+
+        Args:
+            recipe: its `tracking` says where figures go beside the terminal and metrics.jsonl.
+            world: who speaks.
+            run_dir: holds metrics.jsonl; made if it is not there.
+            resumed_step: the step training goes on from; later rows of metrics.jsonl are dropped. None: training
+                starts anew, and rows of an earlier run are put aside as `metrics.previous.jsonl`.
+            wandb_id: `wandb_id` as it was when the checkpoint was written.
+            console: where to speak, if one is open already.
+
+        Raises:
+            DataError: metrics.jsonl is there but is not what it claims to be.
+            OSError: `run_dir` cannot be written.
+        """
+        console = console or Console(speaks=world.is_main)
+        if not world.is_main:
+            return cls(world, console, None, None)
+        run_dir = Path(run_dir)
+        path = run_dir / METRICS_FILE
+        if resumed_step is None and path.exists() and path.stat().st_size:
+            path.replace(run_dir / "metrics.previous.jsonl")
+            console.note(f"training starts anew: the rows of {path} are now in metrics.previous.jsonl")
+        metrics = MetricsFile(path)
+        if resumed_step is not None:
+            metrics.truncate_after(resumed_step)
+            for row in read_metrics(path):
+                if "set" in row:
+                    console.remember({row["set"]: _figures(row)})
+        wandb = WandbRun(recipe, world.size, run_dir, wandb_id, console.warn) if recipe.tracking.wandb else None
+        return cls(world, console, metrics, wandb)
+
+    @property
+    def wandb_id(self) -> str | None:
+        """What continues the wandb run: to be stored in checkpoints. None without wandb, and on other ranks."""
+        return self._wandb.id if self._wandb is not None else None
+
+    def training(self, total_steps: int, start_step: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Show progress while the block trains from `start_step` (steps done before) to `total_steps`."""
+        return self.console.training(total_steps, start_step)
+
+    def phase(self, text: str) -> contextlib.AbstractContextManager[None]:
+        """Show what is going on while the block runs, and say how long it took."""
+        return self.console.phase(text)
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step`, which is done but not logged; costs nothing."""
+        self.console.advance(step)
+
+    def step(self, row: Mapping[str, float]) -> None:
+        """Tell and record a logged step.
+
+        Args:
+            row: `step` and any figures of it; `console` tells those it knows, the others record all. `padding` and
+                `data_wait` are shares of 1. `memory_gib` is filled in if it is not there.
+        """
+        if not self._world.is_main:
+            return
+        row = {"memory_gib": peak_memory_gib(self._world.device), **row}
+        row = {"step": row.pop("step"), **row}
+        self._record(row)
+        self.console.step(row)
+        if self._wandb is not None:
+            self._wandb.step(row)
+
+    def evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Tell and record what was measured after `step`, as `{set: {metric: value}}`."""
+        if not self._world.is_main:
+            return
+        for name, figures in results.items():
+            self._record({"step": step, "set": name, **figures})
+        self.console.evaluation(step, results)
+        if self._wandb is not None:
+            self._wandb.evaluation(step, results)
+
+    def note(self, text: str) -> None:
+        """Say something in passing."""
+        self.console.note(text)
+
+    def warn(self, text: str) -> None:
+        """Say something the user should look at."""
+        self.console.warn(text)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the display, close the file, and send to wandb what is not sent yet."""
+        self.console.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._wandb is not None:
+            self._wandb.close(failed)
+
+    def __enter__(self) -> "Tracker":
+        """Use it as `with Tracker.open(...) as tracker`."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close; an exception marks the wandb run as failed."""
+        self.close(failed=kind is not None)
+
+    def _record(self, row: Mapping[str, Any]) -> None:
+        if self._metrics is None:
+            return
+        try:
+            self._metrics.append(row)
+        except OSError as error:
+            if not self._file_failed:
+                self.console.warn(
+                    f"{self._metrics.path} cannot be written, training goes on without some rows: {error}"
+                )
+            self._file_failed = True
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if key not in ("step", "set") and isinstance(value, int | float)}

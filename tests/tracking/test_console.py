@@ -1,0 +1,250 @@
+"""What is said on a log file, a terminal, a narrow terminal, and where nobody listens any more."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from io import StringIO
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console as RichConsole
+
+from embedtrain.tracking.console import Console
+from embedtrain.tracking.figures import Pace, duration, rate, step_figures
+from embedtrain.tracking.progress import ProgressLine
+
+ROW = {
+    "step": 100,
+    "loss": 1.23451,
+    "grad_norm": 0.8712,
+    "lr": 4.9e-4,
+    "samples_per_s": 812.4,
+    "tokens_per_s": 71344.2,
+    "padding": 0.0312,
+    "data_wait": 0.001,
+    "memory_gib": 0.93,
+    "unknown": 7.0,
+}
+RESULTS = {
+    "dev-en": {"ndcg@10": 0.41, "mrr@10": 0.39, "recall@10": 0.6, "recall@100": 0.8},
+    "开发集": {"ndcg@10": 0.51, "mrr@10": 0.49, "recall@10": 0.7, "recall@100": 0.9},
+    "sts": {"spearman": 0.81},
+}
+LATER = {name: {metric: value + 0.01 for metric, value in figures.items()} for name, figures in RESULTS.items()}
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def terminal(width, **environment):
+    out = StringIO()
+    environment = {"TERM": "xterm-256color", **environment}
+    return RichConsole(width=width, force_terminal=True, file=out, highlight=False, _environ=environment), out
+
+
+def tell_everything(console):
+    console.note("rows come from [train.jsonl]")
+    with console.phase("loading the model"):
+        pass
+    with console.training(600, start_step=90):
+        console.advance(99)
+        console.step(ROW)
+        with console.phase("evaluating"):
+            console.evaluation(100, RESULTS)
+        console.step({**ROW, "step": 110, "loss": float("nan")})
+        console.evaluation(110, LATER)
+    console.warn("careful")
+    console.close()
+
+
+def test_a_log_file_gets_a_plain_line_per_step(capsys):
+    console = Console()
+    console._pace = Pace(600, 99, console._now() - 0.26)
+    console._total_steps = 600
+    console.step(ROW)
+    assert capsys.readouterr().out == (
+        "step 100/600  loss 1.2345  grad_norm 0.87  lr 4.9e-04  samples/s 812  tokens/s 71,344  "
+        "padding 3.1%  memory 0.9 GiB  left 2:10\n"
+    )
+
+
+def test_a_log_file_gets_everything_without_escape_codes(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # CI services set it
+    tell_everything(Console())
+    lines = capsys.readouterr().out.splitlines()
+    assert not any("\x1b" in line or "\r" in line for line in lines)
+    assert lines[:2] == ["rows come from [train.jsonl]", "loading the model"]
+    assert lines[2].startswith("step 100/600  loss 1.2345  grad_norm 0.87  ")
+    assert lines[3:9] == [
+        "evaluating",
+        "evaluation at step 100",
+        "  set     ndcg@10  mrr@10  recall@10  recall@100",
+        "  dev-en  0.4100   0.3900  0.6000     0.8000",
+        "  开发集  0.5100   0.4900  0.7000     0.9000",
+        "  set  spearman",
+    ]
+    assert lines[10].startswith("step 110/600  loss nan ")
+    assert "  dev-en  0.4200  +0.0100  0.4000  +0.0100  0.6100  +0.0100  0.8100  +0.0100" in lines
+    assert lines[-2:] == ["trained 20 steps in 0:00", "warning: careful"]
+
+
+def test_columns_of_a_log_stand_below_each_other(capsys):
+    console = Console()
+    for samples_per_s in (812.0, 1234.0, 12.3):
+        console.step({**ROW, "samples_per_s": samples_per_s})
+    _, second, third = capsys.readouterr().out.splitlines()
+    assert "samples/s 1,234  tokens/s" in second
+    assert "samples/s 12.3   tokens/s" in third
+
+
+def test_a_loader_that_is_waited_for_is_said(capsys):
+    Console().step({**ROW, "data_wait": 0.12})
+    assert "waiting for data 12%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_nothing_is_wider_than_the_terminal(width):
+    rich, out = terminal(width)
+    tell_everything(Console(terminal=rich))
+    lines = ESCAPES.sub("", out.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(cell_len, lines)) <= width
+    assert any("loss 1.2345" in line for line in lines)
+
+
+def live_line(width, step=100, left=130.0, **environment):
+    rich, out = terminal(width, **environment)
+    rich.print(ProgressLine(step_figures({**ROW, "step": step}, 600, left), 600, {}))
+    return out.getvalue()
+
+
+def test_the_live_line_at_60_columns_keeps_what_matters_most():
+    lines = ESCAPES.sub("", live_line(60)).splitlines()
+    assert len(lines) == 1
+    assert re.fullmatch(r"━+[╸╺]?━+  100/600  loss 1\.2345  lr 4\.9e-04  left 2:10 *", lines[0])
+
+
+def test_the_live_line_at_100_columns_has_every_figure():
+    (line,) = ESCAPES.sub("", live_line(100)).splitlines()
+    assert line.split("━  ")[1].rstrip() == (
+        "100/600  loss 1.2345  lr 4.9e-04  812 samples/s  71,344 tokens/s  0.9 GiB  left 2:10"
+    )
+
+
+@pytest.mark.parametrize("width", range(8, 130))
+def test_the_live_line_is_one_line_at_every_width(width):
+    (line,) = ESCAPES.sub("", live_line(width)).splitlines()
+    assert cell_len(line) < width
+
+
+def test_no_color_is_honoured():
+    rich, out = terminal(80, NO_COLOR="1")
+    tell_everything(Console(terminal=rich))
+    sgr = re.findall(r"\x1b\[([0-9;]*)m", out.getvalue())
+    assert not [code for code in sgr if any(30 <= int(part or 0) <= 107 for part in code.split(";"))]
+    coloured, out = terminal(80)
+    tell_everything(Console(terminal=coloured))
+    assert "36m" in out.getvalue()
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    rich, out = terminal(60, TERM="dumb")
+    tell_everything(Console(terminal=rich))
+    assert "\x1b" not in out.getvalue()
+    assert "step 100/600  loss 1.2345  grad_norm 0.87" in out.getvalue()
+
+
+def test_a_table_that_is_too_wide_says_what_it_leaves_out():
+    rich, out = terminal(40)
+    Console(terminal=rich).evaluation(1, RESULTS)
+    text = ESCAPES.sub("", out.getvalue())
+    assert "also in metrics.jsonl: recall@100" in text
+    assert "0.4100" in text
+
+
+def test_the_cursor_is_left_visible_even_if_the_process_is_killed_in_training():
+    rich, out = terminal(80)
+    console = Console(terminal=rich)
+    with console.training(600):
+        console.step(ROW)
+        written = out.getvalue()
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+
+
+def test_an_error_in_training_ends_the_live_display():
+    rich, out = terminal(80)
+    console = Console(terminal=rich)
+    with pytest.raises(ZeroDivisionError), console.training(600), console.phase("evaluating"):
+        raise ZeroDivisionError
+    assert console._live is None
+    assert "trained" not in out.getvalue()
+    with console.training(600):  # and it can be started again
+        console.step(ROW)
+
+
+def test_a_silent_console_says_nothing(capsys):
+    tell_everything(Console(speaks=False))
+    rich, out = terminal(80)
+    tell_everything(Console(speaks=False, terminal=rich))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err, out.getvalue()) == ("", "", "")
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_run():
+    script = (
+        "import sys; from embedtrain.tracking.console import Console\n"
+        "console = Console()\n"
+        "for step in range(2000):\n    console.note('x' * 1000)\n"
+        "sys.stderr.write('trained to the end')\n"
+        "sys.stderr.flush(); import os; os._exit(0)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == "trained to the end"
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+def test_a_log_in_an_encoding_without_the_characters_does_not_stop_the_run():
+    script = "from embedtrain.tracking.console import Console; Console().note('dev 开发 ✓')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    assert done.stdout == b"dev ?? ?\n"
+
+
+def test_a_forked_child_prints_past_the_live_display(monkeypatch):
+    rich, out = terminal(80)
+    monkeypatch.setattr(sys, "stdout", StringIO())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    console = Console(terminal=rich)
+    with console.training(600):
+        print("from the parent")
+        reader, writer = os.pipe()
+        with rich._lock:  # as the display's thread may hold it at the fork
+            pid = os.fork()
+            if pid == 0:
+                with contextlib.suppress(BaseException):
+                    os.write(writer, type(sys.stdout).__name__.encode())
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert os.read(reader, 100) == b"StringIO"
+    os.close(reader)
+    os.close(writer)
+    assert "from the parent" in out.getvalue()
+
+
+def test_time_left_goes_by_the_last_steps_and_counts_down():
+    pace = Pace(100, 40, now=1000.0)
+    assert pace.left(1000.0) is None
+    for step in range(41, 80):
+        pace.observe(step, 1000.0 + 2 * (step - 40))
+    assert pace.left(1078.0) == pytest.approx(21 * 2)
+    assert pace.left(1083.0) == pytest.approx(21 * 2 - 5)
+    assert pace.left(9999.0) == 0.0
+
+
+def test_durations_and_rates_read_well():
+    assert [duration(s) for s in (0, 59.7, 130, 3730, 273600)] == ["0:00", "1:00", "2:10", "1:02:10", "3d 4h"]
+    assert [rate(value) for value in (71344.2, 812.4, 3.44)] == ["71,344", "812", "3.4"]

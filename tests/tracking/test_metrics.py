@@ -1,0 +1,119 @@
+"""metrics.jsonl: one clean history, whatever happened to the run."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from embedtrain.errors import DataError
+from embedtrain.tracking.metrics import MetricsFile, read_metrics
+
+
+def test_every_row_is_in_the_file_at_once(tmp_path):
+    metrics = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    metrics.append({"step": 1, "loss": 2.5})
+    metrics.append({"step": 1, "set": "开发集\u2028", "ndcg@10": 0.5})
+    assert read_metrics(metrics.path) == [
+        {"step": 1, "loss": 2.5},
+        {"step": 1, "set": "开发集\u2028", "ndcg@10": 0.5},
+    ]
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "deep": {"list": [-float("inf"), 1.0]}})
+    metrics.append({"step": 2, "loss": np.float32(0.5), "grad_norm": torch.tensor(float("nan"))})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in metrics.path.read_text().splitlines()]
+    assert rows == [
+        {"step": 1, "loss": None, "grad_norm": None, "deep": {"list": [None, 1.0]}},
+        {"step": 2, "loss": 0.5, "grad_norm": None},
+    ]
+
+
+def test_a_continued_run_leaves_the_history_of_one_that_was_never_stopped(tmp_path):
+    def train(path, first, last, resumed_step=None):
+        metrics = MetricsFile(path)
+        if resumed_step is not None:
+            metrics.truncate_after(resumed_step)
+        for step in range(first, last + 1):
+            metrics.append({"step": step, "loss": 1 / step})
+            if step % 2 == 0:
+                metrics.append({"step": step, "set": "dev", "ndcg@10": step / 10})
+        metrics.close()
+
+    train(tmp_path / "whole.jsonl", 1, 8)
+    train(tmp_path / "stopped.jsonl", 1, 6)
+    train(tmp_path / "stopped.jsonl", 5, 8, resumed_step=4)
+    assert (tmp_path / "stopped.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stopped.jsonl", "whole.jsonl"]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 3, "set": "开', "\x00\x00\x00", "3"])
+def test_a_half_written_last_line_is_dropped(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn.encode()[:-1] + torn.encode()[-1:])
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    MetricsFile(path).append({"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_whole_last_line_without_its_line_break_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    MetricsFile(path).append({"step": 3})
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is not a JSON object"):
+        MetricsFile(path)
+
+
+def test_a_row_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    pid = os.fork()
+    if pid == 0:  # a file size limit stands for the full disk; it would stay with this process for ever
+        status = 1
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            metrics = MetricsFile(path)
+            metrics.append({"step": 1})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20, resource.RLIM_INFINITY))
+            try:
+                metrics.append({"step": 2})
+            except OSError:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                metrics.append({"step": 3})
+                status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
+def test_a_run_killed_while_writing_leaves_a_file_that_can_be_continued(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    script = (
+        "import sys; from embedtrain.tracking.metrics import MetricsFile\n"
+        "metrics, step = MetricsFile(sys.argv[1]), 0\n"
+        "while True:\n    step += 1\n    metrics.append({'step': step, 'loss': 1.0})\n    print(step, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
+    said = [int(process.stdout.readline()) for _ in range(100)][-1]
+    process.kill()
+    process.wait()
+    rows = read_metrics(path)
+    assert len(rows) >= said
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))

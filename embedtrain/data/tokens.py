@@ -1,0 +1,84 @@
+"""Texts -> chunks of tokens: sorted by length and cut so that no forward pass holds more than a budget."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from embedtrain.data.types import Tokens
+
+
+class TextTokenizer:
+    """A Hugging Face tokenizer bound to the length that the model takes.
+
+    Args:
+        tokenizer: any fast or slow Hugging Face tokenizer that has a padding token.
+        max_length: tokens of a text that are kept, special tokens included.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        # What stands for a text without tokens (an empty document, and no special tokens, as with Qwen): a row
+        # whose mask is all 0 has no mean and no last token, and would turn into NaN.
+        self._nothing = int(tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id)
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, special tokens included, truncated, not padded; at least one token each."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(
+            list(texts),
+            truncation=True,
+            max_length=self.max_length,
+            add_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        return [ids or [self._nothing] for ids in encoded["input_ids"]]
+
+    def chunks(self, texts: Sequence[str], chunk_tokens: int) -> list[Tokens]:
+        """All texts as padded chunks of at most `chunk_tokens` tokens each, padding included.
+
+        Texts are sorted by length first, so little padding is computed; `Tokens.rows` leads back.
+        A text longer than the budget gets a chunk of its own.
+        """
+        ids = self.ids(texts)
+        return [self.pad(ids, rows) for rows in cut_by_length([len(i) for i in ids], chunk_tokens)]
+
+    def pad(self, ids: Sequence[Sequence[int]], rows: Sequence[int]) -> Tokens:
+        """The texts `rows` of `ids` as one padded chunk.
+
+        Padding stands on the right whatever the tokenizer prefers: pooling reads the mask, and models with
+        learned positions count them from the left.
+        """
+        length = max(1, *(len(ids[row]) for row in rows))
+        padded = torch.full((len(rows), length), int(self.tokenizer.pad_token_id or 0), dtype=torch.int64)
+        mask = torch.zeros((len(rows), length), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            padded[i, : len(ids[row])] = torch.tensor(ids[row], dtype=torch.int64)
+            mask[i, : len(ids[row])] = 1
+        return Tokens(padded, mask, tuple(rows))
+
+    def dummy(self) -> Tokens:
+        """A chunk that stands for no text: for a rank that has run out of chunks while others go on.
+
+        Every forward pass of a sharded model is a collective, so all ranks must run the same number.
+        """
+        tokens = self.pad(self.ids(["a"]), [0])
+        return Tokens(tokens.ids, tokens.mask, (-1,))
+
+
+def cut_by_length(lengths: Sequence[int], chunk_tokens: int) -> list[list[int]]:
+    """Cut texts into chunks of like length: longest first, rows x longest <= `chunk_tokens`.
+
+    A function of the lengths alone, so it can be cut alike on any rank. The longest come first so that
+    memory runs out in the first chunk or never.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    chunks: list[list[int]] = []
+    for row in order:
+        if not chunks or (len(chunks[-1]) + 1) * max(1, lengths[chunks[-1][0]]) > chunk_tokens:
+            chunks.append([])
+        chunks[-1].append(row)
+    return chunks

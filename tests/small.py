@@ -1,5 +1,6 @@
 """Small models of real architectures, a tokenizer, and batches to run them on."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,26 @@ def save_small(model: ModelConfig, directory: Path, seed: int = 0) -> Path:
     AutoModel.from_config(AutoConfig.for_model(values.pop("model_type"), **values)).save_pretrained(directory)
     small_tokenizer().save_pretrained(directory)
     return directory
+
+
+def write_rows(path: Path, num_rows: int) -> Path:
+    """Training rows in FlagEmbedding's layout."""
+    lines = [
+        json.dumps({"query": row.query, "pos": [row.documents[0]], "neg": list(row.documents[1:])})
+        for row in batch(num_rows).rows
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_beir(folder: Path, num_rows: int) -> Path:
+    """A retrieval set in BEIR's layout: one document answers each query."""
+    (folder / "qrels").mkdir(parents=True)
+    found = list(enumerate(batch(num_rows).rows))
+    corpus = [json.dumps({"_id": f"d{i}", "title": "", "text": row.documents[0]}) for i, row in found]
+    queries = [json.dumps({"_id": f"q{i}", "text": row.query}) for i, row in found]
+    (folder / "corpus.jsonl").write_text("\n".join(corpus))
+    (folder / "queries.jsonl").write_text("\n".join(queries))
+    judged = "".join(f"q{i}\td{i}\t1\n" for i, _ in found)
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    return folder

@@ -24,10 +24,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config import schema
 from embedtrain.config.checks import check_evaluate, check_recipe
-from embedtrain.config.schema import EvaluateOptions, EvaluationSet, InfoNCEConfig, Recipe, TrainSource
+from embedtrain.config.schema import (
+    EvaluateOptions,
+    EvaluationSet,
+    ExportOptions,
+    InfoNCEConfig,
+    Recipe,
+    SearchOptions,
+    TrainSource,
+)
 from embedtrain.errors import ConfigError
 
-Options = TypeVar("Options", Recipe, EvaluateOptions)
+Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, SearchOptions)
 Item = TypeVar("Item")
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -74,6 +82,26 @@ def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
     options = _to_dataclass(config, EvaluateOptions)
     options.sets = _items(options.sets, EvaluationSet, "sets")
     return check_evaluate(options)
+
+
+def compose_export(arguments: list[str]) -> ExportOptions:
+    """The options of `python -m embedtrain.export`."""
+    (config,) = _compose("export", folder("configs") / "doors", arguments)
+    options = _to_dataclass(config, ExportOptions)
+    if not options.run:
+        raise ConfigError("no run: write run=DIR, the output_dir of a training run")
+    return options
+
+
+def compose_search(arguments: list[str]) -> SearchOptions:
+    """The options of `python -m embedtrain.search`."""
+    (config,) = _compose("search", folder("configs") / "doors", arguments)
+    options = _to_dataclass(config, SearchOptions)
+    if not options.model or not options.corpus:
+        raise ConfigError("write model=DIR corpus=DIR, a model directory and a folder with a corpus.jsonl")
+    if options.top < 1:
+        raise ConfigError(f"top={options.top}: at least 1")
+    return options
 
 
 def to_recipe(config: DictConfig) -> Recipe:
@@ -140,6 +168,8 @@ def _register(*, with_recipes: bool) -> None:
     store = ConfigStore.instance()
     store.store(name="recipe_schema", node=_schema())
     store.store(name="evaluate_schema", node=EvaluateOptions)
+    store.store(name="export_schema", node=ExportOptions)
+    store.store(name="search_schema", node=SearchOptions)
     store.store(group="loss", name="infonce_schema", node=InfoNCEConfig)
     if with_recipes:
         for path in sorted(folder("recipes").glob("*.yaml")):

@@ -95,6 +95,7 @@ class ModelConfig:
     config: Any = None  # from scratch instead: a mapping with `model_type`, or the path of a config.json
     tokenizer: str | None = None  # Hub id or directory; default: the model's own, or one trained on the data
     vocab_size: int = 16000  # size of a vocabulary trained on the data
+    vocab_lowercase: bool = True  # whether such a vocabulary folds case: a small model need not learn it
     pooling: Pooling | None = None  # cls, mean, last; default: what a sentence-transformers directory says
     normalize: bool | None = None  # L2-normalise vectors; default: what the directory says, else true
     max_length: int | None = None  # tokens, special tokens included; default: what the directory says
@@ -271,3 +272,26 @@ class EvaluateOptions:
     depth: int = 100
     save_runs: bool = False  # write each retrieval set's ranking as a TREC run file
     timeout: float = 1800.0
+
+
+@dataclass(kw_only=True)
+class ExportOptions:
+    """Options of `python -m embedtrain.export`."""
+
+    run: str = ""  # output_dir of a run
+    step: str = "latest"  # latest, best, or a step's number
+    to: str | None = None  # default: model/ in the run's directory
+    dtype: ExportDtype | None = None  # default: the recipe's export.dtype
+
+
+@dataclass(kw_only=True)
+class SearchOptions:
+    """Options of `python -m embedtrain.search`."""
+
+    model: str = ""  # model directory or Hub id
+    corpus: str = ""  # BEIR folder, or a corpus.jsonl
+    query: str | None = None  # without it queries are read from the keyboard, or line by line from a pipe
+    top: int = 5
+    precision: Precision = Precision.fp32
+    chunk_tokens: int = 16384
+    trust_remote_code: bool = False

@@ -53,9 +53,9 @@ def max_over_ranks(value: int, device: torch.device) -> int:
 def gather_vector(values: list[float], device: torch.device) -> Tensor:
     """Every rank's list of numbers as a float64 matrix [W, len(values)], on the CPU of every rank."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
-    out = torch.empty((dist.get_world_size(), mine.numel()), dtype=torch.float64, device=device)
+    out = torch.empty(dist.get_world_size() * mine.numel(), dtype=torch.float64, device=device)
     _all_gather(out, mine)
-    return out.cpu()
+    return out.view(-1, mine.numel()).cpu()
 
 
 class _GatherRows(torch.autograd.Function):

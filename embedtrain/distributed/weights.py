@@ -25,7 +25,7 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
     for dim, placement in enumerate(tensor.placements):
         if not placement.is_shard():
             continue
-        assert isinstance(placement, Shard) and placement.dim == 0, f"expected rows to be cut, not {placement}"
+        assert placement == Shard(0), f"expected rows to be cut, not {placement}"
         part = -(-(end - start) // tensor.device_mesh.size(dim))
         start = min(start + part * tensor.device_mesh.get_local_rank(dim), end)
         end = min(start + part, end)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from embedtrain.errors import ConfigError, TrainingError
 
@@ -69,10 +70,10 @@ class World:
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
         if not failed:
             return
-        if error is not None:
+        if error is not None and (failed[0] == self.rank or failures[failed[0]] != failures[self.rank]):
             raise error
         name, text = failures[failed[0]] or ("", "")
-        raise FailedElsewhere(f"rank {failed[0]} failed while {phase}: {name}: {text}")
+        raise FailedElsewhere(f"rank {failed[0]} failed while {phase}: {name}: {text}") from error
 
 
 class FailedElsewhere(TrainingError):
@@ -107,7 +108,7 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield World(rank, size, local_rank, local_size, device)
     finally:
@@ -125,8 +126,3 @@ def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     torch.cuda.set_device(local_rank)
     # gloo beside NCCL serves what lies on the CPU: checkpoints and Python objects.
     return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
-
-
-def is_failure_of_this_rank(error: BaseException) -> bool:
-    """Whether `error` arose here, so that this rank should be the one to report it."""
-    return not isinstance(error, FailedElsewhere)

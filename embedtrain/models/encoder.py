@@ -24,7 +24,8 @@ class Dense(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
-        return ACTIVATIONS[self.activation](self.linear(vectors))
+        activated: Tensor = ACTIVATIONS[self.activation](self.linear(vectors.to(self.linear.weight.dtype)))
+        return activated
 
 
 # The names are those that sentence-transformers writes into a Dense module's config.json.
@@ -60,7 +61,7 @@ class Encoder(nn.Module):
         hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         vectors = pool(hidden, mask, self.pooling)
         for head in self.dense:
-            vectors = head(vectors.to(head.linear.weight.dtype))
+            vectors = head(vectors)
         vectors = vectors.float()
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
 

@@ -73,7 +73,7 @@ class Backward:
     def _loss_backward(self, rows: Tensor, batch: RankBatch) -> LossOutput:
         output = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], batch.known)
         # The one place that knows of it: FSDP averages gradients over the ranks, and shares are to be summed.
-        (output.share * self.world.size).backward()  # type: ignore[no-untyped-call]
+        (output.share * self.world.size).backward()
         return LossOutput(output.share.detach(), output.shares)
 
     def _encode(self, step: int, index: int, chunk: Tokens) -> Tensor:

@@ -1,6 +1,8 @@
 """TrainState: what a checkpoint holds beside model and optimiser."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -16,3 +18,14 @@ class TrainState:
     best: float | None = None  # the best value so far of the metric in `checkpoint.best`
     best_step: int | None = None
     wandb_id: str | None = None
+
+
+def as_dict(state: TrainState) -> dict[str, Any]:
+    """The state as plain values, for a checkpoint's manifest."""
+    return asdict(state)
+
+
+def from_dict(values: Mapping[str, Any]) -> TrainState:
+    """The state out of a manifest; what this version does not know is left out."""
+    known = {field.name for field in fields(TrainState)}
+    return TrainState(**{name: value for name, value in values.items() if name in known})

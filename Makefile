@@ -1,0 +1,46 @@
+# Everything runs in .venv, which is made when it is missing. Nothing else needs to be installed by hand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Two ranks share this machine's cores; without this each would start a thread per core and wait for the other's.
+RANKS ?= 2
+export OMP_NUM_THREADS ?= 1
+RUN := runs/quickstart
+
+.PHONY: demo test test-all lint format types bench clean
+
+demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
+	@printf '%s\n' 'play chess against the computer' '压缩和解压文件的工具' \
+	  | $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-zh2en top=3
+	@echo
+	@echo 'Search yourself:'
+	@echo '  $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-en query="edit photos"'
+
+test: .venv  ## all tests but those marked slow
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-all: .venv  ## the slow ones as well
+	$(BIN)/python -m pytest
+
+lint: .venv  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv  ## side-by-side measurements, printed as tables
+	$(BIN)/python -m benchmarks
+
+.venv: pyproject.toml constraints.txt
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+	  || { rm -rf $(VENV); exit 1; }
+	@touch $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache

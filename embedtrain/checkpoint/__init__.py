@@ -1,0 +1,1 @@
+"""Saving, loading and keeping checkpoints; model directories that other libraries open."""

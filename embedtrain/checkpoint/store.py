@@ -1,0 +1,152 @@
+"""The checkpoints of a run: save, resume from the newest intact one, keep the newest few and the best."""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from embedtrain import __version__
+from embedtrain.checkpoint.folder import (
+    StepFolder,
+    describe_files,
+    finish,
+    list_steps,
+    list_unfinished,
+    prune,
+    read_manifest,
+    step_path,
+    unfinished_path,
+    verify,
+)
+from embedtrain.checkpoint.tensors import cause_of, read_tensors, write_tensors
+from embedtrain.config.schema import CheckpointConfig, Contents
+from embedtrain.distributed.world import World
+from embedtrain.errors import CheckpointError
+
+_FORMAT = 1
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run. Every method but the constructor is called on every rank.
+
+    Args:
+        root: the folder; made when first needed.
+        config: how many are kept, in which layout, with what contents.
+        world: the ranks.
+        identity: the options that a resumed run must share (option -> value), see `resume`.
+        say: takes a line for the user.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: CheckpointConfig,
+        world: World,
+        *,
+        identity: dict[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        self.root, self.config, self.world, self.identity, self.say = root, config, world, identity, say
+
+    def save(self, encoder: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+        """Write the checkpoint of `state["step"]`, then delete what `checkpoint.keep` no longer covers.
+
+        Args:
+            encoder: the sharded encoder, between two steps (no gradient held).
+            optimizer: its optimiser.
+            state: the run's TrainState as a dictionary.
+
+        Raises:
+            CheckpointError: on every rank alike, naming the rank that could not write and why.
+        """
+        step = int(state["step"])
+        phase = f"saving the checkpoint of step {step}"
+        unfinished, final = unfinished_path(self.root, step), step_path(self.root, step)
+        with self.world.together(phase), _named(phase):
+            if self.world.is_main:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir(parents=True)
+        kept = optimizer if self.config.contents is Contents.all else None
+        with _named(phase):
+            plain = write_tensors(unfinished, encoder, kept, self.config.layout, self.world)
+        self.world.barrier()
+        files: dict[str, Any] = {}
+        with self.world.together(phase), _named(phase):
+            mine = describe_files(unfinished, self.world.rank, self.world.size)
+        for part in self.world.gather(mine):
+            files |= part
+        with self.world.together(phase), _named(phase):
+            if self.world.is_main:
+                manifest = {
+                    "format": _FORMAT,
+                    "step": step,
+                    "state": state,
+                    "contents": self.config.contents.value,
+                    "layout": self.config.layout.value,
+                    "world_size": self.world.size,
+                    "identity": self.identity,
+                    "optimizer": plain,
+                    "versions": {"embedtrain": __version__, "torch": torch.__version__},
+                    "files": files,
+                }
+                finish(unfinished, final, manifest)
+                prune(self.root, self.config.keep, protected={int(state.get("best_step") or -1)})
+        return final
+
+    def newest(self) -> StepFolder | None:
+        """The newest intact checkpoint; what is half-written or damaged is named and passed over."""
+        report: list[str] = []
+        chosen: StepFolder | None = None
+        with self.world.together("looking for checkpoints"):
+            listed = list_steps(self.root)
+            report += [f"{path} was not written to its end: passed over" for path in list_unfinished(self.root)]
+        for _, path in self.world.broadcast(listed):
+            problem = None
+            try:
+                chosen = read_manifest(path)
+                verify(chosen, self.world.rank, self.world.size)
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+            problems = [text for text in self.world.gather(problem) if text]
+            if not problems:
+                break
+            chosen = None
+            report.append(f"{problems[0]}: passed over")
+        for line in report:
+            self.say(line)
+        return chosen
+
+    def resume(self, folder: StepFolder, encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Read a checkpoint; the TrainState it holds, or None where it holds weights alone.
+
+        Raises:
+            CheckpointError: the run's recipe differs from the checkpoint's where that would change what is
+                learnt, or the tensors do not fit.
+        """
+        before = folder.manifest.get("identity", {})
+        for option, value in self.identity.items():
+            if option in before and before[option] != value:
+                raise CheckpointError(
+                    f"{folder.path} was written with {option}={before[option]}, this run has {option}={value}: "
+                    f"set it back, or choose another output_dir to start anew"
+                )
+        complete = folder.manifest["contents"] == Contents.all.value
+        with _named(f"reading {folder.path}"):
+            read_tensors(folder.path, encoder, optimizer if complete else None)
+        return dict(folder.manifest["state"]) if complete else None
+
+
+@contextlib.contextmanager
+def _named(phase: str) -> Iterator[None]:
+    """Turn what the file system or DCP raises into one sentence that names the phase."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{phase} failed: {error.strerror or error} ({error.filename})") from error
+    except CheckpointException as error:  # a BaseException, so nobody else catches it
+        raise CheckpointError(f"{phase} failed: {cause_of(error)}") from None

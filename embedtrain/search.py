@@ -1,0 +1,68 @@
+"""`python -m embedtrain.search model=DIR corpus=DIR query="..."`: find texts with a model."""
+
+import sys
+from collections.abc import Iterator
+
+from embedtrain.door import enter
+
+
+def main() -> None:
+    """Run the door."""
+    enter(story)
+
+
+def story(arguments: list[str]) -> None:
+    """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
+    from embedtrain.config.compose import compose_search
+
+    options = compose_search(arguments)
+
+    from pathlib import Path
+
+    from embedtrain.config.schema import ModelConfig, ParallelConfig
+    from embedtrain.distributed.world import joined_world
+    from embedtrain.evaluation.encode import SentenceEncoder
+    from embedtrain.evaluation.retrieval import read_corpus
+    from embedtrain.evaluation.search import ShardedIndex, unit_vectors
+    from embedtrain.tracking.answers import print_answers
+    from embedtrain.tracking.console import Console
+    from embedtrain.training.model import load_model
+
+    corpus = read_corpus(Path(options.corpus))
+    ids, texts = list(corpus), list(corpus.values())
+    console = Console()
+    with joined_world() as world:
+        model = load_model(
+            ModelConfig(path=options.model, trust_remote_code=options.trust_remote_code),
+            ParallelConfig(precision=options.precision),
+            world,
+            seed=0,
+        )
+        prompts = model.source.prompts
+        encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=options.chunk_tokens)
+        with console.phase(f"encoding {len(texts):,} texts"):
+            shard = encoder.encode_sharded(texts, prompts.get("document", ""))
+        shard = type(shard)(unit_vectors(shard.vectors), shard.rows)
+        index = ShardedIndex(shard, ids, world)
+        for query in _queries(options.query):
+            vector = unit_vectors(encoder.encode_all([query], prompts.get("query", "")))
+            ranking = index.search(vector, options.top)
+            found = zip(ranking.documents[0].tolist(), ranking.scores[0].tolist(), strict=True)
+            print_answers(query, [(score, ids[place], texts[place]) for place, score in found])
+
+
+def _queries(given: str | None) -> Iterator[str]:
+    if given is not None:
+        yield given
+        return
+    while True:
+        if sys.stdin.isatty():
+            print("query (empty to end): ", end="", flush=True)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line
+
+
+if __name__ == "__main__":
+    main()

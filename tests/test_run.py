@@ -1,0 +1,185 @@
+"""Whole runs on real ranks: the number of ranks, stopping and resuming never change what is learnt."""
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedtrain.config.compose import compose_recipes
+from embedtrain.distributed.world import World
+from embedtrain.train import train
+from tests.small import save_small, small_model, write_rows, write_beir
+
+BASE = [
+    "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=120",
+    "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3", "loss.temperature=0.1",
+]  # fmt: skip
+
+
+def run(world: World, *arguments: str) -> str:
+    """Train as the door would; what this rank said on its standard output."""
+    (recipe,) = compose_recipes([*BASE, *arguments])
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        train(recipe, world)
+    return told.getvalue()
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(directory: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in rows(directory) if "loss" in row}
+
+
+def figures(directory: Path) -> dict[int, dict[str, float]]:
+    return {row["step"]: {k: v for k, v in row.items() if "@" in k} for row in rows(directory) if "set" in row}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """Rows, an evaluation set, and models without and with dropout."""
+    folder = tmp_path_factory.mktemp("workshop")
+    write_rows(folder / "train.jsonl", 36)
+    write_beir(folder / "dev", 20)
+    save_small(small_model("xlm-roberta"), folder / "model")
+    save_small(small_model("xlm-roberta", dropout=0.1), folder / "dropout")
+    return folder
+
+
+def options(workshop: Path, out: Path, *more: str, model: str = "model") -> tuple[str, ...]:
+    return (
+        f"model.path={workshop / model}", f"data.train=[{workshop / 'train.jsonl'}]",
+        f"evaluation.sets=[{workshop / 'dev'}]", f"output_dir={out}", *more,
+    )  # fmt: skip
+
+
+def test_the_number_of_ranks_changes_nothing(ranks, workshop, tmp_path):
+    """6 steps over 36 rows in batches of 10: the last batch of the epoch has 6 rows, uneven on 4 ranks."""
+    found = {}
+    for size in (1, 2, 3, 4):
+        ranks(size, run, *options(workshop, tmp_path / str(size), "train.steps=6", "evaluation.every=3"))
+        found[size] = losses(tmp_path / str(size)), figures(tmp_path / str(size))
+    assert list(found[1][0]) == [1, 2, 3, 4, 5, 6]
+    assert found[1][0][6] < found[1][0][1]
+    for size in (2, 3, 4):
+        assert found[size][0] == pytest.approx(found[1][0], rel=1e-5)
+        for step in (3, 6):
+            assert found[size][1][step] == pytest.approx(found[1][1][step], abs=1e-6)
+
+
+def test_evaluating_changes_nothing(ranks, workshop, tmp_path):
+    """Bit for bit: dropout on, evaluated before and after every step or not at all."""
+    common = ("train.steps=4", "checkpoint.every=2")
+    ranks(2, run, *options(workshop, tmp_path / "never", *common, model="dropout"))
+    more = ("evaluation.at_start=true", "evaluation.every=1")
+    ranks(2, run, *options(workshop, tmp_path / "always", *common, *more, model="dropout"))
+    assert losses(tmp_path / "always") == losses(tmp_path / "never")
+    assert list(figures(tmp_path / "always")) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full"])
+def test_resume_is_exact_and_elastic(ranks, workshop, tmp_path, layout):
+    """Taken back to step 4 of 8: on two ranks bit-equal with dropout, on one and three equal without."""
+    for model in ("model", "dropout"):
+        common = ("train.steps=8", "checkpoint.every=2", "checkpoint.keep=9", f"checkpoint.layout={layout}")
+        whole = tmp_path / model
+        ranks(2, run, *options(workshop, whole, *common, model=model))
+        expected = losses(whole)
+        for size in (2, 3, 1) if model == "model" else (2,):
+            again = tmp_path / f"{model}-{size}"
+            shutil.copytree(whole, again)
+            for step in (6, 8):
+                shutil.rmtree(again / "checkpoints" / f"step-{step:08d}")
+            shutil.rmtree(again / "model")
+            ranks(size, run, *options(workshop, again, *common, model=model))
+            found = losses(again)
+            assert list(found) == list(range(1, 9)), "rows after step 4 are replaced, not repeated"
+            assert found == (expected if size == 2 else pytest.approx(expected, rel=1e-5))
+            assert (again / "model" / "model.safetensors").is_file()
+
+
+def test_damaged_checkpoints_are_named_and_passed_over(ranks, workshop, tmp_path):
+    common = ("train.steps=8", "checkpoint.every=2", "checkpoint.keep=9")
+    ranks(2, run, *options(workshop, tmp_path / "run", *common))
+    expected = losses(tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-00000009.tmp").mkdir()
+    part = checkpoints / "step-00000008" / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-100])
+    flipped = checkpoints / "step-00000006" / "__1_0.distcp"
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 1
+    flipped.write_bytes(content)
+    told, silent = ranks(2, run, *options(workshop, tmp_path / "run", *common))
+    assert silent == ""
+    assert "step-00000009.tmp was not written to its end: passed over" in told
+    assert "__0_0.distcp is damaged" in told
+    assert "__1_0.distcp is damaged: its checksum" in told
+    assert f"resuming from {checkpoints / 'step-00000004'}" in told
+    assert losses(tmp_path / "run") == expected
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full"])
+def test_weights_alone_start_a_new_run(ranks, workshop, tmp_path, layout):
+    common = ("train.steps=3", "checkpoint.contents=model", f"checkpoint.layout={layout}")
+    ranks(2, run, *options(workshop, tmp_path / "run", *common))
+    first = losses(tmp_path / "run")
+    told, _ = ranks(2, run, *options(workshop, tmp_path / "run", *common))
+    assert "holds weights alone: a new run starts from them at step 0" in told
+    assert losses(tmp_path / "run")[1] < first[1]
+
+
+def test_the_best_checkpoint_is_kept_and_exported(ranks, workshop, tmp_path):
+    """A learning rate that is far too high: the first evaluation stays the best and is what comes out."""
+    common = ("train.steps=8", "evaluation.every=2", "checkpoint.keep=1", "checkpoint.best=dev/ndcg@10")
+    common += ("optim.lr=1.0", "optim.warmup=0", "optim.schedule=constant", "evaluation.at_start=true")
+    told, _ = ranks(2, run, *options(workshop, tmp_path / "run", *common))
+    best = max(figures(tmp_path / "run").items(), key=lambda item: (item[1]["ndcg@10"], -item[0]))[0]
+    assert best < 8, "the recipe was meant to get worse"
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == [f"step-{best:08d}", "step-00000008"]
+    assert f"exporting step {best}, the best by dev/ndcg@10" in told
+    assert f"weights of step {best}" in (tmp_path / "run" / "model" / "README.md").read_text()
+
+
+def test_a_recipe_that_would_learn_something_else_does_not_resume(ranks, workshop, tmp_path):
+    ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=2"))
+    with pytest.raises(AssertionError, match="CheckpointError.*written with seed=42, this run has seed=7"):
+        ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4", "seed=7"))
+    ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4"))
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+
+
+def test_a_vector_that_is_not_finite_stops_all_ranks_and_names_one(ranks, workshop, tmp_path):
+    """One word's embedding is NaN; only rank 1's share of the batch of step 2 holds it."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(workshop / "model", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][25] = float("nan")  # the letter i stands in no text so far
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    order = ranks(1, positions_of_step, str(workshop / "train.jsonl"), 1)[0]
+    lines = (workshop / "train.jsonl").read_text().splitlines()
+    row = json.loads(lines[order[1]])  # the second row of the batch is rank 1's
+    lines[order[1]] = json.dumps(row | {"query": "i " + row["query"]})
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    arguments = (f"model.path={tmp_path / 'model'}", f"data.train=[{tmp_path / 'train.jsonl'}]", "train.steps=4")
+    with pytest.raises(AssertionError) as failure:
+        ranks(2, run, *arguments, f"output_dir={tmp_path / 'run'}")
+    told = str(failure.value)
+    assert told.count("TrainingError: step 2, rank 1: its texts' vectors are not finite") == 2
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert list(losses(tmp_path / "run")) == [1]
+
+
+def positions_of_step(_world: World, path: str, step: int) -> list[int]:
+    from embedtrain.config.schema import TrainSource
+    from embedtrain.data.batches import load_train_data
+
+    data = load_train_data([TrainSource(path=path)], seed=42, global_batch_size=10)
+    return [int(i) for i in data.plan.indices(step)]

@@ -1,9 +1,11 @@
 """What all doors share: errors become one sentence, spoken once, and an exit code."""
 
+import atexit
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -17,7 +19,25 @@ def enter(story: Callable[[list[str]], None]) -> None:
     Every rank leaves with the same code. The rank an error arose on speaks; an error that arose on all
     ranks alike is spoken by the first of each node alone.
     """
-    record(_guarded)(story, sys.argv[1:])
+    code: object = 0
+    try:
+        record(_guarded)(story, sys.argv[1:])
+    except SystemExit as leaving:
+        code = leaving.code
+    _leave(code if isinstance(code, int) else int(code is not None))
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process without tearing the interpreter down.
+
+    torch's caches keep process groups alive after they were destroyed, and with them gloo's threads. One that
+    lets go of its last tensor while the interpreter goes away aborts the process, after all work was done:
+    "terminate called without an active exception" (pytorch issues 130345 and 190489).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _guarded(story: Callable[[list[str]], None], arguments: list[str]) -> None:

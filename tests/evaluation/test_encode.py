@@ -1,0 +1,153 @@
+"""Encoding over ranks: the same bits on any number of them, and a model that can go on training."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.errors import EmbedtrainError, TrainingError
+from tests.evaluation.tiny import TinyEncoder, sentence_encoder, sharded_encoder
+from tests.small import small_tokenizer, text
+
+TEXTS = [text(i, 1 + i % 9) for i in range(20)]
+TEXTS = [*TEXTS, TEXTS[3], "", TEXTS[3], TEXTS[7]]
+
+
+def alone(texts, prompt=""):
+    """Each text on its own through the whole model in one process."""
+    encoder, tokenizer = TinyEncoder().eval(), TextTokenizer(small_tokenizer(), 16)
+    with torch.no_grad():
+        chunks = [tokenizer.pad(tokenizer.ids([prompt + t]), [0]) for t in texts]
+        return torch.cat([encoder(chunk.ids, chunk.mask) for chunk in chunks])
+
+
+def encode_all(world, texts, prompt="", chunk_tokens=40):
+    return sentence_encoder(world, chunk_tokens=chunk_tokens).encode_all(texts, prompt).tolist()
+
+
+def encode_sharded(world, texts):
+    shard = sentence_encoder(world).encode_sharded(texts)
+    return shard.rows, shard.vectors.tolist()
+
+
+def test_the_same_bits_on_any_number_of_ranks(ranks):
+    results = [result for size in (1, 2, 3) for result in ranks(size, encode_all, TEXTS, "alpha ")]
+    assert all(result == results[0] for result in results)
+    torch.testing.assert_close(torch.tensor(results[0]), alone(TEXTS, "alpha "), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_text_lies_on_one_rank(ranks, size):
+    shards = ranks(size, encode_sharded, TEXTS)
+    rows = [row for rows, _ in shards for row in rows]
+    assert sorted(rows) == list(range(len(TEXTS)))
+    vectors = torch.tensor([vector for _, vectors in shards for vector in vectors])
+    torch.testing.assert_close(vectors, alone(TEXTS)[rows], atol=1e-6, rtol=0)
+    assert min(len(rows) for rows, _ in shards) > 0
+    assert vectors[rows.index(3)].equal(vectors[rows.index(20)])  # TEXTS[3] again
+
+
+# With 3 ranks: one chunk, four chunks (2, 1, 1), and a chunk for each of five texts (2, 2, 1).
+@pytest.mark.parametrize(("num_texts", "chunk_tokens"), [(1, 40), (12, 16), (5, 1)])
+def test_ranks_with_fewer_chunks_run_dummies(ranks, num_texts, chunk_tokens):
+    texts = TEXTS[:num_texts]
+    for result in ranks(3, encode_all, texts, "", chunk_tokens):
+        torch.testing.assert_close(torch.tensor(result), alone(texts), atol=1e-6, rtol=0)
+
+
+def shape_of_nothing(world):
+    encoder = sentence_encoder(world)
+    return tuple(encoder.encode_all([]).shape), tuple(encoder.encode_sharded([]).vectors.shape)
+
+
+def test_no_texts(ranks):
+    assert ranks(2, shape_of_nothing) == [((0, 32), (0, 32))] * 2
+
+
+def evaluate_then_train(world, inference_mode):
+    encoder = sentence_encoder(world)
+    model = encoder.encoder
+    model.train()
+    model.backbone.embeddings.eval()  # as one that freezes a part would have it
+    with torch.inference_mode(inference_mode):
+        shard = encoder.encode_sharded(TEXTS)
+        everything = encoder.encode_all(TEXTS)
+    assert not everything.is_inference()
+    assert not shard.vectors.is_inference()
+    assert not everything.requires_grad
+    assert model.training
+    assert not model.backbone.embeddings.training
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = encoder.tokenizer.chunks(TEXTS[:4], 1000)[0]
+    before = encoder.encode_all(TEXTS[:1])
+    for _ in range(2):
+        model(tokens.ids, tokens.mask)[:, 0].sum().backward()
+        optimizer.step()
+    return (encoder.encode_all(TEXTS[:1]) - before).abs().max().item()
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_evaluation_before_the_first_step_does_not_spoil_training(ranks, inference_mode):
+    moved = ranks(2, evaluate_then_train, inference_mode)
+    assert moved[0] == moved[1] > 1e-4
+
+
+class Breaks(Exception):
+    pass
+
+
+def fail_between_two_passes(world):
+    encoder = sentence_encoder(world)
+    model, ids = encoder.encoder.train(), encoder.tokenizer.ids
+
+    def ids_until_the_first_pass(texts):
+        if model.forwards == 1:
+            raise Breaks
+        return ids(texts)
+
+    encoder.tokenizer.ids = ids_until_the_first_pass
+    with pytest.raises(Breaks):
+        encoder.encode_all(TEXTS)
+    return model.training and all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_the_model_is_put_back_after_an_error(ranks):
+    assert ranks(2, fail_between_two_passes) == [True, True]
+
+
+def encode_with_nan(world):
+    encoder = sentence_encoder(world, chunk_tokens=16)
+    tokenizer = small_tokenizer()
+    with torch.no_grad():
+        weight = encoder.encoder.backbone.embeddings.word_embeddings.weight
+        mine = torch.zeros(64, 1)
+        mine[tokenizer.convert_tokens_to_ids("nu")] = torch.nan
+        rows = weight.to_local().shape[0]
+        weight.to_local().add_(mine[world.rank * rows : (world.rank + 1) * rows])
+    try:
+        encoder.encode_all(["alpha", "beta", "gamma nu", "delta"])
+    except EmbedtrainError as error:
+        return type(error), str(error)
+    return None
+
+
+def test_vectors_that_are_not_finite_stop_all_ranks(ranks):
+    answers = ranks(2, encode_with_nan)
+    assert answers[0] == answers[1]
+    kind, message = answers[0]
+    assert kind is TrainingError
+    assert message.startswith("1 vectors on rank 0 are not finite, the first of the text 'gamma nu'")
+
+
+def count_forwards(world):
+    encoder = sharded_encoder(world)
+    sentences = sentence_encoder(world, chunk_tokens=1)
+    sentences.encoder = encoder
+    sentences.encode_all(TEXTS[:5])
+    return encoder.forwards
+
+
+def test_ranks_run_as_many_passes_as_the_longest_list_of_chunks(ranks):
+    assert ranks(3, count_forwards) == [2, 2, 2]

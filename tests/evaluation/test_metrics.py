@@ -1,0 +1,89 @@
+"""Figures against trec_eval itself, and against definitions worked out by hand."""
+
+import math
+
+import pytest
+import pytrec_eval
+
+from embedtrain.errors import ConfigError
+from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, retrieval_metrics, split_best, sts_metrics
+from embedtrain.evaluation.runfile import run_path, write_run
+
+
+def test_a_judged_query_without_a_run_counts_as_zero():
+    judgements = {"q1": {"a": 1}, "q2": {"b": 2}, "q3": {"c": 0}}
+    figures = retrieval_metrics(judgements, {"q1": {"a": 0.5, "b": 0.4}, "q3": {}, "not judged": {"a": 1.0}})
+    assert figures == dict.fromkeys(RETRIEVAL_METRICS, 1 / 3)
+
+
+def test_definitions():
+    run = {"q": {f"d{i:02}": 1 - i / 100 for i in range(30)}}
+    judgements = {"q": {"d01": 2, "d12": 1, "nowhere": 1, "d00": 0}}
+    ideal = 2 + 1 / math.log2(3) + 1 / math.log2(4)
+    assert retrieval_metrics(judgements, run) == pytest.approx(
+        {
+            "ndcg@3": 2 / math.log2(3) / ideal,
+            "ndcg@10": 2 / math.log2(3) / ideal,
+            "mrr@10": 1 / 2,
+            "map@100": (1 / 2 + 2 / 13) / 3,
+            "recall@10": 1 / 3,
+            "recall@100": 2 / 3,
+        },
+        abs=1e-12,
+    )
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(1, 1.0), (9, 1 / 9), (10, 0.1), (11, 0.0), (12, 0.0)])
+def test_mrr_is_cut_at_ten(rank, expected):
+    run = {"q": {f"d{i}": 100.0 - i for i in range(1, 30)}}
+    assert retrieval_metrics({"q": {f"d{rank}": 1}}, run)["mrr@10"] == expected
+
+
+def test_ties_are_broken_by_id_downwards():
+    assert retrieval_metrics({"q": {"b": 1}}, {"q": {"a": 0.5, "b": 0.5}})["mrr@10"] == 1
+    assert retrieval_metrics({"q": {"a": 1}}, {"q": {"a": 0.5, "b": 0.5}})["mrr@10"] == 0.5
+
+
+def test_a_run_file_has_six_columns_and_the_same_figures(tmp_path):
+    judgements = {"q 1": {"d 1": 1, "d3": 1}, "q2": {"d0": 1}}
+    run = {"q 1": {"d 1": 0.12345678806304932, "d2": 0.12345678061246872, "d3": -1e-20}, "q2": {}}
+    path = run_path(tmp_path / "new folder", "owner/set one")
+    assert path.name == "owner_set_one.run"
+    write_run(path, run, depth=3)
+    lines = [line.split(" ") for line in path.read_text().splitlines()]
+    assert lines[0] == ["q%201", "Q0", "d%201", "1", "0.123456788", "embedtrain"]
+    assert [(fields[2], fields[3]) for fields in lines] == [("d%201", "1"), ("d2", "2"), ("d3", "3")]
+    assert not list(path.parent.glob("*.part"))
+    with path.open() as file:
+        read = pytrec_eval.parse_run(file)
+    quoted = {
+        q.replace(" ", "%20"): {d.replace(" ", "%20"): g for d, g in judged.items()} for q, judged in judgements.items()
+    }
+    assert retrieval_metrics(quoted, read) == retrieval_metrics(judgements, run)
+    write_run(path, run, depth=1)
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_sts():
+    assert sts_metrics([0.1, 0.2, 0.4], [1, 2, 3]) == pytest.approx({"spearman": 1.0, "pearson": 0.9819805}, abs=1e-6)
+    assert sts_metrics([0.1, 0.1, 0.4], [1, 2, 3])["spearman"] == pytest.approx(math.sqrt(3) / 2)
+
+
+def test_equal_similarities_have_no_correlation():
+    assert sts_metrics([0.3, 0.3, 0.3], [1, 2, 3]) == {"spearman": 0.0, "pearson": 0.0}
+
+
+def test_best():
+    metrics = {"dev": ("ndcg@10", "mrr@10"), "a/b": ("spearman",)}
+    assert split_best("dev/mrr@10", metrics) == ("dev", "mrr@10")
+    assert split_best("a/b/spearman", metrics) == ("a/b", "spearman")
+    for wrong, says in [
+        ("dev/ndcg10", "checkpoint.best=dev/ndcg10: dev has the metrics ndcg@10, mrr@10, not 'ndcg10'"),
+        ("test/ndcg@10", "must be set/metric with a set of evaluation.sets: dev/ndcg@10, a/b/spearman"),
+        ("ndcg@10", "must be set/metric"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            split_best(wrong, metrics)
+        assert says in str(caught.value)
+    with pytest.raises(ConfigError, match=r"evaluation\.sets is empty"):
+        split_best("dev/ndcg@10", {})

@@ -1,0 +1,241 @@
+"""Reading sets from files, and every way in which files can be wrong."""
+
+import gzip
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from embedtrain.config.schema import EvaluationSet, SetKind
+from embedtrain.errors import DataError
+from embedtrain.evaluation.sets import load_sets, read_set, set_name
+
+CORPUS = [
+    {"_id": "d1", "title": "Title", "text": "text"},
+    {"_id": 2, "title": "", "text": "  no title "},
+    {"_id": "d3", "text": "no title either"},
+    {"_id": "d4", "title": None, "text": ""},
+]
+QUERIES = [{"_id": "q2", "text": "two"}, {"_id": "q1", "text": "one"}, {"_id": "q3", "text": "not judged"}]
+QRELS = "query-id\tcorpus-id\tscore\nq1\td1\t1\nq1\t2\t0\nq2\td3\t2\n"
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def beir(tmp_path):
+    folder = tmp_path / "my-set"
+    (folder / "qrels").mkdir(parents=True)
+    (folder / "corpus.jsonl").write_text(lines(CORPUS))
+    (folder / "queries.jsonl").write_text(lines(QUERIES))
+    (folder / "qrels" / "test.tsv").write_text(QRELS)
+    return folder
+
+
+def read(path, **options):
+    return read_set(EvaluationSet(path=str(path), **options))
+
+
+def refused(path, **options):
+    with pytest.raises(DataError) as caught:
+        read(path, **options)
+    return str(caught.value)
+
+
+def test_beir_folder(beir):
+    loaded = read(f"{beir}/", query_prompt="q: ", document_prompt="")
+    data = loaded.data
+    assert data.name == "my-set"
+    assert data.documents == {"d1": "Title text", "2": "no title", "d3": "no title either", "d4": ""}
+    assert list(data.queries.items()) == [("q2", "two"), ("q1", "one"), ("q3", "not judged")]
+    assert data.judgements == {"q1": {"d1": 1, "2": 0}, "q2": {"d3": 2}}
+    assert data.judged_queries == ["q2", "q1"]
+    assert (loaded.query_prompt, loaded.document_prompt, loaded.notes) == ("q: ", "", ())
+
+
+def test_beir_folder_in_gzip_and_parquet(beir):
+    expected = read(beir).data
+    (beir / "corpus.jsonl").unlink()
+    with gzip.open(beir / "corpus.jsonl.gz", "wt") as file:
+        file.write(lines(CORPUS))
+    (beir / "queries.jsonl").unlink()
+    pq.write_table(pa.Table.from_pylist(QUERIES), beir / "queries.parquet")
+    assert read(beir).data == expected
+    assert read(beir, kind=SetKind.retrieval, name="other").data.name == "other"
+
+
+def test_a_header_is_not_needed_and_windows_line_ends_do_not_hurt(beir):
+    expected = read(beir).data
+    (beir / "qrels" / "test.tsv").write_text(QRELS.split("\n", 1)[1])
+    assert read(beir).data == expected
+    (beir / "qrels" / "test.tsv").write_bytes(b"\xef\xbb\xbf" + QRELS.replace("\n", "\r\n").encode())
+    assert read(beir).data == expected
+
+
+def test_splits(beir):
+    qrels = beir / "qrels"
+    (qrels / "dev.tsv").write_text("query-id\tcorpus-id\tscore\nq3\td1\t1\n")
+    assert read(beir).data.judged_queries == ["q2", "q1"]
+    assert read(beir, split="dev").data.judged_queries == ["q3"]
+    assert refused(beir, split="train") == f"{qrels} holds no split 'train', only dev, test"
+    (qrels / "test.tsv").rename(qrels / "zzz.tsv")
+    assert read(beir).data.judged_queries == ["q3"]
+    (qrels / "dev.tsv").rename(qrels / "aaa.tsv")
+    assert refused(beir) == f"{qrels} holds the splits aaa, zzz: say which with split="
+    (qrels / "aaa.tsv").unlink()
+    assert read(beir).data.judged_queries == ["q2", "q1"]
+    (qrels / "zzz.tsv").unlink()
+    assert refused(beir) == f"{qrels} holds no split: expected one such as test"
+
+
+# File, its text, and what is said; {} stands for the folder.
+BROKEN = [
+    ("corpus.jsonl", '{"_id": "d1", "text": "a"}\n{"_id": "d2"', "{}/corpus.jsonl:2 is not valid JSON: Expecting"),
+    ("corpus.jsonl", '["d1", "a"]\n', "{}/corpus.jsonl:1 must be a JSON object, not list"),
+    ("corpus.jsonl", '\n{"_id": "d1", "body": "a"}\n', "{}/corpus.jsonl:2: there is no text, only _id, body"),
+    ("corpus.jsonl", '{"id": "d1", "text": 7}\n', "{}/corpus.jsonl:1: text must be a text, not 7"),
+    ("corpus.jsonl", '{"_id": 1.5, "text": "a"}\n', "{}/corpus.jsonl:1: _id/id must be an id (a text or a whole"),
+    ("corpus.jsonl", '{"text": "a"}\n', "{}/corpus.jsonl:1: there is no _id or id, only text"),
+    (
+        "corpus.jsonl",
+        '{"_id": "d1", "text": "\\ud800"}\n',
+        "{}/corpus.jsonl:1: half of a surrogate pair at character 0",
+    ),
+    ("corpus.jsonl", '{"_id": 1, "text": "a"}\n{"_id": "1", "text": "b"}\n', "{}/corpus.jsonl:2: the id 1 stands for"),
+    ("corpus.jsonl", "", "{}/corpus.jsonl is empty"),
+    ("queries.jsonl", "\n", "{}/queries.jsonl is empty"),
+    ("corpus.jsonl", b'{"_id": "d1", "text": "\xff"}\n', "{}/corpus.jsonl:1 is not UTF-8: "),
+    ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1 d1 1\n", "{}/qrels/test.tsv:2: 1 fields, but a judgement is"),
+    (
+        "qrels/test.tsv",
+        "query-id\tcorpus-id\tscore\nq1\td1\thigh\n",
+        "{}/qrels/test.tsv:2: score must be a number, not",
+    ),
+    ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t0.5\n", "{}/qrels/test.tsv:2: score must be a whole number, not 0.5"),
+    ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t2\n", "{}/qrels/test.tsv:2: document d1 is judged 2 for query q1, before 1"),
+    ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n", "{}/qrels/test.tsv holds no judgement"),
+    ("qrels/test.tsv", "x\td1\t1\n", "{0}/qrels/test.tsv: none of its 1 queries is in {0}/queries.jsonl; it says 'x'"),
+    ("qrels/test.tsv", "q1\tx\t1\n", "{0}/qrels/test.tsv: none of its 1 documents is in {0}/corpus.jsonl; it says 'x'"),
+    ("qrels/test.tsv", "q1\td1\t0\n", "{}/qrels/test.tsv: no judgement is above 0, so nothing is relevant"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), BROKEN, ids=[says for *_, says in BROKEN])
+def test_broken_beir_folders(beir, name, content, says):
+    (beir / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert refused(beir).startswith(says.format(beir))
+
+
+def test_a_gzip_file_that_is_cut_off(beir):
+    (beir / "corpus.jsonl").unlink()
+    packed = gzip.compress(lines(CORPUS * 100).encode())
+    (beir / "corpus.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    assert re.search(r"corpus.jsonl.gz:\d+: the gzip file is damaged or cut off", refused(beir))
+
+
+@pytest.mark.parametrize("name", ["corpus", "queries"])
+def test_a_missing_file(beir, name):
+    (beir / f"{name}.jsonl").unlink()
+    assert refused(beir) == f"{beir} holds no {name}.jsonl or {name}.jsonl.gz or {name}.parquet"
+
+
+def test_judgements_of_what_is_not_there_are_told_and_kept_as_trec_eval_does(beir):
+    with (beir / "qrels" / "test.tsv").open("a") as file:
+        file.write("gone\td1\t1\ngone\td3\t1\nq1\tgone\t1\nq2\tlost\t1\n")
+    loaded = read(beir)
+    assert loaded.data.judgements == {"q1": {"d1": 1, "2": 0, "gone": 1}, "q2": {"d3": 2, "lost": 1}}
+    assert len(loaded.notes) == 2
+    assert loaded.notes[0].startswith("my-set: 1 judged queries are not in ")
+    assert loaded.notes[1].startswith("my-set: 2 judgements are of documents that are not in ")
+
+
+PAIRS = [("a", 'b "quoted', 2.5), ("c", "d", 0.0), ('"e"', "", 5.0)]
+
+
+def test_tables_of_pairs(tmp_path):
+    rows = [dict(zip(("sentence1", "sentence2", "score"), pair, strict=True)) for pair in PAIRS]
+    head = "score,sentence1,sentence2"
+    paths = {name: tmp_path / name for name in ("t.tsv", "t.csv", "t.jsonl", "t.jsonl.gz", "t.parquet")}
+    paths["t.tsv"].write_text("\t".join(rows[0]) + "\n" + "".join(f"{a}\t{b}\t{s}\n" for a, b, s in PAIRS))
+    paths["t.csv"].write_text(f'\ufeff{head}\n2.5,a,"b ""quoted"\n0,c,d\n5,"""e""",\n')
+    paths["t.jsonl"].write_text(lines(rows))
+    paths["t.jsonl.gz"].write_bytes(gzip.compress(lines(rows).encode()))
+    pq.write_table(pa.Table.from_pylist(rows), paths["t.parquet"])
+    for path in paths.values():
+        data = read(path).data
+        assert data.name == "t"
+        assert list(zip(data.first, data.second, data.scores, strict=True)) == PAIRS
+
+
+BROKEN_TABLES = [
+    ("t.tsv", "sentence1\tsentence2\nA\tB\n", "t.tsv:2: there is no score, only sentence1, sentence2"),
+    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\n", "t.tsv:2: 2 fields, but the header of t.tsv has 3"),
+    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t\n", "t.tsv:2: score must be a number, not ''"),
+    ("t.jsonl", '{"sentence1": "A", "sentence2": "B", "score": NaN}\n', "t.jsonl:1: score must be a number, not nan"),
+    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t1\nC\tD\t1\n", "t.tsv: 2 pairs with 1 different scores, so no corr"),
+    ("t.tsv", "", "t.tsv: 0 pairs with 0 different scores"),
+    ("t.csv", 'sentence1,sentence2,score\n"A,B,1\n', "t.csv:3 is not valid CSV: unexpected end of data"),
+    ("t.parquet", "PAR", "t.parquet:1: the Parquet file cannot be read: "),
+    ("t.txt", "a", "t.txt is no table this reads: its name must end in .jsonl, .jsonl.gz, .tsv, .csv, .parquet"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), BROKEN_TABLES, ids=[says for *_, says in BROKEN_TABLES])
+def test_broken_tables(tmp_path, name, content, says):
+    (tmp_path / name).write_text(content)
+    assert refused(tmp_path / name).startswith(f"{tmp_path}/{says}")
+
+
+def test_what_is_not_a_set(beir, tmp_path):
+    assert refused(tmp_path / "nothing") == f"{tmp_path}/nothing is not there"
+    assert refused("nothing.tsv") == "nothing.tsv is not there"
+    assert "BEIR" in refused(beir, kind=SetKind.sts)
+    assert "is one file" in refused(beir / "corpus.jsonl", kind=SetKind.retrieval)
+    (tmp_path / "empty").mkdir()
+    assert "is no evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
+    (tmp_path / "empty" / "test.tsv").write_text("")
+    assert refused(tmp_path / "empty").endswith(f"give one of them, such as {tmp_path}/empty/test.tsv")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/data/pairs/dev", "dev"),
+        ("x/dev/", "dev"),
+        ("a/stsb.tsv", "stsb"),
+        ("a/b.jsonl.gz", "b"),
+        ("own/set.v2", "set.v2"),
+    ],
+)
+def test_a_name_is_the_end_of_the_path(path, name):
+    assert set_name(EvaluationSet(path=path)) == name
+    assert set_name(EvaluationSet(path=path, name="given")) == "given"
+
+
+def test_the_name_of_the_folder_one_is_in(monkeypatch, beir):
+    monkeypatch.chdir(beir)
+    assert read(".").data.name == "my-set"
+
+
+def load(world, configs, broken_on=None):
+    if world.rank == broken_on:
+        configs = [EvaluationSet(path="/nothing here")]
+    try:
+        return [loaded.data.name for loaded in load_sets(configs, world)]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_loading_on_all_ranks(ranks, beir):
+    one, other = EvaluationSet(path=str(beir)), EvaluationSet(path=str(beir), name="again")
+    assert ranks(2, load, [one, other]) == [["my-set", "again"]] * 2
+    for answer in ranks(2, load, [one, one]):
+        assert "ConfigError: evaluation.sets: " in answer
+        assert "are both called 'my-set'; write {path: " in answer
+    answers = ranks(2, load, [one], 1)
+    assert answers[1] == "DataError: /nothing here is not there"
+    assert answers[0] == "FailedElsewhere: rank 1 failed while reading evaluation sets: " + answers[1]

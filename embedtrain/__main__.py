@@ -1,27 +1,23 @@
 """`python -m embedtrain recipe=NAME`: train. Under torchrun the same, on all ranks."""
 
-from embedtrain.door import alike_on_all_ranks, enter
+from embedtrain.config.compose import compose_recipes
+from embedtrain.config.schema import Recipe
+from embedtrain.door import enter
 
 
-def main() -> None:
-    """The console command `embedtrain`."""
-    enter(story)
-
-
-def story(arguments: list[str]) -> None:
-    """Compose the recipe, join the ranks, train."""
-    from embedtrain.config.compose import compose_recipes
-
-    with alike_on_all_ranks():
-        recipes = compose_recipes(arguments)
-
-    # Only now is torch imported: --help and a mistyped option answer at once.
+def act(recipes: list[Recipe]) -> None:
+    """Join the ranks and train; recipe after recipe with Hydra's multirun."""
     from embedtrain.distributed.world import joined_world
     from embedtrain.train import train
 
     for recipe in recipes:
         with joined_world(recipe.parallel.timeout) as world:
             train(recipe, world)
+
+
+def main() -> None:
+    """The console command `embedtrain`."""
+    enter(compose_recipes, act)
 
 
 if __name__ == "__main__":

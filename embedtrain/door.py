@@ -1,33 +1,63 @@
-"""What all doors share: errors become one sentence, spoken once, and an exit code."""
+"""What all doors share: read the command line, act on it; errors become one sentence and an exit code."""
 
 import atexit
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
-from torch.distributed.elastic.multiprocessing.errors import record
+from embedtrain.errors import EmbedtrainError, FailedElsewhere
 
-from embedtrain.distributed.world import FailedElsewhere
-from embedtrain.errors import EmbedtrainError
+Options = TypeVar("Options")
 
 
-def enter(story: Callable[[list[str]], None]) -> None:
-    """Run a door's story with the command line's arguments; leave with 1 after an error of the user's.
+def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) -> NoReturn:
+    """Be a command: exit code 0, or 1 after an error of the user's, the same on every rank.
 
-    Every rank leaves with the same code. The rank an error arose on speaks; an error that arose on all
-    ranks alike is spoken by the first of each node alone.
+    The rank an error arose on speaks; what arises on all ranks alike is spoken by one of each node.
+
+    Args:
+        read: from the command line's arguments to options. It imports no torch, so that `--help` and a
+            mistyped option answer at once.
+        act: does what the options say.
     """
-    code: object = 0
     try:
-        record(_guarded)(story, sys.argv[1:])
+        options = _in_plain_words(lambda: read(sys.argv[1:]), alike=True)
+
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        # Outside of it, so that only what nobody foresaw reaches torchrun's report with a traceback.
+        record(_in_plain_words)(lambda: act(options))
     except SystemExit as leaving:
-        code = leaving.code
-    _leave(code if isinstance(code, int) else int(code is not None))
+        _leave(leaving.code)
+    _leave(0)
 
 
-def _leave(code: int) -> NoReturn:
+def _in_plain_words(do: Callable[[], Options], *, alike: bool = False) -> Options:
+    """Do it; an error of the user's is spoken and ends the process with 1."""
+    try:
+        return do()
+    except FailedElsewhere as error:
+        if _environment("RANK") == 0:
+            _speak(error)
+    except EmbedtrainError as error:
+        if not alike or _environment("LOCAL_RANK") == 0:
+            _speak(error)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(1) from None
+
+
+def _speak(error: EmbedtrainError) -> None:
+    rank = _environment("RANK")
+    print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+
+
+def _environment(name: str) -> int:
+    return int(os.environ.get(name, "0"))
+
+
+def _leave(code: object) -> NoReturn:
     """End the process without tearing the interpreter down.
 
     torch's caches keep process groups alive after they were destroyed, and with them gloo's threads. One that
@@ -37,36 +67,4 @@ def _leave(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
-
-
-def _guarded(story: Callable[[list[str]], None], arguments: list[str]) -> None:
-    # Inside torchrun's `record`, so that only what nobody foresaw reaches its report with a traceback.
-    try:
-        story(arguments)
-    except FailedElsewhere as error:
-        if os.environ.get("RANK", "0") == "0":
-            _speak(str(error))
-        raise SystemExit(1) from None
-    except EmbedtrainError as error:
-        _speak(str(error))
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
-
-def _speak(sentence: str) -> None:
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    where = f"rank {rank}: " if size != "1" and rank != "0" else ""
-    print(f"error: {where}{sentence}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def alike_on_all_ranks() -> Iterator[None]:
-    """For what does not depend on the rank, before the ranks know each other: only one a node reports it."""
-    try:
-        yield
-    except EmbedtrainError:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            raise SystemExit(1) from None
-        raise
+    os._exit(code if isinstance(code, int) else int(code is not None))

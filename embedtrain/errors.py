@@ -23,3 +23,7 @@ class CheckpointError(EmbedtrainError):
 
 class TrainingError(EmbedtrainError):
     """Training cannot go on: a loss or gradient that is not finite, a rank that failed."""
+
+
+class FailedElsewhere(TrainingError):
+    """Another rank failed and said why; this one only follows."""

@@ -1,20 +1,12 @@
 """`torchrun -m embedtrain.evaluate model=DIR sets=[...]`: evaluate a model, sharded over all ranks."""
 
-from embedtrain.door import alike_on_all_ranks, enter
+from embedtrain.config.compose import compose_evaluate
+from embedtrain.config.schema import EvaluateOptions
+from embedtrain.door import enter
 
 
-def main() -> None:
-    """Run the door."""
-    enter(story)
-
-
-def story(arguments: list[str]) -> None:
+def act(options: EvaluateOptions) -> None:
     """Load the model onto the ranks, measure it on every set, print a table, add rows to metrics.jsonl."""
-    from embedtrain.config.compose import compose_evaluate
-
-    with alike_on_all_ranks():
-        options = compose_evaluate(arguments)
-
     from pathlib import Path
 
     from embedtrain.config.schema import ModelConfig, ParallelConfig
@@ -74,4 +66,4 @@ def story(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    enter(compose_evaluate, act)

@@ -1,19 +1,12 @@
 """`python -m embedtrain.export run=runs/NAME step=latest to=DIR`: any checkpoint to a model directory."""
 
+from embedtrain.config.compose import compose_export
+from embedtrain.config.schema import ExportOptions
 from embedtrain.door import enter
 
 
-def main() -> None:
-    """Run the door."""
-    enter(story)
-
-
-def story(arguments: list[str]) -> None:
+def act(options: ExportOptions) -> None:
     """Read a checkpoint in one process, write the directory, reopen it and compare."""
-    from embedtrain.config.compose import compose_export
-
-    options = compose_export(arguments)
-
     from pathlib import Path
 
     from embedtrain.checkpoint.card import model_card
@@ -63,4 +56,4 @@ def story(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    enter(compose_export, act)

@@ -3,20 +3,13 @@
 import sys
 from collections.abc import Iterator
 
+from embedtrain.config.compose import compose_search
+from embedtrain.config.schema import SearchOptions
 from embedtrain.door import enter
 
 
-def main() -> None:
-    """Run the door."""
-    enter(story)
-
-
-def story(arguments: list[str]) -> None:
+def act(options: SearchOptions) -> None:
     """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
-    from embedtrain.config.compose import compose_search
-
-    options = compose_search(arguments)
-
     from pathlib import Path
 
     from embedtrain.config.schema import ModelConfig, ParallelConfig
@@ -65,4 +58,4 @@ def _queries(given: str | None) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    enter(compose_search, act)

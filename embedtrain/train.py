@@ -144,8 +144,29 @@ def train(recipe: Recipe, world: World) -> Path:
             total_steps=total_steps,
         ).go()
         exported = _export(recipe, model, encoder, state, run_dir, world, tracker)
+        for line in _before_and_after(run_dir):
+            tracker.note(line)
         tracker.note(f"model: {exported.directory}")
     return exported.directory
+
+
+def _before_and_after(run_dir: Path) -> list[str]:
+    """One line per evaluation set: its first figure in the first and in the last row of this run."""
+    lines = []
+    by_set: dict[str, list[dict[str, Any]]] = {}
+    for row in read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).is_file() else []:
+        if "set" in row:
+            by_set.setdefault(row["set"], []).append(row)
+    for name, measured in by_set.items():
+        metric = (
+            "ndcg@10" if "ndcg@10" in measured[0] else next(key for key in measured[0] if key not in ("step", "set"))
+        )
+        first, last = measured[0], measured[-1]
+        if first["step"] != last["step"]:
+            lines.append(
+                f"{name}: {metric} {first[metric]:.4f} at step {first['step']}, {last[metric]:.4f} at step {last['step']}"
+            )
+    return lines
 
 
 def _own_vocabulary(

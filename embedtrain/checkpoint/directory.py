@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from embedtrain.checkpoint.tensors import own_storage
@@ -22,6 +22,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.models.build import stored_dtype
 from embedtrain.models.encoder import hidden_size
 from embedtrain.models.source import ModelSource
+from embedtrain.models.untrained import untrained_tensors
 
 # The oldest names that sentence-transformers gave its modules: every version from 2.2 on opens them.
 _MODULE = "sentence_transformers.models."
@@ -31,6 +32,8 @@ _POOLING_FLAGS = {
     Pooling.last: "pooling_mode_lasttoken",
 }
 _LARGEST_FILE = "5GB"
+# Beside the architecture, for it is weights that no checkpoint holds.
+_UNTRAINED = "untrained.safetensors"
 
 DTYPES = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
 
@@ -46,6 +49,8 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     directory.mkdir(parents=True, exist_ok=True)
     source.config.save_pretrained(directory)
     note_dtype(directory, stored_dtype(source))
+    if untrained := untrained_tensors(source):
+        save_file(untrained, directory / _UNTRAINED)
     tokenizer.tokenizer.model_max_length = tokenizer.max_length
     tokenizer.tokenizer.save_pretrained(directory)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
@@ -96,7 +101,11 @@ def write_model(directory: Path, architecture: Path, state: Mapping[str, Tensor]
         state: the encoder's whole state dict (`backbone.*`, `dense.<index>.*`).
         dtype: what floating-point weights are stored in.
     """
-    shutil.copytree(architecture, directory)
+    shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_UNTRAINED))
+    if (architecture / _UNTRAINED).is_file():
+        state = {"backbone." + name: tensor for name, tensor in load_file(architecture / _UNTRAINED).items()} | dict(
+            state
+        )
     note_dtype(directory, dtype)
 
     def stored(prefix: str) -> dict[str, Tensor]:

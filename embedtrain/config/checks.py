@@ -3,6 +3,7 @@
 Each rule is (is it broken?, the sentence to say). Types and unknown names have been refused before.
 """
 
+import math
 from collections.abc import Callable
 
 from embedtrain.config.schema import EvaluateOptions, InfoNCEConfig, Recipe, Strategy
@@ -16,6 +17,10 @@ RULES: list[Rule] = [
     (
         lambda r: not r.name,
         lambda r: "no recipe is chosen: write recipe=NAME (`python -m embedtrain --help` lists them), or set name=",
+    ),
+    (
+        lambda r: not 0 <= r.seed < 2**63,
+        lambda r: f"seed={r.seed}: a number from 0 to {2**63 - 1}",
     ),
     (
         lambda r: r.model.path is None and r.model.config is None,
@@ -38,7 +43,7 @@ RULES: list[Rule] = [
         lambda r: "data.train is empty: give it files, such as data.train=[my.jsonl]",
     ),
     (
-        lambda r: any(source.weight <= 0 for source in r.data.train),
+        lambda r: not all(_positive(source.weight) for source in r.data.train),
         lambda r: "data.train: a weight of 0 or less would never be drawn; leave the source out",
     ),
     (
@@ -47,10 +52,13 @@ RULES: list[Rule] = [
     ),
     (
         lambda r: (r.train.steps is None) == (r.train.epochs is None),
-        lambda r: f"train.steps={r.train.steps} and train.epochs={r.train.epochs}: set exactly one of them",
+        lambda r: (
+            f"train.steps={r.train.steps} and train.epochs={r.train.epochs}: set exactly one of them "
+            f"(null takes the other back)"
+        ),
     ),
     (
-        lambda r: (r.train.steps or 1) < 1 or (r.train.epochs or 1) <= 0,
+        lambda r: not all(_positive(value) for value in (r.train.steps, r.train.epochs) if value is not None),
         lambda r: f"train.steps={r.train.steps}, train.epochs={r.train.epochs}: must be above 0",
     ),
     (
@@ -66,11 +74,11 @@ RULES: list[Rule] = [
         lambda r: f"train.log_every={r.train.log_every}: must be at least 1",
     ),
     (
-        lambda r: isinstance(r.loss, InfoNCEConfig) and r.loss.temperature <= 0,
+        lambda r: isinstance(r.loss, InfoNCEConfig) and not _positive(r.loss.temperature),
         lambda r: f"loss.temperature={getattr(r.loss, 'temperature', None)}: must be above 0; 0.01 to 0.1 is usual",
     ),
     (
-        lambda r: r.optim.lr <= 0,
+        lambda r: not _positive(r.optim.lr),
         lambda r: f"optim.lr={r.optim.lr}: must be above 0",
     ),
     (
@@ -78,11 +86,15 @@ RULES: list[Rule] = [
         lambda r: f"optim.betas={r.optim.betas}: two numbers from 0 to below 1, such as [0.9, 0.999]",
     ),
     (
-        lambda r: r.optim.warmup < 0 or r.optim.weight_decay < 0,
+        lambda r: not _positive(r.optim.eps),
+        lambda r: f"optim.eps={r.optim.eps}: must be above 0",
+    ),
+    (
+        lambda r: not all(math.isfinite(value) and value >= 0 for value in (r.optim.warmup, r.optim.weight_decay)),
         lambda r: f"optim.warmup={r.optim.warmup}, optim.weight_decay={r.optim.weight_decay}: must not be negative",
     ),
     (
-        lambda r: r.optim.max_grad_norm is not None and r.optim.max_grad_norm <= 0,
+        lambda r: r.optim.max_grad_norm is not None and not _positive(r.optim.max_grad_norm),
         lambda r: f"optim.max_grad_norm={r.optim.max_grad_norm}: must be above 0; null switches clipping off",
     ),
     (
@@ -93,7 +105,11 @@ RULES: list[Rule] = [
         ),
     ),
     (
-        lambda r: r.parallel.timeout <= 0,
+        lambda r: r.parallel.shard_size is not None and r.parallel.shard_size < 1,
+        lambda r: f"parallel.shard_size={r.parallel.shard_size}: at least 1; null is the ranks of one node",
+    ),
+    (
+        lambda r: not _positive(r.parallel.timeout),
         lambda r: f"parallel.timeout={r.parallel.timeout}: seconds, above 0",
     ),
     (
@@ -123,6 +139,11 @@ RULES: list[Rule] = [
 ]
 
 
+def _positive(value: float) -> bool:
+    """Above 0, and neither infinite nor NaN (which every comparison would let pass)."""
+    return math.isfinite(value) and value > 0
+
+
 def check_recipe(recipe: Recipe) -> Recipe:
     """The recipe itself, if no rule is broken.
 
@@ -149,4 +170,8 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
         raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
     if options.depth < 10:
         raise ConfigError(f"depth={options.depth}: nDCG@10 needs at least 10 documents a query")
+    if options.max_length is not None and options.max_length < 3:
+        raise ConfigError(f"max_length={options.max_length} leaves no room for text between special tokens: at least 3")
+    if not _positive(options.timeout):
+        raise ConfigError(f"timeout={options.timeout}: seconds, above 0")
     return options

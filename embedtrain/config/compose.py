@@ -11,6 +11,7 @@ import io
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -18,7 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -38,6 +42,7 @@ from embedtrain.errors import ConfigError
 Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, SearchOptions)
 Item = TypeVar("Item")
 
+_NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -62,12 +67,12 @@ def compose_recipes(arguments: list[str]) -> list[Recipe]:
         ConfigError: an unknown option, a value of the wrong type, a combination that cannot work.
         SystemExit: after `--help` and its like.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1" and any(a in ("-m", "--multirun") for a in arguments):
+    recipes = [check_recipe(to_recipe(config)) for config in _compose("config", folder("configs"), arguments)]
+    if os.environ.get("WORLD_SIZE", "1") != "1" and len(recipes) > 1:
         raise ConfigError(
             "multirun (-m) under torchrun cannot work: the second job would meet the first one's process group; "
             "start one torchrun per job, or use -m in a single process"
         )
-    recipes = [check_recipe(to_recipe(config)) for config in _compose("config", folder("configs"), arguments)]
     if len({recipe.output_dir for recipe in recipes}) < len(recipes):
         raise ConfigError(
             "multirun (-m): the jobs share one output_dir and would resume each other; "
@@ -99,6 +104,8 @@ def compose_search(arguments: list[str]) -> SearchOptions:
     options = _to_dataclass(config, SearchOptions)
     if not options.model or not options.corpus:
         raise ConfigError("write model=DIR corpus=DIR, a model directory and a folder with a corpus.jsonl")
+    if options.chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
     if options.top < 1:
         raise ConfigError(f"top={options.top}: at least 1")
     return options
@@ -133,13 +140,14 @@ def load_recipe(path: Path) -> Recipe:
     """
     try:
         saved = OmegaConf.load(path)
-        assert isinstance(saved, DictConfig)
+        if not isinstance(saved, DictConfig):
+            raise ConfigError(f"{path} cannot be read as a recipe: it is not a mapping")
         recipe = OmegaConf.merge(_schema(), {key: value for key, value in saved.items() if key != "versions"})
         return to_recipe(recipe)  # type: ignore[arg-type]
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
-    except (OmegaConfBaseException, AssertionError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as a recipe: {_one_line(str(error))}") from None
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a recipe: {_explain(str(error))}") from None
 
 
 def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConfig]:
@@ -150,7 +158,9 @@ def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConf
     application.__name__ = "embedtrain"  # type: ignore[attr-defined]
     task = hydra.main(version_base="1.3", config_path=str(config_dir), config_name=name)(application)
     program, sys.argv = sys.argv, [sys.argv[0], *arguments]
-    with _clear_errors():
+    with _clear_errors(), _guarded_loading(), tempfile.TemporaryDirectory() as scratch:
+        # Multirun leaves a multirun.yaml in its folder.
+        OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
         try:
             task()
         finally:
@@ -158,6 +168,41 @@ def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConf
     if not composed:  # --help, --cfg and the like have printed what was asked for
         raise SystemExit(0)
     return composed
+
+
+@contextlib.contextmanager
+def _guarded_loading() -> Iterator[None]:
+    """Refuse, before Hydra looks at them, the settings of its own through which YAML can name code to run.
+
+    Callbacks, launchers and sweepers are instantiated from `_target_`, logging from `()`. All configurations
+    pass through `ConfigLoaderImpl.load_configuration` (a private name, checked on Hydra 1.3.8).
+    """
+    load = ConfigLoaderImpl.load_configuration
+
+    def checked(loader: ConfigLoaderImpl, config_name: str | None, *args: Any, **kwargs: Any) -> DictConfig:
+        try:
+            config = load(loader, config_name, *args, **kwargs)
+        except yaml.YAMLError as error:  # which Hydra would print with its whole traceback
+            raise ConfigCompositionException(str(error)) from None
+        if config_name is None:  # `--hydra-help` prints Hydra's own and runs nothing
+            return config
+        node = config.hydra
+        used = [name for name in ("job_logging", "hydra_logging") if not node[name] or node[name].root is not None]
+        used += ["callbacks"] * bool(node.callbacks)
+        for name in ("launcher", "sweeper"):
+            if not str(node[name].get("_target_")).startswith("hydra._internal.core_plugins."):
+                used.append(name)
+        if used:
+            raise ConfigCompositionException(
+                f"hydra.{used[0]} can name code to run, and YAML never runs code: leave it out"
+            )
+        return config
+
+    ConfigLoaderImpl.load_configuration = checked  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
 
 
 def _register(*, with_recipes: bool) -> None:
@@ -200,7 +245,20 @@ def _to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(str(error))) from None
     assert isinstance(options, kind)
+    _refuse_added(options, "")
     return options
+
+
+def _refuse_added(options: Any, prefix: str) -> None:
+    """Refuse what `+option=value` put beside the fields: nobody would read it."""
+    names = [field.name for field in fields(options)]
+    for name in vars(options):
+        if name not in names:
+            raise ConfigError(_unknown(f"{prefix}{name}", name, names))
+    for name in names:
+        value = getattr(options, name)
+        if is_dataclass(value):
+            _refuse_added(value, f"{prefix}{name}.")
 
 
 def _items(given: list[Any], kind: type[Item], option: str) -> list[Item]:
@@ -235,17 +293,19 @@ def _clear_errors() -> Iterator[None]:
         raise ConfigError(_explain(str(error))) from None
 
 
+def _unknown(name: str, key: str, allowed: list[str]) -> str:
+    near = difflib.get_close_matches(key, allowed, n=1)
+    return f"unknown option {name}{f', did you mean {near[0]}?' if near else '.'} Allowed are {', '.join(allowed)}"
+
+
 def _explain(text: str) -> str:
     """Hydra's or OmegaConf's message as one sentence, with the nearest name where one was mistyped."""
     if match := re.search(r"Key '([^']+)' (?:is )?not in '(\w+)'", text):
         key, holder = match[1], match[2]
         full = re.search(r"full_key: (\S+)", text)
-        name = full[1] if full else key
-        if holder == "Recipe" and key in ("recipe", "mine"):
-            return f"unknown option {key}: a recipe of your own must begin with the line `# @package _global_`"
-        allowed = [f.name for f in fields(getattr(schema, holder, Recipe))]
-        near = difflib.get_close_matches(key, allowed, n=1)
-        return f"unknown option {name}{f', did you mean {near[0]}?' if near else '.'} Allowed are {', '.join(allowed)}"
+        if holder == "Recipe" and key == "recipe":
+            return _NO_PACKAGE
+        return _unknown(full[1] if full else key, key, [f.name for f in fields(getattr(schema, holder, Recipe))])
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
         group, wanted = match[1], match[2]
         there = choices(group)
@@ -253,8 +313,15 @@ def _explain(text: str) -> str:
         hint = f", did you mean {near[0]}?" if near else "."
         own = "; your own lie in DIR/recipe/NAME.yaml, with --config-dir DIR" if group == "recipe" else ""
         return f"{group}={wanted}: there is no such {group}{hint} There are {', '.join(there)}{own}"
-    text = re.sub(r"Error merging override (\S+)", r"\1:", text)
-    return _one_line(text)
+    if re.search(r"Could not override '\w+@recipe\.", text):
+        return _NO_PACKAGE
+    text = text.partition("error: ")[2] or text  # argparse, behind its page of usage
+    text = _one_line(re.sub(r"Error merging override (\S+)", r"\1:", text))
+    if match := re.search(r"(\S+)=(.*): Invalid value assigned: \w+ is not a ListConfig", text):
+        return f"{match[1]}={match[2]}: it is a list, write {match[1]}=[{match[2]}]"
+    if "override_grammar" in text:
+        return f"{text.partition(' See https')[0]} (write option=value, quotes around what has blanks)"
+    return text
 
 
 def _one_line(text: str) -> str:

@@ -18,7 +18,7 @@ from embedtrain.errors import DataError
 ROWS_AT_ONCE = 1024
 
 
-class BadRow(Exception):  # noqa: N818 - it is a value as often as it is raised
+class BadRow(Exception):
     """One row that cannot be used; the text says why, without saying where."""
 
 

@@ -43,7 +43,10 @@ class TextTokenizer:
         Texts are sorted by length first, so little padding is computed; `Tokens.rows` leads back.
         A text longer than the budget gets a chunk of its own.
         """
-        ids = self.ids(texts)
+        return self.cut(self.ids(texts), chunk_tokens)
+
+    def cut(self, ids: Sequence[Sequence[int]], chunk_tokens: int) -> list[Tokens]:
+        """The same of texts that are tokenised already."""
         return [self.pad(ids, rows) for rows in cut_by_length([len(i) for i in ids], chunk_tokens)]
 
     def pad(self, ids: Sequence[Sequence[int]], rows: Sequence[int]) -> Tokens:

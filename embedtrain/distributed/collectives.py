@@ -36,18 +36,11 @@ def gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
     return _GatherRows.apply(rows, counts)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum over all ranks of a detached tensor, on every rank."""
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return total
-
-
-def max_over_ranks(value: int, device: torch.device) -> int:
-    """The largest of all ranks' integers, on every rank."""
-    box = torch.tensor([value], dtype=torch.int64, device=device)
+def max_over_ranks(values: list[int], device: torch.device) -> list[int]:
+    """Each place's largest integer over all ranks, on every rank."""
+    box = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
-    return int(box.item())
+    return [int(value) for value in box.tolist()]
 
 
 def gather_vector(values: list[float], device: torch.device) -> Tensor:

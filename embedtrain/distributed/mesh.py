@@ -30,11 +30,17 @@ class Layout:
         return init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
 
 
-def choose_layout(parallel: ParallelConfig, world: World, num_parameters: int) -> Layout:
+def choose_layout(parallel: ParallelConfig, world: World, num_parameters: int, memory: int) -> Layout:
     """Turn `parallel.strategy` into a shape of the mesh.
 
     `auto` replicates where weights, gradients and Adam's moments of the whole model take at most a third of
     a rank's memory, for then every forward pass saves its all-gathers; else it shards over all ranks.
+
+    Args:
+        parallel: the recipe's options.
+        world: the ranks.
+        num_parameters: of the whole model.
+        memory: `memory_of_rank` of the rank that has least, so that all ranks choose alike.
 
     Raises:
         ConfigError: `parallel.shard_size` does not divide the number of ranks, or is set without hsdp.
@@ -44,7 +50,7 @@ def choose_layout(parallel: ParallelConfig, world: World, num_parameters: int) -
             f"parallel.shard_size={parallel.shard_size} is only for parallel.strategy=hsdp, "
             f"not {parallel.strategy.value}"
         )
-    need, have = num_parameters * _BYTES_PER_PARAMETER, memory_of_rank(world)
+    need, have = num_parameters * _BYTES_PER_PARAMETER, memory
     told = f"{_gib(need)} of weights, gradients and Adam moments, {_gib(have)} of memory a rank"
     match parallel.strategy:
         case Strategy.ddp:
@@ -52,7 +58,7 @@ def choose_layout(parallel: ParallelConfig, world: World, num_parameters: int) -
         case Strategy.fsdp:
             return Layout(Strategy.fsdp, 1, world.size, f"asked for; {told}")
         case Strategy.hsdp:
-            size = parallel.shard_size or world.local_size
+            size = world.local_size if parallel.shard_size is None else parallel.shard_size
             if size < 1 or world.size % size:
                 raise ConfigError(
                     f"parallel.shard_size={size} does not divide the {world.size} ranks: "

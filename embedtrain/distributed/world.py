@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from embedtrain.errors import ConfigError, TrainingError
+from embedtrain.errors import ConfigError, FailedElsewhere
 
 T = TypeVar("T")
 
@@ -76,13 +76,9 @@ class World:
         raise FailedElsewhere(f"rank {failed[0]} failed while {phase}: {name}: {text}") from error
 
 
-class FailedElsewhere(TrainingError):
-    """Another rank failed and said why; this one only follows."""
-
-
 def rank_from_environment() -> int:
     """This process's rank as the launcher set it; 0 where there is no launcher."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
 
 
 @contextlib.contextmanager
@@ -95,11 +91,16 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     Raises:
         ConfigError: the launcher's variables contradict each other, or there are fewer GPUs than local ranks.
     """
-    rank, size = rank_from_environment(), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rank, size = rank_from_environment(), _number("WORLD_SIZE", 1)
+    local_rank, local_size = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
     if not 0 <= rank < size:
         raise ConfigError(
             f"RANK={rank} and WORLD_SIZE={size} contradict each other: start with torchrun, or unset both"
+        )
+    if size > 1 and not ("MASTER_ADDR" in os.environ and "RANK" in os.environ):
+        raise ConfigError(
+            f"WORLD_SIZE={size} but RANK or MASTER_ADDR is missing, so this process would train alone: "
+            f"start with torchrun, or unset WORLD_SIZE"
         )
     device, backend = _device(local_rank, local_size)
     if dist.is_initialized():  # a test or a notebook that made its own group
@@ -113,6 +114,14 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
         yield World(rank, size, local_rank, local_size, device)
     finally:
         dist.destroy_process_group()
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text} in the environment is not a number") from None
 
 
 def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:

@@ -53,7 +53,8 @@ class InfoNCE:
         gap = (torch.logsumexp(negative, dim=1) - positive).masked_fill(alone.squeeze(1), -torch.inf)
         # The zero term ties a rank without queries to the gather, whose backward pass needs every rank.
         share = (F.softplus(gap).sum() + 0.0 * everything.sum()) / max(1, num_queries)
-        right = (gap.detach() < 0).sum() / max(1, num_queries)
+        beaten = (negative >= positive.unsqueeze(1)).any(dim=1) & ~alone.squeeze(1)
+        right = (~beaten).sum() / max(1, num_queries)
         return LossOutput(share, {"accuracy": right})
 
     def _no_negatives(self, known: LossInput, positives: Tensor, counts: list[int]) -> Tensor:
@@ -62,12 +63,14 @@ class InfoNCE:
         excluded = columns == positives.unsqueeze(1)
         if not self.mask_duplicates:
             return excluded
-        keys = gather_rows(known.document_keys, counts)
-        excluded |= keys == keys[positives].unsqueeze(1)
-        # A document that answers another, equal query answers this one too.
+        # A document that answers an equal query answers this one too, wherever its text stands.
         query_of = torch.full_like(known.document_keys, _NO_QUERY)
         query_of[known.positives] = known.query_keys
-        return excluded | (gather_rows(query_of, counts) == known.query_keys.unsqueeze(1))
+        answers = gather_rows(query_of, counts) == known.query_keys.unsqueeze(1)
+        texts, text_of = gather_rows(known.document_keys, counts).unique(return_inverse=True)
+        right = answers.new_zeros((len(answers), len(texts)), dtype=torch.float32)
+        right.index_add_(1, text_of, answers.float())
+        return excluded | (right > 0)[:, text_of]
 
 
 # No hash is this one: see `text_keys`, whose keys are 63 bits.

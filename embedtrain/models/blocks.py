@@ -14,7 +14,11 @@ from embedtrain.errors import ConfigError
 
 
 def find_blocks(
-    model: nn.Module, block_class: str | None = None, asked_by: str = "parallel.block_class"
+    model: nn.Module,
+    block_class: str | None = None,
+    asked_by: str = "parallel.block_class",
+    *,
+    required: bool = True,
 ) -> list[nn.Module]:
     """The repeated transformer blocks of `model`, in order of execution as far as its modules tell.
 
@@ -25,9 +29,10 @@ def find_blocks(
         model: the model, which may be on the meta device.
         block_class: a class name, or several separated by commas. Blank names are ignored.
         asked_by: what the message calls the place `block_class` came from.
+        required: whether a model without any repeated block is refused, or has the empty list.
 
     Raises:
-        ConfigError: no block is of the class asked for, or the model has no repeated block at all.
+        ConfigError: no block is of the class asked for, or the model has no repeated block but must.
     """
     wanted = [name.strip() for name in (block_class or "").split(",") if name.strip()]
     layers = _layers(model)
@@ -41,7 +46,7 @@ def find_blocks(
     blocks = [layer for layer in layers if type(layer).__name__ in named]
     if not blocks:
         blocks = _largest_list(model)
-    if not blocks:
+    if not blocks and required:
         raise ConfigError(
             f"{type(model).__name__} has no list of repeated layers to shard, so parallel.strategy=fsdp has "
             f"nothing to work on: use parallel.strategy=ddp, or name the layer class in parallel.block_class"
@@ -51,7 +56,8 @@ def find_blocks(
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Every element of every ModuleList: only what is repeated can be a block; embeddings are not."""
-    return [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]
+    found = (layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part)
+    return list(dict.fromkeys(found))  # one that stands in two lists once
 
 
 def _no_split_names(model: nn.Module) -> set[str]:

@@ -1,6 +1,8 @@
 """Building an encoder without memory for its weights, and saying where each weight is to be read from."""
 
 import json
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +15,7 @@ from transformers import AutoModel
 
 from embedtrain.errors import ModelError
 from embedtrain.models.encoder import Dense, Encoder, prepare_backbone
-from embedtrain.models.source import ModelSource
+from embedtrain.models.source import DenseSource, ModelSource
 
 
 class TensorPlace(NamedTuple):
@@ -35,7 +37,10 @@ def build_encoder(source: ModelSource) -> Encoder:
 
 def assemble(source: ModelSource) -> Encoder:
     """The encoder in memory with random weights; on the meta device inside torch's or accelerate's contexts."""
-    backbone = AutoModel.from_config(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+    try:
+        backbone = AutoModel.from_config(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ModelError(f"no model can be built from this {source.config.model_type} configuration: {error}") from None
     heads = [Dense(d.num_in, d.num_out, bias=d.bias, activation=d.activation) for d in source.dense]
     return Encoder(prepare_backbone(backbone), source.pooling, normalize=source.normalize, dense=heads)
 
@@ -47,23 +52,32 @@ def initialise(source: ModelSource, seed: int) -> dict[str, Tensor]:
     transformers reads from it, whatever its format. For one rank, which hands them to the others.
 
     Raises:
-        ModelError: the directory holds no weights that transformers can read.
+        ModelError: the directory holds no weights that transformers can read, or not all of them.
     """
     torch.manual_seed(seed)
     encoder = assemble(source)
     if source.directory is not None:
         try:
-            backbone = AutoModel.from_pretrained(
+            backbone, report = AutoModel.from_pretrained(
                 source.directory,
                 config=source.config,
                 dtype=torch.float32,
                 trust_remote_code=source.trust_remote_code,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"no weights can be read from {source.directory}: {str(error).splitlines()[0]}") from None
-        encoder.backbone.load_state_dict(prepare_backbone(backbone).state_dict())
+        except Exception as error:  # a damaged pickle raises nearly anything
+            reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+            raise ModelError(f"no weights can be read from {source.directory}: {reason}") from None
+        weights = prepare_backbone(backbone).state_dict()
+        missing = sorted(set(report["missing_keys"]) & set(weights))
+        if missing:
+            raise ModelError(
+                f"{source.directory} lacks {len(missing)} of {len(weights)} weights, {missing[0]} among them: "
+                f"they would be random"
+            )
+        encoder.backbone.load_state_dict(weights)
         for index, dense in enumerate(source.dense):
-            for name, place in _dense_places(index, dense.directory).items():
+            for name, place in _dense_places(index, dense).items():
                 with safe_open(place.path, framework="pt") as file:
                     encoder.get_parameter(name).data.copy_(file.get_tensor(place.key))
     return dict(encoder.state_dict())
@@ -81,7 +95,7 @@ def find_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dict[
     stored = stored_tensors(source.directory)
     places: dict[str, TensorPlace] = {}
     for index, dense in enumerate(source.dense):
-        places |= _dense_places(index, dense.directory)
+        places |= _dense_places(index, dense)
     names = [name.removeprefix("backbone.") for name in shapes if name.startswith("backbone.")]
     for prefix in _prefixes(stored, names):
         if all(prefix + name in stored for name in names):
@@ -100,7 +114,11 @@ def stored_tensors(directory: Path) -> dict[str, TensorPlace]:
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelError(f"{index} cannot be read: it should hold a `weight_map` of keys to files") from None
+        files = sorted({directory / str(name) for name in names})
     else:
         files = [path for path in [directory / "model.safetensors"] if path.is_file()]
     stored: dict[str, TensorPlace] = {}
@@ -120,10 +138,12 @@ def stored_dtype(source: ModelSource) -> torch.dtype:
     stored = stored_tensors(source.directory)
     if not stored:
         return source.config.dtype if isinstance(source.config.dtype, torch.dtype) else torch.float32
-    place = next(iter(stored.values()))
-    with safe_open(place.path, framework="pt") as file:
-        names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-        return names.get(file.get_slice(place.key).get_dtype(), torch.float32)
+    counted: Counter[str] = Counter()
+    for path in {place.path for place in stored.values()}:
+        with safe_open(path, framework="pt") as file:
+            counted.update(file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118 - not a dict
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return names.get(counted.most_common(1)[0][0], torch.float32)
 
 
 def _prefixes(stored: Iterable[str], names: list[str]) -> list[str]:
@@ -131,10 +151,14 @@ def _prefixes(stored: Iterable[str], names: list[str]) -> list[str]:
     return sorted({key.removesuffix(names[0]) for key in stored if key.endswith(names[0])}, key=len)
 
 
-def _dense_places(index: int, directory: Path) -> dict[str, TensorPlace]:
-    stored = stored_tensors(directory)
-    if not stored:
-        raise ModelError(f"{directory} has no model.safetensors: its head's weights would be random")
+def _dense_places(index: int, dense: DenseSource) -> dict[str, TensorPlace]:
+    stored = stored_tensors(dense.directory)
+    shapes = {"linear.weight": torch.Size([dense.num_out, dense.num_in])}
+    if dense.bias:
+        shapes["linear.bias"] = torch.Size([dense.num_out])
+    if set(stored) != set(shapes) or not _shapes_match(stored, shapes):
+        wanted = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ModelError(f"{dense.directory / 'model.safetensors'} should hold {wanted}: this head would be random")
     return {f"dense.{index}.{key}": place for key, place in stored.items()}
 
 

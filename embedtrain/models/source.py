@@ -4,13 +4,22 @@ Four sources end in one `ModelSource`: a Hub id (downloaded to a directory), a H
 sentence-transformers directory, and a configuration without weights. Nothing here reads a weight.
 """
 
+import difflib
 import json
+import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import list_repo_files, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    StrictDataclassError,
+)
+from tokenizers import normalizers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from embedtrain.config.schema import ModelConfig, Pooling
@@ -54,6 +63,7 @@ class ModelSource:
         config: the backbone's configuration, cache switched off.
         max_length: tokens of a text that are kept; None: what the tokenizer and the positions allow.
         prompts: the directory's prompts by name, `query` and `document` among them.
+        lowercase: whether texts are lowercased before they are tokenised.
     """
 
     directory: Path | None
@@ -63,6 +73,7 @@ class ModelSource:
     max_length: int | None
     prompts: dict[str, str] = field(default_factory=dict)
     dense: tuple[DenseSource, ...] = ()
+    lowercase: bool = False
     trust_remote_code: bool = False
 
 
@@ -75,7 +86,9 @@ def open_source(model: ModelConfig) -> ModelSource:
     """
     if model.config is not None:
         return _from_config(model)
-    directory = _directory(str(model.path), model.revision)
+    if not model.path:
+        raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config")
+    directory = _directory(model.path, model.revision)
     found = _read_modules(directory, model) if (directory / "modules.json").is_file() else _read_plain(directory, model)
     pooling = model.pooling or found.pooling
     return replace(
@@ -93,13 +106,23 @@ def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrai
     """The tokenizer in `tokenizer` (directory or Hub id), else the model's own.
 
     Raises:
-        ModelError: there is none, it has no padding token, or it knows more tokens than the model.
+        ConfigError: a model made from model.config has none, and none is named.
+        ModelError: there is none, or it has no padding token.
     """
+    if tokenizer is None and source.directory is None:
+        raise ConfigError("a model made from model.config has no tokenizer of its own: set model.tokenizer")
     where = tokenizer or str(source.directory)
     try:
         loaded = AutoTokenizer.from_pretrained(where, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no tokenizer can be read from {where}: {_first_line(error)}") from None
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise ModelError(f"no tokenizer can be read from {where}: {_one_line(error)}") from None
+    if set(loaded.get_vocab()) <= set(loaded.all_special_tokens):
+        # Where the files are missing transformers makes one that turns every word into <unk>, without a word.
+        raise ModelError(f"{where} has no tokenizer files: set model.tokenizer to the tokenizer that belongs to it")
+    if source.lowercase:
+        first = normalizers.Lowercase()
+        backend = loaded.backend_tokenizer
+        backend.normalizer = normalizers.Sequence([first, backend.normalizer] if backend.normalizer else [first])
     if loaded.pad_token_id is None:
         if loaded.eos_token_id is None:
             raise ModelError(f"the tokenizer of {where} has neither a padding nor an end-of-text token")
@@ -130,7 +153,7 @@ def text_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> int:
         ConfigError: more was asked than the model has positions for.
     """
     config = source.config.get_text_config()
-    limit = int(getattr(config, "max_position_embeddings", 0) or 0)
+    limit = max(0, int(getattr(config, "max_position_embeddings", 0) or 0))  # XLNet says -1
     if limit and config.model_type in _POSITIONS_AFTER_PADDING:
         limit -= int(config.pad_token_id or 0) + 1
     if source.max_length is not None:
@@ -161,7 +184,7 @@ def _directory(path: str, revision: str | None) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise ModelError(
             f"model.path={path} is neither a directory nor a model that the Hugging Face Hub gave us "
-            f"({type(error).__name__}: {_first_line(error)})"
+            f"({type(error).__name__}: {_one_line(error)})"
         ) from None
 
 
@@ -176,21 +199,30 @@ def _from_config(model: ModelConfig) -> ModelSource:
             config = AutoConfig.from_pretrained(given, trust_remote_code=model.trust_remote_code)
         else:
             values = dict(given)
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            kind = values.pop("model_type")
+            _refuse_typos(values, AutoConfig.for_model(kind))
+            config = AutoConfig.for_model(kind, **values)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
-            f"model.config: {_first_line(error)} (it is a mapping with `model_type`, or the path of a config.json)"
+            f"model.config: {_one_line(error)} (it is a mapping with `model_type`, or the path of a config.json)"
         ) from None
-    switch_off_unused(config)
     return ModelSource(
         directory=None,
-        config=config,
+        config=_usable(config, "model.config"),
         pooling=_required(model.pooling, "a model made from model.config"),
         normalize=True if model.normalize is None else model.normalize,
         max_length=model.max_length,
         prompts={"query": model.query_prompt or "", "document": model.document_prompt or ""},
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def _refuse_typos(values: dict[str, Any], known: PretrainedConfig) -> None:
+    """Transformers keeps a key it does not know without a word, and builds the model without it."""
+    for name in values:
+        near = difflib.get_close_matches(name, known.to_dict(), n=1, cutoff=0.8)
+        if near and not hasattr(known, name):
+            raise ConfigError(f"model.config.{name}: a {known.model_type} has no such value; did you mean {near[0]}?")
 
 
 def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
@@ -207,12 +239,16 @@ def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
 def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
     """A sentence-transformers directory. Module types are matched against a list, never imported."""
     transformer, pooling, normalize, dense = directory, None, False, []
-    for module in _json(directory / "modules.json"):
+    kinds: list[str] = []
+    for module in _json(directory / "modules.json", list):
+        if not isinstance(module, dict) or "type" not in module:
+            raise ModelError(f"{directory / 'modules.json'} holds {module!r}, which is not a mapping with `type`")
         kind = str(module["type"])
-        part = (directory / str(module.get("path", ""))).resolve()
+        part = (directory / str(module.get("path") or "")).resolve()
         if not part.is_relative_to(directory.resolve()):
             raise ModelError(f"{directory / 'modules.json'} names {part}, outside its own directory")
-        match kind.rsplit(".", 1)[-1] if kind.startswith("sentence_transformers.") else kind:
+        kinds.append(kind.rsplit(".", 1)[-1] if kind.startswith("sentence_transformers.") else kind)
+        match kinds[-1]:
             case "Transformer":
                 transformer = part
             case "Pooling":
@@ -226,29 +262,69 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
                     f"{directory / 'modules.json'} asks for a module {kind}, which embedtrain does not know; "
                     f"it trains Transformer, Pooling, Dense and Normalize, and never runs code out of a model directory"
                 )
-    settings = _json(transformer / "sentence_bert_config.json", missing={})
-    own = _json(directory / "config_sentence_transformers.json", missing={})
-    prompts = {str(k): str(v) for k, v in (own.get("prompts") or {}).items() if v is not None}
-    default = own.get("default_prompt_name")
-    if default and prompts.get(default):
-        prompts = {"query": prompts[default], "document": prompts[default]} | prompts
+    pools = ["Pooling"] * (pooling is not None)
+    if kinds != ["Transformer", *pools, *["Dense"] * len(dense), *["Normalize"] * normalize]:
+        raise ModelError(
+            f"{directory / 'modules.json'} runs {', '.join(kinds) or 'nothing'}; "
+            f"embedtrain trains Transformer, Pooling, any number of Dense, then perhaps Normalize, in this order"
+        )
+    settings = _transformer_settings(transformer)
     return ModelSource(
         directory=transformer,
         config=_config(transformer, trust_remote_code=model.trust_remote_code),
         pooling=model.pooling or _required(pooling, f"{directory}, whose modules.json has no Pooling,"),
         normalize=normalize,
         max_length=settings.get("max_seq_length"),
-        prompts=prompts,
+        prompts=_prompts(directory / "config_sentence_transformers.json"),
         dense=tuple(dense),
+        lowercase=bool(settings.get("do_lower_case")),
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def _transformer_settings(directory: Path) -> dict[str, Any]:
+    """What sentence-transformers adds to a backbone; old versions named the file after the architecture."""
+    names = sorted(directory.glob("sentence_*_config.json"), key=lambda path: path.name != "sentence_bert_config.json")
+    settings: dict[str, Any] = _json(names[0]) if names else {}
+    length = settings.get("max_seq_length")
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise ModelError(f"{names[0]}: max_seq_length={length!r} is not a number of tokens")
+    return settings
+
+
+def _prompts(path: Path) -> dict[str, str]:
+    own: dict[str, Any] = _json(path) if path.is_file() else {}
+    saved = own.get("prompts") or {}
+    if not isinstance(saved, dict):
+        raise ModelError(f"{path}: prompts={saved!r} is not a mapping of names to prompts")
+    prompts = {str(name): str(text) for name, text in saved.items() if text is not None}
+    default = own.get("default_prompt_name")
+    if default and default not in prompts:
+        raise ModelError(
+            f"{path}: default_prompt_name={default} is none of the prompts {', '.join(prompts) or 'there'}"
+        )
+    # The other names that sentence-transformers' encode_document looks for.
+    for name in ("passage", "corpus"):
+        if name in prompts:
+            prompts.setdefault("document", prompts[name])
+    if default and prompts[default]:
+        prompts = {"query": prompts[default], "document": prompts[default]} | prompts
+    return prompts
 
 
 def _config(directory: Path, *, trust_remote_code: bool) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no model configuration can be read from {directory}: {_first_line(error)}") from None
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"no model configuration can be read from {directory}: {_one_line(error)}") from None
+    return _usable(config, str(directory))
+
+
+def _usable(config: PretrainedConfig, where: str) -> PretrainedConfig:
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"{where} holds a {config.model_type}, an encoder-decoder; embedtrain trains encoders and decoders"
+        )
     switch_off_unused(config)
     return config
 
@@ -276,10 +352,13 @@ def _dense(directory: Path) -> DenseSource:
         raise ModelError(f"{directory / 'config.json'}: activation {activation} is not one of {', '.join(ACTIVATIONS)}")
     if settings.get("use_residual"):
         raise ModelError(f"{directory / 'config.json'}: a Dense head with use_residual cannot be trained here")
+    sizes = [settings.get("in_features"), settings.get("out_features")]
+    if not all(isinstance(size, int) for size in sizes):
+        raise ModelError(f"{directory / 'config.json'}: in_features and out_features must be numbers, not {sizes}")
     return DenseSource(
         directory=directory,
-        num_in=int(settings["in_features"]),
-        num_out=int(settings["out_features"]),
+        num_in=sizes[0],
+        num_out=sizes[1],
         bias=bool(settings.get("bias", True)),
         activation=activation,
     )
@@ -291,16 +370,17 @@ def _required(pooling: Pooling | None, what: str) -> Pooling:
     return pooling
 
 
-def _json(path: Path, missing: Any = None) -> Any:
+def _json(path: Path, kind: type = dict) -> Any:
     if not path.is_file():
-        if missing is not None:
-            return missing
         raise ModelError(f"{path} is missing")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, kind):
+        raise ModelError(f"{path} should hold a {kind.__name__}, not a {type(content).__name__}")
+    return content
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _one_line(error: BaseException) -> str:
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")

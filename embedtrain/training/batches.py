@@ -16,6 +16,11 @@ from embedtrain.data.types import GlobalBatch, Row, Tokens
 from embedtrain.losses.types import LossInput
 
 
+# A share is cut into about this many pieces: more save little padding, and under FSDP each gathers all weights.
+_PIECES = 4
+_LEAST_TOKENS = 2048
+
+
 @dataclass(frozen=True, slots=True)
 class RankBatch:
     """This rank's share of a global batch, tokenised.
@@ -26,6 +31,7 @@ class RankBatch:
         num_queries: B.
         known: what the loss needs to know of the rows.
         num_rows: rows of the whole global batch.
+        fits: whether the graphs of all chunks fit into memory together, as far as `train.chunk_tokens` tells.
     """
 
     step: int
@@ -33,6 +39,7 @@ class RankBatch:
     num_queries: int
     known: LossInput
     num_rows: int
+    fits: bool
 
     @property
     def num_texts(self) -> int:
@@ -55,20 +62,39 @@ class RankBatch:
             self.known.positives.to(device), self.known.query_keys.to(device), self.known.document_keys.to(device)
         )
         chunks = tuple(chunk.to(device) for chunk in self.chunks)
-        return RankBatch(self.step, chunks, self.num_queries, known, self.num_rows)
+        return RankBatch(self.step, chunks, self.num_queries, known, self.num_rows, self.fits)
 
 
-def cut(batch: GlobalBatch, rank: int, size: int, tokenizer: TextTokenizer, chunk_tokens: int) -> RankBatch:
-    """Rank `rank`'s part of `batch`: queries and documents share chunks, for one encoder serves both."""
+def cut(
+    batch: GlobalBatch, rank: int, size: int, tokenizer: TextTokenizer, chunk_tokens: int, least: int = _LEAST_TOKENS
+) -> RankBatch:
+    """Rank `rank`'s part of `batch`: queries and documents share chunks, for one encoder serves both.
+
+    A share that fits into one forward pass is cut as well, into pieces of like length: their graphs are all
+    kept, and hardly any padding is computed.
+
+    Args:
+        batch: the global batch.
+        rank: this rank.
+        size: number of ranks.
+        tokenizer: bound to the model's length.
+        chunk_tokens: tokens, padding included, whose graphs fit into memory.
+        least: tokens below which a piece would only be slower.
+    """
     rows = batch.share(rank, size)
     queries = [row.query for row in rows]
     documents = [text for row in rows for text in row.documents]
+    ids = tokenizer.ids(queries + documents)
+    real = sum(len(text) for text in ids)
+    chunks = tokenizer.cut(ids, min(chunk_tokens, max(least, -(-real // _PIECES))))
+    fits = sum(chunk.ids.numel() for chunk in chunks) <= chunk_tokens
     return RankBatch(
         step=batch.step,
-        chunks=tuple(tokenizer.chunks(queries + documents, chunk_tokens)),
+        chunks=tuple(chunks if fits else tokenizer.cut(ids, chunk_tokens)),
         num_queries=len(queries),
         known=LossInput(_positives(rows), text_keys(queries), text_keys(documents)),
         num_rows=len(batch.rows),
+        fits=fits,
     )
 
 

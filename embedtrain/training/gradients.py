@@ -29,16 +29,11 @@ class Backward:
         world: the ranks.
         seed: the recipe's seed, from which dropout's random numbers follow.
         dummy: a chunk for ranks that have fewer chunks than others.
-        one_pass_chunks: with at most this many chunks on every rank their graphs are all kept and nothing is
-            encoded twice.
     """
 
-    def __init__(
-        self, encoder: nn.Module, loss: Loss, world: World, *, seed: int, dummy: Tokens, one_pass_chunks: int = 1
-    ) -> None:
+    def __init__(self, encoder: nn.Module, loss: Loss, world: World, *, seed: int, dummy: Tokens) -> None:
         self.encoder, self.loss, self.world, self.seed = encoder, loss, world, seed
         self.dummy = dummy.to(world.device)
-        self.one_pass_chunks = one_pass_chunks
 
     def __call__(self, batch: RankBatch) -> tuple[LossOutput, bool]:
         """Add the gradient of the mean over the global batch to the parameters' `grad`.
@@ -49,14 +44,16 @@ class Backward:
         Returns:
             This rank's share of the loss, detached, and whether all of this rank's vectors are finite.
         """
-        chunks = self._as_many_as_the_others(batch.chunks)
-        if len(chunks) <= self.one_pass_chunks:
-            vectors = [self._encode(batch.step, index, chunk) for index, chunk in enumerate(chunks)]
-            synchronise_gradients(self.encoder, last=True)
-            rows = _in_order(vectors, chunks)
-            output = self._loss_backward(rows, batch)
-            return output, bool(rows.detach().isfinite().all())
-        return self._cached(chunks, batch)
+        # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
+        most, cached = max_over_ranks([len(batch.chunks), int(not batch.fits)], self.world.device)
+        chunks = [*batch.chunks, *[self.dummy] * (max(1, most) - len(batch.chunks))]
+        if cached:
+            return self._cached(chunks, batch)
+        vectors = [self._encode(batch.step, index, chunk) for index, chunk in enumerate(chunks)]
+        synchronise_gradients(self.encoder, last=True)
+        rows = _in_order(vectors, chunks)
+        output = self._loss_backward(rows, batch)
+        return output, bool(rows.detach().isfinite().all())
 
     def _cached(self, chunks: Sequence[Tokens], batch: RankBatch) -> tuple[LossOutput, bool]:
         with torch.no_grad():
@@ -79,11 +76,6 @@ class Backward:
     def _encode(self, step: int, index: int, chunk: Tokens) -> Tensor:
         torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))
         return self.encoder(chunk.ids, chunk.mask)  # type: ignore[no-any-return]
-
-    def _as_many_as_the_others(self, chunks: Sequence[Tokens]) -> list[Tokens]:
-        """Every forward pass is a collective, so ranks with fewer chunks run dummies at the end."""
-        most = max(1, max_over_ranks(len(chunks), self.world.device))
-        return [*chunks, *[self.dummy] * (most - len(chunks))]
 
 
 def chunk_seed(seed: int, step: int, rank: int, index: int) -> int:

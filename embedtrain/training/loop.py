@@ -66,14 +66,14 @@ class Loop:
             return False
         state = self.run.state
         self.tracker.evaluation(state.step, figures)
-        if self.recipe.checkpoint.best is None:
+        if self.recipe.checkpoint.best is None or state.step == 0:  # step 0 has no checkpoint to keep
             return False
         name, metric = self.recipe.checkpoint.best.rsplit("/", 1)
         value = figures[name][metric]
         if state.best is not None and value <= state.best:
             return False
         state.best, state.best_step = value, state.step
-        return state.step > 0
+        return True
 
 
 def _due(step: int, every: int) -> bool:

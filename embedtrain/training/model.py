@@ -8,9 +8,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from embedtrain.config.schema import ModelConfig, ParallelConfig
+from embedtrain.config.schema import ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.mesh import Layout, choose_layout
+from embedtrain.distributed.mesh import Layout, choose_layout, memory_of_rank
 from embedtrain.distributed.sharding import shard_, warm_up
 from embedtrain.distributed.weights import hand_out, read_shards
 from embedtrain.distributed.world import World
@@ -65,6 +65,7 @@ def load_model(
         ConfigError, ModelError: on every rank alike, before any weight is read where that is possible.
     """
     quiet_libraries()
+    memory = min(world.gather(memory_of_rank(world)))
     with world.together("opening the model"):
         source = open_source(model)
         if tokenizer is not None:
@@ -73,9 +74,9 @@ def load_model(
         check_vocabulary(source, loaded)
         length = text_length(source, loaded)
         encoder = build_encoder(source)
-        blocks, notes = _blocks(encoder, parallel)
         num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
-        layout = choose_layout(parallel, world, num_parameters)
+        layout = choose_layout(parallel, world, num_parameters, memory)
+        blocks, notes = _blocks(encoder, parallel, required=layout.strategy is not Strategy.ddp)
         places = find_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
     notes.append(
         f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {num_parameters:,} parameters, "
@@ -111,12 +112,12 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _blocks(encoder: Encoder, parallel: ParallelConfig) -> tuple[list[nn.Module], list[str]]:
+def _blocks(encoder: Encoder, parallel: ParallelConfig, *, required: bool) -> tuple[list[nn.Module], list[str]]:
     from_environment = os.environ.get(BLOCK_CLASS_VARIABLE, "").strip(" ,")
     if parallel.block_class is None and from_environment:
         blocks = find_blocks(encoder, from_environment, asked_by=f"{BLOCK_CLASS_VARIABLE} (in the environment)")
         return blocks, [f"layer class {from_environment}: read from {BLOCK_CLASS_VARIABLE} in the environment"]
-    return find_blocks(encoder, parallel.block_class), []
+    return find_blocks(encoder, parallel.block_class, required=required), []
 
 
 def _read_weights(

@@ -76,14 +76,14 @@ def reference(path: str, pooling: Pooling, num_rows: int) -> tuple[float, dict[s
 
 
 def sharded_gradient(
-    world: World, model: ModelConfig, options: ParallelConfig, chunk_tokens: int, num_rows: int
-) -> tuple[float, dict[str, torch.Tensor], float, int]:
+    world: World, model: ModelConfig, options: ParallelConfig, chunk_tokens: int, least: int, num_rows: int
+) -> tuple[float, dict[str, torch.Tensor], float, int, bool]:
     loaded = load_model(model, options, world, seed=0)
     loaded.encoder.eval()
     backward = Backward(
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=TEMPERATURE)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    mine = cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, chunk_tokens)
+    mine = cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, chunk_tokens, least)
     output, finite = backward(mine)
     assert finite
     assert all(isinstance(p, DTensor) for p in loaded.encoder.parameters())
@@ -91,7 +91,7 @@ def sharded_gradient(
         name: p.grad.full_tensor() for name, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)
     }
     norm = clip_grad_norm(loaded.encoder.parameters(), None)
-    return output.share.item(), gradients if world.is_main else {}, norm, len(mine.chunks)
+    return output.share.item(), gradients if world.is_main else {}, norm, len(mine.chunks), mine.fits
 
 
 def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -108,36 +108,39 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
     return max(errors.values())
 
 
+# (chunk_tokens, least): one piece, several pieces whose graphs are all kept, chunks encoded twice.
+WAYS = [(10_000, 10_000), (10_000, 20), (40, 20)]
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]
 
 
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "bert", "llama"])
 @pytest.mark.parametrize(("world_size", "strategy", "shard_size"), MESHES)
 def test_gradient_equals_one_process(ranks, models, architecture, world_size, strategy, shard_size):
-    """Cached in chunks and in one pass, with 10 rows: uneven on 3 and 4 ranks."""
+    """In one piece, in several and cached, with 10 rows: uneven on 3 and 4 ranks."""
     options = parallel(Strategy(strategy), shard_size=shard_size)
-    for chunk_tokens in (10_000, 40):
-        check(ranks, models(architecture), world_size, options, chunk_tokens, num_rows=10)
+    for way in WAYS:
+        check(ranks, models(architecture), world_size, options, way, num_rows=10)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5])
 def test_ranks_without_rows_take_part(ranks, models, num_rows):
     """Fewer rows than ranks: the rest run dummies and the gradient is still the global batch's."""
-    for chunk_tokens in (10_000, 30):
-        check(ranks, models("xlm-roberta"), 4, parallel(), chunk_tokens, num_rows)
+    for way in WAYS:
+        check(ranks, models("xlm-roberta"), 4, parallel(), way, num_rows)
 
 
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
 def test_activation_checkpointing_changes_nothing(ranks, models, architecture):
-    for chunk_tokens in (10_000, 40):
-        check(ranks, models(architecture), 2, parallel(activation_checkpointing=True), chunk_tokens, num_rows=10)
+    for way in WAYS:
+        check(ranks, models(architecture), 2, parallel(activation_checkpointing=True), way, num_rows=10)
 
 
-def check(ranks, model, world_size, options, chunk_tokens, num_rows):
+def check(ranks, model, world_size, options, way, num_rows):
     loss, expected = reference(model.path, model.pooling, num_rows)
-    answers = ranks(world_size, sharded_gradient, model, options, chunk_tokens, num_rows)
-    _, found, norm, num_chunks = answers[0]
-    assert (num_chunks > 1) == (chunk_tokens < 10_000) or num_rows < 10
+    answers = ranks(world_size, sharded_gradient, model, options, *way, num_rows)
+    _, found, norm, num_chunks, fits = answers[0]
+    if num_rows == 10:
+        assert (num_chunks > 1, fits) == (way != WAYS[0], way != WAYS[2])
     assert sum(answer[0] for answer in answers) == pytest.approx(loss, rel=1e-6, abs=1e-6)
     assert compare(found, expected) < TOLERANCE
     assert {answer[2] for answer in answers} == {norm}

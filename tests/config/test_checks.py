@@ -1,0 +1,151 @@
+"""Every rule of the recipe and of the evaluation's options: what breaks it, and that the sentence names it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from embedtrain.config.checks import RULES, check_evaluate, check_recipe
+from embedtrain.config.schema import (
+    EvaluateOptions,
+    EvaluationSet,
+    InfoNCEConfig,
+    ModelConfig,
+    Pooling,
+    Recipe,
+    Strategy,
+    TrainSource,
+)
+from embedtrain.errors import ConfigError
+
+
+def good() -> Recipe:
+    recipe = Recipe(name="a", model=ModelConfig(path="somewhere"))
+    recipe.data.train = [TrainSource(path="rows.jsonl")]
+    recipe.train.steps = 10
+    return recipe
+
+
+def changed(path: str, value: object) -> Callable[[Recipe], None]:
+    def change(recipe: Recipe) -> None:
+        *parents, name = path.split(".")
+        holder = recipe
+        for parent in parents:
+            holder = getattr(holder, parent)
+        setattr(holder, name, value)
+
+    return change
+
+
+def best_without_set(recipe: Recipe) -> None:
+    recipe.evaluation.sets = [EvaluationSet(path="dev")]
+    recipe.checkpoint.best = "ndcg@10"
+
+
+BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
+    ("no name", changed("name", ""), "recipe=NAME"),
+    ("negative seed", changed("seed", -1), "seed=-1"),
+    ("huge seed", changed("seed", 2**63), "seed="),
+    ("no model", changed("model.path", None), "model.path"),
+    ("two models", changed("model.config", {"model_type": "bert"}), "keep one"),
+    ("no pooling", changed("model", ModelConfig(config={"model_type": "bert"})), "model.pooling"),
+    ("short texts", changed("model.max_length", 2), "model.max_length=2"),
+    ("no rows", changed("data.train", []), "data.train"),
+    ("weight 0", changed("data.train", [TrainSource(path="a", weight=0.0)]), "weight"),
+    ("weight NaN", changed("data.train", [TrainSource(path="a", weight=float("nan"))]), "weight"),
+    ("weight inf", changed("data.train", [TrainSource(path="a", weight=float("inf"))]), "weight"),
+    ("negatives", changed("data.train", [TrainSource(path="a", negatives=-1)]), "negatives"),
+    ("no length", changed("train.steps", None), "exactly one"),
+    ("two lengths", changed("train.epochs", 1.0), "exactly one"),
+    ("0 steps", changed("train.steps", 0), "train.steps=0"),
+    ("-1 steps", changed("train.steps", -1), "train.steps=-1"),
+    ("batch of 1", changed("train.global_batch_size", 1), "train.global_batch_size=1"),
+    ("chunk 0", changed("train.chunk_tokens", 0), "chunk_tokens"),
+    ("evaluation chunk 0", changed("evaluation.chunk_tokens", 0), "chunk_tokens"),
+    ("log 0", changed("train.log_every", 0), "train.log_every=0"),
+    ("temperature 0", changed("loss", InfoNCEConfig(temperature=0.0)), "loss.temperature=0.0"),
+    ("temperature NaN", changed("loss", InfoNCEConfig(temperature=float("nan"))), "loss.temperature=nan"),
+    ("lr 0", changed("optim.lr", 0.0), "optim.lr=0.0"),
+    ("lr NaN", changed("optim.lr", float("nan")), "optim.lr=nan"),
+    ("lr inf", changed("optim.lr", float("inf")), "optim.lr=inf"),
+    ("one beta", changed("optim.betas", [0.9]), "optim.betas=[0.9]"),
+    ("beta 1", changed("optim.betas", [0.9, 1.0]), "optim.betas"),
+    ("eps", changed("optim.eps", -1e-8), "optim.eps"),
+    ("warmup", changed("optim.warmup", -0.1), "optim.warmup=-0.1"),
+    ("decay", changed("optim.weight_decay", float("nan")), "optim.weight_decay=nan"),
+    ("clip 0", changed("optim.max_grad_norm", 0.0), "optim.max_grad_norm=0.0"),
+    ("shards without hsdp", changed("parallel.shard_size", 2), "parallel.shard_size=2"),
+    ("timeout", changed("parallel.timeout", 0.0), "parallel.timeout=0.0"),
+    ("infinite timeout", changed("parallel.timeout", float("inf")), "parallel.timeout=inf"),
+    ("evaluation every", changed("evaluation.every", -1), "evaluation.every"),
+    ("checkpoint every", changed("checkpoint.every", -1), "checkpoint.every"),
+    ("depth", changed("evaluation.depth", 9), "evaluation.depth=9"),
+    ("keep", changed("checkpoint.keep", 0), "checkpoint.keep=0"),
+    ("best of nothing", changed("checkpoint.best", "dev/ndcg@10"), "evaluation.sets is empty"),
+    ("best without set", best_without_set, "checkpoint.best=ndcg@10"),
+    ("format", changed("export.formats", ["tensorflow"]), "export.formats=['tensorflow']"),
+]
+
+
+def test_a_good_recipe_breaks_no_rule():
+    recipe = good()
+    assert check_recipe(recipe) is recipe
+
+
+@pytest.mark.parametrize(("change", "words"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_broken_rules_name_the_option(change, words):
+    recipe = good()
+    change(recipe)
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(recipe)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_epochs_of_zero_are_refused():
+    recipe = good()
+    recipe.train.steps, recipe.train.epochs = None, 0.0
+    with pytest.raises(ConfigError, match=r"train\.epochs=0"):
+        check_recipe(recipe)
+
+
+def test_hsdp_takes_a_shard_size_from_1_on():
+    recipe = good()
+    recipe.parallel.strategy, recipe.parallel.shard_size = Strategy.hsdp, 2
+    check_recipe(recipe)
+    recipe.parallel.shard_size = 0
+    with pytest.raises(ConfigError, match=r"parallel\.shard_size=0"):
+        check_recipe(recipe)
+
+
+def test_every_rule_can_break():
+    """No rule stands there that none of the cases above reaches."""
+    reached = set()
+    cases = [change for _, change, _ in BROKEN]
+
+    def no_shards(recipe: Recipe) -> None:
+        recipe.parallel.strategy, recipe.parallel.shard_size = Strategy.hsdp, 0
+
+    for change in [*cases, no_shards]:
+        recipe = good()
+        change(recipe)
+        reached.add(next(i for i, (broken, _) in enumerate(RULES) if broken(recipe)))
+    assert reached == set(range(len(RULES)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": ""}, "model=DIR"),
+        ({"sets": []}, "sets="),
+        ({"chunk_tokens": 0}, "chunk_tokens=0"),
+        ({"depth": 5}, "depth=5"),
+        ({"max_length": 1}, "max_length=1"),
+        ({"timeout": 0.0}, "timeout=0"),
+    ],
+)
+def test_evaluate_options(changes, words):
+    options = EvaluateOptions(model="m", sets=[EvaluationSet(path="s")], pooling=Pooling.cls)
+    assert check_evaluate(options) is options
+    with pytest.raises(ConfigError, match=words):
+        check_evaluate(replace(options, **changes))

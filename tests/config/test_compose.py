@@ -1,0 +1,307 @@
+"""The command line and YAML become a Recipe, or one sentence; and YAML never runs code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from embedtrain.config.compose import (
+    choices,
+    compose_evaluate,
+    compose_export,
+    compose_recipes,
+    compose_search,
+    load_recipe,
+    to_plain,
+)
+from embedtrain.config.schema import (
+    DataFormat,
+    EvaluationSet,
+    InfoNCEConfig,
+    Pooling,
+    Precision,
+    ScheduleKind,
+    SetKind,
+    Strategy,
+    TrainSource,
+)
+from embedtrain.errors import ConfigError
+from tests.conftest import ROOT
+
+GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Run in an empty folder, which Hydra must leave empty."""
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    yield
+    assert list(folder.iterdir()) == []
+
+
+def refused(arguments: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose_recipes(arguments)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert "Traceback" not in sentence
+    return sentence
+
+
+def user_recipe(folder: Path, name: str, text: str) -> list[str]:
+    (folder / "recipe").mkdir(exist_ok=True)
+    (folder / "recipe" / f"{name}.yaml").write_text(text)
+    return ["--config-dir", str(folder), f"recipe={name}"]
+
+
+def test_values_arrive_typed():
+    (recipe,) = compose_recipes(
+        [*GOOD, "optim.lr=1e-4", "optim.schedule=cosine", "parallel.precision=fp32", "model.pooling=last", "seed=7"]
+    )
+    assert (recipe.name, recipe.seed, recipe.output_dir, recipe.train.steps) == ("a", 7, "runs/a", 5)
+    assert recipe.optim.lr == 1e-4
+    assert recipe.optim.schedule is ScheduleKind.cosine
+    assert recipe.parallel.precision is Precision.fp32
+    assert recipe.model.pooling is Pooling.last
+    assert isinstance(recipe.loss, InfoNCEConfig)
+
+
+@pytest.mark.parametrize("name", choices("recipe"))
+def test_every_recipe_composes(name):
+    (recipe,) = compose_recipes([f"recipe={name}", "data.train=[x]"])
+    assert recipe.name == name
+    first = (ROOT / "recipes" / f"{name}.yaml").read_text().splitlines()[0]
+    assert first.startswith("#")
+    assert f"recipe={name}" in first
+
+
+@pytest.mark.parametrize("group", ["model", "parallel", "loss"])
+def test_every_choice_composes(group):
+    for name in choices(group):
+        arguments = [a for a in GOOD if group != "model" or "model" not in a]
+        compose_recipes([*arguments, f"{group}={name}"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("parallell.strategy=ddp", ["parallell", "did you mean parallel?"]),
+        ("optim.lrr=1", ["optim.lrr", "did you mean lr?"]),
+        ("loss.temprature=1", ["loss.temprature", "did you mean temperature?"]),
+        ("+optim.weight_decy=1", ["optim.weight_decy", "did you mean weight_decay?"]),
+        ("++nam=1", ["unknown option nam", "did you mean name?"]),
+        ("optim.lr=high", ["optim.lr", "high"]),
+        ("train.steps=1.5", ["train.steps", "1.5"]),
+        ("parallel.precision=fp8", ["parallel.precision", "fp8", "bf16", "fp32"]),
+        ("parallel.strategy=zero3", ["zero3", "auto", "ddp", "fsdp", "hsdp"]),
+        ("recipe=bce_xlm", ["did you mean bce_xlmr?", "--config-dir"]),
+        ("model=minlm", ["did you mean minilm?"]),
+        ("loss=infnce", ["did you mean infonce?"]),
+        ("data.train=x.jsonl", ["write data.train=[x.jsonl]"]),
+        ("data.train=null", ["data.train"]),
+        ("data.train=[3]", ["data.train[0]=3", "path"]),
+        ("data.train=[x,{name: y}]", ["data.train[1]", "path"]),
+        ("data.train=[{path: x, wieght: 2}]", ["data.train[0]", "did you mean weight?"]),
+        ("data.train=[{path: x, weight: much}]", ["data.train[0]", "much"]),
+        ("data.train=[{path: null}]", ["data.train[0]"]),
+        ("data.train=[{path: x, format: parquet}]", ["data.train[0]", "flagembedding"]),
+        ("evaluation.sets=[{path: x, kind: rerank}]", ["evaluation.sets[0]", "retrieval"]),
+        ("model.path=${oc.env:NOT_SET_ANYWHERE}", ["model.path", "NOT_SET_ANYWHERE"]),
+        ("optim.lr", ["option=value"]),
+        ("two words", ["option=value"]),
+        ("--bogus", ["--bogus"]),
+        ("train.epochs=1", ["exactly one"]),
+        ("loss._target_=os.system", ["_target_"]),
+        ("+loss._target_=os.system", ["_target_"]),
+    ],
+)
+def test_mistakes_become_one_sentence(argument, words):
+    sentence = refused([*GOOD, argument])
+    for word in words:
+        assert word in sentence
+
+
+def test_a_missing_config_dir_is_told():
+    assert "/no/such/folder" in refused([*GOOD, "--config-dir", "/no/such/folder"])
+
+
+def test_sources_and_sets_as_strings_and_mappings():
+    (recipe,) = compose_recipes(
+        [
+            *GOOD,
+            "data.train=[a.jsonl,{path: b.jsonl, weight: 2, format: columns, columns: [q, d], negatives: null}]",
+            "evaluation.sets=[dev,{path: sts.tsv, kind: sts, name: s}]",
+        ]
+    )
+    first, second = recipe.data.train
+    assert first == TrainSource(path="a.jsonl")
+    assert (second.weight, second.format, second.columns, second.negatives) == (
+        2.0,
+        DataFormat.columns,
+        ["q", "d"],
+        None,
+    )
+    assert recipe.evaluation.sets == [
+        EvaluationSet(path="dev"),
+        EvaluationSet(path="sts.tsv", kind=SetKind.sts, name="s"),
+    ]
+
+
+USER = """# @package _global_
+defaults:
+  - override /parallel: hsdp
+name: mine
+model: {path: m}
+data: {train: [x, {path: y, weight: 0.5}]}
+train: {epochs: 2}
+"""
+
+
+def test_a_recipe_of_ones_own(tmp_path):
+    (recipe,) = compose_recipes([*user_recipe(tmp_path, "mine", USER), "optim.lr=1e-3"])
+    assert (recipe.name, recipe.train.epochs, recipe.optim.lr) == ("mine", 2.0, 1e-3)
+    assert recipe.parallel.strategy is Strategy.hsdp
+    assert [source.weight for source in recipe.data.train] == [1.0, 0.5]
+
+
+def test_a_recipe_without_its_package_line_is_told_so(tmp_path):
+    forgotten = USER.replace("# @package _global_\n", "")
+    for text in (forgotten, forgotten.replace("defaults:\n  - override /parallel: hsdp\n", "")):
+        assert "# @package _global_" in refused(user_recipe(tmp_path, "mine", text))
+
+
+def test_broken_yaml_names_file_and_line(tmp_path):
+    sentence = refused(user_recipe(tmp_path, "mine", USER + "optim: [\n"))
+    assert f"{tmp_path / 'recipe' / 'mine.yaml'}" in sentence
+    assert "line 9" in sentence
+
+
+def test_a_typo_in_a_recipe_of_ones_own(tmp_path):
+    assert "did you mean train?" in refused(user_recipe(tmp_path, "mine", USER + "trian: {steps: 3}\n"))
+
+
+EVIL = [
+    "hydra: {callbacks: {a: {_target_: pathlib.Path.touch, self: MARKER}}}\n",
+    "hydra: {launcher: {_target_: pathlib.Path.touch, self: MARKER}}\n",
+    "hydra: {sweeper: {_target_: pathlib.Path.touch, self: MARKER}}\n",
+    "hydra: {job_logging: {version: 1, formatters: {a: {(): pathlib.Path.touch, self: MARKER}}, root: {}}}\n",
+    "hydra: {hydra_logging: {version: 1, formatters: {a: {(): pathlib.Path.touch, self: MARKER}}, root: {}}}\n",
+    "loss: {_target_: pathlib.Path.touch, self: MARKER}\n",
+    "evaluation: {sets: [{_target_: pathlib.Path.touch, self: MARKER, path: x}]}\n",
+    "output_dir: !!python/object/apply:os.system ['touch MARKER']\n",
+]
+
+
+@pytest.mark.parametrize("evil", EVIL)
+@pytest.mark.parametrize("multirun", [[], ["-m"]])
+def test_yaml_never_runs_code(tmp_path, evil, multirun):
+    marker = tmp_path / "marker"
+    refused([*multirun, *user_recipe(tmp_path, "mine", USER + evil.replace("MARKER", str(marker)))])
+    assert not marker.exists()
+
+
+def test_the_command_line_never_runs_code(tmp_path):
+    marker = tmp_path / "marker"
+    sentence = refused([*GOOD, f"+hydra.callbacks.a={{_target_: pathlib.Path.touch, self: {marker}}}"])
+    assert "never runs code" in sentence
+    assert not marker.exists()
+
+
+def test_code_hides_in_no_model_configuration():
+    """What is free-form stays data: a `_target_` in it is only a string."""
+    (recipe,) = compose_recipes(
+        ["name=a", "model.config={model_type: bert, _target_: os.system}", "model.pooling=cls", *GOOD[2:]]
+    )
+    assert recipe.model.config == {"model_type": "bert", "_target_": "os.system"}
+
+
+def test_multirun(monkeypatch):
+    sweep = [*GOOD, "optim.lr=1e-5,2e-5"]
+    recipes = compose_recipes(["-m", *sweep, "output_dir='runs/${name}-${optim.lr}'"])
+    assert [(r.optim.lr, r.output_dir) for r in recipes] == [(1e-5, "runs/a-1e-05"), (2e-5, "runs/a-2e-05")]
+    assert "share one output_dir" in refused(["-m", *sweep])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for asked in (["-m"], ["--multirun"], ["hydra.mode=MULTIRUN"]):
+        assert "torchrun" in refused([*asked, *sweep, "output_dir='runs/${optim.lr}'"])
+
+
+def test_what_a_run_leaves_behind_is_read_again(tmp_path):
+    (recipe,) = compose_recipes(
+        [
+            "name=a",
+            "model.config={model_type: bert, hidden_size: 32}",
+            "model.pooling=mean",
+            "data.train=[x,{path: y, weight: 3}]",
+            "evaluation.sets=[dev]",
+            "train.epochs=0.5",
+            "loss.temperature=0.05",
+            "optim.schedule=constant",
+        ]
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(to_plain(recipe) | {"versions": {"torch": "2"}}))
+    assert load_recipe(path) == recipe
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "missing"),
+        ("- a\n", "not a mapping"),
+        ("name: [\n", "cannot be read"),
+        ("nmae: x\n", "did you mean name?"),
+        ("name: !!python/object/apply:os.getcwd []\n", "cannot be read"),
+        ("optim: {lr: high}\n", "high"),
+    ],
+)
+def test_a_damaged_recipe_file(tmp_path, content, words):
+    path = tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_the_other_doors():
+    options = compose_evaluate(["model=m", "sets=[a,{path: b, name: c}]", "precision=bf16"])
+    assert [entry.path for entry in options.sets] == ["a", "b"]
+    assert options.precision is Precision.bf16
+    assert compose_export(["run=r", "step=12"]).step == "12"
+    assert compose_search(["model=m", "corpus=c"]).top == 5
+    for compose, arguments, words in [
+        (compose_evaluate, ["sets=[a]"], "model=DIR"),
+        (compose_evaluate, ["model=m"], "sets="),
+        (compose_evaluate, ["model=m", "sets=[a]", "detph=20"], "did you mean depth?"),
+        (compose_export, [], "run=DIR"),
+        (compose_search, ["model=m"], "corpus=DIR"),
+        (compose_search, ["model=m", "corpus=c", "top=0"], "top=0"),
+        (compose_search, ["model=m", "corpus=c", "chunk_tokens=0"], "chunk_tokens=0"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            compose(arguments)
+        assert words in str(caught.value)
+
+
+def test_help_lists_recipes_and_imports_no_torch():
+    """A mistyped option answers before torch, which takes seconds, is imported."""
+    program = (
+        "import sys\n"
+        "from embedtrain.config.compose import compose_recipes\n"
+        "try:\n    compose_recipes(['--help'])\nexcept SystemExit as leaving:\n    assert not leaving.code\n"
+        "heavy = [m for m in ('torch', 'transformers', 'datasets') if m in sys.modules]\n"
+        "assert not heavy, heavy\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=False, timeout=60
+    )
+    assert answer.returncode == 0, answer.stderr
+    for name in choices("recipe"):
+        assert f"recipe={name}" in answer.stdout

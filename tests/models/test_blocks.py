@@ -1,0 +1,155 @@
+"""The blocks are found in the model, whatever it says or leaves unsaid of itself."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Pooling as PoolingModule
+from sentence_transformers.models import Transformer
+from torch import nn
+
+from embedtrain.errors import ConfigError
+from embedtrain.models.blocks import find_blocks
+from embedtrain.models.build import build_encoder
+from embedtrain.models.source import open_source
+from tests.small import ARCHITECTURES, save_small, small_model
+
+BLOCKS = {
+    "xlm-roberta": "XLMRobertaLayer",
+    "bert": "BertLayer",
+    "llama": "LlamaDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "gemma3_text": "Gemma3DecoderLayer",
+    "modernbert": "ModernBertEncoderLayer",
+}
+
+
+def encoder_of(architecture: str, num_layers: int = 3) -> nn.Module:
+    model = small_model(architecture)
+    return build_encoder(
+        open_source(small_model(architecture, config=model.config | {"num_hidden_layers": num_layers}))
+    )
+
+
+def names(blocks: list[nn.Module]) -> list[str]:
+    return [type(block).__name__ for block in blocks]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_exactly_the_layers(architecture):
+    for num_layers in (1, 3):
+        encoder = encoder_of(architecture, num_layers)
+        blocks = find_blocks(encoder)
+        assert names(blocks) == [BLOCKS[architecture]] * num_layers
+        assert blocks == [part for part in encoder.modules() if type(part).__name__ == BLOCKS[architecture]]
+        # All but embeddings, final norm and their like is in the blocks.
+        assert not [n for n, _ in encoder.named_parameters() if ".attn" in n and not any_holds(blocks, encoder, n)]
+
+
+def any_holds(blocks: list[nn.Module], encoder: nn.Module, name: str) -> bool:
+    parameter = encoder.get_parameter(name)
+    return any(parameter is p for block in blocks for p in block.parameters())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_under_peft(architecture):
+    backbone = encoder_of(architecture).backbone
+    wrapped = get_peft_model(backbone, LoraConfig(target_modules="all-linear", r=2))
+    assert names(find_blocks(wrapped)) == [BLOCKS[architecture]] * 3
+
+
+@pytest.mark.parametrize("architecture", ["xlm-roberta", "modernbert", "qwen3"])
+def test_inside_a_sentence_transformer(architecture, tmp_path):
+    transformer = Transformer(str(save_small(small_model(architecture), tmp_path)))
+    model = SentenceTransformer(modules=[transformer, PoolingModule(32)], device="cpu")
+    assert names(find_blocks(model)) == [BLOCKS[architecture]] * 2
+
+
+@pytest.mark.parametrize("declared", [None, [""], [], ["BertLayre"], "BertLayer", {"BertEmbeddings"}])
+@pytest.mark.parametrize("asked", [None, "", "  ", ", ,"])
+def test_useless_declarations_end_in_the_layers_all_the_same(declared, asked):
+    """`_no_split_modules` that is absent, empty or stale has meant root-only sharding elsewhere."""
+    encoder = encoder_of("bert")
+    for part in encoder.modules():
+        if hasattr(type(part), "_no_split_modules"):
+            part._no_split_modules = declared
+    assert names(find_blocks(encoder, asked)) == ["BertLayer"] * 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+
+class Mine(nn.Module):
+    """A model of somebody's own: no attribute, and lists of other things beside the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+        self.activations = nn.ModuleList([nn.GELU()])
+        self.layers = nn.ModuleList([*[Block() for _ in range(4)], nn.LayerNorm(4)])
+
+
+def test_a_model_of_ones_own():
+    model = Mine()
+    assert find_blocks(model) == list(model.layers)[:4]
+    assert find_blocks(model, "Linear, Block") == [*model.heads, *list(model.layers)[:4]]
+
+
+def test_a_layer_that_stands_in_two_lists_is_one_block():
+    model = Mine()
+    model.again = nn.ModuleList(model.layers)
+    assert find_blocks(model, "Block") == list(model.layers)[:4]
+
+
+def test_no_layer_at_all():
+    with pytest.raises(ConfigError, match=r"parallel\.strategy=ddp"):
+        find_blocks(nn.Linear(2, 2))
+    assert find_blocks(nn.Linear(2, 2), required=False) == []
+
+
+def test_a_wrong_class_is_answered_with_what_there_is():
+    encoder = encoder_of("xlm-roberta")
+    for asked in ("BertLayer", "XLMRobertaLayer,BertLayer", " BertLayer ,"):
+        with pytest.raises(ConfigError) as caught:
+            find_blocks(encoder.backbone, asked)
+        for words in (
+            "parallel.block_class=BertLayer",
+            "XLMRobertaModel",
+            "XLMRobertaLayer x3",
+            "Write parallel.block_class=XLMRobertaLayer",
+        ):
+            assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="THE_VARIABLE=BertLayer"):
+        find_blocks(encoder.backbone, "BertLayer", asked_by="THE_VARIABLE")
+
+
+def test_parts_of_a_layer_are_no_blocks():
+    """What accelerate takes as "A,B" is read with its blanks; a class that is no repeated layer is refused."""
+    encoder = encoder_of("llama")
+    for asked in ("LlamaDecoderLayer", " LlamaDecoderLayer , ", ",LlamaDecoderLayer"):
+        assert names(find_blocks(encoder, asked)) == ["LlamaDecoderLayer"] * 3
+    with pytest.raises(ConfigError, match=r"=LlamaMLP: .* LlamaDecoderLayer x3"):
+        find_blocks(encoder, "LlamaDecoderLayer, LlamaMLP")
+
+
+def test_nested_layers_are_found_once():
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(Block() for _ in range(3))
+
+    model = nn.Module()
+    model.layers = nn.ModuleList(Outer() for _ in range(2))
+    assert find_blocks(model) == list(model.layers)
+    assert find_blocks(model, "Outer,Block") == list(model.layers)
+    assert len(find_blocks(model, "Block")) == 6
+
+
+def test_blocks_are_found_on_the_meta_device():
+    assert all(p.is_meta for p in encoder_of("bert").parameters())
+    with torch.device("meta"):
+        assert len(find_blocks(Mine())) == 4

@@ -1,0 +1,72 @@
+"""A text's vector is the same alone and beside any other, padded left or right."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from embedtrain.config.schema import Pooling
+from embedtrain.models.build import assemble
+from embedtrain.models.pooling import pool
+from embedtrain.models.source import open_source
+from tests.small import ARCHITECTURES, small_model
+
+LENGTHS = [3, 1, 7, 5]
+
+
+def padded(left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [4, 7] and mask: texts of LENGTHS, padded with id 1."""
+    ids = torch.full((len(LENGTHS), 7), 1)
+    mask = torch.zeros_like(ids)
+    for i, n in enumerate(LENGTHS):
+        place = slice(7 - n, 7) if left else slice(0, n)
+        ids[i, place] = torch.arange(n) * 5 % 40 + 4 + i
+        mask[i, place] = 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("pooling", Pooling)
+def test_pool_reads_the_mask(pooling, left):
+    torch.manual_seed(0)
+    _, mask = padded(left)
+    hidden = torch.randn(4, 7, 6, dtype=torch.float64)
+    for i, vector in enumerate(pool(hidden, mask, pooling)):
+        real = hidden[i, mask[i].bool()]
+        expected = {"cls": real[0], "last": real[-1], "mean": real.mean(0)}[pooling.value]
+        torch.testing.assert_close(vector, expected.float())
+
+
+def test_pool_is_float32_and_finite_for_a_text_without_tokens():
+    hidden, mask = torch.randn(2, 3, 4, dtype=torch.bfloat16), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    for pooling in Pooling:
+        vectors = pool(hidden, mask, pooling)
+        assert vectors.dtype == torch.float32
+        assert vectors.isfinite().all()
+    torch.testing.assert_close(pool(hidden, mask, Pooling.mean)[0], hidden[0, :2].float().mean(0))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_alone_as_in_a_batch(architecture):
+    torch.manual_seed(1)
+    encoder = assemble(open_source(small_model(architecture))).eval()
+    # BERT numbers positions from the left whatever is padding: this is why padding stands on the right.
+    sides = (False,) if architecture == "bert" else (False, True)
+    for pooling in Pooling:
+        encoder.pooling = pooling
+        for left in sides:
+            ids, mask = padded(left)
+            with torch.no_grad():
+                together = encoder(ids, mask)
+                for i, n in enumerate(LENGTHS):
+                    alone = encoder(ids[i][mask[i].bool()][None], torch.ones(1, n, dtype=torch.int64))[0]
+                    torch.testing.assert_close(together[i], alone, atol=1e-5, rtol=0)
+
+
+def test_heads_and_normalisation():
+    encoder = assemble(open_source(small_model("bert", normalize=False))).eval()
+    ids, mask = padded(left=False)
+    with torch.no_grad():
+        plain = encoder(ids, mask)
+        encoder.normalize = True
+        torch.testing.assert_close(encoder(ids, mask), F.normalize(plain, dim=-1))
+    assert not torch.allclose(plain.norm(dim=-1), torch.ones(4))

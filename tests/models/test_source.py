@@ -1,0 +1,438 @@
+"""What a model directory says is understood, or refused in one sentence; nothing in it is ever run."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers import models as st
+from transformers import T5Config
+
+from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
+from embedtrain.models.build import assemble, build_encoder, find_weights, initialise, stored_dtype
+from embedtrain.models.source import check_vocabulary, load_tokenizer, open_source, text_length
+from tests.small import save_small, small_model
+
+POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """A Hugging Face directory of a small XLM-R."""
+    return save_small(small_model("xlm-roberta"), tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def hf_dir(plain, tmp_path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / "model"))
+
+
+@pytest.fixture
+def st_dir(plain, tmp_path) -> Path:
+    """A sentence-transformers directory as its own library saves it: mean, two heads, normalised, prompts."""
+    modules = [
+        st.Transformer(str(plain), max_seq_length=24),
+        st.Pooling(32, pooling_mode="mean"),
+        st.Dense(32, 24, activation_function=torch.nn.Tanh()),
+        st.Dense(24, 16, bias=False, activation_function=torch.nn.Identity()),
+        st.Normalize(),
+    ]
+    model = SentenceTransformer(modules=modules, prompts={"query": "q: ", "document": "d: "}, device="cpu")
+    model.save_pretrained(str(tmp_path / "st"))
+    # Since version 6 the library writes the length into the tokenizer alone.
+    rewrite(part(tmp_path / "st", "Transformer") / "sentence_bert_config.json", max_seq_length=24)
+    return tmp_path / "st"
+
+
+def opened(directory: Path, **options: Any):
+    return open_source(ModelConfig(path=str(directory), **options))
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def part(directory: Path, kind: str) -> Path:
+    """The folder of a module in a sentence-transformers directory."""
+    for module in json.loads((directory / "modules.json").read_text()):
+        if module["type"].endswith(kind):
+            return directory / module["path"]
+    raise AssertionError(kind)
+
+
+def set_modules(directory: Path, *kinds: str) -> None:
+    known = {m["type"].rsplit(".", 1)[1]: m for m in json.loads((directory / "modules.json").read_text())}
+    (directory / "modules.json").write_text(json.dumps([known.get(kind, {"type": kind, "path": ""}) for kind in kinds]))
+
+
+def refused(kind: type[EmbedtrainError], make: Any, *words: str) -> None:
+    with pytest.raises(kind) as caught:
+        make()
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_hugging_face_directory(hf_dir):
+    refused(ConfigError, lambda: opened(hf_dir), "model.pooling", str(hf_dir))
+    source = opened(hf_dir, pooling=Pooling.cls, query_prompt="q: ")
+    assert (source.pooling, source.normalize, source.max_length, source.dense) == (Pooling.cls, True, None, ())
+    assert source.prompts == {"query": "q: "}
+    assert opened(hf_dir, pooling=Pooling.cls, normalize=False).normalize is False
+    assert source.config.use_cache is False
+
+
+def test_a_sentence_transformers_directory(st_dir):
+    source = opened(st_dir)
+    assert (source.pooling, source.normalize, source.max_length) == (Pooling.mean, True, 24)
+    assert (source.prompts["query"], source.prompts["document"]) == ("q: ", "d: ")
+    assert [(head.num_in, head.num_out, head.bias) for head in source.dense] == [(32, 24, True), (24, 16, False)]
+    asked = opened(st_dir, pooling=Pooling.cls, normalize=False, max_length=12, query_prompt="")
+    assert (asked.pooling, asked.normalize, asked.max_length) == (Pooling.cls, False, 12)
+    assert asked.prompts == source.prompts | {"query": ""}
+
+
+def test_its_vectors_are_sentence_transformers_own(st_dir):
+    source = opened(st_dir)
+    encoder = assemble(source)
+    encoder.load_state_dict(initialise(source, seed=0))
+    tokens = load_tokenizer(source)(["alpha beta", "gamma a b c d e"], padding=True, return_tensors="pt")
+    reference = SentenceTransformer(str(st_dir), device="cpu")
+    with torch.no_grad():
+        found = encoder.eval()(tokens["input_ids"], tokens["attention_mask"])
+    expected = reference.encode(["alpha beta", "gamma a b c d e"], convert_to_tensor=True)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_pooling_old_and_new(st_dir, mode):
+    path = part(st_dir, "Pooling") / "config.json"
+    flag = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "lasttoken": "pooling_mode_lasttoken"}
+    flags = dict.fromkeys([*flag.values(), "pooling_mode_max_tokens"], False)
+    for content in (
+        {"embedding_dimension": 32, "pooling_mode": mode},
+        {"embedding_dimension": 32, "pooling_mode": [mode]},
+        {"word_embedding_dimension": 32, **flags, flag[mode]: True},
+    ):
+        path.write_text(json.dumps(content))
+        assert opened(st_dir).pooling is POOLINGS[mode]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"pooling_mode": "max"},
+        {"pooling_mode": ["cls", "mean"]},
+        {"pooling_mode_max_tokens": True},
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+        {"pooling_mode": "weightedmean"},
+        {},
+        {"pooling_mode": "mean", "include_prompt": False},
+    ],
+)
+def test_pooling_that_cannot_be_trained(st_dir, content):
+    path = part(st_dir, "Pooling") / "config.json"
+    path.write_text(json.dumps(content))
+    refused(ModelError, lambda: opened(st_dir), str(path))
+
+
+def test_modules_that_are_left_out(st_dir):
+    set_modules(st_dir, "Transformer", "Pooling")
+    source = opened(st_dir)
+    assert (source.normalize, source.dense) == (False, ())
+    set_modules(st_dir, "Transformer")
+    refused(ConfigError, lambda: opened(st_dir), "no Pooling")
+    assert opened(st_dir, pooling=Pooling.cls).pooling is Pooling.cls
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["Pooling"],
+        ["Pooling", "Transformer"],
+        ["Transformer", "Pooling", "Pooling"],
+        ["Transformer", "Dense", "Pooling"],
+        ["Transformer", "Pooling", "Normalize", "Dense"],
+        [],
+    ],
+)
+def test_modules_in_an_order_the_encoder_does_not_have(st_dir, kinds):
+    """Normalising before the head, say, gives other vectors than the encoder would train."""
+    set_modules(st_dir, *kinds)
+    refused(ModelError, lambda: opened(st_dir), "in this order")
+
+
+@pytest.mark.parametrize(
+    "kind", ["evil.Module", "sentence_transformers.models.LSTM", "os.system", "evil", "sentence_transformers.evil.Evil"]
+)
+@pytest.mark.parametrize("trust", [False, True])
+def test_unknown_modules_are_refused_and_never_imported(st_dir, tmp_path, monkeypatch, kind, trust):
+    (st_dir / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Module: pass\n")
+    monkeypatch.syspath_prepend(st_dir)
+    set_modules(st_dir, "Transformer", "Pooling", kind)
+    refused(ModelError, lambda: opened(st_dir, trust_remote_code=trust), kind)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_code_of_a_model_directory_is_not_run(hf_dir, tmp_path):
+    (hf_dir / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
+    auto = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
+    rewrite(hf_dir / "config.json", model_type="evil", auto_map=auto)
+    refused(ModelError, lambda: opened(hf_dir, pooling=Pooling.cls), "custom code")
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("place", ["..", "../other", "/etc"])
+def test_modules_outside_their_directory(st_dir, place):
+    modules = json.loads((st_dir / "modules.json").read_text())
+    modules[1]["path"] = place
+    (st_dir / "modules.json").write_text(json.dumps(modules))
+    refused(ModelError, lambda: opened(st_dir), "outside its own directory")
+
+
+@pytest.mark.parametrize("content", ["[{", "{}", "[3]", '[{"path": ""}]', '"Transformer"'])
+def test_broken_modules_json(st_dir, content):
+    (st_dir / "modules.json").write_text(content)
+    refused(ModelError, lambda: opened(st_dir), "modules.json")
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"model_type": "nothing"}', '{"model_type": "bert", "hidden_size": "a"}']
+)
+def test_broken_config_json(hf_dir, content):
+    (hf_dir / "config.json").write_text(content)
+    refused(ModelError, lambda: opened(hf_dir, pooling=Pooling.cls), str(hf_dir))
+
+
+def test_missing_files(st_dir, hf_dir, tmp_path):
+    (part(st_dir, "Pooling") / "config.json").unlink()
+    refused(ModelError, lambda: opened(st_dir), "Pooling/config.json is missing")
+    (hf_dir / "config.json").unlink()
+    refused(ModelError, lambda: opened(hf_dir, pooling=Pooling.cls), str(hf_dir))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_function": "evil.Activation"},
+        {"use_residual": True},
+        {"in_features": ...},
+        {"out_features": "many"},
+    ],
+)
+def test_dense_heads_that_cannot_be_trained(st_dir, changes):
+    path = part(st_dir, "Dense") / "config.json"
+    rewrite(path, **changes)
+    refused(ModelError, lambda: opened(st_dir), str(path))
+
+
+def test_dense_heads_whose_weights_do_not_fit(st_dir):
+    """A head whose weights are missing or of another name would stay random."""
+    source, path = opened(st_dir), part(st_dir, "Dense") / "model.safetensors"
+    shapes = {name: tensor.shape for name, tensor in build_encoder(source).state_dict().items()}
+    assert find_weights(source, shapes) is not None
+    whole = load_file(path)
+    for damaged in (
+        {"linear.weight": whole["linear.weight"]},
+        {"weight": whole["linear.weight"], "bias": whole["linear.bias"]},
+        whole | {"linear.weight": torch.zeros(1, 32)},
+    ):
+        save_file(damaged, path)
+        refused(ModelError, lambda: find_weights(source, shapes), str(path), "linear.weight (24, 32)")
+        refused(ModelError, lambda: initialise(source, 0), str(path))
+    path.unlink()
+    refused(ModelError, lambda: initialise(source, 0), str(path))
+
+
+def test_lengths(st_dir, hf_dir):
+    source = opened(st_dir)
+    assert text_length(source, load_tokenizer(source)) == 24
+    settings = part(st_dir, "Transformer") / "sentence_bert_config.json"
+    settings.rename(settings.with_name("sentence_xlm-roberta_config.json"))
+    assert opened(st_dir).max_length == 24
+    settings.with_name("sentence_xlm-roberta_config.json").unlink()
+    assert opened(st_dir).max_length is None
+    assert text_length(opened(st_dir), load_tokenizer(source)) == 24  # the saved tokenizer knows it too
+    settings.write_text('{"max_seq_length": "long"}')
+    refused(ModelError, lambda: opened(st_dir), "max_seq_length='long'")
+
+    plain = opened(hf_dir, pooling=Pooling.cls)
+    tokenizer = load_tokenizer(plain)
+    assert text_length(plain, tokenizer) == 48  # of the tokenizer
+    tokenizer.model_max_length = int(1e30)
+    assert text_length(plain, tokenizer) == 64  # 66 positions, the first two of which XLM-R leaves free
+    assert text_length(opened(hf_dir, pooling=Pooling.cls, max_length=64), tokenizer) == 64
+    long = opened(hf_dir, pooling=Pooling.cls, max_length=65)
+    refused(ConfigError, lambda: text_length(long, tokenizer), "model.max_length=65", "64 tokens")
+
+
+def test_the_longest_text_that_is_allowed_has_positions(hf_dir):
+    source = opened(hf_dir, pooling=Pooling.cls)
+    ids = torch.full((1, 64), 7)
+    assert assemble(source).eval()(ids, torch.ones_like(ids)).isfinite().all()
+    with pytest.raises(IndexError):
+        assemble(source).eval()(torch.full((1, 65), 7), torch.ones(1, 65, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("own", "query", "document"),
+    [
+        ({"prompts": {"query": "Q", "document": "D"}}, "Q", "D"),
+        ({"prompts": {"query": "Q", "passage": "P"}}, "Q", "P"),
+        ({"prompts": {"all": "A"}, "default_prompt_name": "all"}, "A", "A"),
+        ({"prompts": {"all": "A", "query": "Q"}, "default_prompt_name": "all"}, "Q", "A"),
+        ({"prompts": {"query": None}}, "", ""),
+        ({"prompts": None}, "", ""),
+        ({}, "", ""),
+    ],
+)
+def test_prompts(st_dir, own, query, document):
+    (st_dir / "config_sentence_transformers.json").write_text(json.dumps(own))
+    prompts = opened(st_dir).prompts
+    assert (prompts.get("query", ""), prompts.get("document", "")) == (query, document)
+
+
+@pytest.mark.parametrize("own", [{"prompts": ["a"]}, {"prompts": {"a": "A"}, "default_prompt_name": "b"}, ["prompts"]])
+def test_broken_prompts(st_dir, own):
+    (st_dir / "config_sentence_transformers.json").write_text(json.dumps(own))
+    refused(ModelError, lambda: opened(st_dir), "config_sentence_transformers.json")
+
+
+def test_lowercasing_is_taken_over(st_dir):
+    """sentence-transformers lowers the texts itself where a directory says so, whatever the tokenizer does."""
+    rewrite(part(st_dir, "Transformer") / "sentence_bert_config.json", do_lower_case=True)
+    source = opened(st_dir)
+    ids = load_tokenizer(source)("Alpha BETA")["input_ids"]
+    assert ids == SentenceTransformer(str(st_dir), device="cpu").tokenizer("Alpha BETA")["input_ids"]
+    assert ids == load_tokenizer(source)("alpha beta")["input_ids"]
+
+
+def test_tokenizers(hf_dir, tmp_path):
+    source = opened(hf_dir, pooling=Pooling.cls)
+    check_vocabulary(source, load_tokenizer(source))
+    other = tmp_path / "other"
+    load_tokenizer(source).save_pretrained(other)
+    assert len(load_tokenizer(source, str(other))) == len(load_tokenizer(source))
+    larger = load_tokenizer(source)
+    larger.add_tokens([f"new{i}" for i in range(40)])
+    refused(ModelError, lambda: check_vocabulary(source, larger), "ends at 63", "ids up to")
+    for content in ("{", "[]", '{"model": 3}'):
+        (hf_dir / "tokenizer.json").write_text(content)
+        refused(ModelError, lambda: load_tokenizer(source), str(hf_dir))
+    for file in hf_dir.glob("tokenizer*"):
+        file.unlink()
+    refused(ModelError, lambda: load_tokenizer(source), str(hf_dir), "no tokenizer")
+
+
+def test_a_tokenizer_without_padding_pads_with_the_end(hf_dir):
+    rewrite(hf_dir / "tokenizer_config.json", pad_token=...)
+    assert load_tokenizer(opened(hf_dir, pooling=Pooling.cls)).pad_token == "</s>"
+    rewrite(hf_dir / "tokenizer_config.json", eos_token=...)
+    refused(ModelError, lambda: load_tokenizer(opened(hf_dir, pooling=Pooling.cls)), "neither a padding")
+
+
+@pytest.mark.parametrize(
+    "path", ["no/such/directory", "./none", "/none/at/all", "~/nothing-here", "nobody/nothing", "a b"]
+)
+def test_there_is_no_such_model(path):
+    """A Hub id without a network, and directories that are not there."""
+    refused(ModelError, lambda: open_source(ModelConfig(path=path, pooling=Pooling.cls)), f"model.path={path}")
+
+
+def test_no_model_at_all():
+    for path in (None, ""):
+        refused(ConfigError, lambda path=path: open_source(ModelConfig(path=path)), "model.path")
+
+
+def test_a_model_from_a_configuration(hf_dir):
+    values = small_model("bert").config
+    for given in (values, str(hf_dir / "config.json"), str(hf_dir)):
+        source = open_source(ModelConfig(config=given, pooling=Pooling.mean))
+        assert (source.directory, source.config.hidden_size, source.normalize) == (None, 32, True)
+        assert find_weights(source, {}) is None
+    refused(ConfigError, lambda: load_tokenizer(source), "model.tokenizer")
+    refused(ConfigError, lambda: open_source(ModelConfig(config=values)), "model.pooling")
+    refused(ConfigError, lambda: open_source(ModelConfig(config=values, path="x")), "keep one")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"hidden_size": 32}, "model_type"),
+        ({"model_type": "bertt"}, "bertt"),
+        ({"model_type": "bert", "hidden_sise": 32}, "did you mean hidden_size?"),
+        ({"model_type": "bert", "hidden_size": "big"}, "hidden_size"),
+        (["bert"], "model.config"),
+        ("/no/config.json", "/no/config.json"),
+    ],
+)
+def test_configurations_that_are_none(config, words):
+    refused(ConfigError, lambda: open_source(ModelConfig(config=config, pooling=Pooling.cls)), words)
+
+
+def test_a_configuration_that_builds_nothing():
+    source = open_source(ModelConfig(config={"model_type": "bert", "hidden_size": 33}, pooling=Pooling.cls))
+    refused(ModelError, lambda: build_encoder(source), "33")
+
+
+def test_encoder_decoders_are_refused(tmp_path):
+    T5Config().save_pretrained(tmp_path)
+    refused(ModelError, lambda: opened(tmp_path, pooling=Pooling.mean), "t5", "encoder-decoder")
+    config = {"model_type": "t5"}
+    refused(ModelError, lambda: open_source(ModelConfig(config=config, pooling=Pooling.mean)), "encoder-decoder")
+
+
+def test_weights_that_cannot_be_read(hf_dir):
+    source = opened(hf_dir, pooling=Pooling.cls)
+    shapes = {name: tensor.shape for name, tensor in build_encoder(source).state_dict().items()}
+    path, index = hf_dir / "model.safetensors", hf_dir / "model.safetensors.index.json"
+    whole = load_file(path)
+
+    save_file({k: v for k, v in whole.items() if "layer.1.output.dense" not in k}, path, metadata={"format": "pt"})
+    assert find_weights(source, shapes) is None
+    refused(ModelError, lambda: initialise(source, 0), "lacks 2 of", "layer.1.output.dense")
+
+    save_file(whole | {"embeddings.word_embeddings.weight": torch.zeros(9, 32)}, path, metadata={"format": "pt"})
+    assert find_weights(source, shapes) is None
+    refused(ModelError, lambda: initialise(source, 0), str(hf_dir))
+
+    path.write_bytes(b"not weights")
+    refused(ModelError, lambda: find_weights(source, shapes), str(path))
+    path.unlink()
+    refused(ModelError, lambda: initialise(source, 0), str(hf_dir))
+    (hf_dir / "pytorch_model.bin").write_bytes(b"not weights")
+    refused(ModelError, lambda: initialise(source, 0), str(hf_dir))
+
+    for content in ("{", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}'):
+        index.write_text(content)
+        refused(ModelError, lambda: find_weights(source, shapes), str(hf_dir))
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.marker,))
+
+
+def test_a_pickle_that_names_code_is_not_run(hf_dir, tmp_path):
+    (hf_dir / "model.safetensors").unlink()
+    torch.save({"embeddings.word_embeddings.weight": Evil(tmp_path / "marker")}, hf_dir / "pytorch_model.bin")
+    refused(ModelError, lambda: initialise(opened(hf_dir, pooling=Pooling.cls), 0), str(hf_dir))
+    assert not (tmp_path / "marker").exists()
+
+
+def test_the_stored_type_is_that_of_most_weights(hf_dir):
+    source, path = opened(hf_dir, pooling=Pooling.cls), hf_dir / "model.safetensors"
+    assert stored_dtype(source) is torch.float32
+    halves = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
+    save_file(halves | {"aaa.position_ids": torch.arange(4)}, path, metadata={"format": "pt"})
+    assert stored_dtype(source) is torch.bfloat16

@@ -1,0 +1,161 @@
+"""The commands a user types, as processes of their own: torchrun, SIGKILL, one-sentence errors, exports."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from tests.small import save_small, small_model, write_beir, write_rows
+
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def start(arguments: list[str], **more: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, **more
+    )
+
+
+def call(*arguments: str, ranks: int = 0, cwd: Path | None = None, code: int = 0, stdin: str = "") -> str:
+    """Run `python -m embedtrain...`, under torchrun if ranks are given; all that it printed."""
+    command = [*TORCHRUN, str(ranks), "-m", *arguments] if ranks else [sys.executable, "-m", *arguments]
+    done = subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, text=True, input=stdin, capture_output=True, timeout=240, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("doors")
+    write_rows(folder / "train.jsonl", 60)
+    write_beir(folder / "dev", 20)
+    save_small(small_model("xlm-roberta", dropout=0.1), folder / "model")
+    return folder
+
+
+OPTIONS = [
+    "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
+    "train.log_every=1", "parallel.strategy=fsdp", "parallel.precision=fp32", "evaluation.sets=[dev]",
+]  # fmt: skip
+
+
+def losses(path: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def test_a_killed_rank_costs_nothing(workshop):
+    """SIGKILL to one rank in the middle; the same command then gives the losses of an undisturbed run."""
+    common = ["embedtrain", *OPTIONS, "train.steps=150", "checkpoint.every=7"]
+    call(*common, "output_dir=whole", ranks=2, cwd=workshop)
+    run = start([*TORCHRUN, "2", "-m", *common, "output_dir=killed"], cwd=workshop)
+    metrics = workshop / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while len(losses(metrics)) < 20 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks = [child for child in psutil.Process(run.pid).children() if "embedtrain" in " ".join(child.cmdline())]
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    run.wait(timeout=120)
+    assert run.returncode != 0
+    assert len(losses(metrics)) < 150, "the run was over before it could be killed"
+    told = call(*common, "output_dir=killed", ranks=2, cwd=workshop)
+    assert "resuming from killed/checkpoints/step-00000" in told
+    assert losses(metrics) == losses(workshop / "whole" / "metrics.jsonl")
+    expected = (workshop / "whole" / "model" / "model.safetensors").read_bytes()
+    assert (workshop / "killed" / "model" / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["loss.tempature=0.1"], "unknown option loss.tempature, did you mean temperature?"),
+        (["data.train=[bad.jsonl]"], "bad.jsonl:3: "),
+        (["-m", "train.steps=1,2"], "multirun (-m) under torchrun cannot work"),
+        (
+            ["parallel.block_class=BertLayer"],
+            "parallel.block_class=BertLayer: Encoder has no such layer. It has XLMRobertaLayer x2",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence_said_once(workshop, arguments, sentence):
+    lines = (workshop / "train.jsonl").read_text().splitlines()
+    lines[2] = '{"query": 7, "pos": ["a"]}'
+    (workshop / "bad.jsonl").write_text("\n".join(lines))
+    told = call("embedtrain", *OPTIONS, "train.steps=2", "output_dir=never", *arguments, ranks=2, cwd=workshop, code=1)
+    assert told.count(f"error: {sentence}") == 1, told
+    assert told.count(sentence) == 1, told
+    assert "embedtrain/train.py" not in told, "a traceback of ours"
+    assert not (workshop / "never" / "checkpoints").exists()
+
+
+def test_evaluate_export_and_search(workshop):
+    from sentence_transformers import SentenceTransformer
+
+    call("embedtrain", *OPTIONS, "train.steps=6", "checkpoint.every=3", "output_dir=run", cwd=workshop)
+    told = call("embedtrain.export", "run=run", "step=3", "to=exported", cwd=workshop)
+    assert "model: exported" in told
+    assert "weights of step 3" in (workshop / "exported" / "README.md").read_text()
+    texts = ["alpha beta", "gamma"]
+    earlier, later = (SentenceTransformer(str(workshop / name)).encode(texts) for name in ("exported", "run/model"))
+    assert np.abs(earlier - later).max() > 1e-4
+    call("embedtrain.export", "run=run", "to=half", "dtype=bf16", cwd=workshop)
+    assert np.abs(SentenceTransformer(str(workshop / "half")).encode(texts) - later).max() < 2e-2
+    assert "step=4: run/checkpoints has latest and 3, 6" in call(
+        "embedtrain.export", "run=run", "step=4", "to=no", cwd=workshop, code=1
+    )
+    tables = [
+        re.findall(r"^ +dev +(.*)$", call("embedtrain.evaluate", "model=run/model", "sets=[dev]", ranks=n, cwd=workshop), re.M)
+        for n in (0, 2)
+    ]
+    assert tables[0] == tables[1] != []
+    final = [json.loads(line) for line in (workshop / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    written = [json.loads(line) for line in (workshop / "runs" / "evaluate" / "metrics.jsonl").read_text().splitlines()]
+    for row in written:
+        assert row["ndcg@10"] == pytest.approx(final["ndcg@10"], abs=1e-6)
+    told = call("embedtrain.search", "model=run/model", "corpus=dev", "top=3", cwd=workshop, stdin="alpha\nbeta gamma\n")
+    assert len(re.findall(r"^ *-?[01]\.\d{3}  d\d+", told, re.M)) == 6
+
+
+def test_help_lists_recipes_and_options():
+    told = call("embedtrain", "--help")
+    assert "recipe=bce_xlmr" in told
+    assert "temperature: 0.02" in told
+    for door in ("evaluate", "export", "search"):
+        assert f"embedtrain.{door}" in call(f"embedtrain.{door}", "--help")
+
+
+def test_the_wheel_runs_outside_the_checkout(workshop, tmp_path):
+    """Built, installed into a fresh environment, and a recipe of its own run from another folder."""
+    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, ROOT], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    # The dependencies are those of this environment; a path added so does not bring its editable embedtrain.
+    (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
+    (site / "dependencies.pth").write_text(str(Path(np.__file__).parent.parent))
+    where = subprocess.run(
+        [python, "-c", "import embedtrain; print(embedtrain.__file__)"], cwd=workshop, check=True, capture_output=True, text=True
+    )
+    assert str(site) in where.stdout
+    done = subprocess.run(
+        [python, "-m", "embedtrain", "recipe=bce_xlmr", *OPTIONS, "train.epochs=null", "train.steps=2", "output_dir=wheel", "model.max_length=40"],
+        cwd=workshop, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (workshop / "wheel" / "model" / "modules.json").is_file()
+    listed = subprocess.run([python, "-m", "zipfile", "-l", wheel], check=True, capture_output=True, text=True).stdout
+    assert "embedtrain/recipes/bce_xlmr.yaml" in listed
+    assert "embedtrain/configs/config.yaml" in listed

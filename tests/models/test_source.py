@@ -277,7 +277,7 @@ def test_the_longest_text_that_is_allowed_has_positions(hf_dir):
     source = opened(hf_dir, pooling=Pooling.cls)
     ids = torch.full((1, 64), 7)
     assert assemble(source).eval()(ids, torch.ones_like(ids)).isfinite().all()
-    with pytest.raises(IndexError):
+    with pytest.raises((IndexError, RuntimeError)):
         assemble(source).eval()(torch.full((1, 65), 7), torch.ones(1, 65, dtype=torch.int64))
 
 

@@ -18,17 +18,18 @@ def act(options: ExportOptions) -> None:
     from embedtrain.data.tokens import TextTokenizer
     from embedtrain.models.source import load_tokenizer, open_source, text_length
     from embedtrain.tracking.console import Console
-    from embedtrain.train import ARCHITECTURE, CHECKPOINTS, MODEL, RECIPE, figures_of
+    from embedtrain.tracking.summary import figures_at
     from embedtrain.training.model import quiet_libraries
+    from embedtrain.training.rundir import RunDirectory
 
     quiet_libraries()
     console = Console()
-    run_dir = Path(options.run)
-    recipe = load_recipe(run_dir / RECIPE)
-    folder = choose_step(run_dir / CHECKPOINTS, options.step)
-    to = Path(options.to) if options.to else run_dir / MODEL
+    run_dir = RunDirectory(Path(options.run))
+    recipe = load_recipe(run_dir.recipe)
+    folder = choose_step(run_dir.checkpoints, options.step)
+    to = Path(options.to) if options.to else run_dir.model
     trusted = recipe.model.trust_remote_code
-    source = open_source(ModelConfig(path=str(run_dir / ARCHITECTURE), trust_remote_code=trusted))
+    source = open_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trusted))
     loaded = load_tokenizer(source)
     tokenizer = TextTokenizer(loaded, text_length(source, loaded))
     console.note(f"{folder.path}: step {folder.step}, {folder.manifest['layout']} layout")
@@ -39,14 +40,14 @@ def act(options: ExportOptions) -> None:
     with console.phase("writing the directory and reopening it with sentence-transformers"):
         exported = export_model(
             to,
-            run_dir / ARCHITECTURE,
+            run_dir.architecture,
             state,
             dtype=dtype,
             expected=expected,
             tolerance=tolerance_of(dtype, exact_encoder=True),
             card=model_card(
                 to_plain(recipe),
-                figures_of(run_dir, folder.step),
+                figures_at(run_dir.path, folder.step),
                 step=folder.step,
                 dimension=expected.shape[1],
                 max_length=tokenizer.max_length,

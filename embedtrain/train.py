@@ -1,22 +1,18 @@
 """Training, told from the start to the end: data, model, resume, loop, export."""
 
-import os
-import sys
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from embedtrain import __version__
 from embedtrain.checkpoint.card import model_card
 from embedtrain.checkpoint.directory import write_architecture
 from embedtrain.checkpoint.export import PROBES, Exported, export_dtype, export_model, tolerance_of
-from embedtrain.checkpoint.folder import read_manifest, step_path
+from embedtrain.checkpoint.folder import StepFolder, read_manifest, step_path
 from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.checkpoint.tensors import read_tensors
 from embedtrain.config.compose import to_plain
@@ -24,23 +20,22 @@ from embedtrain.config.schema import Precision, Recipe
 from embedtrain.data.batches import TrainData, load_train_data
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError
 from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.evaluation.metrics import split_best
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.losses.choose import choose_loss
 from embedtrain.models.source import open_source
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.metrics import read_metrics
-from embedtrain.tracking.tracker import METRICS_FILE, Tracker
+from embedtrain.tracking.summary import before_and_after, figures_at
+from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.gradients import Backward
-from embedtrain.training.loop import Figures, Loop
+from embedtrain.training.loop import Loop
 from embedtrain.training.model import LoadedModel, load_model, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
+from embedtrain.training.rundir import RunDirectory
 from embedtrain.training.state import TrainState, from_dict
 from embedtrain.training.step import Trainable
-
-ARCHITECTURE, CHECKPOINTS, MODEL, RECIPE = "architecture", "checkpoints", "model", "recipe.yaml"
 
 
 def train(recipe: Recipe, world: World) -> Path:
@@ -54,8 +49,8 @@ def train(recipe: Recipe, world: World) -> Path:
     """
     quiet_libraries()
     console = Console(speaks=world.is_main)
-    run_dir = Path(recipe.output_dir)
-    console.note(f"{recipe.name} on {world.size} rank{'s' * (world.size > 1)} ({world.device.type}), in {run_dir}")
+    run_dir = RunDirectory(Path(recipe.output_dir))
+    console.note(f"{recipe.name} on {world.size} rank{'s' * (world.size > 1)} ({world.device.type}), in {run_dir.path}")
 
     # What a user may have got wrong comes first: rows, evaluation sets, the run directory.
     with world.together("opening the model"):
@@ -74,9 +69,9 @@ def train(recipe: Recipe, world: World) -> Path:
     for note in (*data.notes, *(note for loaded in sets for note in loaded.notes)):
         console.note(note)
     with world.together("making the run directory"):
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.path.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(
-        run_dir / CHECKPOINTS, recipe.checkpoint, world, identity=_identity(recipe, data), say=console.warn
+        run_dir.checkpoints, recipe.checkpoint, world, identity=_identity(recipe, data), say=console.warn
     )
     found = checkpoints.newest()
 
@@ -91,15 +86,7 @@ def train(recipe: Recipe, world: World) -> Path:
     for note in model.notes:
         console.note(note)
     optimizer = build_optimizer(model.encoder, recipe.optim)
-    state = TrainState()
-    if found is not None:
-        saved = checkpoints.resume(found, model.encoder, optimizer)
-        state = from_dict(saved) if saved is not None else state
-        console.note(
-            f"resuming from {found.path}, written on {found.manifest['world_size']} rank(s)"
-            if saved is not None
-            else f"{found.path} holds weights alone: a new run starts from them at step 0"
-        )
+    state = TrainState() if found is None else _resume(found, checkpoints, model, optimizer, total_steps, console)
     encoder = SentenceEncoder(
         model.encoder,
         model.tokenizer,
@@ -108,18 +95,20 @@ def train(recipe: Recipe, world: World) -> Path:
         query_prompt=prompts.get("query", ""),
         document_prompt=prompts.get("document", ""),
     )
-    evaluator = Evaluator(sets, encoder, world, depth=recipe.evaluation.depth)
-    _check_best(recipe, evaluator)
+    evaluator = Evaluator(sets, encoder, world)
+    best = split_best(recipe.checkpoint.best, evaluator.metrics) if recipe.checkpoint.best is not None else None
     with world.together("writing the run directory"):
         if world.is_main:
-            _write_recipe(run_dir / RECIPE, recipe, world)
-            write_architecture(run_dir / ARCHITECTURE, model.source, model.tokenizer)
+            run_dir.write_recipe(recipe, world.size)
+            write_architecture(run_dir.architecture, model.source, model.tokenizer)
 
     with world.together("starting to record"):
         resumed = state.step if found is not None else None
-        tracker = Tracker.open(recipe, world, run_dir, resumed_step=resumed, wandb_id=state.wandb_id, console=console)
+        tracker = Tracker.open(
+            recipe, world, run_dir.path, resumed_step=resumed, wandb_id=state.wandb_id, console=console
+        )
     with tracker:
-        Loop(
+        loop = Loop(
             recipe=recipe,
             run=Trainable(
                 world=world,
@@ -140,42 +129,48 @@ def train(recipe: Recipe, world: World) -> Path:
             tokenizer=model.tokenizer,
             checkpoints=checkpoints,
             evaluate=evaluator.evaluate,
+            best=best,
             tracker=tracker,
             total_steps=total_steps,
-        ).go()
+        )
+        if state.step < total_steps:
+            loop.go()
         exported = _export(recipe, model, encoder, state, run_dir, world, tracker)
-        for line in _before_and_after(run_dir):
+        for line in before_and_after(run_dir.path):
             tracker.note(line)
         tracker.note(f"model: {exported.directory}")
     return exported.directory
 
 
-def _before_and_after(run_dir: Path) -> list[str]:
-    """One line per evaluation set: its first figure in the first and in the last row of this run."""
-    lines = []
-    by_set: dict[str, list[dict[str, Any]]] = {}
-    for row in read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).is_file() else []:
-        if "set" in row:
-            by_set.setdefault(row["set"], []).append(row)
-    for name, measured in by_set.items():
-        metric = (
-            "ndcg@10" if "ndcg@10" in measured[0] else next(key for key in measured[0] if key not in ("step", "set"))
+def _resume(
+    found: StepFolder,
+    checkpoints: Checkpoints,
+    model: LoadedModel,
+    optimizer: torch.optim.AdamW,
+    total_steps: int,
+    console: Console,
+) -> TrainState:
+    """Where the run stands after reading the checkpoint."""
+    saved = checkpoints.resume(found, model.encoder, optimizer)
+    if found.step >= total_steps:
+        console.note(
+            f"{found.path} is the end of this run: raise train.steps to go on, or set another output_dir to start anew"
         )
-        first, last = measured[0], measured[-1]
-        if first["step"] != last["step"]:
-            lines.append(
-                f"{name}: {metric} {first[metric]:.4f} at step {first['step']}, {last[metric]:.4f} at step {last['step']}"
-            )
-    return lines
+        return from_dict(found.manifest["state"])
+    if saved is None:
+        console.note(f"{found.path} holds weights alone: a new run starts from them at step 0")
+        return TrainState()
+    console.note(f"resuming from {found.path}, written on {found.manifest['world_size']} rank(s)")
+    return from_dict(saved)
 
 
 def _own_vocabulary(
-    recipe: Recipe, data: TrainData, run_dir: Path, world: World, console: Console
+    recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console
 ) -> PreTrainedTokenizerBase | None:
     """The vocabulary trained on the data, for a model from scratch that names no tokenizer; made once a run."""
     if recipe.model.config is None or recipe.model.tokenizer is not None:
         return None
-    directory = run_dir / "tokenizer"
+    directory = run_dir.tokenizer
     with world.together("training a vocabulary"):
         if world.is_main and not directory.is_dir():
             with console.phase("training a vocabulary on the data"):
@@ -207,35 +202,12 @@ def _identity(recipe: Recipe, data: TrainData) -> dict[str, Any]:
     }
 
 
-def _check_best(recipe: Recipe, evaluator: Evaluator) -> None:
-    if recipe.checkpoint.best is None:
-        return
-    name, metric = recipe.checkpoint.best.rsplit("/", 1)
-    there = evaluator.metrics
-    if metric not in there.get(name, ()):
-        allowed = ", ".join(f"{key}/{value}" for key, values in there.items() for value in values)
-        raise ConfigError(f"checkpoint.best={recipe.checkpoint.best}: there is no such figure; allowed are {allowed}")
-
-
-def _write_recipe(path: Path, recipe: Recipe, world: World) -> None:
-    versions = {"embedtrain": __version__, "python": sys.version.split()[0]}
-    for name in ("torch", "transformers", "sentence-transformers", "datasets"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    content = to_plain(recipe) | {"versions": versions | {"world_size": world.size}}
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    os.replace(unfinished, path)
-
-
 def _export(
     recipe: Recipe,
     model: LoadedModel,
     encoder: SentenceEncoder,
     state: TrainState,
-    run_dir: Path,
+    run_dir: RunDirectory,
     world: World,
     tracker: Tracker,
 ) -> Exported:
@@ -243,7 +215,7 @@ def _export(
     step = state.step
     if recipe.checkpoint.best is not None and state.best_step not in (None, state.step):
         step = int(state.best_step or 0)
-        folder = read_manifest(step_path(run_dir / CHECKPOINTS, step))
+        folder = read_manifest(step_path(run_dir.checkpoints, step))
         read_tensors(folder.path, model.encoder, None)
         tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best} ({state.best:.4f})")
     dtype = export_dtype(recipe.export.dtype, model.source)
@@ -252,8 +224,8 @@ def _export(
     weights = cast("dict[str, Tensor]", get_model_state_dict(model.encoder, options=options))
     make = partial(
         export_model,
-        run_dir / MODEL,
-        run_dir / ARCHITECTURE,
+        run_dir.model,
+        run_dir.architecture,
         weights,
         dtype=dtype,
         expected=expected,
@@ -265,21 +237,10 @@ def _export(
             with tracker.phase("exporting the model and reopening it with sentence-transformers"):
                 card = model_card(
                     to_plain(recipe),
-                    figures_of(run_dir, step),
+                    figures_at(run_dir.path, step),
                     step=step,
                     dimension=expected.shape[1],
                     max_length=model.tokenizer.max_length,
                 )
                 exported = make(card=card)
     return world.broadcast(exported)  # type: ignore[return-value]
-
-
-def figures_of(run_dir: Path, step: int) -> Figures:
-    """What was measured at `step`, as metrics.jsonl tells."""
-    path = run_dir / METRICS_FILE
-    rows = read_metrics(path) if path.is_file() else []
-    return {
-        str(row["set"]): {key: value for key, value in row.items() if key not in ("step", "set")}
-        for row in rows
-        if row.get("step") == step and "set" in row
-    }

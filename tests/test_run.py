@@ -126,10 +126,13 @@ def test_damaged_checkpoints_are_named_and_passed_over(ranks, workshop, tmp_path
 
 @pytest.mark.parametrize("layout", ["sharded", "full"])
 def test_weights_alone_start_a_new_run(ranks, workshop, tmp_path, layout):
-    common = ("train.steps=3", "checkpoint.contents=model", f"checkpoint.layout={layout}")
-    ranks(2, run, *options(workshop, tmp_path / "run", *common))
+    common = ("checkpoint.contents=model", f"checkpoint.layout={layout}")
+    ranks(2, run, *options(workshop, tmp_path / "run", *common, "train.steps=3"))
     first = losses(tmp_path / "run")
-    told, _ = ranks(2, run, *options(workshop, tmp_path / "run", *common))
+    told, _ = ranks(2, run, *options(workshop, tmp_path / "run", *common, "train.steps=3"))
+    assert "step-00000003 is the end of this run: raise train.steps to go on" in told
+    assert losses(tmp_path / "run") == first
+    told, _ = ranks(2, run, *options(workshop, tmp_path / "run", *common, "train.steps=4"))
     assert "holds weights alone: a new run starts from them at step 0" in told
     assert losses(tmp_path / "run")[1] < first[1]
 
@@ -142,7 +145,7 @@ def test_the_best_checkpoint_is_kept_and_exported(ranks, workshop, tmp_path):
     assert kept == ["step-00000002", "step-00000008"]
     assert "exporting step 2, the best by dev/recall@100 (1.0000)" in told
     assert "weights of step 2" in (tmp_path / "run" / "model" / "README.md").read_text()
-    with pytest.raises(AssertionError, match="ConfigError: checkpoint.best=dev/ndcg@7: there is no such figure"):
+    with pytest.raises(AssertionError, match="ConfigError: checkpoint.best=dev/ndcg@7: dev has the metrics"):
         ranks(1, run, *options(workshop, tmp_path / "other", "train.steps=2", "checkpoint.best=dev/ndcg@7"))
 
 

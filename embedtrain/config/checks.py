@@ -117,10 +117,6 @@ RULES: list[Rule] = [
         lambda r: "evaluation.every and checkpoint.every are numbers of steps; 0 means at the end only",
     ),
     (
-        lambda r: r.evaluation.depth < 10,
-        lambda r: f"evaluation.depth={r.evaluation.depth}: nDCG@10 needs at least 10 documents a query",
-    ),
-    (
         lambda r: r.checkpoint.keep < 1,
         lambda r: f"checkpoint.keep={r.checkpoint.keep}: at least 1, or there is nothing to resume from",
     ),
@@ -168,8 +164,8 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
         raise ConfigError("no evaluation set: write sets=[PATH,...], BEIR folders or tables of scored pairs")
     if options.chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
-    if options.depth < 10:
-        raise ConfigError(f"depth={options.depth}: nDCG@10 needs at least 10 documents a query")
+    if options.depth < 1:
+        raise ConfigError(f"depth={options.depth}: at least 1 document a query")
     if options.max_length is not None and options.max_length < 3:
         raise ConfigError(f"max_length={options.max_length} leaves no room for text between special tokens: at least 3")
     if not _positive(options.timeout):

@@ -190,7 +190,7 @@ class EvaluationSet:
     kind: SetKind = SetKind.auto
     name: str | None = None  # default: the end of the path
     split: str | None = None  # qrels/<split>.tsv, or split of a Hub data set; default: test, then dev, ...
-    query_prompt: str | None = None  # default: model.query_prompt
+    query_prompt: str | None = None  # of queries, and of both sentences of a pair; default: model.query_prompt
     document_prompt: str | None = None  # default: model.document_prompt
 
 
@@ -202,7 +202,6 @@ class EvaluationConfig:
     at_start: bool = False  # also before the first step
     sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
     chunk_tokens: int = 16384  # tokens one forward pass may hold on one rank
-    depth: int = 100  # documents kept of each query's ranking
 
 
 @dataclass(kw_only=True)
@@ -269,8 +268,8 @@ class EvaluateOptions:
     trust_remote_code: bool = False
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384
-    depth: int = 100
     save_runs: bool = False  # write each retrieval set's ranking as a TREC run file
+    depth: int = 100  # documents of each query in a run file; figures are always of the first 100
     timeout: float = 1800.0
 
 

@@ -15,7 +15,6 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row, Tokens
 from embedtrain.losses.types import LossInput
 
-
 # A share is cut into about this many pieces: more save little padding, and under FSDP each gathers all weights.
 _PIECES = 4
 _LEAST_TOKENS = 2048

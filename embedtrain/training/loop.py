@@ -25,6 +25,7 @@ class Loop:
     tokenizer: TextTokenizer
     checkpoints: Checkpoints
     evaluate: Callable[[], Figures]
+    best: tuple[str, str] | None  # set and metric by which a step is the best
     tracker: Tracker
     total_steps: int
 
@@ -66,9 +67,9 @@ class Loop:
             return False
         state = self.run.state
         self.tracker.evaluation(state.step, figures)
-        if self.recipe.checkpoint.best is None or state.step == 0:  # step 0 has no checkpoint to keep
+        if self.best is None or state.step == 0:  # step 0 has no checkpoint to keep
             return False
-        name, metric = self.recipe.checkpoint.best.rsplit("/", 1)
+        name, metric = self.best
         value = figures[name][metric]
         if state.best is not None and value <= state.best:
             return False

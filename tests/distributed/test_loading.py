@@ -266,8 +266,11 @@ def test_a_wrong_layer_class_is_refused_before_a_weight_is_read(ranks, directori
     assert "model.safetensors" in answers[0][1]
 
 
-def test_ddp_needs_no_layers(ranks, directories):
-    """What the message about a model without layers advises must itself work."""
-    options = parallel(Strategy.ddp)
-    (answer,) = ranks(1, refused_alike, at(directories["bert"]), options, None)
-    assert answer == ("", "")
+def test_a_model_without_layers(ranks, tmp_path):
+    """What the message advises, ddp, must itself work."""
+    model = small_model("bert")
+    flat = at(save_small(small_model("bert", config=model.config | {"num_hidden_layers": 0}), tmp_path / "flat"))
+    (answer,) = ranks(1, refused_alike, flat, parallel(), None)
+    assert answer[0] == "ConfigError"
+    assert "parallel.strategy=ddp" in answer[1]
+    assert ranks(2, refused_alike, flat, parallel(Strategy.ddp), None) == [("", "")] * 2

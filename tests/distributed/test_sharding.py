@@ -1,0 +1,152 @@
+"""A sharded encoder is called as a whole, or says so; masters and buffers stay in fp32."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from embedtrain.config.schema import ModelConfig, Pooling, Precision, Strategy
+from embedtrain.distributed.sharding import local_shard, reshard, shard_
+from embedtrain.distributed.weights import row_range
+from embedtrain.distributed.world import World
+from embedtrain.errors import EmbedtrainError, ModelError, TrainingError
+from embedtrain.models.blocks import find_blocks
+from embedtrain.models.build import assemble, initialise
+from embedtrain.models.source import open_source
+from embedtrain.training.model import load_model
+from tests.small import ARCHITECTURES, parallel, save_small, small_model
+
+IDS = torch.tensor([[0, 5, 9, 2, 1, 1], [0, 7, 8, 6, 12, 2]])
+MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: ModelConfig(path=str(save_small(small_model(name), root / name)), pooling=Pooling.mean)
+        for name in ARCHITECTURES
+    }
+
+
+def in_one_process(model: ModelConfig) -> nn.Module:
+    source = open_source(model)
+    encoder = assemble(source)
+    encoder.load_state_dict(initialise(source, seed=0))
+    return encoder.eval()
+
+
+def refused_or_right(world: World, models: dict[str, ModelConfig]) -> None:
+    for name, model in models.items():
+        reference = in_one_process(model)
+        with torch.no_grad():
+            expected = reference(IDS, MASK)
+            hidden = reference.backbone.get_input_embeddings()(IDS)
+        for strategy in (Strategy.fsdp, Strategy.ddp):
+            encoder = load_model(model, parallel(strategy), world, seed=0).encoder.eval()
+            blocks = find_blocks(encoder, type(find_blocks(reference)[0]).__name__.join(["FSDP", ""]))
+            direct = {
+                "forward": lambda encoder=encoder: encoder.forward(IDS, MASK),
+                "backbone": lambda encoder=encoder: encoder.backbone(input_ids=IDS, attention_mask=MASK),
+                "embeddings": lambda encoder=encoder: encoder.backbone.get_input_embeddings()(IDS),
+                "part of a block": lambda blocks=blocks, hidden=hidden: next(
+                    part for part in blocks[0].modules() if isinstance(part, nn.Linear)
+                )(hidden),
+            }
+            for what, call in direct.items():
+                with pytest.raises(TrainingError, match=r"encoder\(ids, mask\)") as caught, torch.no_grad():
+                    call()
+                assert "DTensor" not in str(caught.value), (name, what)
+            for _ in range(2):
+                with torch.no_grad():
+                    torch.testing.assert_close(encoder(IDS, MASK), expected, rtol=0, atol=1e-5)
+            with torch.inference_mode():
+                torch.testing.assert_close(encoder(IDS, MASK), expected, rtol=0, atol=1e-5)
+            reshard(encoder)
+            assert all(isinstance(p, DTensor) for p in encoder.parameters())
+            with pytest.raises(EmbedtrainError), torch.no_grad():
+                encoder.forward(IDS, MASK)
+            # Evaluation first, training after it: the gradient is there and is the reference's.
+            encoder(IDS, MASK)[0, 0].backward()
+            reference.zero_grad()
+            reference(IDS, MASK)[0, 0].backward()
+            for key, parameter in reference.named_parameters():
+                if parameter.grad is not None:
+                    found = encoder.get_parameter(key).grad.full_tensor()
+                    torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
+
+
+def test_calls_that_bypass_the_gathering(ranks, models):
+    ranks(2, refused_or_right, {name: models[name] for name in ("xlm-roberta", "llama", "modernbert")})
+
+
+def a_block_alone(world: World, model: ModelConfig) -> None:
+    """A block gathers its own weights, so calling it is right, even before any call of the encoder."""
+    reference = in_one_process(model)
+    encoder = load_model(model, parallel(), world, seed=0).encoder.eval()
+    hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = encoder.backbone.encoder.layer[0](hidden), reference.backbone.encoder.layer[0](hidden)
+        found, expected = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(encoder(IDS, MASK), reference(IDS, MASK), rtol=0, atol=1e-5)
+
+
+def test_a_block_called_alone_first(ranks, models):
+    ranks(2, a_block_alone, models["bert"])
+
+
+def in_bf16(world: World, models: dict[str, ModelConfig]) -> None:
+    for name, model in models.items():
+        reference = in_one_process(model)
+        encoder = load_model(model, parallel(precision=Precision.bf16), world, seed=0).encoder.eval()
+        inside: list[torch.dtype] = []
+        block = next(part for part in encoder.modules() if type(part).__name__.endswith("Layer"))
+        block.register_forward_pre_hook(lambda _, args, inside=inside: inside.append(args[0].dtype))
+        with torch.no_grad():
+            found = encoder(IDS, MASK)
+            left = encoder(IDS.flip(1), MASK.flip(1))
+            expected = reference(IDS, MASK)
+        assert inside == [torch.bfloat16] * 2, name
+        assert found.dtype == torch.float32
+        assert left.isfinite().all()  # a mask of fp32's least number would be -inf in bf16, and NaN behind it
+        assert torch.cosine_similarity(found, expected).min() > 0.99, name
+        reshard(encoder)
+        encoder(IDS, MASK).sum().backward()
+        for parameter in encoder.parameters():
+            assert parameter.dtype == torch.float32
+            assert parameter.grad is None or parameter.grad.dtype == torch.float32
+        for key, buffer in reference.named_buffers():
+            torch.testing.assert_close(encoder.get_buffer(key), buffer, rtol=0, atol=0, msg=f"{name} {key}")
+
+
+def test_masters_gradients_outputs_and_buffers_are_fp32(ranks, models):
+    ranks(2, in_bf16, models)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def shapes(world: World) -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, world.size), mesh_dim_names=("replicate", "shard"))
+    model = Scaled()
+    with pytest.raises(ModelError, match=r"temperature.* \(1,\)"):
+        shard_(model, list(model.layers), mesh, parallel(), world.device)
+    assert not isinstance(model.layers[0].weight, DTensor)  # and nothing was changed
+    # Which rows a rank holds is torch.chunk's cut, empty shards included.
+    for rows in (1, 2, 5, 7, 8):
+        whole = torch.arange(3.0 * rows).view(rows, 3)
+        tensor = distribute_tensor(whole, mesh["shard"], [Shard(0)])
+        start, end = row_range(tensor)
+        assert local_shard(tensor).equal(whole[start:end])
+        assert sum(b - a for a, b in world.gather((start, end))) == rows
+    assert row_range(torch.zeros(4, 2)) == (0, 4)
+    assert row_range(torch.tensor(1)) == (0, 1)
+
+
+def test_shapes_that_are_cut(ranks):
+    ranks(3, shapes)

@@ -1,0 +1,178 @@
+"""The optimiser moves the weights that are trained; clipping and dropout are one process's on any number."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from embedtrain.config.schema import InfoNCEConfig, ModelConfig, OptimConfig, Precision, ScheduleKind, Strategy
+from embedtrain.distributed.world import World
+from embedtrain.losses.infonce import InfoNCE
+from embedtrain.training.batches import cut
+from embedtrain.training.gradients import Backward, chunk_seed
+from embedtrain.training.model import LoadedModel, load_model
+from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm
+from tests.small import ARCHITECTURES, batch, parallel, small_model, small_tokenizer
+
+
+def schedule(kind: str, warmup: float, total: int, peak: float = 1.0) -> Schedule:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=9.0)
+    return Schedule(optimizer, OptimConfig(lr=peak, schedule=ScheduleKind(kind), warmup=warmup), total)
+
+
+def test_the_courses():
+    linear = schedule("linear", 0.2, 10)
+    assert [linear.rate(step) for step in range(11)] == pytest.approx([0.5, 1, *[1 - i / 8 for i in range(9)]])
+    cosine = [schedule("cosine", 2, 10, peak=4.0).rate(step) for step in range(11)]
+    assert cosine[:3] == pytest.approx([2, 4, 4])
+    assert cosine[6] == pytest.approx(2)
+    assert cosine[10] == pytest.approx(0)
+    assert cosine[2:] == sorted(cosine[2:], reverse=True)
+    assert [schedule("constant", 0, 5).rate(step) for step in range(5)] == [1.0] * 5
+    assert schedule("linear", 0.0, 4).rate(0) == 1.0
+    assert schedule("linear", 0.05, 10).rate(0) == 1.0  # half a step of warm-up is none
+    for kind in ("linear", "cosine"):
+        assert schedule(kind, 0.1, 10).rate(25) == 0.0  # beyond the end it never rises again, nor turns negative
+        assert all(schedule(kind, 8, 5).rate(step) > 0 for step in range(5))  # warm-up longer than the run
+
+
+def test_every_group_gets_the_rate():
+    both = schedule("linear", 0, 4)
+    both.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 3.0})
+    assert both.apply(2) == pytest.approx(0.5)
+    assert [group["lr"] for group in both.optimizer.param_groups] == [0.5, 0.5]
+
+
+def loaded(world: World, model: ModelConfig, **options: object) -> LoadedModel:
+    return load_model(model, parallel(**options), world, seed=3, tokenizer=small_tokenizer())
+
+
+def gradient(world: World, model: LoadedModel, step: int = 0, num_rows: int = 8) -> None:
+    backward = Backward(
+        model.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=model.tokenizer.dummy()
+    )
+    backward(cut(batch(num_rows, step), world.rank, world.size, model.tokenizer, 10_000))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def moves_them(world: World, architectures: list[str]) -> None:
+    for name in architectures:
+        for strategy in (Strategy.fsdp, Strategy.ddp):
+            model = loaded(world, small_model(name), strategy=strategy)
+            optimizer = build_optimizer(model.encoder, OptimConfig(lr=1e-2, weight_decay=0.5))
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            ours = dict(model.encoder.named_parameters())
+            assert {id(parameter) for parameter in held} == {id(parameter) for parameter in ours.values()}
+            assert len(held) == len(ours)
+            assert all(isinstance(parameter, DTensor) for parameter in held)
+            for group in optimizer.param_groups:
+                decays = {parameter.dim() > 1 for parameter in group["params"]}
+                assert decays == {group["weight_decay"] == 0.5}
+            before = {key: whole(parameter) for key, parameter in ours.items()}
+            gradient(world, model)
+            assert {id(p) for p in model.encoder.parameters()} == {id(parameter) for parameter in held}
+            without = [key for key, parameter in ours.items() if parameter.grad is None]
+            assert not without, (name, without)
+            optimizer.step()
+            for key, parameter in model.encoder.named_parameters():
+                assert not whole(parameter).equal(before[key]), f"{name} {strategy} {key} did not move"
+
+
+def test_every_parameter_moves(ranks):
+    """Also where ranks have empty shards: biases and tables of fewer rows than there are ranks."""
+    ranks(2, moves_them, list(ARCHITECTURES))
+    ranks(3, moves_them, ["xlm-roberta"])
+
+
+def moved_in_bf16(world: World, model: ModelConfig) -> float:
+    """Share of the weights that three steps at 1e-5 change; rounded to bf16 hardly any would."""
+    trained = loaded(world, model, precision=Precision.bf16)
+    optimizer = build_optimizer(trained.encoder, OptimConfig(lr=1e-5))
+    # Embeddings of words that no text has get no gradient.
+    blocks = {n: p for n, p in trained.encoder.named_parameters() if "embed" not in n}
+    before = {name: whole(parameter) for name, parameter in blocks.items()}
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        gradient(world, trained, step)
+        optimizer.step()
+    changed = {name: (whole(parameter) != before[name]).sum().item() for name, parameter in blocks.items()}
+    return sum(changed.values()) / sum(parameter.numel() for parameter in blocks.values())
+
+
+def test_small_steps_are_not_lost_in_bf16(ranks):
+    for name in ("xlm-roberta", "llama"):
+        assert min(ranks(2, moved_in_bf16, small_model(name))) > 0.8
+
+
+def clipped(world: World, model: ModelConfig, max_norm: float | None) -> tuple[float, dict[str, torch.Tensor]]:
+    trained = loaded(world, model)
+    trained.encoder.eval()
+    if world.size > 2:
+        assert any(n == 0 for n in world.gather(min(p.to_local().numel() for p in trained.encoder.parameters())))
+    gradient(world, trained)
+    norm = clip_grad_norm(trained.encoder.parameters(), max_norm)
+    return norm, {name: whole(p.grad) for name, p in trained.encoder.named_parameters() if p.grad is not None}
+
+
+def test_clipping_is_that_of_one_process(ranks):
+    model = small_model("xlm-roberta")
+    ((expected, plain),) = ranks(1, clipped, model, None)
+    assert expected == pytest.approx(torch.stack([g.norm() for g in plain.values()]).norm().item(), rel=1e-5)
+    for world_size in (1, 2, 3, 4):
+        answers = ranks(world_size, clipped, model, expected / 2)
+        assert len({norm for norm, _ in answers}) == 1
+        assert answers[0][0] == pytest.approx(expected, rel=1e-5)
+        for name, gradients in answers[0][1].items():
+            torch.testing.assert_close(gradients, plain[name] / 2, rtol=1e-3, atol=1e-5, msg=name)
+    ((norm, untouched),) = ranks(1, clipped, model, expected * 2)
+    assert norm == expected
+    assert all(untouched[name].equal(plain[name]) for name in plain)
+
+
+def test_clipping_nothing():
+    assert clip_grad_norm([nn.Parameter(torch.zeros(2))], 1.0) == 0.0
+
+
+def dropped(world: World, model: ModelConfig) -> None:
+    """Chunks encoded twice see the same dropout both times, so their gradient is that of graphs kept."""
+    trained = loaded(world, model)
+    trained.encoder.train()
+    backward = Backward(
+        trained.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=trained.tokenizer.dummy()
+    )
+    mine = cut(batch(7), world.rank, world.size, trained.tokenizer, 10_000, least=40)
+    assert mine.fits
+    if world.rank == 1:  # fewer chunks than the other rank: it runs a dummy
+        mine = cut(batch(7), world.rank, world.size, trained.tokenizer, 10_000, least=60)
+    assert len(set(world.gather(len(mine.chunks)))) == world.size
+    found = []
+    for fits in (True, False, True):
+        torch.manual_seed(world.rank * 100 + len(found))  # whatever the generator held before
+        trained.encoder.zero_grad()
+        output, _ = backward(replace(mine, fits=fits))
+        gradients = {n: whole(p.grad) for n, p in trained.encoder.named_parameters() if p.grad is not None}
+        found.append((output.share.item(), gradients))
+    (kept, first), (cached, second), (again, third) = found
+    assert kept == again == pytest.approx(cached, rel=1e-6)
+    for name, expected in first.items():
+        assert expected.equal(third[name])
+        assert (second[name] - expected).norm() <= 1e-6 * max(expected.norm(), torch.tensor(1.0)), name
+    # And dropout is on: another step's masks give another loss.
+    other, _ = backward(replace(mine, step=1, fits=False))
+    assert other.share.item() != pytest.approx(cached, rel=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
+def test_dropout_is_replayed(ranks, architecture):
+    ranks(2, dropped, small_model(architecture, dropout=0.2))
+
+
+def test_every_chunk_has_its_own_dropout():
+    seeds = {chunk_seed(a, b, c, d) for a in range(3) for b in range(3) for c in range(3) for d in range(3)}
+    assert len(seeds) == 81
+    assert all(0 <= seed < 2**63 for seed in seeds)

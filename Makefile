@@ -11,7 +11,7 @@ RUN := runs/quickstart
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
-	@printf '%s\n' 'play chess against the computer' '压缩和解压文件的工具' \
+	@printf '%s\n' 'compress files' '文本编辑器' \
 	  | $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-zh2en top=3
 	@echo
 	@echo 'Search yourself:'
@@ -36,9 +36,10 @@ bench: .venv  ## side-by-side measurements, printed as tables
 	$(BIN)/python -m benchmarks
 
 .venv: pyproject.toml constraints.txt
-	rm -rf $(VENV)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@echo 'Installing into $(VENV): a few minutes the first time'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
 	  || { rm -rf $(VENV); exit 1; }
 	@touch $(VENV)
 

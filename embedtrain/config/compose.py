@@ -5,11 +5,9 @@ instantiates anything. What it hands over is turned into dataclasses here and no
 """
 
 import contextlib
-import difflib
 import functools
 import io
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,8 +24,9 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from embedtrain.config import schema
 from embedtrain.config.checks import check_evaluate, check_recipe
+from embedtrain.config.folders import choices, folder
+from embedtrain.config.messages import explain, one_line, unknown_option
 from embedtrain.config.schema import (
     EvaluateOptions,
     EvaluationSet,
@@ -41,23 +40,6 @@ from embedtrain.errors import ConfigError
 
 Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, SearchOptions)
 Item = TypeVar("Item")
-
-_NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
-_PACKAGE = Path(__file__).resolve().parent.parent
-
-
-def folder(name: str) -> Path:
-    """Where `configs` or `recipes` lie: inside an installed package, beside it in a checkout."""
-    for place in (_PACKAGE / name, _PACKAGE.parent / name):
-        if place.is_dir():
-            return place
-    raise ConfigError(f"the folder {name} is neither in {_PACKAGE} nor in {_PACKAGE.parent}: reinstall embedtrain")
-
-
-def choices(group: str) -> list[str]:
-    """What can be chosen with `group=NAME` of what comes with embedtrain."""
-    place = folder("recipes") if group == "recipe" else folder("configs") / group
-    return sorted(path.stem for path in place.glob("*.yaml"))
 
 
 def compose_recipes(arguments: list[str]) -> list[Recipe]:
@@ -147,7 +129,7 @@ def load_recipe(path: Path) -> Recipe:
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a recipe: {_explain(str(error))}") from None
+        raise ConfigError(f"{path} cannot be read as a recipe: {explain(str(error))}") from None
 
 
 def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConfig]:
@@ -243,7 +225,7 @@ def _to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
     try:
         options = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(str(error))) from None
+        raise ConfigError(one_line(str(error))) from None
     assert isinstance(options, kind)
     _refuse_added(options, "")
     return options
@@ -254,7 +236,7 @@ def _refuse_added(options: Any, prefix: str) -> None:
     names = [field.name for field in fields(options)]
     for name in vars(options):
         if name not in names:
-            raise ConfigError(_unknown(f"{prefix}{name}", name, names))
+            raise ConfigError(unknown_option(f"{prefix}{name}", name, names))
     for name in names:
         value = getattr(options, name)
         if is_dataclass(value):
@@ -274,7 +256,7 @@ def _items(given: list[Any], kind: type[Item], option: str) -> list[Item]:
             merged = OmegaConf.merge(OmegaConf.structured(kind), element)
             items.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{option}[{index}]: {_explain(str(error))}") from None
+            raise ConfigError(f"{option}[{index}]: {explain(str(error))}") from None
     return items
 
 
@@ -288,47 +270,6 @@ def _clear_errors() -> Iterator[None]:
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             raise
-        raise ConfigError(_explain(heard.getvalue())) from None
+        raise ConfigError(explain(heard.getvalue())) from None
     except Exception as error:
-        raise ConfigError(_explain(str(error))) from None
-
-
-def _unknown(name: str, key: str, allowed: list[str]) -> str:
-    near = difflib.get_close_matches(key, allowed, n=1)
-    return f"unknown option {name}{f', did you mean {near[0]}?' if near else '.'} Allowed are {', '.join(allowed)}"
-
-
-def _explain(text: str) -> str:
-    """Hydra's or OmegaConf's message as one sentence, with the nearest name where one was mistyped."""
-    if match := re.search(r"Key '([^']+)' (?:is )?not in '(\w+)'", text):
-        key, holder = match[1], match[2]
-        full = re.search(r"full_key: (\S+)", text)
-        if holder == "Recipe" and key == "recipe":
-            return _NO_PACKAGE
-        return _unknown(full[1] if full else key, key, [f.name for f in fields(getattr(schema, holder, Recipe))])
-    if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
-        group, wanted = match[1], match[2]
-        there = choices(group)
-        near = difflib.get_close_matches(wanted, there, n=1, cutoff=0.4)
-        hint = f", did you mean {near[0]}?" if near else "."
-        own = "; your own lie in DIR/recipe/NAME.yaml, with --config-dir DIR" if group == "recipe" else ""
-        return f"{group}={wanted}: there is no such {group}{hint} There are {', '.join(there)}{own}"
-    if re.search(r"Could not override '\w+@recipe\.", text):
-        return _NO_PACKAGE
-    text = text.partition("error: ")[2] or text  # argparse, behind its page of usage
-    text = _one_line(re.sub(r"Error merging override (\S+)", r"\1:", text))
-    if match := re.search(r"(\S+)=(.*): Invalid value assigned: \w+ is not a ListConfig", text):
-        return f"{match[1]}={match[2]}: it is a list, write {match[1]}=[{match[2]}]"
-    if "override_grammar" in text:
-        return f"{text.partition(' See https')[0]} (write option=value, quotes around what has blanks)"
-    return text
-
-
-def _one_line(text: str) -> str:
-    """What is left of a message of several lines without Hydra's advice and internal names."""
-    dropped = ("full_key:", "object_type", "reference_type", "Set the environment variable HYDRA_FULL_ERROR")
-    lines = [line.strip() for line in text.splitlines()]
-    kept = [line for line in lines if line and not line.startswith(dropped)]
-    key = re.search(r"full_key: (\S+)", text)
-    where = f"{key[1]}: " if key and not any(key[1] in line for line in kept) else ""
-    return where + " ".join(kept)
+        raise ConfigError(explain(str(error))) from None

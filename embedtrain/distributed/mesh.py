@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a private name, checked on torch 2.13
 
 from embedtrain.config.schema import ParallelConfig, Strategy
 from embedtrain.distributed.world import World
@@ -27,6 +28,9 @@ class Layout:
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """The device mesh of this shape, named (replicate, shard). A collective: every rank must call it."""
+        # DTensor keeps what it knows of an operation by mesh, and takes the mesh of a process group that has ended
+        # (an earlier job of a multirun, or test) for an equal one: "Could not resolve the process group".
+        _clear_sharding_prop_cache()
         return init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
 
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from embedtrain.config.schema import ParallelConfig, Strategy
+from embedtrain.config.schema import ModelConfig, ParallelConfig, Pooling, Strategy
 from embedtrain.distributed.mesh import choose_layout, memory_of_rank
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
+from embedtrain.training.model import load_model
+from tests.small import parallel, save_small, small_model
 
 GIB = 2**30
 
@@ -68,3 +70,20 @@ def shape_of_mesh(world: World) -> tuple[tuple[int, ...], tuple[str, ...] | None
 
 def test_the_mesh_has_that_shape(ranks):
     assert ranks(4, shape_of_mesh) == [((2, 2), ("replicate", "shard"))] * 4
+
+
+def load(world: World, path: str, strategies: list[Strategy]) -> list[float]:
+    found = []
+    for strategy in strategies:
+        model = load_model(ModelConfig(path=path, pooling=Pooling.mean), parallel(strategy), world, seed=0)
+        ids = torch.tensor([[0, 5, 2]])
+        with torch.no_grad():
+            found.append(model.encoder.eval()(ids, torch.ones_like(ids))[0, 0].item())
+    return found
+
+
+def test_the_mesh_of_a_process_group_that_has_ended_is_forgotten(ranks, tmp_path):
+    """The jobs of a multirun make process groups in one process, and their meshes are equal but for the groups."""
+    path = str(save_small(small_model("bert"), tmp_path))
+    two, one = ranks(2, load, path, [Strategy.fsdp, Strategy.ddp]), ranks(2, load, path, [Strategy.ddp])
+    assert two[0] == pytest.approx([one[0][0]] * 2, abs=1e-6)

@@ -25,7 +25,7 @@ class Problem:
     queries: list[int]
     documents: list[list[int]]
     mask: bool = True
-    spread: float = 1.0
+    temperature: float = TEMPERATURE
 
     def vectors(self) -> tuple[Tensor, Tensor]:
         """Vectors [N, 8] and [K, 8]: one for each key, so that equal texts have equal vectors."""
@@ -33,13 +33,15 @@ class Problem:
 
         def make(keys: list[int], salt: int) -> Tensor:
             rows = [torch.randn(8, generator=torch.Generator().manual_seed(salt + key)) for key in keys]
-            return torch.nn.functional.normalize(torch.stack(rows) * self.spread, dim=1)
+            return torch.nn.functional.normalize(torch.stack(rows), dim=1)
 
         return make(self.queries, 1000), make(flat, 2000)
 
 
 PROBLEMS = {
     "plain": Problem([1, 2, 3, 4, 5], [[1], [2], [3], [4], [5]]),
+    # Nobody gets half of the probability here, and yet some positives score highest.
+    "soft": Problem([1, 2, 3, 4, 5], [[1], [2], [3], [4], [5]], temperature=5.0),
     "hard negatives": Problem([1, 2, 3, 4, 5], [[1, 11, 12], [2], [3, 13], [4, 14, 15, 16], [5]]),
     "equal documents": Problem([1, 2, 3, 4], [[1, 9], [2, 1], [1, 8], [4, 9]]),
     "equal documents, no mask": Problem([1, 2, 3, 4], [[1, 9], [2, 1], [1, 8], [4, 9]], mask=False),
@@ -62,7 +64,7 @@ def textbook(problem: Problem, queries: Tensor, documents: Tensor) -> tuple[Tens
     for i, query in enumerate(problem.queries):
         answers = {row[0] for q, row in zip(problem.queries, problem.documents, strict=True) if q == query}
         kept = [j for j, key in enumerate(flat) if j == starts[i] or not (problem.mask and key in answers)]
-        scores = documents[kept] @ queries[i] / TEMPERATURE
+        scores = documents[kept] @ queries[i] / problem.temperature
         positive = kept.index(starts[i])
         total = total - torch.log_softmax(scores, dim=0)[positive]
         right += bool((scores > scores[positive]).sum() == 0 and (scores == scores[positive]).sum() == 1)
@@ -92,7 +94,9 @@ def as_in_the_textbook(world: World) -> None:
             torch.tensor([problem.queries[i] for i in rows], dtype=torch.int64),
             torch.tensor([key for row in keys for key in row], dtype=torch.int64),
         )
-        output = InfoNCE(InfoNCEConfig(temperature=TEMPERATURE, mask_duplicates=problem.mask))(mine_q, mine_d, known)
+        output = InfoNCE(InfoNCEConfig(temperature=problem.temperature, mask_duplicates=problem.mask))(
+            mine_q, mine_d, known
+        )
         output.share.backward()
         loss = sum(world.gather(output.share.item()))
         accuracy = sum(world.gather(output.shares["accuracy"].item()))

@@ -16,7 +16,8 @@ def act(options: ExportOptions) -> None:
     from embedtrain.config.compose import load_recipe, to_plain
     from embedtrain.config.schema import ModelConfig
     from embedtrain.data.tokens import TextTokenizer
-    from embedtrain.models.source import load_tokenizer, open_source, text_length
+    from embedtrain.models.source import open_source
+    from embedtrain.models.tokenizer import load_tokenizer, text_length
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.summary import figures_at
     from embedtrain.training.model import quiet_libraries

@@ -87,8 +87,8 @@ def batch(num_rows: int, step: int = 0, first: int = 0) -> GlobalBatch:
 
 def save_small(model: ModelConfig, directory: Path, seed: int = 0) -> Path:
     """The small model as a Hugging Face directory with its tokenizer, weights random from `seed`."""
-    from transformers import AutoConfig, AutoModel
     import torch
+    from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(seed)
     values = dict(model.config)

@@ -115,16 +115,16 @@ def test_evaluate_export_and_search(workshop):
     assert "step=4: run/checkpoints has latest and 3, 6" in call(
         "embedtrain.export", "run=run", "step=4", "to=no", cwd=workshop, code=1
     )
-    tables = [
-        re.findall(r"^ +dev +(.*)$", call("embedtrain.evaluate", "model=run/model", "sets=[dev]", ranks=n, cwd=workshop), re.M)
-        for n in (0, 2)
-    ]
+    told = [call("embedtrain.evaluate", "model=run/model", "sets=[dev]", ranks=n, cwd=workshop) for n in (0, 2)]
+    tables = [re.findall(r"^ +dev +(.*)$", text, re.MULTILINE) for text in told]
     assert tables[0] == tables[1] != []
     final = [json.loads(line) for line in (workshop / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     written = [json.loads(line) for line in (workshop / "runs" / "evaluate" / "metrics.jsonl").read_text().splitlines()]
     for row in written:
         assert row["ndcg@10"] == pytest.approx(final["ndcg@10"], abs=1e-6)
-    told = call("embedtrain.search", "model=run/model", "corpus=dev", "top=3", cwd=workshop, stdin="alpha\nbeta gamma\n")
+    told = call(
+        "embedtrain.search", "model=run/model", "corpus=dev", "top=3", cwd=workshop, stdin="alpha\nbeta gamma\n"
+    )
     assert len(re.findall(r"^ *-?[01]\.\d{3}  d\d+", told, re.M)) == 6
 
 
@@ -138,24 +138,26 @@ def test_help_lists_recipes_and_options():
 
 def test_the_wheel_runs_outside_the_checkout(workshop, tmp_path):
     """Built, installed into a fresh environment, and a recipe of its own run from another folder."""
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, ROOT], check=True, capture_output=True)
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+
+    def do(*command: object) -> str:
+        done = subprocess.run(
+            [str(part) for part in command], cwd=workshop, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    do(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, ROOT)
+    do(sys.executable, "-m", "venv", tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    do(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
     # The dependencies are those of this environment; a path added so does not bring its editable embedtrain.
     (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
     (site / "dependencies.pth").write_text(str(Path(np.__file__).parent.parent))
-    where = subprocess.run(
-        [python, "-c", "import embedtrain; print(embedtrain.__file__)"], cwd=workshop, check=True, capture_output=True, text=True
-    )
-    assert str(site) in where.stdout
-    done = subprocess.run(
-        [python, "-m", "embedtrain", "recipe=bce_xlmr", *OPTIONS, "train.epochs=null", "train.steps=2", "output_dir=wheel", "model.max_length=40"],
-        cwd=workshop, env=ENVIRONMENT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(site) in do(python, "-c", "import embedtrain; print(embedtrain.__file__)")
+    shorter = ["train.epochs=null", "train.steps=2", "model.max_length=40"]
+    do(python, "-m", "embedtrain", "recipe=bce_xlmr", *OPTIONS, *shorter, "output_dir=wheel")
     assert (workshop / "wheel" / "model" / "modules.json").is_file()
-    listed = subprocess.run([python, "-m", "zipfile", "-l", wheel], check=True, capture_output=True, text=True).stdout
-    assert "embedtrain/recipes/bce_xlmr.yaml" in listed
-    assert "embedtrain/configs/config.yaml" in listed
+    assert "recipe=quickstart" in do(python, "-m", "embedtrain", "--help")
+    (data,) = site.glob("embedtrain/recipes/quickstart/train-en.jsonl.gz")
+    assert data.stat().st_size > 500_000

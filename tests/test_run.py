@@ -12,7 +12,7 @@ import pytest
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.train import train
-from tests.small import save_small, small_model, write_rows, write_beir
+from tests.small import save_small, small_model, write_beir, write_rows
 
 BASE = [
     "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=120",
@@ -145,13 +145,13 @@ def test_the_best_checkpoint_is_kept_and_exported(ranks, workshop, tmp_path):
     assert kept == ["step-00000002", "step-00000008"]
     assert "exporting step 2, the best by dev/recall@100 (1.0000)" in told
     assert "weights of step 2" in (tmp_path / "run" / "model" / "README.md").read_text()
-    with pytest.raises(AssertionError, match="ConfigError: checkpoint.best=dev/ndcg@7: dev has the metrics"):
+    with pytest.raises(AssertionError, match=r"ConfigError: checkpoint.best=dev/ndcg@7: dev has the metrics"):
         ranks(1, run, *options(workshop, tmp_path / "other", "train.steps=2", "checkpoint.best=dev/ndcg@7"))
 
 
 def test_a_recipe_that_would_learn_something_else_does_not_resume(ranks, workshop, tmp_path):
     ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=2"))
-    with pytest.raises(AssertionError, match="CheckpointError.*written with seed=42, this run has seed=7"):
+    with pytest.raises(AssertionError, match=r"CheckpointError.*written with seed=42, this run has seed=7"):
         ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4", "seed=7"))
     ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4"))
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]

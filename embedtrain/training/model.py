@@ -17,7 +17,8 @@ from embedtrain.distributed.world import World
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import TensorPlace, build_encoder, find_weights, initialise
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.source import ModelSource, check_vocabulary, load_tokenizer, open_source, text_length
+from embedtrain.models.source import ModelSource, open_source
+from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
 
 # What accelerate and transformers read the wrap list from; asked of us in the same way, and said so.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"

@@ -45,7 +45,7 @@ def test_a_name_stands_for_a_step(tmp_path):
     write(tmp_path, 10)
     write(tmp_path, 20, best_step=10)
     assert [choose_step(tmp_path, name).step for name in ("latest", "best", "10")] == [20, 10, 10]
-    with pytest.raises(CheckpointError, match="step=15: .* has latest and 10, 20"):
+    with pytest.raises(CheckpointError, match=r"step=15: .* has latest and 10, 20"):
         choose_step(tmp_path, "15")
     (tmp_path / "step-00000020" / "part").write_bytes(b"weighty")
     assert choose_step(tmp_path, "latest").step == 10

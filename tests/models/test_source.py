@@ -15,7 +15,8 @@ from transformers import T5Config
 from embedtrain.config.schema import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.build import assemble, build_encoder, find_weights, initialise, stored_dtype
-from embedtrain.models.source import check_vocabulary, load_tokenizer, open_source, text_length
+from embedtrain.models.source import open_source
+from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
 from tests.small import save_small, small_model
 
 POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last}

@@ -1,0 +1,75 @@
+"""A model's tokenizer, whether it belongs to the model, and how many tokens of a text are kept."""
+
+from tokenizers import normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from embedtrain.errors import ConfigError, ModelError
+from embedtrain.models.source import ModelSource, one_line
+
+# Position numbers of these models start behind the padding id, so that many fewer tokens fit.
+_POSITIONS_AFTER_PADDING = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet", "xmod"}
+
+
+def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in `tokenizer` (directory or Hub id), else the model's own.
+
+    Raises:
+        ConfigError: a model made from model.config has none, and none is named.
+        ModelError: there is none, or it has no padding token.
+    """
+    if tokenizer is None and source.directory is None:
+        raise ConfigError("a model made from model.config has no tokenizer of its own: set model.tokenizer")
+    where = tokenizer or str(source.directory)
+    try:
+        loaded = AutoTokenizer.from_pretrained(where, trust_remote_code=source.trust_remote_code)
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise ModelError(f"no tokenizer can be read from {where}: {one_line(error)}") from None
+    if set(loaded.get_vocab()) <= set(loaded.all_special_tokens):
+        # Where the files are missing transformers makes one that turns every word into <unk>, without a word.
+        raise ModelError(f"{where} has no tokenizer files: set model.tokenizer to the tokenizer that belongs to it")
+    if source.lowercase:
+        first = normalizers.Lowercase()
+        backend = loaded.backend_tokenizer
+        backend.normalizer = normalizers.Sequence([first, backend.normalizer] if backend.normalizer else [first])
+    if loaded.pad_token_id is None:
+        if loaded.eos_token_id is None:
+            raise ModelError(f"the tokenizer of {where} has neither a padding nor an end-of-text token")
+        # Padding is masked out everywhere, so any known token does; LLM tokenizers often have none of their own.
+        loaded.pad_token = loaded.eos_token
+    return loaded
+
+
+def check_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that yields ids beyond the embedding table.
+
+    Raises:
+        ModelError: with both sizes.
+    """
+    size = int(source.config.get_text_config().vocab_size)
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if highest >= size:
+        raise ModelError(
+            f"the tokenizer knows ids up to {highest} but the model's embedding table ends at {size - 1}: "
+            f"use the tokenizer that belongs to the model"
+        )
+
+
+def text_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of a text that are kept: what was asked, as far as the model's positions reach.
+
+    Raises:
+        ConfigError: more was asked than the model has positions for.
+    """
+    config = source.config.get_text_config()
+    limit = max(0, int(getattr(config, "max_position_embeddings", 0) or 0))  # XLNet says -1
+    if limit and config.model_type in _POSITIONS_AFTER_PADDING:
+        limit -= int(config.pad_token_id or 0) + 1
+    if source.max_length is not None:
+        if limit and source.max_length > limit:
+            raise ConfigError(
+                f"model.max_length={source.max_length} is more than the {limit} tokens that this "
+                f"{config.model_type} model has positions for"
+            )
+        return source.max_length
+    # Tokenizers without a limit say 1e30; texts beyond 8192 tokens are asked for by hand.
+    return min(length for length in (limit or 8192, int(tokenizer.model_max_length), 8192) if length > 0)

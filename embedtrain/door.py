@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -14,43 +15,44 @@ Options = TypeVar("Options")
 def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) -> NoReturn:
     """Be a command: exit code 0, or 1 after an error of the user's, the same on every rank.
 
-    The rank an error arose on speaks; what arises on all ranks alike is spoken by one of each node.
-
     Args:
-        read: from the command line's arguments to options. It imports no torch, so that `--help` and a
-            mistyped option answer at once.
+        read: from the command line's arguments to options, alike on all ranks. It imports no torch, so that
+            `--help` and a mistyped option answer at once.
         act: does what the options say.
     """
     try:
-        options = _in_plain_words(lambda: read(sys.argv[1:]), alike=True)
+        options = _in_plain_words(lambda: read(sys.argv[1:]), patience=30.0)
 
         from torch.distributed.elastic.multiprocessing.errors import record
 
         # Outside of it, so that only what nobody foresaw reaches torchrun's report with a traceback.
-        record(_in_plain_words)(lambda: act(options))
+        record(_in_plain_words)(lambda: act(options), patience=5.0)
     except SystemExit as leaving:
         _leave(leaving.code)
     _leave(0)
 
 
-def _in_plain_words(do: Callable[[], Options], *, alike: bool = False) -> Options:
-    """Do it; an error of the user's is spoken and ends the process with 1."""
+def _in_plain_words(do: Callable[[], Options], *, patience: float) -> Options:
+    """Do it; an error of the user's is spoken and ends the process with 1.
+
+    Most errors arise on all ranks alike, and torchrun ends the others as soon as one has left. So the first
+    rank of a node speaks and leaves; the rest wait to be ended, and speak only if that does not happen.
+
+    Args:
+        do: what to do.
+        patience: seconds that another than the first rank waits.
+    """
     try:
         return do()
-    except FailedElsewhere as error:
-        if _environment("RANK") == 0:
-            _speak(error)
     except EmbedtrainError as error:
-        if not alike or _environment("LOCAL_RANK") == 0:
-            _speak(error)
+        if _environment("LOCAL_RANK") != 0:
+            time.sleep(patience)
+        if not isinstance(error, FailedElsewhere) or _environment("RANK") == 0:
+            rank = _environment("RANK")
+            print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     raise SystemExit(1) from None
-
-
-def _speak(error: EmbedtrainError) -> None:
-    rank = _environment("RANK")
-    print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
 
 
 def _environment(name: str) -> int:

@@ -139,6 +139,8 @@ def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConf
     functools.update_wrapper(application, composed.append, assigned=("__doc__",))
     application.__name__ = "embedtrain"  # type: ignore[attr-defined]
     task = hydra.main(version_base="1.3", config_path=str(config_dir), config_name=name)(application)
+    # First, for argparse takes options in a row only: `a=1 -m b=2,3` would not be understood.
+    arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
     program, sys.argv = sys.argv, [sys.argv[0], *arguments]
     with _clear_errors(), _guarded_loading(), tempfile.TemporaryDirectory() as scratch:
         # Multirun leaves a multirun.yaml in its folder.

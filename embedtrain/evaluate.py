@@ -55,7 +55,7 @@ def act(options: EvaluateOptions) -> None:
         evaluator = Evaluator(sets, encoder, world, depth=options.depth)
         with console.phase(f"evaluating {options.model}"):
             figures = evaluator.evaluate(save_runs=output_dir / "runs" if options.save_runs else None)
-        console.evaluation(0, figures)
+        console.evaluation(0, figures, title=f"evaluation of {options.model}")
         with world.together("writing metrics.jsonl"):
             if world.is_main:
                 metrics = MetricsFile(output_dir / METRICS_FILE)

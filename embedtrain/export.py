@@ -10,7 +10,14 @@ def act(options: ExportOptions) -> None:
     from pathlib import Path
 
     from embedtrain.checkpoint.card import model_card
-    from embedtrain.checkpoint.export import export_dtype, export_model, plain_vectors, tolerance_of, whole_encoder
+    from embedtrain.checkpoint.export import (
+        export_dtype,
+        export_model,
+        plain_vectors,
+        require_replaceable,
+        tolerance_of,
+        whole_encoder,
+    )
     from embedtrain.checkpoint.folder import choose_step
     from embedtrain.checkpoint.tensors import read_whole_model
     from embedtrain.config.compose import load_recipe, to_plain
@@ -28,7 +35,7 @@ def act(options: ExportOptions) -> None:
     run_dir = RunDirectory(Path(options.run))
     recipe = load_recipe(run_dir.recipe)
     folder = choose_step(run_dir.checkpoints, options.step)
-    to = Path(options.to) if options.to else run_dir.model
+    to = require_replaceable(Path(options.to) if options.to else run_dir.model, run_dir.path)
     trusted = recipe.model.trust_remote_code
     source = open_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trusted))
     loaded = load_tokenizer(source)
@@ -52,7 +59,9 @@ def act(options: ExportOptions) -> None:
                 step=folder.step,
                 dimension=expected.shape[1],
                 max_length=tokenizer.max_length,
+                prompts=source.prompts,
             ),
+            trust_remote_code=trusted,
         )
     console.note(f"model: {exported.directory} ({str(dtype).removeprefix('torch.')}, vectors equal the encoder's)")
 

@@ -1,5 +1,6 @@
 """Training, told from the start to the end: data, model, resume, loop, export."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +22,7 @@ from embedtrain.data.batches import TrainData, load_train_data
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.encode import SentenceEncoder
-from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import split_best
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.losses.choose import choose_loss
@@ -66,27 +67,32 @@ def train(recipe: Recipe, world: World) -> Path:
         )
         total_steps = data.plan.total_steps(recipe.train.steps, recipe.train.epochs)
     sets = load_sets(recipe.evaluation.sets, world)
+    best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
     for note in (*data.notes, *(note for loaded in sets for note in loaded.notes)):
         console.note(note)
     with world.together("making the run directory"):
         run_dir.path.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(
-        run_dir.checkpoints, recipe.checkpoint, world, identity=_identity(recipe, data), say=console.warn
+        run_dir.checkpoints, recipe.checkpoint, world, identity=_identity(recipe, data, prompts), say=console.warn
     )
     found = checkpoints.newest()
+    if found is not None:
+        checkpoints.require_same_course(found)
 
     model = load_model(
         recipe.model,
         recipe.parallel,
         world,
         seed=recipe.seed,
-        tokenizer=_own_vocabulary(recipe, data, run_dir, world, console),
+        tokenizer=_own_vocabulary(recipe, data, run_dir, world, console, anew=found is None),
         read_weights=found is None,
     )
     for note in model.notes:
         console.note(note)
     optimizer = build_optimizer(model.encoder, recipe.optim)
     state = TrainState() if found is None else _resume(found, checkpoints, model, optimizer, total_steps, console)
+    if state.best_by != recipe.checkpoint.best:
+        state.best_by, state.best, state.best_step = recipe.checkpoint.best, None, None
     encoder = SentenceEncoder(
         model.encoder,
         model.tokenizer,
@@ -96,14 +102,13 @@ def train(recipe: Recipe, world: World) -> Path:
         document_prompt=prompts.get("document", ""),
     )
     evaluator = Evaluator(sets, encoder, world)
-    best = split_best(recipe.checkpoint.best, evaluator.metrics) if recipe.checkpoint.best is not None else None
     with world.together("writing the run directory"):
         if world.is_main:
             run_dir.write_recipe(recipe, world.size)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)
 
     with world.together("starting to record"):
-        resumed = state.step if found is not None else None
+        resumed = state.step or None  # weights alone, or nothing: the rows of an earlier run are put aside
         tracker = Tracker.open(
             recipe, world, run_dir.path, resumed_step=resumed, wandb_id=state.wandb_id, console=console
         )
@@ -165,14 +170,17 @@ def _resume(
 
 
 def _own_vocabulary(
-    recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console
+    recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console, *, anew: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The vocabulary trained on the data, for a model from scratch that names no tokenizer; made once a run."""
+    """The vocabulary trained on the data, for a model from scratch that names no tokenizer.
+
+    A run that resumes reads the one it began with; any other makes its own, for rows and options may be others.
+    """
     if recipe.model.config is None or recipe.model.tokenizer is not None:
         return None
     directory = run_dir.tokenizer
     with world.together("training a vocabulary"):
-        if world.is_main and not directory.is_dir():
+        if world.is_main and (anew or not directory.is_dir()):
             with console.phase("training a vocabulary on the data"):
                 made = train_tokenizer(
                     data.texts(),
@@ -180,16 +188,15 @@ def _own_vocabulary(
                     recipe.model.max_length or 512,
                     lowercase=recipe.model.vocab_lowercase,
                 )
-                unfinished = directory.with_name("tokenizer.tmp")
-                made.save_pretrained(unfinished)
-                unfinished.rename(directory)
+                shutil.rmtree(directory, ignore_errors=True)
+                made.save_pretrained(directory)
     with world.together("reading the vocabulary"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
     console.note(f"vocabulary: {len(tokenizer):,} pieces, trained on the data, in {directory}")
     return tokenizer
 
 
-def _identity(recipe: Recipe, data: TrainData) -> dict[str, Any]:
+def _identity(recipe: Recipe, data: TrainData, prompts: dict[str, str]) -> dict[str, Any]:
     """The options that decide what is learnt from which rows in which order: a resumed run must share them."""
     model = to_plain(recipe.model)
     return {
@@ -198,7 +205,8 @@ def _identity(recipe: Recipe, data: TrainData) -> dict[str, Any]:
         "data.train": to_plain(recipe.data.train),
         "rows of data.train": len(data),
         "loss": to_plain(recipe.loss),
-        **{f"model.{key}": model[key] for key in ("path", "config", "pooling", "normalize", "max_length")},
+        "prompts": {name: prompts.get(name, "") for name in ("query", "document")},
+        **{f"model.{key}": value for key, value in model.items() if not key.endswith("_prompt")},
     }
 
 
@@ -215,7 +223,8 @@ def _export(
     step = state.step
     if recipe.checkpoint.best is not None and state.best_step not in (None, state.step):
         step = int(state.best_step or 0)
-        folder = read_manifest(step_path(run_dir.checkpoints, step))
+        with world.together("opening the best checkpoint"):
+            folder = read_manifest(step_path(run_dir.checkpoints, step))
         read_tensors(folder.path, model.encoder, None)
         tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best} ({state.best:.4f})")
     dtype = export_dtype(recipe.export.dtype, model.source)
@@ -229,6 +238,7 @@ def _export(
         weights,
         dtype=dtype,
         expected=expected,
+        trust_remote_code=recipe.model.trust_remote_code,
         tolerance=tolerance_of(dtype, exact_encoder=recipe.parallel.precision is Precision.fp32),
     )
     exported: Exported | None = None
@@ -241,6 +251,7 @@ def _export(
                     step=step,
                     dimension=expected.shape[1],
                     max_length=model.tokenizer.max_length,
+                    prompts=model.source.prompts,
                 )
                 exported = make(card=card)
     return world.broadcast(exported)  # type: ignore[return-value]

@@ -115,6 +115,11 @@ def test_evaluate_export_and_search(workshop):
     assert "step=4: run/checkpoints has latest and 3, 6" in call(
         "embedtrain.export", "run=run", "step=4", "to=no", cwd=workshop, code=1
     )
+    (workshop / "precious").mkdir()
+    (workshop / "precious" / "notes.txt").write_text("mine")
+    for to, sentence in (("precious", "holds something else than a model"), ("run", "holds the run itself")):
+        assert sentence in call("embedtrain.export", "run=run", f"to={to}", cwd=workshop, code=1)
+    assert (workshop / "precious" / "notes.txt").is_file()
     told = [call("embedtrain.evaluate", "model=run/model", "sets=[dev]", ranks=n, cwd=workshop) for n in (0, 2)]
     tables = [re.findall(r"^ +dev +(.*)$", text, re.MULTILINE) for text in told]
     assert tables[0] == tables[1] != []

@@ -132,7 +132,10 @@ def test_weights_alone_start_a_new_run(ranks, workshop, tmp_path, layout):
     told, _ = ranks(2, run, *options(workshop, tmp_path / "run", *common, "train.steps=3"))
     assert "step-00000003 is the end of this run: raise train.steps to go on" in told
     assert losses(tmp_path / "run") == first
-    told, _ = ranks(2, run, *options(workshop, tmp_path / "run", *common, "train.steps=4"))
+    told, _ = ranks(2, run, *options(workshop, tmp_path / "run", *common, "train.steps=4", "checkpoint.every=1"))
+    assert (tmp_path / "run" / "metrics.previous.jsonl").is_file(), "the first run's rows are put aside, not dropped"
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000004"]
     assert "holds weights alone: a new run starts from them at step 0" in told
     assert losses(tmp_path / "run")[1] < first[1]
 
@@ -153,6 +156,8 @@ def test_a_recipe_that_would_learn_something_else_does_not_resume(ranks, worksho
     ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=2"))
     with pytest.raises(AssertionError, match=r"CheckpointError.*written with seed=42, this run has seed=7"):
         ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4", "seed=7"))
+    with pytest.raises(AssertionError, match=r"CheckpointError.*written with prompts=.*this run has prompts=.*beta"):
+        ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4", "model.query_prompt='beta '"))
     ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4"))
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
 
@@ -185,3 +190,24 @@ def positions_of_step(_world: World, path: str, step: int) -> list[int]:
 
     data = load_train_data([TrainSource(path=path)], seed=42, global_batch_size=10)
     return [int(i) for i in data.plan.indices(step)]
+
+
+def test_a_vocabulary_is_that_of_the_run(ranks, workshop, tmp_path):
+    """Resumed it is read again; a run that begins makes its own, whatever an earlier attempt left behind."""
+    config = "{model_type: bert, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
+    arguments = (
+        *options(workshop, tmp_path / "run"),
+        "model.path=null",
+        f"model.config={config}",
+        "model.max_length=32",
+    )
+    vocabulary = tmp_path / "run" / "tokenizer" / "tokenizer.json"
+    ranks(2, run, *arguments, "train.steps=1")
+    made = vocabulary.read_bytes()
+    ranks(2, run, *arguments, "train.steps=2")
+    assert vocabulary.read_bytes() == made
+    with pytest.raises(AssertionError, match=r"with model.vocab_lowercase=True, this run has model.*=False"):
+        ranks(2, run, *arguments, "train.steps=3", "model.vocab_lowercase=false")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    ranks(2, run, *arguments, "train.steps=1", "model.vocab_lowercase=false")
+    assert vocabulary.read_bytes() != made

@@ -15,6 +15,7 @@ def model_card(
     step: int,
     dimension: int,
     max_length: int,
+    prompts: Mapping[str, str],
 ) -> str:
     """README.md of a model directory.
 
@@ -24,6 +25,7 @@ def model_card(
         step: the optimiser step the weights are of.
         dimension: size of a vector.
         max_length: tokens of a text that are read.
+        prompts: what is put before queries and documents, by name.
     """
     base = recipe["model"].get("path")
     header: dict[str, Any] = {
@@ -34,7 +36,6 @@ def model_card(
     if base and not str(base).startswith(("/", ".", "~")):
         header["base_model"] = base
     origin = f"fine-tuned from `{base}`" if base else "trained from random weights"
-    prompts = [text for text in (recipe["model"].get("query_prompt"), recipe["model"].get("document_prompt")) if text]
     lines = [
         "---",
         yaml.safe_dump(header, sort_keys=False).strip(),
@@ -54,7 +55,7 @@ def model_card(
         "```",
         "",
     ]
-    if prompts:
+    if any(prompts.values()):
         lines += ["`encode_query` and `encode_document` put the prompts in front that the model was trained with.", ""]
     if figures:
         names = list(dict.fromkeys(metric for row in figures.values() for metric in row))

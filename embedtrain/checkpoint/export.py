@@ -15,7 +15,7 @@ from torch import Tensor
 from embedtrain.checkpoint.directory import DTYPES, write_model
 from embedtrain.config.schema import ExportDtype
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import CheckpointError
+from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.build import assemble, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import ModelSource
@@ -48,6 +48,7 @@ def export_model(
     expected: Tensor,
     tolerance: float,
     card: str,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Write the directory `to` and compare it with the encoder. For one process.
 
@@ -59,6 +60,7 @@ def export_model(
         expected: the encoder's own vectors of PROBES without prompts, [len(PROBES), D].
         tolerance: largest relative difference of a vector that passes.
         card: text of the model card.
+        trust_remote_code: whether the model's own Python may run when it is reopened.
 
     Raises:
         CheckpointError: sentence-transformers cannot open the directory or gets other vectors from it.
@@ -69,7 +71,7 @@ def export_model(
     try:
         write_model(unfinished, architecture, state, dtype)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
-        found = reopened_vectors(unfinished)
+        found = reopened_vectors(unfinished, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise CheckpointError(f"export to {to} failed: {error.strerror or error} ({error.filename})") from error
     expected = expected.float().cpu()
@@ -84,13 +86,17 @@ def export_model(
     return Exported(to, difference)
 
 
-def reopened_vectors(directory: Path) -> Tensor:
+def reopened_vectors(directory: Path, *, trust_remote_code: bool = False) -> Tensor:
     """The vectors of PROBES by sentence-transformers from a model directory, float32 [len(PROBES), D]."""
     from sentence_transformers import SentenceTransformer
 
     try:
         model = SentenceTransformer(
-            str(directory), device="cpu", local_files_only=True, model_kwargs={"dtype": "float32"}
+            str(directory),
+            device="cpu",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            model_kwargs={"dtype": "float32"},
         )
         # prompt="" because a default prompt is the library's affair; the encoder's probes have none.
         vectors = model.encode(list(PROBES), prompt="", convert_to_tensor=True, show_progress_bar=False)
@@ -99,6 +105,22 @@ def reopened_vectors(directory: Path) -> Tensor:
             f"sentence-transformers cannot open {directory}: {type(error).__name__}: {error}"
         ) from error
     return torch.as_tensor(vectors).float().cpu()
+
+
+def require_replaceable(to: Path, run_dir: Path) -> Path:
+    """The directory to export to, made absolute, if nothing but an earlier export would be replaced.
+
+    Raises:
+        ConfigError: it is a file, it holds the run, or it is a folder with something else in it.
+    """
+    to, run_dir = to.expanduser().resolve(), run_dir.resolve()
+    if to.exists() and not to.is_dir():
+        raise ConfigError(f"to={to} is a file: name a folder, which will be made")
+    if run_dir.is_relative_to(to):
+        raise ConfigError(f"to={to} holds the run itself: name a folder of its own")
+    if to.is_dir() and any(to.iterdir()) and not (to / "modules.json").is_file():
+        raise ConfigError(f"to={to} holds something else than a model: name a new folder, or an earlier export")
+    return to
 
 
 def plain_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:

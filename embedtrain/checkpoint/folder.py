@@ -17,6 +17,7 @@ from typing import Any
 from embedtrain.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
+FORMAT = 1  # of what a step folder holds; raised when older versions could no longer read it
 _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".tmp"
 
@@ -66,16 +67,20 @@ def read_manifest(path: Path) -> StepFolder:
         raise CheckpointError(f"{path} has no {MANIFEST}: it was not written to its end")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        files: dict[str, dict[str, int]] = manifest["files"]
-        step = int(manifest["step"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        files = {str(name): (int(facts["bytes"]), int(facts["crc32"])) for name, facts in manifest["files"].items()}
+        step, written_as = int(manifest["step"]), int(manifest["format"])
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from None
-    for name, facts in files.items():
+    if written_as > FORMAT:
+        raise CheckpointError(
+            f"{path} was written by a newer embedtrain (format {written_as}; this one reads {FORMAT})"
+        )
+    for name, (size, _) in files.items():
         part = path / name
         if not part.is_file():
             raise CheckpointError(f"{part} is missing")
-        if part.stat().st_size != facts["bytes"]:
-            raise CheckpointError(f"{part} is damaged: {part.stat().st_size} bytes instead of {facts['bytes']}")
+        if part.stat().st_size != size:
+            raise CheckpointError(f"{part} is damaged: {part.stat().st_size} bytes instead of {size}")
     return StepFolder(path, step, manifest)
 
 
@@ -153,10 +158,16 @@ def finish(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
     unfinished.rename(final)
 
 
-def prune(root: Path, keep: int, protected: set[int]) -> None:
-    """Delete all but the newest `keep` steps and the `protected` ones; on one rank."""
-    for step, path in list_steps(root)[keep:]:
-        if step not in protected:
+def prune(root: Path, newest: int, keep: int, protected: set[int]) -> None:
+    """Delete all but the `keep` newest steps up to `newest` and the `protected` ones; on one rank.
+
+    Steps above the one just saved were left by a course that was abandoned, because they are damaged or hold
+    weights alone; they would be looked at first at every restart.
+    """
+    steps = list_steps(root)
+    kept = {step for step, _ in [item for item in steps if item[0] <= newest][:keep]} | protected
+    for step, path in steps:
+        if step not in kept:
             # Renamed first: a deletion cut off in the middle must not leave what looks like a checkpoint.
             doomed = path.with_name(path.name + _UNFINISHED)
             path.rename(doomed)

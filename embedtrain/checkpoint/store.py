@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from embedtrain import __version__
 from embedtrain.checkpoint.folder import (
+    FORMAT,
     StepFolder,
     describe_files,
     finish,
@@ -27,8 +28,6 @@ from embedtrain.checkpoint.tensors import cause_of, read_tensors, write_tensors
 from embedtrain.config.schema import CheckpointConfig, Contents
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError
-
-_FORMAT = 1
 
 
 class Checkpoints:
@@ -83,7 +82,7 @@ class Checkpoints:
         with self.world.together(phase), _named(phase):
             if self.world.is_main:
                 manifest = {
-                    "format": _FORMAT,
+                    "format": FORMAT,
                     "step": step,
                     "state": state,
                     "contents": self.config.contents.value,
@@ -95,7 +94,7 @@ class Checkpoints:
                     "files": files,
                 }
                 finish(unfinished, final, manifest)
-                prune(self.root, self.config.keep, protected={int(state.get("best_step") or -1)})
+                prune(self.root, step, self.config.keep, protected={int(state.get("best_step") or -1)})
         return final
 
     def newest(self) -> StepFolder | None:
@@ -121,12 +120,11 @@ class Checkpoints:
             self.say(line)
         return chosen
 
-    def resume(self, folder: StepFolder, encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Read a checkpoint; the TrainState it holds, or None where it holds weights alone.
+    def require_same_course(self, folder: StepFolder) -> None:
+        """Refuse a checkpoint of a run that learns something else than this one.
 
         Raises:
-            CheckpointError: the run's recipe differs from the checkpoint's where that would change what is
-                learnt, or the tensors do not fit.
+            CheckpointError: names the first option that differs, with both values and what to do.
         """
         before = folder.manifest.get("identity", {})
         for option, value in self.identity.items():
@@ -135,6 +133,13 @@ class Checkpoints:
                     f"{folder.path} was written with {option}={before[option]}, this run has {option}={value}: "
                     f"set it back, or choose another output_dir to start anew"
                 )
+
+    def resume(self, folder: StepFolder, encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Read a checkpoint; the TrainState it holds, or None where it holds weights alone.
+
+        Raises:
+            CheckpointError: the tensors do not fit the model.
+        """
         complete = folder.manifest["contents"] == Contents.all.value
         with _named(f"reading {folder.path}"):
             read_tensors(folder.path, encoder, optimizer if complete else None)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -41,13 +42,19 @@ def write_tensors(
     model = cast("dict[str, Tensor]", get_model_state_dict(encoder, options=options))
     state: dict[str, Any] = {} if optimizer is None else get_optimizer_state_dict(encoder, optimizer, options=options)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    plain = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     if not full:
         save({"model": model, "optimizer": tensors} if tensors else {"model": model}, checkpoint_id=path)
-    elif world.is_main:
-        save_file({name: own_storage(tensor) for name, tensor in model.items()}, path / MODEL_FILE)
-        if tensors:
-            save_file({name: own_storage(tensor) for name, tensor in tensors.items()}, path / OPTIMIZER_FILE)
-    return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        return plain
+    with world.together(f"writing {path}"):
+        if world.is_main:
+            try:
+                save_file({name: own_storage(tensor) for name, tensor in model.items()}, path / MODEL_FILE)
+                if tensors:
+                    save_file({name: own_storage(tensor) for name, tensor in tensors.items()}, path / OPTIMIZER_FILE)
+            except SafetensorError as error:
+                raise CheckpointError(f"writing {path} failed: {error}") from error
+    return plain
 
 
 def read_tensors(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -82,7 +82,9 @@ def compose_export(arguments: list[str]) -> ExportOptions:
 
 def compose_search(arguments: list[str]) -> SearchOptions:
     """The options of `python -m embedtrain.search`."""
-    (config,) = _compose("search", folder("configs") / "doors", arguments)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("search answers one person in one process: start it with python, not with torchrun")
+    (config,) = _compose("search", folder("configs") / "doors", [_quoted(argument) for argument in arguments])
     options = _to_dataclass(config, SearchOptions)
     if not options.model or not options.corpus:
         raise ConfigError("write model=DIR corpus=DIR, a model directory and a folder with a corpus.jsonl")
@@ -91,6 +93,14 @@ def compose_search(arguments: list[str]) -> SearchOptions:
     if options.top < 1:
         raise ConfigError(f"top={options.top}: at least 1")
     return options
+
+
+def _quoted(argument: str) -> str:
+    """`query=` with its text in quotes: a question has commas and apostrophes, which mean something to Hydra."""
+    if not argument.startswith("query=") or argument[6:7] in ("'", '"', ""):
+        return argument
+    text = argument.removeprefix("query=").replace("\\", "\\\\").replace('"', '\\"')
+    return f'query="{text}"'
 
 
 def to_recipe(config: DictConfig) -> Recipe:

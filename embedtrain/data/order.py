@@ -68,10 +68,6 @@ class BatchPlan:
             raise ConfigError(f"train.steps={steps}, train.epochs={epochs}: a run lasts at least one step")
         return total
 
-    def epoch_of(self, k: int) -> int:
-        """The epoch, counted from 0, that batch k belongs to."""
-        return k // self.steps_per_epoch
-
     def indices(self, k: int) -> NDArray[np.int64]:
         """Row numbers of batch k, counted from 0: int64 [B], B the global batch size or less at an epoch's end."""
         epoch, step = divmod(k, self.steps_per_epoch)

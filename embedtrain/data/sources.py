@@ -71,7 +71,7 @@ def parts_of(source: TrainSource) -> list[Part]:
         if not found:
             raise DataError(f"{source.path}: no file matches this pattern")
         return [_part_of_file(p) for p in found]
-    if _suffix(path) is not None or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source.path):
+    if not may_be_hub_id(source.path):
         raise DataError(f"{source.path}: no such file or folder")
     return [Part(source.path, Kind.hub)]
 
@@ -90,7 +90,7 @@ def source_names(sources: Sequence[TrainSource]) -> list[str]:
 
 
 def _part_of_file(path: Path) -> Part:
-    suffix = _suffix(path)
+    suffix = suffix_of(path)
     if suffix is None:
         raise DataError(f"{path}: this kind of file is not read as training rows; what is read: {SUFFIXES_TOLD}")
     return Part(str(path), KIND_OF_SUFFIX[suffix])
@@ -103,7 +103,7 @@ def _parts_of_folder(folder: Path, source: TrainSource) -> list[Part]:
         path
         for path in folder.rglob("*")
         if path.is_file()
-        and _suffix(path) in SUFFIXES_IN_FOLDERS
+        and suffix_of(path) in SUFFIXES_IN_FOLDERS
         and not any(name.startswith(".") for name in path.relative_to(folder).parts)  # caches of tools and notebooks
     )
     parts = [_part_of_file(path) for path in found]
@@ -113,7 +113,7 @@ def _parts_of_folder(folder: Path, source: TrainSource) -> list[Part]:
     if len(kinds) > 1:
         raise DataError(
             f"{source.path}: this folder holds {' and '.join(kinds)} files: "
-            f"write which ones to train on, such as path={source.path.rstrip('/')}/*{_suffix(found[0])}*"
+            f"write which ones to train on, such as path={source.path.rstrip('/')}/*{suffix_of(found[0])}*"
         )
     return parts
 
@@ -138,7 +138,12 @@ def saved_to_disk(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _suffix(path: Path) -> str | None:
+def may_be_hub_id(path: str) -> bool:
+    """Whether what is no path here can be a data set of the Hub: `name` or `owner/name`, and no data file's ending."""
+    return suffix_of(Path(path)) is None and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
+
+
+def suffix_of(path: Path) -> str | None:
     """The ending that tells a file's kind, `.gz` put aside; None where it tells none."""
     name = path.name.lower()
     plain = Path(name.removesuffix(".gz")).suffix
@@ -147,10 +152,14 @@ def _suffix(path: Path) -> str | None:
     return plain
 
 
+def stem_of(path: Path) -> str:
+    """A data file's name without its ending, `.gz` included; any other name whole."""
+    suffix = suffix_of(path)
+    return path.name if suffix is None else path.name[: path.name.lower().rindex(suffix)]
+
+
 def _end_of(path: str) -> str:
-    name = Path(path).name
-    suffix = _suffix(Path(name))
-    stem = name if suffix is None else name[: name.lower().rindex(suffix)]
+    stem = stem_of(Path(path))
     if glob.has_magic(stem) or not stem:
         stem = next((part for part in reversed(Path(path).parts[:-1]) if not glob.has_magic(part)), stem)
     return stem

@@ -9,7 +9,7 @@ one built before holds tensors that are no longer the model's.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -116,8 +116,3 @@ def _refuse_shards(part: nn.Module, _args: tuple[Any, ...]) -> None:
             f"{type(part).__name__} was reached while its weights are sharded: call the encoder itself, "
             f"encoder(ids, mask), on every rank; not its forward method and not a part of it"
         )
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """The part of a (possibly sharded) tensor that lies on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from embedtrain.errors import ConfigError, FailedElsewhere
+from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere
 
 T = TypeVar("T")
 
@@ -64,6 +64,12 @@ class World:
         error: Exception | None = None
         try:
             yield
+        except OSError as caught:
+            # Not for programmers: a disk that is full, a folder that is a file, a permission that is missing.
+            error = caught
+            if caught.filename:
+                error = EmbedtrainError(f"{phase} failed: {caught.strerror}: {caught.filename}")
+                error.__cause__ = caught
         except Exception as caught:
             error = caught
         failures = self.gather(None if error is None else (type(error).__name__, str(error)))

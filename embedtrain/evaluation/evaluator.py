@@ -31,14 +31,6 @@ class Evaluator:
         self.world = world
         self.depth = depth
 
-    @property
-    def metrics(self) -> dict[str, tuple[str, ...]]:
-        """Which metrics each set has, by the set's name."""
-        return {
-            loaded.data.name: RETRIEVAL_METRICS if isinstance(loaded.data, RetrievalSet) else STS_METRICS
-            for loaded in self.sets
-        }
-
     def evaluate(self, *, save_runs: Path | None = None) -> dict[str, dict[str, float]]:
         """Figures by set and metric, the same floats on every rank. A collective.
 
@@ -87,3 +79,10 @@ class Evaluator:
             if self.world.is_main:
                 figures = sts_metrics(cosines(first, second).tolist(), data.scores)
         return self.world.broadcast(figures)
+
+
+def metrics_of(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
+    """Which metrics each set has, by the set's name."""
+    return {
+        loaded.data.name: RETRIEVAL_METRICS if isinstance(loaded.data, RetrievalSet) else STS_METRICS for loaded in sets
+    }

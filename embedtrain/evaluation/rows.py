@@ -1,55 +1,55 @@
-"""Rows of JSONL, TSV, CSV and Parquet files, each with the place it came from, and the checks of a field.
+"""Rows of the files that `data.files` reads, each with the place it came from, and the checks of a field.
 
 A row is `(where, fields)`; `where` is `file:line`, counted from 1, and starts every message about the row.
 """
 
-import csv
-import gzip
-import json
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from embedtrain.data.files import BadRow, lines_of, not_utf8, raw_rows, shortened
+from embedtrain.data.sources import KIND_OF_SUFFIX, SUFFIXES_TOLD, Kind, Part, suffix_of
 from embedtrain.errors import DataError
 
 Row = tuple[str, Mapping[str, Any]]
-
-TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".tsv", ".csv", ".parquet")
-
-
-def stem(path: Path) -> str:
-    """A file's name without its ending; both parts of `.jsonl.gz` count as the ending."""
-    return next((path.name.removesuffix(s) for s in TABLE_SUFFIXES if path.name.endswith(s)), path.stem)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
     """Every row of a file, by what its name ends in.
 
     Raises:
-        DataError: another ending, or a row that cannot be read as what the file's name claims.
+        DataError: another ending, a file that cannot be read, or a row that is not what the file's name claims.
     """
-    match next((s for s in TABLE_SUFFIXES if path.name.endswith(s)), None):
-        case ".jsonl" | ".jsonl.gz":
-            return _jsonl(path)
-        case ".tsv":
-            return _named(path, tsv_fields(path))
-        case ".csv":
-            return _named(path, _csv_fields(path))
-        case ".parquet":
-            return _parquet(path)
-        case _:
-            raise DataError(f"{path} is no table this reads: its name must end in {', '.join(TABLE_SUFFIXES)}")
+    suffix = suffix_of(path)
+    if suffix is None:
+        raise DataError(f"{path} is no table this reads: its name must end in {SUFFIXES_TOLD}")
+    return _rows(Part(str(path), KIND_OF_SUFFIX[suffix]))
+
+
+def _rows(part: Part) -> Iterator[Row]:
+    has_cells = part.kind in (Kind.csv, Kind.tsv)
+    for number, fields in raw_rows(part, subset=None, split="train", columns=None):
+        where = f"{part.name}:{number}"
+        if isinstance(fields, BadRow):
+            raise DataError(f"{where}: {fields}")
+        # A cell without a character is an empty text here: a document may be one.
+        yield where, {name: cell or "" for name, cell in fields.items()} if has_cells else fields
 
 
 def tsv_fields(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """The fields of each line, cut at tabs. Quotation marks are text like any other."""
-    for where, line in _lines(path):
-        yield where, line.split("\t")
+    """The fields of each line, cut at tabs, of a file that may lack a header. Quotation marks are text like any other.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not UTF-8.
+    """
+    for number, line in lines_of(path):
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: {not_utf8(line, error.start)}") from None
+        if text.strip():
+            yield f"{path}:{number}", text.split("\t")
 
 
 def text_field(fields: Mapping[str, Any], names: Iterable[str], where: str) -> str:
@@ -60,7 +60,7 @@ def text_field(fields: Mapping[str, Any], names: Iterable[str], where: str) -> s
     """
     value = _field(fields, names, where)
     if not isinstance(value, str):
-        raise DataError(f"{where}: {'/'.join(names)} must be a text, not {value!r}")
+        raise DataError(f"{where}: {'/'.join(names)} must be a text, not {shortened(value)}")
     return _encodable(value, where)
 
 
@@ -72,7 +72,7 @@ def id_field(fields: Mapping[str, Any], names: Iterable[str], where: str) -> str
     """
     value = _field(fields, names, where)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise DataError(f"{where}: {'/'.join(names)} must be an id (a text or a whole number), not {value!r}")
+        raise DataError(f"{where}: {'/'.join(names)} must be an id (a text or a whole number), not {shortened(value)}")
     return _encodable(str(value), where)
 
 
@@ -85,10 +85,10 @@ def number_field(fields: Mapping[str, Any], names: Iterable[str], where: str) ->
     value = _field(fields, names, where)
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"{where}: {'/'.join(names)} must be a number, not {value!r}")
+        raise DataError(f"{where}: {'/'.join(names)} must be a number, not {shortened(value)}")
     return number
 
 
@@ -106,62 +106,3 @@ def _encodable(text: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: half of a surrogate pair at character {error.start}, which is no text") from None
     return text
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that hold something, with their place."""
-    with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
-        number = 0
-        try:
-            for number, line in enumerate(file, start=1):
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                if text.strip():
-                    yield f"{path}:{number}", text
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number} is not UTF-8: {error}") from None
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"{path}:{number + 1}: the gzip file is damaged or cut off: {error}") from None
-
-
-def _jsonl(path: Path) -> Iterator[Row]:
-    for where, line in _lines(path):
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where} is not valid JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise DataError(f"{where} must be a JSON object, not {type(fields).__name__}")
-        yield where, fields
-
-
-def _csv_fields(path: Path) -> Iterator[tuple[str, list[str]]]:
-    # utf-8-sig, or the byte order mark that spreadsheets write would become part of the first column's name.
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        try:
-            for fields in reader:
-                if fields:
-                    yield f"{path}:{reader.line_num}", fields
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}:{reader.line_num + 1} is not valid CSV: {error}") from None
-
-
-def _named(path: Path, lines: Iterator[tuple[str, list[str]]]) -> Iterator[Row]:
-    """Give the fields of each line the names that the first line holds."""
-    _, header = next(lines, ("", []))
-    for where, fields in lines:
-        if len(fields) != len(header):
-            raise DataError(f"{where}: {len(fields)} fields, but the header of {path.name} has {len(header)}")
-        yield where, dict(zip(header, fields, strict=True))
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", fields
-    except pa.ArrowException as error:
-        raise DataError(f"{path}:{number + 1}: the Parquet file cannot be read: {error}") from None

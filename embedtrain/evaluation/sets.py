@@ -1,19 +1,17 @@
 """From `evaluation.sets` to sets in memory: which reader, which name, alike on every rank."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from embedtrain.config.schema import EvaluationSet, SetKind
+from embedtrain.data.sources import SUFFIXES_IN_FOLDERS, may_be_hub_id, stem_of, suffix_of
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.hub import read_hub_set
 from embedtrain.evaluation.pairs import read_pairs
 from embedtrain.evaluation.retrieval import is_beir_folder, read_beir_folder
-from embedtrain.evaluation.rows import TABLE_SUFFIXES, read_rows, stem
+from embedtrain.evaluation.rows import read_rows
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet, ScoredPairs
-
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def load_sets(configs: Sequence[EvaluationSet], world: World) -> list[LoadedSet]:
@@ -50,7 +48,7 @@ def set_name(config: EvaluationSet) -> str:
     if config.name:
         return config.name
     path = Path(config.path)
-    end = stem(path) if config.path.endswith(TABLE_SUFFIXES) else path.name
+    end = stem_of(path)
     return end if end not in ("", "..") else path.resolve().name
 
 
@@ -72,7 +70,7 @@ def _read(config: EvaluationSet, name: str) -> tuple[RetrievalSet | ScoredPairs,
         return read_pairs(name, read_rows(path), path), []
     if path.is_dir():
         return _read_folder(path, config, name)
-    if not _HUB_ID.fullmatch(config.path) or config.path.endswith(TABLE_SUFFIXES):
+    if not may_be_hub_id(config.path):
         raise DataError(f"{config.path} is not there")
     try:
         return read_hub_set(config.path, config.kind, name, config.split)
@@ -85,7 +83,7 @@ def _read_folder(path: Path, config: EvaluationSet, name: str) -> tuple[Retrieva
         if config.kind is SetKind.sts:
             raise DataError(f"{path} is a retrieval set (BEIR folder), but kind=sts was said")
         return read_beir_folder(path, name, config.split)
-    tables = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(TABLE_SUFFIXES))
+    tables = sorted(entry.name for entry in path.iterdir() if suffix_of(entry) in SUFFIXES_IN_FOLDERS)
     if (path / "README.md").is_file() or (path / "data").is_dir():
         return read_hub_set(str(path), config.kind, name, config.split)
     if tables:

@@ -89,16 +89,6 @@ def switch_off_unused(config: PretrainedConfig) -> None:
         config.reference_compile = False
 
 
-def parameter_count(module: nn.Module) -> int:
-    """How many numbers the parameters of `module` hold, shards counted whole."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def zero_dimensional(module: nn.Module) -> list[str]:
-    """Names of parameters without a dimension, which FSDP2 cannot shard."""
-    return [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
-
-
 def hidden_size(config: PretrainedConfig) -> int:
     """The size of a token's vector."""
     return int(config.get_text_config().hidden_size)

@@ -117,11 +117,11 @@ class Console:
             figures = fit(figures, self._rich.width - 1, 2, self._column_width)
         self._say(styled_line(figures, self._widths))
 
-    def evaluation(self, step: int, results: Results) -> None:
+    def evaluation(self, step: int, results: Results, title: str | None = None) -> None:
         """Say what was measured after `step`, as `{set: {metric: value}}`, and how it changed since the last time."""
         if not self._speaks or not results:
             return
-        lines: list[RenderableType] = [Text(f"evaluation at step {step}", style="bold")]
+        lines: list[RenderableType] = [Text(title or f"evaluation at step {step}", style="bold")]
         for table in EvaluationTable.of(results, self._previous):
             if self._is_live:
                 grid, left_out = table.for_terminal(self._rich.width - 1)

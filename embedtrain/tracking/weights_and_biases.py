@@ -1,12 +1,11 @@
 """Weights & Biases, when the recipe asks for it: one run for all ranks, continued when training is."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from embedtrain.config.compose import to_plain
 from embedtrain.config.schema import Recipe
 
 INIT_TIMEOUT = 30.0  # seconds; the other ranks wait in their first collective meanwhile
@@ -74,7 +73,7 @@ class WandbRun:
             entity=recipe.tracking.wandb_entity,
             group=recipe.tracking.wandb_group,
             name=recipe.name or None,
-            config={**_plain(recipe), "world_size": world_size},
+            config={**to_plain(recipe), "world_size": world_size},
             dir=os.environ.get("WANDB_DIR") or str(run_dir),
             id=self._id,
             resume="allow",
@@ -96,16 +95,3 @@ class WandbRun:
             self._run = None
             reason = " ".join(str(error).split()) or type(error).__name__
             self._warn(f"wandb {what}, training goes on without it (metrics.jsonl has everything): {reason}")
-
-
-def _plain(value: Any) -> Any:
-    """`value` in dicts, lists and plain values, as YAML would hold it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

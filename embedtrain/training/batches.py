@@ -41,11 +41,6 @@ class RankBatch:
     fits: bool
 
     @property
-    def num_texts(self) -> int:
-        """Queries and documents of this rank, B + M."""
-        return self.num_queries + self.known.document_keys.shape[0]
-
-    @property
     def real_tokens(self) -> int:
         """Tokens of this rank's texts."""
         return sum(chunk.num_real for chunk in self.chunks)
@@ -137,4 +132,5 @@ class Prefetcher:
                     self.waited = time.perf_counter() - began
                     yield batch
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+                for made in queue:
+                    made.cancel()

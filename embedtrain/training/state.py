@@ -15,7 +15,8 @@ class TrainState:
 
     step: int = 0  # optimiser steps done
     samples: int = 0  # rows consumed
-    best: float | None = None  # the best value so far of the metric in `checkpoint.best`
+    best_by: str | None = None  # `checkpoint.best`, and
+    best: float | None = None  # the best value of it so far
     best_step: int | None = None
     wandb_id: str | None = None
 

@@ -27,16 +27,28 @@ def write(root: Path, step: int, content: bytes = b"weights", best_step: int | N
     unfinished.mkdir(parents=True)
     (unfinished / "part").write_bytes(content)
     files = describe_files(unfinished, 0, 1)
-    finish(unfinished, step_path(root, step), {"step": step, "state": {"best_step": best_step}, "files": files})
+    finish(
+        unfinished,
+        step_path(root, step),
+        {"format": 1, "step": step, "state": {"best_step": best_step}, "files": files},
+    )
     return step_path(root, step)
 
 
 def test_the_newest_and_the_best_stay(tmp_path):
     for step in (10, 20, 30, 40, 1000):
         write(tmp_path, step)
-    prune(tmp_path, keep=2, protected={20})
+    prune(tmp_path, newest=1000, keep=2, protected={20})
     assert [step for step, _ in list_steps(tmp_path)] == [1000, 40, 20]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000040", "step-00001000"]
+
+
+def test_what_an_abandoned_course_left_does_not_push_out_what_was_just_saved(tmp_path):
+    """Step 60 is damaged, so the run went back to 20 and has now saved 30."""
+    for step in (20, 30, 60):
+        write(tmp_path, step)
+    prune(tmp_path, newest=30, keep=1, protected=set())
+    assert [step for step, _ in list_steps(tmp_path)] == [30]
 
 
 def test_a_name_stands_for_a_step(tmp_path):
@@ -59,6 +71,10 @@ def test_a_name_stands_for_a_step(tmp_path):
         (lambda path: (path / MANIFEST).unlink(), "was not written to its end"),
         (lambda path: (path / MANIFEST).write_text("{"), "checkpoint.json is damaged"),
         (lambda path: (path / MANIFEST).write_text(json.dumps({"step": 10})), "checkpoint.json is damaged"),
+        (
+            lambda path: (path / MANIFEST).write_text('{"step": 10, "format": 9, "files": {}}'),
+            "written by a newer embedtrain",
+        ),
         (lambda path: (path / "part").unlink(), "part is missing"),
         (lambda path: (path / "part").write_bytes(b"weight"), "part is damaged: 6 bytes instead of 7"),
     ],

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from embedtrain.config.schema import ModelConfig, Pooling, Precision, Strategy
-from embedtrain.distributed.sharding import local_shard, reshard, shard_
+from embedtrain.distributed.sharding import reshard, shard_
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError, ModelError, TrainingError
@@ -142,7 +142,7 @@ def shapes(world: World) -> None:
         whole = torch.arange(3.0 * rows).view(rows, 3)
         tensor = distribute_tensor(whole, mesh["shard"], [Shard(0)])
         start, end = row_range(tensor)
-        assert local_shard(tensor).equal(whole[start:end])
+        assert tensor.to_local().equal(whole[start:end])
         assert sum(b - a for a, b in world.gather((start, end))) == rows
     assert row_range(torch.zeros(4, 2)) == (0, 4)
     assert row_range(torch.tensor(1)) == (0, 1)

@@ -94,8 +94,8 @@ def test_splits(beir):
 
 # File, its text, and what is said; {} stands for the folder.
 BROKEN = [
-    ("corpus.jsonl", '{"_id": "d1", "text": "a"}\n{"_id": "d2"', "{}/corpus.jsonl:2 is not valid JSON: Expecting"),
-    ("corpus.jsonl", '["d1", "a"]\n', "{}/corpus.jsonl:1 must be a JSON object, not list"),
+    ("corpus.jsonl", '{"_id": "d1", "text": "a"}\n{"_id": "d2"', "{}/corpus.jsonl:2: broken JSON: Expecting"),
+    ("corpus.jsonl", '["d1", "a"]\n', "{}/corpus.jsonl:1: a row must be a JSON object {{...}}, not a list"),
     ("corpus.jsonl", '\n{"_id": "d1", "body": "a"}\n', "{}/corpus.jsonl:2: there is no text, only _id, body"),
     ("corpus.jsonl", '{"id": "d1", "text": 7}\n', "{}/corpus.jsonl:1: text must be a text, not 7"),
     ("corpus.jsonl", '{"_id": 1.5, "text": "a"}\n', "{}/corpus.jsonl:1: _id/id must be an id (a text or a whole"),
@@ -108,7 +108,10 @@ BROKEN = [
     ("corpus.jsonl", '{"_id": 1, "text": "a"}\n{"_id": "1", "text": "b"}\n', "{}/corpus.jsonl:2: the id 1 stands for"),
     ("corpus.jsonl", "", "{}/corpus.jsonl is empty"),
     ("queries.jsonl", "\n", "{}/queries.jsonl is empty"),
-    ("corpus.jsonl", b'{"_id": "d1", "text": "\xff"}\n', "{}/corpus.jsonl:1 is not UTF-8: "),
+    ("corpus.jsonl", b'{"_id": "d1", "text": "\xff"}\n', "{}/corpus.jsonl:1: not UTF-8 (byte 0xff in "),
+    ("qrels/test.tsv", b"q1\td1\t1\nq1\t\xff\t1\n", "{}/qrels/test.tsv:2: not UTF-8 (byte 0xff in "),
+    ("qrels/test.tsv", QRELS.encode("utf-16"), "{}/qrels/test.tsv: this file is UTF-16: save it as UTF-8"),
+    ("queries.jsonl", lines(QUERIES).encode("utf-16"), "{}/queries.jsonl: this file is UTF-16: save it as UTF-8"),
     ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1 d1 1\n", "{}/qrels/test.tsv:2: 1 fields, but a judgement is"),
     (
         "qrels/test.tsv",
@@ -130,11 +133,22 @@ def test_broken_beir_folders(beir, name, content, says):
     assert refused(beir).startswith(says.format(beir))
 
 
+def test_what_a_file_is_counts_not_its_name(beir):
+    expected = read(beir).data
+    for path in (beir / "corpus.jsonl", beir / "qrels" / "test.tsv"):
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    assert read(beir).data == expected
+    (beir / "corpus.jsonl").rename(beir / "corpus.jsonl.gz")
+    assert read(beir).data == expected
+    (beir / "corpus.jsonl.gz").write_text(lines(CORPUS))
+    assert refused(beir).startswith(f"{beir}/corpus.jsonl.gz: is named .gz but is no gzip file")
+
+
 def test_a_gzip_file_that_is_cut_off(beir):
     (beir / "corpus.jsonl").unlink()
     packed = gzip.compress(lines(CORPUS * 100).encode())
     (beir / "corpus.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    assert re.search(r"corpus.jsonl.gz:\d+: the gzip file is damaged or cut off", refused(beir))
+    assert re.search(r"corpus.jsonl.gz:\d+: the gzip file is damaged or cut short", refused(beir))
 
 
 @pytest.mark.parametrize("name", ["corpus", "queries"])
@@ -159,28 +173,69 @@ PAIRS = [("a", 'b "quoted', 2.5), ("c", "d", 0.0), ('"e"', "", 5.0)]
 def test_tables_of_pairs(tmp_path):
     rows = [dict(zip(("sentence1", "sentence2", "score"), pair, strict=True)) for pair in PAIRS]
     head = "score,sentence1,sentence2"
-    paths = {name: tmp_path / name for name in ("t.tsv", "t.csv", "t.jsonl", "t.jsonl.gz", "t.parquet")}
+    plain = ("t.tsv", "t.csv", "t.jsonl", "t.parquet", "t.json", "T.CSV")
+    packed = ("t.jsonl.gz", "t.json.gz", "t.tsv.gz", "t.csv.gz")
+    paths = {name: tmp_path / name for name in plain + packed}
     paths["t.tsv"].write_text("\t".join(rows[0]) + "\n" + "".join(f"{a}\t{b}\t{s}\n" for a, b, s in PAIRS))
     paths["t.csv"].write_text(f'\ufeff{head}\n2.5,a,"b ""quoted"\n0,c,d\n5,"""e""",\n')
     paths["t.jsonl"].write_text(lines(rows))
-    paths["t.jsonl.gz"].write_bytes(gzip.compress(lines(rows).encode()))
+    paths["t.json"].write_text(lines(rows))
+    paths["T.CSV"].write_bytes(gzip.compress(paths["t.csv"].read_bytes()))  # what a file is counts, not its name
+    for name in packed:
+        paths[name].write_bytes(gzip.compress(paths[name.removesuffix(".gz")].read_bytes()))
     pq.write_table(pa.Table.from_pylist(rows), paths["t.parquet"])
     for path in paths.values():
         data = read(path).data
-        assert data.name == "t"
+        assert data.name.lower() == "t"
         assert list(zip(data.first, data.second, data.scores, strict=True)) == PAIRS
+
+
+@pytest.mark.parametrize(("name", "separator"), [("t.csv", ","), ("t.tsv", "\t")])
+def test_a_document_as_one_cell(tmp_path, name, separator):
+    long = "x" * 300_000
+    rows = [("sentence1", "sentence2", "score"), (long, "b", "1"), ("c", long, "2")]
+    (tmp_path / name).write_text("".join(separator.join(row) + "\n" for row in rows))
+    data = read(tmp_path / name).data
+    assert (data.first, data.second, data.scores) == ([long, "c"], ["b", long], [1.0, 2.0])
+
+
+def test_a_row_is_named_by_its_first_line(tmp_path):
+    (tmp_path / "t.csv").write_text('sentence1,sentence2,score\n"two\nlines",b,1\n"two\nmore",b,high\n')
+    assert refused(tmp_path / "t.csv") == f"{tmp_path}/t.csv:4: score must be a number, not 'high'"
+
+
+def test_a_parquet_text_that_is_not_utf8(tmp_path):
+    latin = pa.array([b"good", b"caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"sentence1": latin, "sentence2": ["a", "b"], "score": [1, 2]}), tmp_path / "t.parquet")
+    assert refused(tmp_path / "t.parquet").startswith(f"{tmp_path}/t.parquet:2: not UTF-8 (byte 0xe9 in ")
 
 
 BROKEN_TABLES = [
     ("t.tsv", "sentence1\tsentence2\nA\tB\n", "t.tsv:2: there is no score, only sentence1, sentence2"),
-    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\n", "t.tsv:2: 2 fields, but the header of t.tsv has 3"),
+    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\n", "t.tsv:2: 2 cells where the header has 3"),
     ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t\n", "t.tsv:2: score must be a number, not ''"),
     ("t.jsonl", '{"sentence1": "A", "sentence2": "B", "score": NaN}\n', "t.jsonl:1: score must be a number, not nan"),
     ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t1\nC\tD\t1\n", "t.tsv: 2 pairs with 1 different scores, so no corr"),
     ("t.tsv", "", "t.tsv: 0 pairs with 0 different scores"),
-    ("t.csv", 'sentence1,sentence2,score\n"A,B,1\n', "t.csv:3 is not valid CSV: unexpected end of data"),
-    ("t.parquet", "PAR", "t.parquet:1: the Parquet file cannot be read: "),
-    ("t.txt", "a", "t.txt is no table this reads: its name must end in .jsonl, .jsonl.gz, .tsv, .csv, .parquet"),
+    ("t.csv", 'sentence1,sentence2,score\n"A,B,1\n', "t.csv:2: broken CSV: unexpected end of data"),
+    ("t.parquet", "PAR", "t.parquet: cannot be read as Parquet: "),
+    (
+        "t.txt",
+        "a",
+        "t.txt is no table this reads: its name must end in .jsonl, .json, .csv and .tsv (each also with .gz) ",
+    ),
+    (
+        "t.jsonl",
+        '{"sentence1": "A", "sentence2": "B", "score": 1' + "0" * 400 + "}\n",
+        "t.jsonl:1: score must be a number, not 1",
+    ),
+    (
+        "t.tsv",
+        "sentence1\tsentence2\tscore\nA\tB\t" + "x" * 9999,
+        f"t.tsv:2: score must be a number, not '{'x' * 59}...",
+    ),
+    ("t.csv.gz", "score\n1\n", "t.csv.gz: is named .gz but is no gzip file"),
+    ("t.csv", "score,score\n1,1\n", "t.csv:1: the header names a column twice"),
 ]
 
 
@@ -197,8 +252,10 @@ def test_what_is_not_a_set(beir, tmp_path):
     assert "is one file" in refused(beir / "corpus.jsonl", kind=SetKind.retrieval)
     (tmp_path / "empty").mkdir()
     assert "is no evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
-    (tmp_path / "empty" / "test.tsv").write_text("")
-    assert refused(tmp_path / "empty").endswith(f"give one of them, such as {tmp_path}/empty/test.tsv")
+    (tmp_path / "empty" / "zzz.json").write_text("{}")  # in a folder more often a configuration
+    assert "is no evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
+    (tmp_path / "empty" / "test.tsv.gz").write_bytes(gzip.compress(b""))
+    assert refused(tmp_path / "empty").endswith(f"give one of them, such as {tmp_path}/empty/test.tsv.gz")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +265,8 @@ def test_what_is_not_a_set(beir, tmp_path):
         ("x/dev/", "dev"),
         ("a/stsb.tsv", "stsb"),
         ("a/b.jsonl.gz", "b"),
+        ("a/b.v2.csv.gz", "b.v2"),
+        ("a/b.json", "b"),
         ("own/set.v2", "set.v2"),
     ],
 )

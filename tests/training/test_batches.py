@@ -27,7 +27,7 @@ def test_all_texts_of_all_ranks_once_and_in_their_place(size, chunk_tokens, leas
         mine = cut(rows, rank, size, TOKENIZER, chunk_tokens, least)
         share = rows.rows[rank::size]
         texts = [row.query for row in share] + [text for row in share for text in row.documents]
-        assert (mine.num_queries, mine.num_texts, mine.num_rows, mine.step) == (len(share), len(texts), 10, 0)
+        assert (mine.num_queries, mine.num_rows, mine.step) == (len(share), 10, 0)
         seen: dict[int, list[int]] = {}
         for chunk in mine.chunks:
             assert chunk.ids.numel() <= chunk_tokens
@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_cut_by_the_budget():
 
 def test_a_rank_without_rows():
     mine = cut(batch(2), 3, 4, TOKENIZER, 100)
-    assert (mine.num_queries, mine.num_texts, mine.chunks, mine.real_tokens) == (0, 0, (), 0)
+    assert (mine.num_queries, mine.chunks, mine.real_tokens) == (0, (), 0)
     assert mine.known.positives.dtype == mine.known.query_keys.dtype == mine.known.document_keys.dtype == torch.int64
     assert mine.num_rows == 2
     assert mine.to(torch.device("cpu")).num_rows == 2

@@ -14,7 +14,7 @@ import pytest
 
 from embedtrain.config.schema import DataFormat, OnError, TrainSource
 from embedtrain.data.readers import SourceReport, read_sources
-from embedtrain.data.sources import source_names
+from embedtrain.data.sources import may_be_hub_id, source_names, stem_of
 from embedtrain.data.table import ExampleTable
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
@@ -328,6 +328,20 @@ def test_files_that_cannot_be_read_stop_whatever_is_asked(tmp_path: Path, on_err
     assert "no file matches" in error_of(tmp_path / "no*.jsonl", on_error=on_error)
     (tmp_path / "bare").mkdir()
     assert "holds no training files" in error_of(tmp_path / "bare", on_error=on_error)
+
+
+@pytest.mark.parametrize(
+    ("path", "may_be"),
+    [("owner/name", True), ("name", True), ("owner/set.v2", True), ("中文/数据", True)]
+    + [(path, False) for path in ("a/b/c", "/a", "a/", "./a", "~/a", "", "a b", "a.tsv", "owner/a.JSONL.gz")],
+)
+def test_what_may_be_a_hub_data_set(path: str, may_be: bool) -> None:
+    assert may_be_hub_id(path) == may_be
+
+
+def test_a_stem_loses_the_ending_of_a_data_file_alone() -> None:
+    names = ["a.jsonl", "b/a.v2.TSV.gz", "a.parquet.gz", "set.v2", ".tsv", "a.json.json"]
+    assert [stem_of(Path(name)) for name in names] == ["a", "a.v2", "a.parquet.gz", "set.v2", ".tsv", "a.json"]
 
 
 def test_unknown_hub_data_set() -> None:

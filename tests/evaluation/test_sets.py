@@ -10,6 +10,7 @@ import pytest
 
 from embedtrain.config.schema import EvaluationSet, SetKind
 from embedtrain.errors import DataError
+from embedtrain.evaluation.rows import read_rows
 from embedtrain.evaluation.sets import load_sets, read_set, set_name
 
 CORPUS = [
@@ -243,6 +244,12 @@ BROKEN_TABLES = [
 def test_broken_tables(tmp_path, name, content, says):
     (tmp_path / name).write_text(content)
     assert refused(tmp_path / name).startswith(f"{tmp_path}/{says}")
+
+
+@pytest.mark.parametrize("name", ["gone.tsv", "gone.jsonl", "gone.parquet"])
+def test_a_file_that_goes_away(tmp_path, name):
+    with pytest.raises(DataError, match=rf"{name}: cannot be read"):
+        list(read_rows(tmp_path / name))
 
 
 def test_what_is_not_a_set(beir, tmp_path):

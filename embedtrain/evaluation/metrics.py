@@ -9,14 +9,14 @@ from scipy import stats
 
 from embedtrain.errors import ConfigError
 
-# Our names, as BEIR and MTEB write them, and trec_eval's.
+# Our names, as BEIR and MTEB write them, and trec_eval's. The field's main figure comes first, as it is told.
 _TREC_NAMES = {
-    "ndcg@3": "ndcg_cut_3",
     "ndcg@10": "ndcg_cut_10",
     "mrr@10": "recip_rank",
     "map@100": "map_cut_100",
     "recall@10": "recall_10",
     "recall@100": "recall_100",
+    "ndcg@3": "ndcg_cut_3",
 }
 _MEASURES = {"ndcg_cut.3,10", "recip_rank", "map_cut.100", "recall.10,100"}
 

@@ -18,6 +18,10 @@ from embedtrain.errors import TrainingError
 
 # Texts tokenised at a time when only their lengths are wanted.
 _BLOCK = 8192
+# A set is cut into this many chunks where `chunk_tokens` alone would make fewer and larger ones: texts of a chunk are
+# then of nearly one length, and there is enough to deal evenly. Below so many tokens a pass would only be slower.
+_MANY = 64
+_LEAST_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,8 @@ class SentenceEncoder:
     def _encode_distinct(self, texts: list[str], prompt: str) -> tuple[Tensor, list[int]]:
         """The vectors of this rank's chunks, [n_r, D], and which texts they are of."""
         prompted = [prompt + text for text in texts] if prompt else texts
-        chunks = cut_by_length(self._lengths(prompted), self.chunk_tokens)
+        lengths = self._lengths(prompted)
+        chunks = cut_by_length(lengths, min(self.chunk_tokens, max(_LEAST_TOKENS, sum(lengths) // _MANY)))
         mine = chunks[self.world.rank :: self.world.size]
         # At least one pass even without texts: only a pass tells how many dimensions there are.
         turns = max(1, -(-len(chunks) // self.world.size))

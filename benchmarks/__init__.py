@@ -1,0 +1,1 @@
+"""Side-by-side measurements: `make bench`, or `python -m benchmarks training encoding` for some of them."""

@@ -1,0 +1,35 @@
+"""Run the benchmarks and print each one's Markdown table as soon as it is measured."""
+
+import os
+import sys
+import warnings
+from importlib import import_module
+
+TABLES = ("training", "encoding", "collectives", "evaluation")
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or TABLES
+    unknown = [name for name in chosen if name not in TABLES]
+    if unknown:
+        sys.exit(f"there is no table {unknown[0]}; there are {', '.join(TABLES)}")
+    # Before torch is imported. More threads than free cores wait for each other, and that would be measured.
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    warnings.filterwarnings("ignore")
+
+    import torch
+
+    from benchmarks.measure import machine
+    from embedtrain.training.model import quiet_libraries
+
+    torch.set_num_threads(1)
+    quiet_libraries()
+    print(machine(), flush=True)
+    for name in chosen:
+        module = import_module(f"benchmarks.{name}")
+        print(f"\n## {module.TITLE}\n\n{module.measure()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

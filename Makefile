@@ -35,12 +35,13 @@ format: .venv
 bench: .venv  ## side-by-side measurements, printed as tables
 	$(BIN)/python -m benchmarks
 
+# Dated back until all is installed, so that an installation cut off in the middle is not taken for a whole one.
 .venv: pyproject.toml constraints.txt
-	@rm -rf $(VENV)
-	@$(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@touch -d @0 $(VENV)
 	@echo 'Installing into $(VENV): a few minutes the first time'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
-	  || { rm -rf $(VENV); exit 1; }
+	  || { touch -d @0 $(VENV); exit 1; }
 	@touch $(VENV)
 
 clean:

@@ -48,7 +48,8 @@ def shard_(
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=several)
     fully_shard(encoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     encoder._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    _guard_direct_calls(encoder)
+    # Not inside compiled blocks, where a hook of Python's would break the graph at every linear layer.
+    _guard_direct_calls(encoder, outside=blocks if parallel.compile else [])
 
 
 def _precision(precision: Precision) -> MixedPrecisionPolicy:
@@ -98,14 +99,17 @@ def synchronise_gradients(encoder: nn.Module, *, last: bool) -> None:
         encoder.set_reshard_after_backward(last)
 
 
-def _guard_direct_calls(encoder: nn.Module) -> None:
+def _guard_direct_calls(encoder: nn.Module, outside: list[nn.Module]) -> None:
     """Make calls that bypass the gathering of weights say so, instead of failing deep inside torch.
 
     Only `encoder(ids, mask)` gathers the root's weights. `encoder.forward(...)` or a call of a part of it
     would meet sharded embeddings ("mixed torch.Tensor and DTensor", "'weight' must be 2-D").
     """
+    skipped = {id(part) for block in outside for part in block.modules()}
     for part in encoder.modules():
-        if not isinstance(part, FSDPModule) and next(part.parameters(recurse=False), None) is not None:
+        if id(part) in skipped or isinstance(part, FSDPModule):
+            continue
+        if next(part.parameters(recurse=False), None) is not None:
             part.register_forward_pre_hook(_refuse_shards)
 
 

@@ -135,9 +135,16 @@ def test_activation_checkpointing_changes_nothing(ranks, models, architecture):
         check(ranks, models(architecture), 2, parallel(activation_checkpointing=True), way, num_rows=10)
 
 
-def check(ranks, model, world_size, options, way, num_rows):
+@pytest.mark.slow
+def test_compiled_blocks_change_nothing(ranks, models):
+    """torch.compile, block by block; a minute or two of compiling."""
+    for way in WAYS:
+        check(ranks, models("xlm-roberta"), 2, parallel(compile=True), way, num_rows=10, timeout=580)
+
+
+def check(ranks, model, world_size, options, way, num_rows, timeout=180):
     loss, expected = reference(model.path, model.pooling, num_rows)
-    answers = ranks(world_size, sharded_gradient, model, options, *way, num_rows)
+    answers = ranks(world_size, sharded_gradient, model, options, *way, num_rows, timeout=timeout)
     _, found, norm, num_chunks, fits = answers[0]
     if num_rows == 10:
         assert (num_chunks > 1, fits) == (way != WAYS[0], way != WAYS[2])

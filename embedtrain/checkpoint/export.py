@@ -108,19 +108,19 @@ def reopened_vectors(directory: Path, *, trust_remote_code: bool = False) -> Ten
 
 
 def require_replaceable(to: Path, run_dir: Path) -> Path:
-    """The directory to export to, made absolute, if nothing but an earlier export would be replaced.
+    """The directory to export to, if nothing but an earlier export would be replaced.
 
     Raises:
         ConfigError: it is a file, it holds the run, or it is a folder with something else in it.
     """
-    to, run_dir = to.expanduser().resolve(), run_dir.resolve()
+    to = to.expanduser()
     if to.exists() and not to.is_dir():
         raise ConfigError(f"to={to} is a file: name a folder, which will be made")
-    if run_dir.is_relative_to(to):
+    if run_dir.resolve().is_relative_to(to.resolve()):
         raise ConfigError(f"to={to} holds the run itself: name a folder of its own")
     if to.is_dir() and any(to.iterdir()) and not (to / "modules.json").is_file():
         raise ConfigError(f"to={to} holds something else than a model: name a new folder, or an earlier export")
-    return to
+    return to if to.name else to.resolve()  # "." has no name to put an ending to
 
 
 def plain_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:

@@ -6,7 +6,8 @@ Each rule is (is it broken?, the sentence to say). Types and unknown names have 
 import math
 from collections.abc import Callable
 
-from embedtrain.config.schema import EvaluateOptions, InfoNCEConfig, Recipe, Strategy
+from embedtrain.config.loss_checks import check_loss
+from embedtrain.config.schema import EvaluateOptions, Recipe, Strategy
 from embedtrain.errors import ConfigError
 
 Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
@@ -70,16 +71,24 @@ RULES: list[Rule] = [
         lambda r: "train.chunk_tokens and evaluation.chunk_tokens must be above 0",
     ),
     (
+        lambda r: r.train.keep_tokens is not None and r.train.keep_tokens < 0,
+        lambda r: f"train.keep_tokens={r.train.keep_tokens}: a number of tokens, 0 to encode every chunk twice",
+    ),
+    (
+        lambda r: r.train.accumulation < 1,
+        lambda r: f"train.accumulation={r.train.accumulation}: at least 1 global batch a step",
+    ),
+    (
         lambda r: r.train.log_every < 1,
         lambda r: f"train.log_every={r.train.log_every}: must be at least 1",
     ),
     (
-        lambda r: isinstance(r.loss, InfoNCEConfig) and not _positive(r.loss.temperature),
-        lambda r: f"loss.temperature={getattr(r.loss, 'temperature', None)}: must be above 0; 0.01 to 0.1 is usual",
-    ),
-    (
         lambda r: not _positive(r.optim.lr),
         lambda r: f"optim.lr={r.optim.lr}: must be above 0",
+    ),
+    (
+        lambda r: r.optim.loss_lr is not None and not _positive(r.optim.loss_lr),
+        lambda r: f"optim.loss_lr={r.optim.loss_lr}: must be above 0; null takes optim.lr",
     ),
     (
         lambda r: len(r.optim.betas) != 2 or not all(0 <= beta < 1 for beta in r.optim.betas),
@@ -149,6 +158,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     for broken, sentence in RULES:
         if broken(recipe):
             raise ConfigError(sentence(recipe))
+    check_loss(recipe.loss)
     return recipe
 
 

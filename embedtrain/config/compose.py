@@ -8,6 +8,7 @@ import contextlib
 import functools
 import io
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,12 +27,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.checks import check_evaluate, check_recipe
 from embedtrain.config.folders import choices, folder
+from embedtrain.config.loss_checks import known_name
+from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
 from embedtrain.config.messages import explain, one_line, unknown_option
 from embedtrain.config.schema import (
     EvaluateOptions,
     EvaluationSet,
     ExportOptions,
-    InfoNCEConfig,
     Recipe,
     SearchOptions,
     TrainSource,
@@ -108,6 +110,8 @@ def to_recipe(config: DictConfig) -> Recipe:
     recipe = _to_dataclass(config, Recipe)
     recipe.data.train = _items(recipe.data.train, TrainSource, "data.train")
     recipe.evaluation.sets = _items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
+    if isinstance(recipe.loss, CombinedConfig):
+        recipe.loss.losses = _losses(recipe.loss.losses, "loss.losses")
     return recipe
 
 
@@ -134,7 +138,9 @@ def load_recipe(path: Path) -> Recipe:
         saved = OmegaConf.load(path)
         if not isinstance(saved, DictConfig):
             raise ConfigError(f"{path} cannot be read as a recipe: it is not a mapping")
-        recipe = OmegaConf.merge(_schema(), {key: value for key, value in saved.items() if key != "versions"})
+        schema = _schema()
+        schema.loss = LOSSES[known_name(OmegaConf.select(saved, "loss.name", default="infonce"), "loss.name")]()
+        recipe = OmegaConf.merge(schema, {key: value for key, value in saved.items() if key != "versions"})
         return to_recipe(recipe)  # type: ignore[arg-type]
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
@@ -143,7 +149,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConfig]:
-    _register(with_recipes=name == "config")
+    _register(arguments, with_recipes=name == "config")
     composed: list[DictConfig] = []
     application = functools.partial(composed.append)
     functools.update_wrapper(application, composed.append, assigned=("__doc__",))
@@ -152,7 +158,7 @@ def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConf
     # First, for argparse takes options in a row only: `a=1 -m b=2,3` would not be understood.
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
     program, sys.argv = sys.argv, [sys.argv[0], *arguments]
-    with _clear_errors(), _guarded_loading(), tempfile.TemporaryDirectory() as scratch:
+    with _clear_errors(arguments), _guarded_loading(), tempfile.TemporaryDirectory() as scratch:
         # Multirun leaves a multirun.yaml in its folder.
         OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
         try:
@@ -199,7 +205,7 @@ def _guarded_loading() -> Iterator[None]:
         ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
 
 
-def _register(*, with_recipes: bool) -> None:
+def _register(arguments: list[str], *, with_recipes: bool) -> None:
     """Tell Hydra the schemas, and each file in recipes/ as an option of `recipe=`.
 
     A search path could not do the latter: a group's name must be its folder's, and `recipes=` reads badly.
@@ -209,12 +215,26 @@ def _register(*, with_recipes: bool) -> None:
     store.store(name="evaluate_schema", node=EvaluateOptions)
     store.store(name="export_schema", node=ExportOptions)
     store.store(name="search_schema", node=SearchOptions)
-    store.store(group="loss", name="infonce_schema", node=InfoNCEConfig)
+    for name, kind in LOSSES.items():
+        store.store(group="loss", name=f"{name}_schema", node=kind)
     if with_recipes:
         for path in sorted(folder("recipes").glob("*.yaml")):
-            store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
+            recipe = OmegaConf.load(path)
+            assert isinstance(recipe, DictConfig)
+            # Options of the recipe's own loss: another one, chosen on the command line, begins with its defaults.
+            if any(argument.startswith("loss=") and argument != f"loss={_loss_of(recipe)}" for argument in arguments):
+                recipe.pop("loss", None)
+            store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
     OmegaConf.register_new_resolver("recipes", lambda: str(folder("recipes")), replace=True)
     OmegaConf.register_new_resolver("choices", _choices_text, replace=True)
+
+
+def _loss_of(recipe: DictConfig) -> str:
+    """Which loss a recipe chooses."""
+    for choice in recipe.get("defaults", []):
+        if isinstance(choice, DictConfig) and "override /loss" in choice:
+            return str(choice["override /loss"])
+    return "infonce"
 
 
 def _choices_text() -> str:
@@ -230,6 +250,7 @@ def _choices_text() -> str:
 def _schema() -> DictConfig:
     schema_node = OmegaConf.structured(Recipe)
     assert isinstance(schema_node, DictConfig)
+    schema_node.loss = LossConfig()  # what any loss can be merged into; InfoNCE's own options could take no other's
     return schema_node
 
 
@@ -255,6 +276,20 @@ def _refuse_added(options: Any, prefix: str) -> None:
             _refuse_added(value, f"{prefix}{name}.")
 
 
+def _losses(given: list[Any], option: str) -> list[LossConfig]:
+    """Parts of a combination: each mapping is checked against the dataclass that its name chooses."""
+    losses: list[LossConfig] = []
+    for index, element in enumerate(given):
+        if not isinstance(element, dict) or "name" not in element:
+            raise ConfigError(f"{option}[{index}]={element!r} is no mapping with the `name` of a loss")
+        kind = LOSSES[known_name(element["name"], f"{option}[{index}].name")]
+        try:
+            losses.append(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), element)))  # type: ignore[arg-type]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{option}[{index}]: {explain(str(error))}") from None
+    return losses
+
+
 def _items(given: list[Any], kind: type[Item], option: str) -> list[Item]:
     """Elements of a list option: a mapping is checked against the dataclass, a bare string is its path."""
     items: list[Item] = []
@@ -273,15 +308,23 @@ def _items(given: list[Any], kind: type[Item], option: str) -> list[Item]:
 
 
 @contextlib.contextmanager
-def _clear_errors() -> Iterator[None]:
+def _clear_errors(arguments: list[str]) -> Iterator[None]:
     """Catch what Hydra prints before it exits and raise it as one sentence."""
     heard = io.StringIO()
+
+    def told(text: str) -> str:
+        sentence = explain(text)
+        found = re.match(r"unknown option (loss\.\w+)", sentence)
+        if found and not any(argument.lstrip("+~").startswith(found[1]) for argument in arguments):
+            return f"the recipe sets {found[1]}, which the loss that is chosen does not have: {sentence}"
+        return sentence
+
     try:
         with contextlib.redirect_stderr(heard):
             yield
     except SystemExit as leaving:
         if leaving.code in (None, 0):
             raise
-        raise ConfigError(explain(heard.getvalue())) from None
+        raise ConfigError(told(heard.getvalue())) from None
     except Exception as error:
-        raise ConfigError(explain(str(error))) from None
+        raise ConfigError(told(str(error))) from None

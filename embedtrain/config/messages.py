@@ -4,7 +4,7 @@ import difflib
 import re
 from dataclasses import fields
 
-from embedtrain.config import schema
+from embedtrain.config import losses, schema
 from embedtrain.config.folders import choices
 from embedtrain.config.schema import Recipe
 
@@ -24,7 +24,7 @@ def explain(text: str) -> str:
         full = re.search(r"full_key: (\S+)", text)
         if holder == "Recipe" and key == "recipe":
             return _NO_PACKAGE
-        return unknown_option(full[1] if full else key, key, [f.name for f in fields(getattr(schema, holder, Recipe))])
+        return unknown_option(full[1] if full else key, key, _options_of(holder))
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
         group, wanted = match[1], match[2]
         there = choices(group)
@@ -41,6 +41,11 @@ def explain(text: str) -> str:
     if "override_grammar" in text:
         return f"{text.partition(' See https')[0]} (write option=value, quotes around what has blanks)"
     return text
+
+
+def _options_of(holder: str) -> list[str]:
+    """The options of the dataclass of that name."""
+    return [field.name for field in fields(getattr(schema, holder, getattr(losses, holder, Recipe)))]
 
 
 def one_line(text: str) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.losses import InfoNCEConfig, LossConfig
+
 
 class Pooling(str, Enum):
     """How one vector is made of a text's token vectors."""
@@ -24,6 +26,18 @@ class Strategy(str, Enum):
     ddp = "ddp"
     fsdp = "fsdp"
     hsdp = "hsdp"
+
+
+class Accumulate(str, Enum):
+    """What a rank keeps of gradients while a step has further chunks to come.
+
+    `whole` keeps them unreduced, and reduces once a step; `sharded` reduces after every chunk and keeps its
+    part. `auto` keeps them whole where that takes little of a rank's memory.
+    """
+
+    auto = "auto"
+    whole = "whole"
+    sharded = "sharded"
 
 
 class Precision(str, Enum):
@@ -118,7 +132,7 @@ class TrainSource:
     negatives: int | None = 7  # hard negatives used of a row at a time, drawn anew each epoch; null: all
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # split of a Hub data set
-    columns: list[str] | None = None  # which columns, in the order query, positive, negatives
+    columns: list[str] | None = None  # which columns: query, positive, negatives in this order, and a score column
 
 
 @dataclass(kw_only=True)
@@ -127,22 +141,6 @@ class DataConfig:
 
     train: list[Any] = field(default_factory=list)  # of TrainSource, or of paths
     on_error: OnError = OnError.stop  # a bad row: stop with file and line, or skip and count
-
-
-@dataclass(kw_only=True)
-class LossConfig:
-    """What every loss has."""
-
-    name: str = "infonce"
-
-
-@dataclass(kw_only=True)
-class InfoNCEConfig(LossConfig):
-    """Softmax over the documents of the whole global batch (van den Oord et al., 2018)."""
-
-    name: str = "infonce"
-    temperature: float = 0.02  # cosine similarities are divided by it
-    mask_duplicates: bool = True  # a document equal to the positive, or of an equal query, is no negative
 
 
 @dataclass(kw_only=True)
@@ -156,6 +154,7 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0  # of the whole model over all ranks; null: no clipping
     schedule: ScheduleKind = ScheduleKind.linear
     warmup: float = 0.05  # below 1 a share of all steps, from 1 a number of steps
+    loss_lr: float | None = None  # of parameters that the loss owns (a temperature, a classifier); default: lr
 
 
 @dataclass(kw_only=True)
@@ -166,6 +165,8 @@ class TrainConfig:
     epochs: float | None = None  # epochs
     global_batch_size: int = 256  # rows a step over all ranks: the number of ranks never changes it
     chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold on one rank
+    keep_tokens: int | None = None  # tokens whose graphs are kept instead of encoded twice; default: chunk_tokens
+    accumulation: int = 1  # global batches whose gradients make one step; each has its own negatives
     log_every: int = 10
 
 
@@ -177,6 +178,7 @@ class ParallelConfig:
     shard_size: int | None = None  # hsdp: ranks that share one copy of the weights; default: those of one node
     block_class: str | None = None  # the layer class to shard; default: found in the model
     precision: Precision = Precision.bf16
+    accumulate: Accumulate = Accumulate.auto
     activation_checkpointing: bool = False
     compile: bool = False  # torch.compile, block by block
     timeout: float = 1800.0  # seconds a rank waits for the others before all give up

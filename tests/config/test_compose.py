@@ -81,11 +81,18 @@ def test_every_recipe_composes(name):
     assert f"recipe={name}" in first
 
 
+# Losses that are nothing without an option.
+WANTED = {
+    "combined": ["loss.losses=[{name: infonce}, {name: margin_mse, weight: 0.5}]"],
+    "sentence_transformers": ["loss.class_name=CoSENTLoss"],
+}
+
+
 @pytest.mark.parametrize("group", ["model", "parallel", "loss"])
 def test_every_choice_composes(group):
     for name in choices(group):
         arguments = [a for a in GOOD if group != "model" or "model" not in a]
-        compose_recipes([*arguments, f"{group}={name}"])
+        compose_recipes([*arguments, f"{group}={name}", *WANTED.get(name, [])])
 
 
 @pytest.mark.parametrize(

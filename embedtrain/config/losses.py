@@ -1,0 +1,282 @@
+"""What `loss` may hold: one dataclass a loss. A field's comment is its documentation."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Similarity(str, Enum):
+    """How two vectors are compared; vectors of a model with `model.normalize` have equal cosine and dot."""
+
+    cosine = "cosine"
+    dot = "dot"
+
+
+class Distance(str, Enum):
+    """How far two vectors are apart; cosine is 1 - cosine similarity."""
+
+    cosine = "cosine"
+    euclidean = "euclidean"
+    manhattan = "manhattan"
+
+
+class Side(str, Enum):
+    """What a row's softmax runs over: anchor_candidates."""
+
+    query_document = "query_document"  # the query against all documents
+    document_query = "document_query"  # its positive against all queries
+    query_query = "query_query"  # the query against all other queries
+    document_document = "document_document"  # its positive against all other rows' documents
+
+
+class Partition(str, Enum):
+    """Several sides: one softmax over all of them, or the mean of one softmax each."""
+
+    joint = "joint"
+    separate = "separate"
+
+
+class Hardness(str, Enum):
+    """Which negatives weigh more the more similar they are."""
+
+    none = "none"
+    in_batch = "in_batch"  # other rows' documents
+    hard = "hard"  # a row's own hard negatives
+    all = "all"
+
+
+class Implementation(str, Enum):
+    """How a softmax over the batch is computed; the figures are the same.
+
+    `plain` holds the matrix of scores, `tiled` a few rows of it at a time, `ring` besides that only one
+    rank's candidates at a time. `auto` chooses by size.
+    """
+
+    auto = "auto"
+    plain = "plain"
+    tiled = "tiled"
+    ring = "ring"
+
+
+class Margin(str, Enum):
+    """A margin below a score s: s - margin, or s - |s| * margin."""
+
+    absolute = "absolute"
+    relative = "relative"
+
+
+class Mining(str, Enum):
+    """Which triplets of a batch count (Hermans et al., 2017; semi-hard: Schroff et al., 2015)."""
+
+    all = "all"  # every triplet that violates the margin
+    hard = "hard"  # each anchor's farthest positive and nearest negative
+    hard_soft_margin = "hard_soft_margin"  # the same, softplus instead of a margin
+    semi_hard = "semi_hard"  # the nearest negative behind each positive
+
+
+class Reduction(str, Enum):
+    """What becomes of the terms of a batch."""
+
+    mean = "mean"
+    sum = "sum"
+
+
+class EmbeddingDistance(str, Enum):
+    """How far a vector is from its teacher's."""
+
+    cosine = "cosine"
+    mse = "mse"
+    l2 = "l2"
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """What every loss has."""
+
+    name: str = "infonce"
+    weight: float = 1.0  # what it is multiplied with, for losses within loss=combined
+    matryoshka_dims: list[int] | None = (
+        None  # also trained on the first n dimensions, for each n (Kusupati et al., 2022)
+    )
+    matryoshka_weights: list[float] | None = None  # of each of them; default: 1 each
+
+
+@dataclass(kw_only=True)
+class InfoNCEConfig(LossConfig):
+    """Softmax over the documents of the whole global batch (van den Oord et al., 2018)."""
+
+    name: str = "infonce"
+    temperature: float = 0.02  # similarities are divided by it
+    learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
+    temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
+    similarity: Similarity = Similarity.cosine
+    sides: list[Side] = field(default_factory=lambda: [Side.query_document])
+    partition: Partition = Partition.joint
+    in_batch_negatives: bool = True  # false: a query's own hard negatives only
+    margin: float = 0.0  # subtracted from the positive's similarity (Yang et al., 2019)
+    mask_duplicates: bool = True  # a document equal to the positive, or of an equal query, is no negative
+    drop_above: float | None = None  # nor is one whose similarity exceeds the positive's by this (may be negative)
+    guide: str | None = None  # a model directory or Hub id; nor is what it finds closer than the positive (GISTEmbed)
+    guide_margin: float = 0.0  # how much below the positive's similarity the guide begins to object
+    guide_margin_kind: Margin = Margin.absolute
+    hardness: Hardness = Hardness.none  # which negatives weigh exp(strength * similarity) (Lan et al., 2025)
+    hardness_strength: float = 0.0
+    implementation: Implementation = Implementation.auto
+
+
+@dataclass(kw_only=True)
+class SigLIPConfig(LossConfig):
+    """A sigmoid for every pair of a query and a document of the global batch (Zhai et al., 2023)."""
+
+    name: str = "siglip"
+    temperature: float = 0.1
+    bias: float = -10.0
+    learn_temperature: bool = True
+    learn_bias: bool = True
+    temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])
+    similarity: Similarity = Similarity.cosine
+    mask_duplicates: bool = True
+
+
+@dataclass(kw_only=True)
+class CoSENTConfig(LossConfig):
+    """Scored pairs in the order of their scores, over the whole global batch (Su, 2022)."""
+
+    name: str = "cosent"
+    temperature: float = 0.05
+
+
+@dataclass(kw_only=True)
+class AnglEConfig(LossConfig):
+    """CoSENT with the angle between complex vectors (Li and Li, 2024)."""
+
+    name: str = "angle"
+    temperature: float = 0.05
+
+
+@dataclass(kw_only=True)
+class CosineMSEConfig(LossConfig):
+    """Squared difference of cosine similarity and score (Reimers and Gurevych, 2019)."""
+
+    name: str = "cosine_mse"
+
+
+@dataclass(kw_only=True)
+class ContrastiveConfig(LossConfig):
+    """Pairs labelled 1 pulled together, pairs labelled 0 pushed `margin` apart (Hadsell et al., 2006)."""
+
+    name: str = "contrastive"
+    margin: float = 0.5
+    distance: Distance = Distance.cosine
+
+
+@dataclass(kw_only=True)
+class OnlineContrastiveConfig(LossConfig):
+    """The same of the hard pairs of the global batch alone, as sentence-transformers does."""
+
+    name: str = "online_contrastive"
+    margin: float = 0.5
+    distance: Distance = Distance.cosine
+    reduction: Reduction = Reduction.sum  # sum, as sentence-transformers; mean: over all pairs of the batch
+
+
+@dataclass(kw_only=True)
+class TripletConfig(LossConfig):
+    """The negative farther than the positive by a margin (Schroff et al., 2015)."""
+
+    name: str = "triplet"
+    margin: float = 0.3
+    distance: Distance = Distance.cosine
+
+
+@dataclass(kw_only=True)
+class BatchTripletConfig(LossConfig):
+    """Triplets found in the global batch by the rows' class labels (Hermans et al., 2017)."""
+
+    name: str = "batch_triplet"
+    mining: Mining = Mining.hard
+    margin: float = 0.3
+    distance: Distance = Distance.cosine
+
+
+@dataclass(kw_only=True)
+class DistillScoresConfig(LossConfig):
+    """KL divergence of a row's softmax from its teacher's (Hinton et al., 2015; Lin et al., 2021)."""
+
+    name: str = "distill_scores"
+    temperature: float = 1.0
+    teacher_temperature: float | None = None  # default: temperature
+    similarity: Similarity = Similarity.cosine
+
+
+@dataclass(kw_only=True)
+class MarginMSEConfig(LossConfig):
+    """Squared difference of the student's and the teacher's margins (Hofstätter et al., 2020)."""
+
+    name: str = "margin_mse"
+    similarity: Similarity = Similarity.dot
+
+
+@dataclass(kw_only=True)
+class DistillEmbeddingsConfig(LossConfig):
+    """Vectors close to a teacher's (Kim et al., 2023)."""
+
+    name: str = "distill_embeddings"
+    distance: EmbeddingDistance = EmbeddingDistance.cosine
+    teacher: str | None = None  # a model directory or Hub id; default: the vectors that the rows hold
+    project: bool = False  # a trained projection onto the teacher's dimensions, where they differ
+
+
+@dataclass(kw_only=True)
+class OrthogonalConfig(LossConfig):
+    """Global orthogonal regularisation: unrelated vectors spread as on a sphere (Zhang et al., 2017)."""
+
+    name: str = "orthogonal"
+    mean_weight: float = 1.0
+    second_moment_weight: float = 1.0
+    aggregation: Reduction = Reduction.mean  # over queries, positives, first negatives, ...
+
+
+@dataclass(kw_only=True)
+class CombinedConfig(LossConfig):
+    """A weighted sum of losses."""
+
+    name: str = "combined"
+    losses: list[Any] = field(default_factory=list)  # mappings with `name`, `weight` and that loss's options
+
+
+@dataclass(kw_only=True)
+class SentenceTransformersConfig(LossConfig):
+    """A loss class of sentence-transformers, computed over the whole global batch on every rank."""
+
+    name: str = "sentence_transformers"
+    class_name: str = ""  # such as MultipleNegativesRankingLoss
+    arguments: Any = None  # a mapping, of its constructor's arguments but `model`
+    guide: str | None = None  # a model directory or Hub id, for the classes with a guide
+
+    def __post_init__(self) -> None:
+        """An empty mapping as a default would take no new keys on the command line."""
+        if self.arguments is None:
+            self.arguments = {}
+
+
+LOSSES: dict[str, type[LossConfig]] = {
+    kind.name: kind
+    for kind in (
+        InfoNCEConfig,
+        SigLIPConfig,
+        CoSENTConfig,
+        AnglEConfig,
+        CosineMSEConfig,
+        ContrastiveConfig,
+        OnlineContrastiveConfig,
+        TripletConfig,
+        BatchTripletConfig,
+        DistillScoresConfig,
+        MarginMSEConfig,
+        DistillEmbeddingsConfig,
+        OrthogonalConfig,
+        CombinedConfig,
+        SentenceTransformersConfig,
+    )
+}

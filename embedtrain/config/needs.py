@@ -1,0 +1,135 @@
+"""What a loss asks of the rows it is trained on: known from the recipe, so bad rows are found when they are read."""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from embedtrain.config.losses import (
+    AnglEConfig,
+    BatchTripletConfig,
+    CombinedConfig,
+    ContrastiveConfig,
+    CoSENTConfig,
+    CosineMSEConfig,
+    DistillEmbeddingsConfig,
+    DistillScoresConfig,
+    LossConfig,
+    MarginMSEConfig,
+    OnlineContrastiveConfig,
+    OrthogonalConfig,
+    SentenceTransformersConfig,
+    TripletConfig,
+)
+
+
+class Scores(str, Enum):
+    """What scores a loss wants of a row's documents."""
+
+    none = "none"
+    pairs = "pairs"  # how alike query and document are; where rows have none, a positive counts 1 and a negative 0
+    teacher = "teacher"  # a teacher's, or a class; nothing stands in for them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a loss asks of every row.
+
+    Attributes:
+        documents: a positive at least; else a row may be one text alone.
+        negatives: a hard negative at least.
+        scores: a score for every document.
+        label: the row's class, a whole number.
+        vectors: a teacher's vector for every text.
+        even: as many documents in every row.
+        loss: the loss's name, for sentences to the user.
+    """
+
+    documents: bool = True
+    negatives: bool = False
+    scores: Scores = Scores.none
+    label: bool = False
+    vectors: bool = False
+    even: bool = False
+    loss: str = "infonce"
+
+    def __or__(self, other: "Needs") -> "Needs":
+        """What two losses on the same rows ask together."""
+        strictest = max(self.scores, other.scores, key=list(Scores).index)
+        return Needs(
+            documents=self.documents or other.documents,
+            negatives=self.negatives or other.negatives,
+            scores=strictest,
+            label=self.label or other.label,
+            vectors=self.vectors or other.vectors,
+            even=self.even or other.even,
+            loss=" + ".join(dict.fromkeys(name for name in (self.loss, other.loss) if name)),
+        )
+
+
+_COLUMNS = Needs(even=True)
+_PAIRS = Needs(even=True, scores=Scores.pairs)
+_TEACHER = Needs(even=True, negatives=True, scores=Scores.teacher)
+_CLASSES = Needs(documents=False, label=True, even=True)
+_VECTORS = Needs(documents=False, vectors=True, even=True)
+
+# The classes of sentence-transformers 6.0 to 6.2 that compute from embeddings.
+SENTENCE_TRANSFORMERS: dict[str, Needs] = {
+    "MultipleNegativesRankingLoss": _COLUMNS,
+    "MultipleNegativesSymmetricRankingLoss": _COLUMNS,
+    "CachedMultipleNegativesRankingLoss": _COLUMNS,
+    "CachedMultipleNegativesSymmetricRankingLoss": _COLUMNS,
+    "MegaBatchMarginLoss": _COLUMNS,
+    "GISTEmbedLoss": _COLUMNS,
+    "CachedGISTEmbedLoss": _COLUMNS,
+    "GlobalOrthogonalRegularizationLoss": replace(_COLUMNS, documents=False),
+    "CoSENTLoss": _PAIRS,
+    "AnglELoss": _PAIRS,
+    "CosineSimilarityLoss": _PAIRS,
+    "ContrastiveLoss": _PAIRS,
+    "OnlineContrastiveLoss": _PAIRS,
+    "SoftmaxLoss": Needs(even=True, scores=Scores.teacher),
+    "TripletLoss": replace(_COLUMNS, negatives=True),
+    "BatchAllTripletLoss": _CLASSES,
+    "BatchHardTripletLoss": _CLASSES,
+    "BatchHardSoftMarginTripletLoss": _CLASSES,
+    "BatchSemiHardTripletLoss": _CLASSES,
+    "DistillKLDivLoss": _TEACHER,
+    "MarginMSELoss": _TEACHER,
+    "MSELoss": _VECTORS,
+    "EmbedDistillLoss": _VECTORS,
+}
+# Those that need more than embeddings, and what.
+MORE_THAN_EMBEDDINGS: dict[str, str] = {
+    "AdaptiveLayerLoss": "the vectors of inner layers",
+    "Matryoshka2dLoss": "the vectors of inner layers",
+    "ContrastiveTensionLoss": "a second copy of the model that is trained too",
+    "ContrastiveTensionLossInBatchNegatives": "a second copy of the model that is trained too",
+    "DenoisingAutoEncoderLoss": "a decoder",
+}
+
+
+def needs_of(loss: LossConfig) -> Needs:
+    """What `loss` asks of every row. `check_loss` must have passed it."""
+    match loss:
+        case CombinedConfig(losses=parts):
+            together = Needs(documents=False, loss="")
+            for part in parts:
+                together |= needs_of(part)
+            return together
+        case SentenceTransformersConfig(class_name=name, arguments=arguments):
+            if name == "MatryoshkaLoss":
+                name = arguments["loss"]["class_name"]
+            return replace(SENTENCE_TRANSFORMERS[name], loss=name)
+        case CoSENTConfig() | AnglEConfig() | CosineMSEConfig() | ContrastiveConfig() | OnlineContrastiveConfig():
+            return Needs(scores=Scores.pairs, loss=loss.name)
+        case TripletConfig():
+            return Needs(negatives=True, loss=loss.name)
+        case BatchTripletConfig():
+            return Needs(documents=False, label=True, loss=loss.name)
+        case DistillScoresConfig() | MarginMSEConfig():
+            return Needs(negatives=True, scores=Scores.teacher, loss=loss.name)
+        case DistillEmbeddingsConfig(teacher=teacher):
+            return Needs(documents=False, vectors=teacher is None, loss=loss.name)
+        case OrthogonalConfig():
+            return Needs(documents=False, loss=loss.name)
+        case _:
+            return Needs(loss=loss.name)

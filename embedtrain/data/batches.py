@@ -3,13 +3,17 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TypeVar, overload
 
+from embedtrain.config.needs import Needs
 from embedtrain.config.schema import OnError, TrainSource
+from embedtrain.data.layouts import TEXTS_ALONE
 from embedtrain.data.order import BatchPlan
 from embedtrain.data.readers import read_sources
 from embedtrain.data.table import ExampleTable
 from embedtrain.data.types import Example, GlobalBatch, Row
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +30,46 @@ class Drawing:
         A row with fewer negatives has fewer documents: none is repeated and nothing is padded, since a
         negative given twice would weigh twice in the loss.
         """
-        positive, negatives = example.positives[0], example.negatives
+        positive, kept = self._places(example, key)
+
+        def drawn(of_positives: Sequence[T], of_negatives: Sequence[T]) -> tuple[T, ...]:
+            return (of_positives[positive], *[of_negatives[i] for i in kept]) if of_positives else ()
+
+        documents = drawn(example.positives, example.negatives)
+        vectors = example.vectors * (1 + len(documents))  # where one stands for all texts
+        if len(example.vectors) > 1:
+            first_negative = 1 + len(example.positives)
+            vectors = example.vectors[:1] + drawn(example.vectors[1:first_negative], example.vectors[first_negative:])
+        return Row(
+            self.query_prompt + example.query,
+            tuple(self.document_prompt + text for text in documents),
+            scores=drawn(example.positive_scores, example.negative_scores),
+            ids=drawn(*_all_ids(example)),
+            label=example.label,
+            vectors=vectors,
+            prompt_lengths=(len(self.query_prompt), len(self.document_prompt)),
+        )
+
+    def _places(self, example: Example, key: str) -> tuple[int, Sequence[int]]:
+        """Which positive, and which negatives in which order."""
+        positives, negatives = example.positives, example.negatives
         most = len(negatives) if self.negatives is None else self.negatives
-        if len(example.positives) > 1 or len(negatives) > most:
+        positive, kept = 0, range(len(negatives))
+        if len(positives) > 1 or len(negatives) > most:
             # Seeded with a text, and only `random()` used: both are kept over Python's versions.
             draw = random.Random(key)
-            positive = example.positives[int(draw.random() * len(example.positives))]
+            positive = int(draw.random() * len(positives))
             if len(negatives) > most:
                 places = [draw.random() for _ in negatives]
-                negatives = tuple(negatives[i] for i in sorted(range(len(places)), key=places.__getitem__)[:most])
-        documents = (self.document_prompt + text for text in (positive, *negatives))
-        return Row(self.query_prompt + example.query, tuple(documents))
+                return positive, sorted(range(len(places)), key=places.__getitem__)[:most]
+        return positive, kept
+
+
+def _all_ids(example: Example) -> tuple[Sequence[str], Sequence[str]]:
+    positives, negatives = example.positive_ids, example.negative_ids
+    if not positives and not negatives:
+        return (), ()
+    return positives or [""] * len(example.positives), negatives or [""] * len(example.negatives)
 
 
 class TrainData:
@@ -64,6 +97,12 @@ class TrainData:
         Its rows are made when they are asked for: a rank pays for its share alone.
         """
         return GlobalBatch(k, BatchRows(self, k))
+
+    @property
+    def teacher_dimension(self) -> int | None:
+        """How many dimensions the teacher's vectors have that rows hold; None where they hold none."""
+        vectors = self.table[0].vectors
+        return len(vectors[0]) if vectors else None
 
     def texts(self) -> Iterator[str]:
         """All queries and documents without prompts, for training a vocabulary."""
@@ -104,6 +143,7 @@ def load_train_data(
     document_prompt: str | None = None,
     seed: int,
     global_batch_size: int,
+    needs: Needs = TEXTS_ALONE,
 ) -> TrainData:
     """Read all sources of `data.train`, check every row, and plan the batches.
 
@@ -114,12 +154,13 @@ def load_train_data(
         document_prompt: the model's, likewise.
         seed: the run's seed: rows, positives and negatives are drawn with it.
         global_batch_size: rows of a step over all ranks.
+        needs: what the loss asks of every row; default: a query and a positive.
 
     Raises:
         DataError: a row or file that cannot be used; the text names file and line.
-        ConfigError: options of a source, or the batch size, that cannot work.
+        ConfigError: options of a source, or the batch size, that cannot work, or not with this loss.
     """
-    table, reports = read_sources(sources, on_error)
+    table, reports = read_sources(sources, on_error, needs)
     plan = BatchPlan(table.source_sizes, [source.weight for source in sources], global_batch_size, seed)
     drawings = [
         Drawing(

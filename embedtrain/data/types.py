@@ -1,4 +1,4 @@
-"""The types that flow from files to the encoder: Example, GlobalBatch, Tokens."""
+"""The types that flow from files to the encoder: Texts, Example, Row, GlobalBatch, Tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,42 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """One row as a layout reads it, checked: no text is empty, no negative is a positive or repeated.
+
+    What lies beside the texts is as in Example.
+    """
+
+    query: str
+    positives: tuple[str, ...]
+    negatives: tuple[str, ...]
+    num_dropped: int  # negatives left out because they equal a positive or another negative
+    positive_scores: tuple[float, ...] = ()
+    negative_scores: tuple[float, ...] = ()
+    positive_ids: tuple[str, ...] = ()
+    negative_ids: tuple[str, ...] = ()
+    label: int | None = None
+    vectors: tuple[Sequence[float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
     """One training row as every reader yields it: texts without prompts.
 
-    `source` is the index in `data.train` of where it came from; `line` its line or row number there,
-    counted from 1; `file` the file's path or the Hub id.
+    Attributes:
+        query: the query, or the only text of a row that has no documents.
+        positives: at least one, unless the loss needs no documents.
+        negatives: hard negatives.
+        source: the index in `data.train` of where it came from.
+        file: the file's path or the Hub id.
+        line: its line or row number there, counted from 1.
+        positive_scores: one for each positive, in float32; empty where the row has no scores.
+        negative_scores: likewise; a row has both or neither.
+        positive_ids: one for each positive, "" for one that has none; empty where the row names none.
+        negative_ids: likewise, of its own.
+        label: the row's class.
+        vectors: a teacher's, in float32: one that stands for all texts, or one for each in the order query,
+            positives, negatives; empty where the row has none.
     """
 
     query: str
@@ -21,6 +52,12 @@ class Example:
     source: int
     file: str
     line: int
+    positive_scores: tuple[float, ...] = ()
+    negative_scores: tuple[float, ...] = ()
+    positive_ids: tuple[str, ...] = ()
+    negative_ids: tuple[str, ...] = ()
+    label: int | None = None
+    vectors: tuple[Sequence[float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +65,13 @@ class Row:
     """What one step uses of an Example: prompts are in the texts, one positive and the negatives are drawn."""
 
     query: str
-    documents: tuple[str, ...]  # the positive first, then the hard negatives
+    documents: tuple[str, ...]  # the positive first, then the hard negatives; none in a row of one text
+    scores: tuple[float, ...] = ()  # one for each document, or empty
+    ids: tuple[str, ...] = ()  # one for each document, "" for one that has none; or empty
+    label: int | None = None
+    vectors: tuple[Sequence[float], ...] = ()  # a teacher's: the query's, then each document's; or empty
+    # Characters of the prompt before the query and before each document: another model sees the texts without them.
+    prompt_lengths: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Reading training rows: every format as users have it, and every way a file can be wrong."""
 
-import csv
 import gzip
 import json
 import random
@@ -13,38 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.schema import DataFormat, OnError, TrainSource
-from embedtrain.data.readers import SourceReport, read_sources
+from embedtrain.data.readers import read_sources
 from embedtrain.data.sources import may_be_hub_id, source_names, stem_of
 from embedtrain.data.table import ExampleTable
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, DataError
+from embedtrain.errors import ConfigError
+from tests.data.files import error_of, line, read, write, write_table
 
 GOOD = {"query": "what is rust", "pos": ["a language"], "neg": ["iron oxide", "a game"]}
-
-
-def line(row: object) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-
-
-def write(path: Path, *rows: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = b"".join(row if isinstance(row, bytes) else line(row) for row in rows)
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return path
-
-
-def read(path: object, on_error: OnError = OnError.stop, **options: Any) -> tuple[list[Example], SourceReport]:
-    table, reports = read_sources([TrainSource(path=str(path), **options)], on_error)
-    return list(table), reports[0]
-
-
-def error_of(path: object, **options: Any) -> str:
-    with pytest.raises(DataError) as caught:
-        read(path, **options)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 def texts(examples: list[Example]) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
@@ -130,23 +106,6 @@ def test_scored_tables_are_refused_and_bitexts_read(shared_data: Path) -> None:
 
 TABLE = {"anchor": ["q1", "q2"], "good": ["p1", "p2"], "bad": ["n1", None], "worse": ["m1", "m2"]}
 TABLE_TEXTS = [("q1", ("p1",), ("n1", "m1")), ("q2", ("p2",), ("m2",))]
-
-
-def write_table(path: Path, table: dict[str, list[Any]]) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
-    match "".join(path.suffixes):
-        case ".parquet":
-            pq.write_table(pa.table(table), path)
-        case ".jsonl" | ".jsonl.gz":
-            write(path, *rows)
-        case suffixes:
-            opener = gzip.open if suffixes.endswith(".gz") else open
-            with opener(path, "wt", encoding="utf-8-sig", newline="") as file:
-                writer = csv.DictWriter(file, list(table), delimiter="\t" if ".tsv" in suffixes else ",")
-                writer.writeheader()
-                writer.writerows(rows)
-    return path
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.jsonl", "t.jsonl.gz", "t.csv", "t.csv.gz", "t.tsv", "t.tsv.gz"])

@@ -1,0 +1,115 @@
+"""Whether rows are what the loss needs: each by itself, those of a source, and those of all sources together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from embedtrain.config.needs import Needs, Scores
+from embedtrain.config.schema import TrainSource
+from embedtrain.data.files import BadRow
+from embedtrain.data.types import Texts
+from embedtrain.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many hard negatives the rows of one source have."""
+
+    source: str  # its name in messages
+    fewest: int
+    most: int
+    one_text: bool  # its rows are one text each, without documents
+
+
+def check_sources(sources: Sequence[TrainSource], needs: Needs) -> None:
+    """Refuse what no row can be, and options of sources that leave out what the loss needs.
+
+    Raises:
+        ConfigError: both of what a row can hold only one, or no negatives for a loss of negatives.
+    """
+    asked = {
+        "a class": needs.label,
+        "scores of documents": needs.scores != Scores.none,
+        "a teacher's vectors": needs.vectors,
+        "documents": needs.label and needs.documents and needs.scores == Scores.none,
+    }
+    wanted = [what for what, is_asked in asked.items() if is_asked]
+    if len(wanted) > 1:
+        raise ConfigError(
+            f"loss={needs.loss} asks of every row {' and '.join(wanted)}, and a row cannot hold all of them: "
+            "leave one of these losses out"
+        )
+    for source in sources:
+        if needs.negatives and source.negatives == 0:
+            raise ConfigError(
+                f"{source.path}: negatives=0, and loss={needs.loss} needs a hard negative in every row: "
+                "set negatives=1 or more, or null for all"
+            )
+
+
+class RowCheck:
+    """Checks rows one after the other, those of all sources.
+
+    Args:
+        needs: what the loss asks of them.
+    """
+
+    def __init__(self, needs: Needs) -> None:
+        self._needs = needs
+        self._width: int | None = None
+
+    def __call__(self, texts: Texts) -> Texts:
+        """The row, with scores where the loss wants some and it has none: 1 for a positive, 0 for a negative.
+
+        Raises:
+            BadRow: it lacks a negative, or a vector has another width than those before.
+        """
+        if self._needs.negatives and not texts.negatives:
+            dropped = " other than its positives" if texts.num_dropped else ""
+            raise BadRow(f"loss={self._needs.loss} needs a hard negative in every row, and this one has none{dropped}")
+        self._check_width(texts)
+        if self._needs.scores == Scores.pairs and not texts.positive_scores:
+            ones, zeros = (1.0,) * len(texts.positives), (0.0,) * len(texts.negatives)
+            return replace(texts, positive_scores=ones, negative_scores=zeros)
+        return texts
+
+    def _check_width(self, texts: Texts) -> None:
+        width = self._width
+        for vector in texts.vectors:
+            width = width or len(vector)
+            if len(vector) != width:
+                raise BadRow(f"a vector of {len(vector)} numbers, where those before have {width}")
+        self._width = width  # only now: a bad row that is passed over decides nothing
+
+
+def check_even(needs: Needs, counts: Sequence[Counts]) -> None:
+    """Refuse rows of different numbers of documents, where the loss needs as many in every row.
+
+    Args:
+        needs: what the loss asks.
+        counts: for each source, what a step uses of its rows.
+
+    Raises:
+        ConfigError: the rows of one source, or of two, differ; the text says what would make them equal.
+    """
+    if not needs.even:
+        return
+    same = f"and loss={needs.loss} needs the same number in every row"
+    for one in counts:
+        if one.fewest < one.most:
+            raise ConfigError(
+                f"data.train: {one.source} has rows with {one.fewest} to {one.most} negatives, {same}: "
+                f"set negatives={one.fewest}"
+            )
+    for first, other in pairwise(counts):
+        if first.one_text != other.one_text:
+            one, more = (first, other) if first.one_text else (other, first)
+            raise ConfigError(
+                f"data.train: {one.source} has rows of one text and {more.source} rows of query and document, "
+                f"{same}: take one of them out"
+            )
+        if first.most != other.most:
+            raise ConfigError(
+                f"data.train: {first.source} has rows with {first.most} negatives and {other.source} with "
+                f"{other.most}, {same}: set negatives={min(first.most, other.most)} for both"
+            )

@@ -1,0 +1,66 @@
+"""Files of training rows as users have them, and what is read of one."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from embedtrain.config.needs import Needs
+from embedtrain.config.schema import OnError, TrainSource
+from embedtrain.data.readers import SourceReport, read_sources
+from embedtrain.data.types import Example
+from embedtrain.errors import DataError, EmbedtrainError
+
+NOTHING_MORE = Needs()
+
+
+def line(row: object) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+def write(path: Path, *rows: object) -> Path:
+    """A file of JSON lines; bytes are written as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = b"".join(row if isinstance(row, bytes) else line(row) for row in rows)
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def read(
+    path: object, on_error: OnError = OnError.stop, *, needs: Needs = NOTHING_MORE, **options: Any
+) -> tuple[list[Example], SourceReport]:
+    """What one source holds."""
+    table, reports = read_sources([TrainSource(path=str(path), **options)], on_error, needs)
+    return list(table), reports[0]
+
+
+def error_of(path: object, expected: type[EmbedtrainError] = DataError, **options: Any) -> str:
+    """The sentence with which a source is refused."""
+    with pytest.raises(expected) as caught:
+        read(path, **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def write_table(path: Path, table: dict[str, list[Any]]) -> Path:
+    """A file of columns, of the kind that its name says."""
+    path.parent.mkdir(exist_ok=True)
+    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    match "".join(path.suffixes):
+        case ".parquet":
+            pq.write_table(pa.table(table), path)
+        case ".jsonl" | ".jsonl.gz":
+            write(path, *rows)
+        case suffixes:
+            opener = gzip.open if suffixes.endswith(".gz") else open
+            with opener(path, "wt", encoding="utf-8-sig", newline="") as file:
+                writer = csv.DictWriter(file, list(table), delimiter="\t" if ".tsv" in suffixes else ",")
+                writer.writeheader()
+                writer.writerows(rows)
+    return path

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a private name, checked on torch 2.13
 
-from embedtrain.config.schema import ParallelConfig, Strategy
+from embedtrain.config.schema import Accumulate, ParallelConfig, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 
@@ -15,6 +15,8 @@ from embedtrain.errors import ConfigError
 _BYTES_PER_PARAMETER = 16
 # A replicated model may take this share of a rank's memory; the rest is for activations and the batch.
 _REPLICATED_SHARE = 0.35
+# Unreduced gradients of the whole model, in fp32, may take this share while a step has chunks to come.
+_WHOLE_GRADIENTS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,26 @@ def choose_layout(parallel: ParallelConfig, world: World, num_parameters: int, m
             return Layout(Strategy.ddp, world.size, 1, f"it fits on every rank: {told}")
         case Strategy.auto:
             return Layout(Strategy.fsdp, 1, world.size, f"it is too large to replicate: {told}")
+
+
+def keeps_gradients_whole(parallel: ParallelConfig, layout: Layout, num_trained: int, memory: int) -> bool:
+    """Turn `parallel.accumulate` into whether a rank holds whole gradients between the chunks of a step.
+
+    Where weights are replicated its part is the whole in any case.
+
+    Args:
+        parallel: the recipe's options.
+        layout: how the weights lie.
+        num_trained: parameters that have a gradient.
+        memory: as for `choose_layout`.
+    """
+    match parallel.accumulate:
+        case Accumulate.whole:
+            return True
+        case Accumulate.sharded:
+            return False
+        case Accumulate.auto:
+            return layout.shard == 1 or 4 * num_trained <= _WHOLE_GRADIENTS_SHARE * memory
 
 
 def memory_of_rank(world: World) -> int:

@@ -87,16 +87,23 @@ def warm_up(encoder: nn.Module, device: torch.device) -> None:
     reshard(encoder)
 
 
-def synchronise_gradients(encoder: nn.Module, *, last: bool) -> None:
+def synchronise_gradients(encoder: nn.Module, *, last: bool, whole: bool = True) -> None:
     """Say before a backward pass whether it is the last of its step.
 
-    Until the last one gradients pile up on this rank, unreduced, so that a step costs one reduce-scatter a
-    group however many chunks it has. Without effect on a module that is not sharded.
+    Without effect on a module that is not sharded.
+
+    Args:
+        encoder: about to run a backward pass.
+        last: whether it is the step's last.
+        whole: until the last one gradients pile up on this rank, unreduced, so that a step costs one
+            reduce-scatter a group however many chunks it has; else every pass reduces, this rank keeps its
+            shards, and only the sum over replicas waits for the last one.
     """
     if isinstance(encoder, FSDPModule):
-        encoder.set_requires_gradient_sync(last)
+        encoder.set_requires_gradient_sync(last or not whole)
+        encoder.set_requires_all_reduce(last)
         encoder.set_is_last_backward(last)
-        encoder.set_reshard_after_backward(last)
+        encoder.set_reshard_after_backward(last or not whole)
 
 
 def _guard_direct_calls(encoder: nn.Module, outside: list[nn.Module]) -> None:

@@ -98,6 +98,8 @@ def test_arrows_run_one_way(path):
 )
 def test_what_a_room_does_not_know(room, never):
     for path in (PACKAGE / room).rglob("*.py"):
+        if path.name in ("sentence_transformers.py", "their_classes.py"):
+            continue  # whose purpose it is to know their classes
         for name in imported(path):
             assert not any(name == bad or name.startswith(f"{bad}.") for bad in never), f"{path} imports {name}"
 

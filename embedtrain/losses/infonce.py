@@ -1,6 +1,6 @@
 """InfoNCE over the in-batch and hard negatives of all ranks, with the exact gradient of the global batch.
 
-B, M: queries and documents of this rank; N: queries, K: documents of all ranks; D: dimensions.
+B, M: queries and documents of this rank; N, K: of all ranks; D: dimensions.
 """
 
 import torch
@@ -8,70 +8,143 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.schema import InfoNCEConfig
+from embedtrain.config.losses import Implementation, InfoNCEConfig, Partition, Similarity
 from embedtrain.distributed.collectives import gather_rows, row_counts
-from embedtrain.losses.types import LossInput, LossOutput
+from embedtrain.losses.compare import widened
+from embedtrain.losses.negatives import NoNegatives
+from embedtrain.losses.own import own_negatives
+from embedtrain.losses.ring import around_ring
+from embedtrain.losses.scores import QUERY_CANDIDATES, Candidates, Rows, Rules
+from embedtrain.losses.softmax import RowLosses, plain, tiled
+from embedtrain.losses.temperature import Temperature
+from embedtrain.losses.types import Guide, Loss, LossInput, LossOutput
+
+# Below so many bytes of scores the plain way is as good as any, and simplest.
+PLAIN_BYTES = 1 << 26
+# Above so many bytes of other ranks' candidates and their gradient they are not all held at a time.
+GATHERED_BYTES = 1 << 31
 
 
-class InfoNCE:
+class InfoNCE(Loss):
     """van den Oord et al., "Representation Learning with Contrastive Predictive Coding" (2018).
 
-    The loss of query i is -log softmax over all K documents of the scores <q_i, d_j> / temperature, at its
-    positive. The ranks' documents are gathered with their gradient and each rank scores its own queries
-    only, so memory and work grow with B x K, not with N x K. Any number of hard negatives per query, any
-    number of rows per rank.
+    The loss of query i is -log softmax, at its positive, of the scores <q_i, d_j> / temperature over the
+    documents of all ranks; see `softmax` for the formula and its options for what else may be scored (Li et
+    al., 2023, "GTE"), left out (Solatorio, 2024, "GISTEmbed"; Zhang et al., 2025, "Qwen3 Embedding") or
+    weighted (Lan et al., 2025, "LLaVE"). Any number of hard negatives per query, any number of rows per rank;
+    each rank scores its own rows only, so its work grows with B x K.
 
     Args:
-        config: temperature; whether documents that equal the positive, or that are the positive of an equal
-            query, are left out of the negatives.
+        config: see there.
     """
 
     def __init__(self, config: InfoNCEConfig) -> None:
-        self.temperature = config.temperature
-        self.mask_duplicates = config.mask_duplicates
+        super().__init__()
+        self.config = config
+        self.temperature = Temperature(
+            config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds
+        )
+        joint = config.partition is Partition.joint
+        self.parts = [config.sides] if joint else [[side] for side in config.sides]
 
-    def __call__(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
-        """Queries [B, D] and documents [M, D], float32, to this rank's share of the global mean.
-
-        Written as softplus(logsumexp of the negatives - positive) rather than logsumexp(all) - positive:
-        the same number, but exact in fp32 when the loss is small, where the difference would cancel.
-        """
-        counts = row_counts(documents.shape[0], documents.device)
-        everything = gather_rows(documents, counts)
-        num_queries = sum(row_counts(queries.shape[0], queries.device))
-        before = sum(counts[: dist.get_rank()])
-        positives = known.positives + before
-
-        # The product must not be rounded to bf16: logits of 50 would be off by a quarter.
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """See Loss. A row without any negative has loss 0."""
+        # The products must not be rounded to bf16: logits of 50 would be off by a quarter.
         with torch.autocast(queries.device.type, enabled=False):
-            scores = queries.float() @ everything.float().T / self.temperature
-        positive = scores.gather(1, positives.unsqueeze(1)).squeeze(1)
-        excluded = self._no_negatives(known, positives, counts)
-        alone = excluded.all(dim=1, keepdim=True)
-        # A row without any negative has loss 0; its scores stay finite so that its gradient is 0, not NaN.
-        negative = scores.masked_fill(excluded & ~alone, -torch.inf)
-        gap = (torch.logsumexp(negative, dim=1) - positive).masked_fill(alone.squeeze(1), -torch.inf)
-        # The zero term ties a rank without queries to the gather, whose backward pass needs every rank.
-        share = (F.softplus(gap).sum() + 0.0 * everything.sum()) / max(1, num_queries)
-        beaten = (negative >= positive.unsqueeze(1)).any(dim=1) & ~alone.squeeze(1)
-        right = (~beaten).sum() / max(1, num_queries)
-        return LossOutput(share, {"accuracy": right})
+            return self._forward(widened(queries), widened(documents), known)
 
-    def _no_negatives(self, known: LossInput, positives: Tensor, counts: list[int]) -> Tensor:
-        """[B, K], true where a document is no negative of a query; the positive itself always."""
-        columns = torch.arange(sum(counts), device=positives.device)
-        excluded = columns == positives.unsqueeze(1)
-        if not self.mask_duplicates:
-            return excluded
-        # A document that answers an equal query answers this one too, wherever its text stands.
-        query_of = torch.full_like(known.document_keys, _NO_QUERY)
-        query_of[known.positives] = known.query_keys
-        answers = gather_rows(query_of, counts) == known.query_keys.unsqueeze(1)
-        texts, text_of = gather_rows(known.document_keys, counts).unique(return_inverse=True)
-        right = answers.new_zeros((len(answers), len(texts)), dtype=torch.float32)
-        right.index_add_(1, text_of, answers.float())
-        return excluded | (right > 0)[:, text_of]
+    def _forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        if self.config.similarity is Similarity.cosine:
+            queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
+        scale = self.temperature.scale(queries)
+        guide = None if self.config.guide is None else _normalised(known.guides[self.config.guide])
+        counts = row_counts(len(queries), queries.device), row_counts(len(documents), queries.device)
+        if self.config.in_batch_negatives:
+            found = self._in_batch(queries, documents, known, guide, scale, counts)
+        else:
+            found = own_negatives(queries, documents, known, guide, scale, self.config)
+        num_rows = max(1, sum(counts[0]))
+        shares = {"accuracy": found.right / num_rows}
+        if self.temperature.log_scale is not None:
+            shares["temperature"] = 1.0 / (scale.detach().squeeze() * dist.get_world_size())
+        return LossOutput(found.loss / num_rows, shares)
+
+    def _in_batch(
+        self,
+        queries: Tensor,
+        documents: Tensor,
+        known: LossInput,
+        guide: Guide | None,
+        scale: Tensor,
+        counts: tuple[list[int], list[int]],
+    ) -> RowLosses:
+        config, rank = self.config, dist.get_rank()
+        positives = known.positives
+        rules = Rules(
+            no_negatives=NoNegatives(
+                known,
+                counts,
+                duplicates=config.mask_duplicates,
+                positive_again=config.partition is Partition.joint,
+            ),
+            drop_above=config.drop_above,
+            guide_margin=config.guide_margin,
+            guide_margin_kind=config.guide_margin_kind,
+            hardness=config.hardness,
+            hardness_strength=config.hardness_strength,
+        )
+        answers = documents[positives]
+        rows = Rows(
+            places=torch.arange(len(queries), device=queries.device) + sum(counts[0][:rank]),
+            queries=queries,
+            positives=answers,
+            positive_scores=((queries * answers).sum(dim=1) * scale).detach(),
+            guide_queries=None if guide is None else guide.queries,
+            guide_positives=None if guide is None else guide.documents[positives],
+        )
+        with_queries = any(side in QUERY_CANDIDATES for side in config.sides)
+        own = Candidates(
+            first_query=sum(counts[0][:rank]),
+            first_document=sum(counts[1][:rank]),
+            documents=documents,
+            queries=queries if with_queries else None,
+            guide_documents=None if guide is None else guide.documents,
+            guide_queries=None if guide is None or not with_queries else guide.queries,
+        )
+        way = choose_implementation(config, counts, queries)
+        if way is Implementation.ring:
+            return around_ring(rows, own, rules, scale, config.margin, self.parts, counts)
+        everyone = Candidates(
+            first_query=0,
+            first_document=0,
+            documents=gather_rows(documents, counts[1]),
+            queries=gather_rows(queries, counts[0]) if with_queries else None,
+            guide_documents=None if guide is None else gather_rows(guide.documents, counts[1]),
+            guide_queries=None if own.guide_queries is None else gather_rows(own.guide_queries, counts[0]),
+        )
+        compute = plain if way is Implementation.plain else tiled
+        return compute(rows, everyone, rules, scale, config.margin, self.parts)
 
 
-# No hash is this one: see `text_keys`, whose keys are 63 bits.
-_NO_QUERY = -1
+def choose_implementation(config: InfoNCEConfig, counts: tuple[list[int], list[int]], like: Tensor) -> Implementation:
+    """How a batch of this size is computed where the recipe leaves it open; the same on every rank.
+
+    Args:
+        config: the loss's options.
+        counts: queries and documents of each rank.
+        like: vectors [..., D] of the type that is computed in.
+    """
+    if config.implementation is not Implementation.auto:
+        return config.implementation
+    num_queries, num_documents = sum(counts[0]), sum(counts[1])
+    candidates = [num_queries if side in QUERY_CANDIDATES else num_documents for side in config.sides]
+    if max(counts[0]) * sum(candidates) * like.element_size() <= PLAIN_BYTES:
+        return Implementation.plain
+    different = {side in QUERY_CANDIDATES: number for side, number in zip(config.sides, candidates, strict=True)}
+    others = sum(different.values()) * (1.0 - 1.0 / len(counts[0]))
+    gathered = 2 * others * like.shape[-1] * like.element_size()
+    return Implementation.ring if gathered > GATHERED_BYTES else Implementation.tiled
+
+
+def _normalised(guide: Guide) -> Guide:
+    return Guide(F.normalize(guide.queries, dim=1), F.normalize(guide.documents, dim=1))

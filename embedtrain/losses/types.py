@@ -1,24 +1,74 @@
-"""What goes into a loss and what comes out: LossInput, LossOutput."""
+"""What goes into a loss and what comes out: LossInput, LossOutput, and Loss itself."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+# Under which name `LossInput.guides` holds the teacher's vectors that the rows themselves carry.
+FROM_ROWS = "rows"
 
 
 @dataclass(frozen=True, slots=True)
+class Guide:
+    """Another model's vectors of the same texts, without gradient.
+
+    Attributes:
+        queries: float32 [B, T].
+        documents: float32 [M, T].
+    """
+
+    queries: Tensor
+    documents: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossInput:
     """What the batch knows of this rank's embeddings. B queries and M documents on this rank; either may be 0.
 
     Attributes:
-        positives: int64 [B], which of this rank's documents is a query's positive.
+        owners: int64 [M], ascending: which of this rank's queries a document belongs to. A query's first
+            document is its positive, the others are its hard negatives.
         query_keys: int64 [B], equal exactly where two queries' texts are equal.
         document_keys: int64 [M], the same of documents.
+        document_ids: int64 [M], equal exactly where two documents' ids are equal; a document without id has
+            its text's key. None where no document has an id.
+        scores: float32 [M], how much a document is worth to its query, by annotators or by a teacher; None
+            where rows have no scores.
+        labels: int64 [B], the rows' classes; None where they have none.
+        guides: other models' vectors, by the path of the model; FROM_ROWS for vectors that came with the rows.
+        seed: a number that is the same on every rank and another at each step.
     """
 
-    positives: Tensor
+    owners: Tensor
     query_keys: Tensor
     document_keys: Tensor
+    document_ids: Tensor | None = None
+    scores: Tensor | None = None
+    labels: Tensor | None = None
+    guides: Mapping[str, Guide] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def positives(self) -> Tensor:
+        """Int64 [B], which of this rank's documents is a query's positive. Every query must have a document."""
+        return torch.searchsorted(self.owners, torch.arange(len(self.query_keys), device=self.owners.device))
+
+    def to(self, device: torch.device) -> "LossInput":
+        """The same with all tensors on `device`."""
+        return LossInput(
+            owners=self.owners.to(device),
+            query_keys=self.query_keys.to(device),
+            document_keys=self.document_keys.to(device),
+            document_ids=None if self.document_ids is None else self.document_ids.to(device),
+            scores=None if self.scores is None else self.scores.to(device),
+            labels=None if self.labels is None else self.labels.to(device),
+            guides={
+                name: Guide(guide.queries.to(device), guide.documents.to(device)) for name, guide in self.guides.items()
+            },
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +77,22 @@ class LossOutput:
 
     Attributes:
         share: scalar, this rank's part of the mean over the global batch's rows. The ranks' shares add up to
-            the loss; so do their gradients.
-        shares: detached scalars to log, this rank's parts of means as well.
+            the loss; so do their gradients. It has a graph on every rank, on one without rows too.
+        shares: detached scalars to log, this rank's parts of means as well; the same names on every rank.
     """
 
     share: Tensor
     shares: dict[str, Tensor] = field(default_factory=dict)
 
 
-# (queries [B, D], documents [M, D], what the batch knows) -> loss. Runs its own collectives: every rank calls it.
-Loss = Callable[[Tensor, Tensor, LossInput], LossOutput]
+class Loss(nn.Module):
+    """A function of embeddings and of what the batch knows; it never holds a model.
+
+    It runs its own collectives, so every rank calls it, one without rows too. Parameters of its own (a
+    temperature, a projection) are whole on every rank and equal on all; whoever trains them sums their
+    gradients over the ranks, as all gradients of shares are.
+    """
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """Queries [B, D] and documents [M, D], float32 (float64 works as well), to this rank's share."""
+        raise NotImplementedError

@@ -1,0 +1,147 @@
+"""Losses of scored pairs: CoSENT, AnglE, CosineMSE, Contrastive and OnlineContrastive.
+
+Each document makes a pair with its row's query, and each pair has a score. B, M: queries and documents, so
+pairs, of this rank; P: pairs of all ranks; D: dimensions. Only the pairs' scalars travel between ranks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from embedtrain.config.losses import (
+    AnglEConfig,
+    ContrastiveConfig,
+    CoSENTConfig,
+    CosineMSEConfig,
+    OnlineContrastiveConfig,
+    Reduction,
+    Similarity,
+)
+from embedtrain.distributed.collectives import gather_rows, row_counts, total
+from embedtrain.losses.compare import distances, similarities, widened
+from embedtrain.losses.types import Loss, LossInput, LossOutput
+
+
+class CoSENT(Loss):
+    """Su, "CoSENT: A more efficient sentence vector scheme than Sentence-BERT" (kexue.fm/archives/8847, 2022).
+
+    log(1 + sum of exp((s_i - s_j) / temperature)) over all ordered pairs i, j of the P pairs in which j has
+    the higher score; s is the cosine. Equal scores are not ordered.
+    """
+
+    def __init__(self, config: CoSENTConfig) -> None:
+        super().__init__()
+        self.temperature = config.temperature
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        left, right, scores = _pairs(queries, documents, known)
+        return LossOutput(_order(similarities(left, right, Similarity.cosine) / self.temperature, scores))
+
+
+class AnglE(Loss):
+    """Li and Li, "AoE: Angle-Optimized Embeddings for Semantic Textual Similarity" (ACL 2024).
+
+    CoSENT's loss with another similarity. A vector's halves are the real and the imaginary parts of D/2
+    complex numbers (an odd D is padded by a zero), and s is the magnitude of the sum of the real and the
+    imaginary part of their inner product, both vectors at length 1.
+    """
+
+    def __init__(self, config: AnglEConfig) -> None:
+        super().__init__()
+        self.temperature = config.temperature
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        left, right, scores = _pairs(queries, documents, known)
+        odd = left.shape[1] % 2
+        left, right = (F.pad(F.normalize(vectors, dim=1), (0, odd)) for vectors in (left, right))
+        (real, imaginary), (other_real, other_imaginary) = left.chunk(2, dim=1), right.chunk(2, dim=1)
+        sines = (imaginary * other_real - real * other_imaginary).sum(dim=1)
+        angles = ((left * right).sum(dim=1) + sines).abs()
+        return LossOutput(_order(angles / self.temperature, scores))
+
+
+class CosineMSE(Loss):
+    """Reimers and Gurevych, "Sentence-BERT" (EMNLP 2019): the mean over all pairs of (cosine - score)^2."""
+
+    def __init__(self, config: CosineMSEConfig) -> None:
+        super().__init__()
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        left, right, scores = _pairs(queries, documents, known)
+        terms = (similarities(left, right, Similarity.cosine) - scores).square()
+        return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
+
+
+class Contrastive(Loss):
+    """Hadsell et al., "Dimensionality Reduction by Learning an Invariant Mapping" (CVPR 2006).
+
+    The mean over all pairs of (y d^2 + (1 - y) relu(margin - d)^2) / 2 for a pair of score y at distance d.
+    """
+
+    def __init__(self, config: ContrastiveConfig) -> None:
+        super().__init__()
+        self.margin, self.distance = config.margin, config.distance
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        left, right, scores = _pairs(queries, documents, known)
+        apart = distances(left, right, self.distance)
+        terms = (scores * apart.square() + (1 - scores) * F.relu(self.margin - apart).square()) / 2
+        return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
+
+
+class OnlineContrastive(Loss):
+    """The contrastive loss of the global batch's hard pairs alone (sentence-transformers' OnlineContrastiveLoss).
+
+    Hard are the negatives (score 0) nearer than the farthest positive, and the positives (score 1) farther
+    than the nearest negative; without the other kind, those beyond the mean of their own. Pairs of any other
+    score do not count. The sum of d^2 and of relu(margin - d)^2, over the number of all pairs P for
+    `reduction=mean`. Logs `hard_pairs`, the share of the pairs that are hard.
+    """
+
+    def __init__(self, config: OnlineContrastiveConfig) -> None:
+        super().__init__()
+        self.margin, self.distance, self.reduction = config.margin, config.distance, config.reduction
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        left, right, scores = _pairs(queries, documents, known)
+        apart = distances(left, right, self.distance)
+        counts = row_counts(len(apart), apart.device)
+        all_apart, all_scores = gather_rows(apart.detach(), counts), gather_rows(scores, counts)
+        positives, negatives = all_apart[all_scores == 1], all_apart[all_scores == 0]
+        # The mean of nothing is NaN, and nothing is compared with it then.
+        nearer_than = positives.max() if len(positives) else negatives.mean()
+        farther_than = negatives.min() if len(negatives) else positives.mean()
+        hard_negative = (scores == 0) & (apart.detach() < nearer_than)
+        hard_positive = (scores == 1) & (apart.detach() > farther_than)
+        terms = hard_positive * apart.square() + hard_negative * F.relu(self.margin - apart).square()
+        num_pairs = max(1, sum(counts))
+        share = terms.sum() if self.reduction is Reduction.sum else terms.sum() / num_pairs
+        return LossOutput(share, {"hard_pairs": (hard_negative | hard_positive).sum() / num_pairs})
+
+
+def _pairs(queries: Tensor, documents: Tensor, known: LossInput) -> tuple[Tensor, Tensor, Tensor]:
+    """Each document's query [M, D], the documents [M, D], their scores [M]."""
+    assert known.scores is not None, "the data layer gives every document a score, see config/needs.py"
+    documents = widened(documents)
+    return widened(queries)[known.owners], documents, known.scores.to(documents.dtype)
+
+
+def _order(similarity: Tensor, scores: Tensor) -> Tensor:
+    """This rank's share of log(1 + sum over i, j with score_i < score_j of exp(similarity_i - similarity_j)).
+
+    In the order of the scores, the sum over j is a sum from some place to the end, so P log P steps do.
+    Every rank computes the whole from the gathered scalars; its share is 1/W of it.
+    """
+    counts = row_counts(len(scores), scores.device)
+    scores, order = gather_rows(scores, counts).sort()
+    similarity = gather_rows(similarity, counts)[order]
+    higher = torch.searchsorted(scores, scores, right=True)
+    to_the_end = torch.logcumsumexp(-similarity.flip(0), dim=0).flip(0)
+    to_the_end = torch.cat([to_the_end, similarity.new_full((1,), -torch.inf)])
+    terms = similarity + to_the_end[higher]
+    return torch.logsumexp(torch.cat([similarity.new_zeros(1), terms]), dim=0) / len(counts)

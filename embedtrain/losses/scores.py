@@ -1,0 +1,149 @@
+"""The scores of a few rows against candidates: what every way to compute InfoNCE has in common.
+
+c, B, N: rows at hand, of this rank, of all ranks; t, K: candidates at hand, documents of all ranks; D, T:
+dimensions of the vectors, of the guide's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from embedtrain.config.losses import Hardness, Margin, Side
+from embedtrain.losses.negatives import NoNegatives
+
+QUERY_ANCHORS = (Side.query_document, Side.query_query)
+QUERY_CANDIDATES = (Side.document_query, Side.query_query)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows of the batch: a query and its positive each.
+
+    Attributes:
+        places: int64 [c], which queries of all ranks they are.
+        queries, positives: [c, D].
+        positive_scores: [c], similarity of the two over temperature, margin not subtracted; no gradient.
+        guide_queries, guide_positives: [c, T], or None.
+    """
+
+    places: Tensor
+    queries: Tensor
+    positives: Tensor
+    positive_scores: Tensor
+    guide_queries: Tensor | None = None
+    guide_positives: Tensor | None = None
+
+    def part(self, start: int, end: int) -> "Rows":
+        """The rows from `start` to `end`."""
+        cut = {name: None if value is None else value[start:end] for name, value in self.tensors().items()}
+        return Rows(**cut)  # type: ignore[arg-type]
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """All of them by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Queries and documents that rows are compared with.
+
+    Attributes:
+        first_query, first_document: where they begin among those of all ranks.
+        queries, documents: [t, D]; queries are None where no side asks for them.
+        guide_queries, guide_documents: [t, T], or None.
+    """
+
+    first_query: int
+    first_document: int
+    documents: Tensor
+    queries: Tensor | None = None
+    guide_queries: Tensor | None = None
+    guide_documents: Tensor | None = None
+
+    def of(self, side: Side) -> Tensor:
+        """The candidates of a side."""
+        chosen = self.queries if side in QUERY_CANDIDATES else self.documents
+        assert chosen is not None
+        return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What happens to scores before their softmax; options of InfoNCEConfig, and the batch's duplicates."""
+
+    no_negatives: NoNegatives
+    drop_above: float | None
+    guide_margin: float
+    guide_margin_kind: Margin
+    hardness: Hardness
+    hardness_strength: float
+
+    def scores(
+        self, side: Side, rows: Rows, candidates: Candidates, scale: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Similarity times `scale`, [c, t], -inf where a candidate is no negative.
+
+        Differentiable, but not with `out`: the memory that the scores are then written to.
+        """
+        anchors = rows.queries if side in QUERY_ANCHORS else rows.positives
+        columns = candidates.of(side)
+        scores = torch.mm(anchors * scale, columns.T, out=out)
+        excluded = None
+        if self.drop_above is not None:
+            excluded = scores.detach() > (rows.positive_scores + self.drop_above * scale.detach()).unsqueeze(1)
+        if rows.guide_queries is not None:
+            objected = self._guide_objects(side, rows, candidates)
+            excluded = objected if excluded is None else excluded.logical_or_(objected)
+        if excluded is not None:
+            if side is Side.document_query:  # the pair itself would be judged by its rounding errors
+                own = (torch.arange(len(rows), device=scores.device), rows.places)
+                excluded[_within(own, candidates.first_query, len(columns))] = False
+            scores = scores.masked_fill_(excluded, -torch.inf)
+        if self.hardness is not Hardness.none and side is Side.query_document:
+            scores = self._weigh(scores, rows, candidates, float(scale))
+        first = candidates.first_query if side in QUERY_CANDIDATES else candidates.first_document
+        cells = _within(self.no_negatives.cells(side, rows.places), first, len(columns))
+        return scores.index_put_(cells, scores.new_tensor(-torch.inf))
+
+    def _guide_objects(self, side: Side, rows: Rows, candidates: Candidates) -> Tensor:
+        """[c, t], true where the guide finds a candidate closer than the positive (Solatorio, 2024)."""
+        queries, positives = rows.guide_queries, rows.guide_positives
+        columns = candidates.guide_queries if side in QUERY_CANDIDATES else candidates.guide_documents
+        assert queries is not None
+        assert positives is not None
+        assert columns is not None
+        right = (queries * positives).sum(dim=1)
+        slack = self.guide_margin * (right.abs() if self.guide_margin_kind is Margin.relative else 1.0)
+        anchors = queries if side in QUERY_ANCHORS else positives
+        return (anchors @ columns.T) > (right - slack).unsqueeze(1)
+
+    def _weigh(self, scores: Tensor, rows: Rows, candidates: Candidates, scale: float) -> Tensor:
+        """Scores plus strength * similarity where negatives of this kind weigh more; no gradient through that."""
+        more = scores.detach() * (self.hardness_strength / scale)
+        own = self.no_negatives.own.follow(torch.arange(len(rows), device=scores.device), rows.places)
+        own = _within(own, candidates.first_document, scores.shape[1])
+        match self.hardness:
+            case Hardness.in_batch:
+                more.index_put_(own, more.new_zeros(()))
+            case Hardness.hard:
+                kept = more[own]
+                more = torch.zeros_like(more).index_put_(own, kept)
+        # -inf - (-inf) would be NaN: what is excluded stays so.
+        return scores.add_(more.masked_fill_(more == -torch.inf, 0.0))
+
+
+def _within(cells: tuple[Tensor, Tensor], first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Those cells whose candidate is among `width` ones from `first` on, counted from there."""
+    at, column = cells[0], cells[1] - first
+    here = (column >= 0) & (column < width)
+    return at[here], column[here]
+
+
+def widest(sides: Sequence[Side], candidates: Candidates) -> int:
+    """Scores of one row, over all sides."""
+    return sum(len(candidates.of(side)) for side in sides)

@@ -1,0 +1,235 @@
+"""The loss classes of sentence-transformers, on any number of ranks and on embeddings that are there already.
+
+B: rows on this rank, M documents each; N: rows on all ranks; C = 1 + M columns, the queries first; D, T:
+dimensions of the model's and of a guide's vectors.
+"""
+
+import contextlib
+import logging
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+
+import sentence_transformers
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embedtrain.config.losses import SentenceTransformersConfig
+from embedtrain.config.needs import SENTENCE_TRANSFORMERS, Scores
+from embedtrain.config.sentence_transformers import GUIDED, MATRYOSHKA, check_sentence_transformers
+from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_counts
+from embedtrain.errors import ConfigError, DataError
+from embedtrain.losses.their_classes import StandIn, build, first_line, made_up_tokenizer
+from embedtrain.losses.types import FROM_ROWS, Guide, Loss, LossInput, LossOutput
+
+# How many documents a row may have, at least and at most, where a class takes fewer than any number.
+_DOCUMENTS: dict[str, tuple[int, int]] = {
+    "MegaBatchMarginLoss": (1, 1),
+    "GISTEmbedLoss": (1, 2),
+    "TripletLoss": (2, 2),
+    "BatchAllTripletLoss": (0, 0),
+    "BatchHardTripletLoss": (0, 0),
+    "BatchHardSoftMarginTripletLoss": (0, 0),
+    "BatchSemiHardTripletLoss": (0, 0),
+}
+# Classes of pairs: a row of several documents is that many pairs with its query.
+_PAIRS = [name for name, needs in SENTENCE_TRANSFORMERS.items() if needs.scores is Scores.pairs] + ["SoftmaxLoss"]
+_LARGEST = 2**62
+
+
+class SentenceTransformersLoss(Loss):
+    """A class of `sentence_transformers.losses`, exact on any number of ranks.
+
+    Every rank gathers the whole batch, computes the class's loss of it and takes 1/W for its share; the
+    gathering sums the ranks' gradients. So the work, and the memory for it, is that of the global batch on
+    *every* rank: embedtrain's own losses of the same name divide it among the ranks, and cost less.
+
+    The class sees no model but a stand-in without parameters, whose texts are vectors already. Classes that
+    cache gradients are computed without their cache. Parameters of the class are parameters here, under
+    `theirs`. What it draws at random is a function of `LossInput.seed`.
+
+    Args:
+        config: which class, its arguments, its guide.
+        dimension: of the model's vectors.
+        guide_dimensions: of the guides' and teachers' vectors, by `LossInput.guides`' names, where known.
+
+    Raises:
+        ConfigError: a class or arguments that sentence-transformers would not take.
+    """
+
+    def __init__(
+        self, config: SentenceTransformersConfig, *, dimension: int, guide_dimensions: Mapping[str, int]
+    ) -> None:
+        super().__init__()
+        check_sentence_transformers(config)
+        arguments, name = config.arguments, config.class_name
+        self.told = f"loss.class_name={name}"
+        if name == MATRYOSHKA:
+            name = arguments["loss"]["class_name"]
+            self.told += f" of {name}"
+            arguments = arguments["loss"].get("arguments", {})
+        self.class_name: str = name
+        self.needs = SENTENCE_TRANSFORMERS[name]
+        self.guide = config.guide
+        self.num_classes: int = arguments.get("num_labels", 0)
+        projected = arguments.get("projection_dim")
+        self.teacher_dimension: int = dimension if projected is None else projected
+
+        tokenizer = made_up_tokenizer() if name in GUIDED else None
+        model = StandIn("vectors", dimension, tokenizer)
+        guide = StandIn("guide", guide_dimensions.get(self.guide or "", dimension), tokenizer)
+        with _said_once():
+            if config.class_name == MATRYOSHKA:
+                inner = build(name, arguments, model, guide, "loss.arguments.loss")
+                around = {**config.arguments, "loss": inner}
+                self.theirs = build(MATRYOSHKA, around, model, guide, "loss")
+            else:
+                self.theirs = build(name, arguments, model, guide, "loss")
+        if self.needs.vectors:
+            self._check_teacher(guide_dimensions.get(FROM_ROWS, self.teacher_dimension), ConfigError)
+            if config.class_name == MATRYOSHKA and _version() < (6, 2):
+                raise ConfigError(f"{self.told} needs sentence-transformers 6.2, which shortens the teacher's vectors")
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """1/W of the class's loss of the global batch.
+
+        Raises:
+            DataError: rows of different numbers of documents, or of a number that the class does not take; rows
+                without the scores, labels or vectors it needs; what the class refuses itself.
+        """
+        per_row = torch.bincount(known.owners, minlength=len(queries)).tolist()
+        guide = known.guides.get(FROM_ROWS if self.needs.vectors else self.guide or "")
+        num_documents, fewest, missing, width = max_over_ranks(
+            [
+                max(per_row, default=0),
+                -min(per_row, default=_LARGEST),
+                int(bool(per_row) and self._lacks(known, guide)),
+                0 if guide is None else guide.queries.shape[1],
+            ],
+            queries.device,
+        )
+        self._check_rows(-fewest, num_documents, bool(missing))
+        counts = row_counts(len(queries), queries.device)
+        vectors = gather_rows(_by_row(queries, documents, num_documents), counts)
+        guides = None
+        if self.needs.vectors or self.guide is not None:
+            if guide is None:  # on a rank without rows
+                guide = Guide(queries.new_zeros(0, width), queries.new_zeros(0, width))
+            guides = gather_rows(_by_row(guide.queries, guide.documents, num_documents).to(vectors.dtype), counts)
+        columns, labels = list(vectors.unbind(1)), None
+        if self.needs.vectors:
+            self._check_teacher(width, DataError)
+            labels, guides = guides, None
+        elif self.needs.label:
+            mine = known.labels if known.labels is not None else torch.zeros_like(known.query_keys)
+            labels = gather_rows(mine, counts)
+        elif self.needs.scores is not Scores.none:
+            labels = gather_rows(_scores(known).to(queries.dtype).reshape(len(queries), num_documents), counts)
+            if self.class_name in _PAIRS:
+                columns = [columns[0].repeat_interleave(num_documents, dim=0), vectors[:, 1:].flatten(0, 1)]
+                labels = self._classes(labels.flatten()) if self.class_name == "SoftmaxLoss" else labels.flatten()
+
+        features = [{"vectors": column} for column in columns]
+        if guides is not None:
+            features = [{**given, "guide": column} for given, column in zip(features, guides.unbind(1), strict=True)]
+        with _seeded(known.seed, queries.device), _said_once():
+            try:
+                found = self.theirs(features, labels)
+            except ValueError as error:
+                raise DataError(f"{self.told} refuses the batch: {first_line(error)}") from error
+        parts: dict[str, Tensor] = found if isinstance(found, dict) else {}
+        loss = torch.stack(list(parts.values())).sum() if parts else found
+        ranks = dist.get_world_size()
+        return LossOutput(loss / ranks, {name: part.detach() / ranks for name, part in parts.items()})
+
+    def _lacks(self, known: LossInput, guide: Guide | None) -> bool:
+        """Whether this rank's rows are without something that the class needs and nothing stands in for."""
+        return (
+            (self.needs.scores is Scores.teacher and known.scores is None)
+            or (self.needs.label and known.labels is None)
+            or ((self.needs.vectors or self.guide is not None) and guide is None)
+        )
+
+    def _check_rows(self, fewest: int, most: int, missing: bool) -> None:
+        if fewest != most:
+            raise DataError(
+                f"{self.told} takes rows of equally many documents, and this batch has rows of {fewest} to {most}: "
+                "set `negatives` of the sources in data.train to a number that every row has"
+            )
+        least, limit = _DOCUMENTS.get(self.class_name, (int(self.needs.documents) + int(self.needs.negatives), None))
+        if most < least or (limit is not None and most > limit):
+            allowed = f"{least} or more" if limit is None else " or ".join(map(str, sorted({least, limit})))
+            raise DataError(
+                f"{self.told} takes rows whose number of documents is {allowed}, and this batch has rows of {most}: "
+                "set `negatives` of the sources in data.train, or write other rows"
+            )
+        if missing:
+            what = "labels" if self.needs.label else "scores" if self.needs.scores is Scores.teacher else "vectors"
+            raise DataError(f"{self.told} needs rows with {what}, and this batch has rows without")
+
+    def _check_teacher(self, width: int, kind: type[ConfigError | DataError]) -> None:
+        if width != self.teacher_dimension:
+            raise kind(
+                f"{self.told}: the rows' vectors have {width} dimensions, what is compared with them has "
+                f"{self.teacher_dimension}: set loss.arguments.projection_dim={width}"
+            )
+
+    def _classes(self, scores: Tensor) -> Tensor:
+        classes = scores.round().to(torch.int64)
+        wrong = scores[(classes != scores) | (classes < 0) | (classes >= self.num_classes)]
+        if len(wrong):
+            raise DataError(
+                f"{self.told}: a row's score is {wrong[0].item():g}, and loss.arguments.num_labels="
+                f"{self.num_classes} has the classes 0 to {self.num_classes - 1}"
+            )
+        return classes
+
+
+def _by_row(queries: Tensor, documents: Tensor, per_row: int) -> Tensor:
+    """[B, D] and [B * M, D] to [B, C, D]."""
+    width = queries.shape[1]
+    return torch.cat([queries.unsqueeze(1), documents.reshape(len(queries), per_row, width)], dim=1)
+
+
+def _scores(known: LossInput) -> Tensor:
+    """The documents' scores; where rows have none, 1 for a positive and 0 for a negative."""
+    if known.scores is not None:
+        return known.scores
+    scores = torch.zeros(len(known.owners), device=known.owners.device)
+    scores[known.positives] = 1.0
+    return scores
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in sentence_transformers.__version__.split(".")[:2])
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """Let rank 0 alone say what the classes warn of; every rank has the same reason to."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        yield
+        return
+    logger = logging.getLogger("sentence_transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Python's and torch's random numbers as a function of `seed`, and afterwards as they were before."""
+    before = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            yield
+    finally:
+        random.setstate(before)

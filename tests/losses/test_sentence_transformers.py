@@ -1,0 +1,494 @@
+"""Every class of sentence-transformers on several ranks against the class itself, in one process on the whole batch."""
+
+import copy
+import inspect
+import random
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import sentence_transformers
+import torch
+from sentence_transformers import SentenceTransformer, util
+from sentence_transformers.sentence_transformer import losses
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from embedtrain.config.losses import SentenceTransformersConfig
+from embedtrain.config.needs import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
+from embedtrain.config.sentence_transformers import FUNCTIONS, MATRYOSHKA
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError, DataError
+from embedtrain.losses.choose import choose_loss
+from embedtrain.losses.types import FROM_ROWS, Guide
+from tests.losses.global_batch import DIMENSION, GlobalVectors, check, run, vectors
+
+VERSION = tuple(int(part) for part in sentence_transformers.__version__.split(".")[:2])
+ROWS = 6
+SEED = 5  # as in the LossInput of the harness
+DISTANCES = losses.BatchHardTripletLossDistanceFunction
+ALL_DIRECTIONS = ["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
+FEW = (3, 5, 7)  # deals: four ranks; a rank without rows; the same of four, uneven
+
+
+class Given(nn.Module):
+    """The only module of a SentenceTransformer whose texts are vectors already."""
+
+    max_seq_length = 8
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
+
+    def get_embedding_dimension(self) -> int:
+        return DIMENSION
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sentence_embedding": features[self.key]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A class, its arguments in the recipe, and as Python takes them where these differ."""
+
+    name: str
+    documents: int = 1
+    arguments: dict[str, Any] = field(default_factory=dict)
+    python: dict[str, Any] | None = None
+    scores: str | None = None  # any, binary, classes
+    labels: int = 0
+    guide: bool = False
+    teacher: int = 0  # dimensions of the rows' vectors
+    all_deals: bool = False
+    fp32: float = 1e-5
+
+    @property
+    def config(self) -> SentenceTransformersConfig:
+        return SentenceTransformersConfig(
+            class_name=self.name, arguments=self.arguments, guide="some/guide" if self.guide else None
+        )
+
+    @property
+    def inner(self) -> str:
+        return self.arguments["loss"]["class_name"] if self.name == MATRYOSHKA else self.name
+
+    def batch(self) -> GlobalVectors:
+        made = vectors(
+            (self.documents,) * ROWS,
+            normalised=False,
+            scores=self.scores is not None,
+            classes=self.labels,
+            guides=["some/guide"] if self.guide else [],
+        )
+        if self.scores in ("binary", "classes"):
+            made = replace(made, scores=(torch.arange(len(made.documents)) * 2 % 3).double())
+        if self.scores == "binary":
+            made = replace(made, scores=(made.scores > 0).double())
+        if self.teacher:
+            other = vectors((self.documents,) * ROWS, seed=1, dimension=self.teacher)
+            made = replace(made, guides={FROM_ROWS: Guide(other.queries, other.documents)})
+        return made
+
+    def textbook(self, batch: GlobalVectors, parameters: dict[str, Tensor]) -> Tensor:
+        """The class's own forward, with its own cache, and its own model around vectors."""
+        model = SentenceTransformer(modules=[Given("vectors")], device="cpu")
+        arguments = copy.deepcopy(self.arguments if self.python is None else self.python)
+        if self.guide:
+            guide = {"guide": SentenceTransformer(modules=[Given("guide")], device="cpu")}
+            holder = arguments["loss"].setdefault("arguments", {}) if self.name == MATRYOSHKA else arguments
+            holder.update(guide)
+        if self.name == MATRYOSHKA:
+            inner = getattr(losses, self.inner)(model, **arguments["loss"].get("arguments", {}))
+            arguments["loss"] = inner
+        loss = getattr(losses, self.name)(model, **arguments).double()
+
+        columns, guides = by_column(batch.queries, batch.documents), None
+        labels = batch.labels
+        if batch.guides:
+            (theirs,) = batch.guides.values()
+            guides = by_column(theirs.queries, theirs.documents)
+        if self.teacher:
+            labels = torch.stack(guides, dim=1)
+        elif batch.scores is not None:
+            labels = batch.scores.view(ROWS, -1)
+            if SENTENCE_TRANSFORMERS[self.inner].scores.value == "pairs" or self.scores == "classes":
+                columns = [batch.queries.repeat_interleave(self.documents, 0), batch.documents]
+                labels = batch.scores.long() if self.scores == "classes" else batch.scores
+        features = [{"vectors": column} for column in columns]
+        if self.guide:
+            features = [{**given, "guide": column} for given, column in zip(features, guides, strict=True)]
+        random.seed(SEED)
+        own = {name.removeprefix("theirs."): parameter for name, parameter in parameters.items()}
+        found = torch.func.functional_call(loss, own, (features, labels))
+        return sum(found.values()) if isinstance(found, dict) else found
+
+
+def by_column(queries: Tensor, documents: Tensor) -> list[Tensor]:
+    return [queries, *documents.view(ROWS, -1, documents.shape[1]).unbind(1)] if len(documents) else [queries]
+
+
+def matryoshka(name: str, arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"loss": {"class_name": name, "arguments": arguments}, "matryoshka_dims": [3, 8, 5], **more}
+
+
+PLAIN = [
+    Case(name="MultipleNegativesRankingLoss", arguments={"scale": 10}),
+    Case(name="MultipleNegativesSymmetricRankingLoss", arguments={"scale": 10}, documents=2),
+    Case(name="CachedMultipleNegativesRankingLoss", arguments={"scale": 10, "mini_batch_size": 4}, documents=2),
+    Case(name="CachedMultipleNegativesSymmetricRankingLoss", arguments={"scale": 10, "mini_batch_size": 4}),
+    Case(name="MegaBatchMarginLoss", arguments={"mini_batch_size": 4}),
+    Case(name="GISTEmbedLoss", arguments={"temperature": 0.1}, documents=2, guide=True),
+    Case(name="CachedGISTEmbedLoss", arguments={"temperature": 0.1, "mini_batch_size": 4}, documents=3, guide=True),
+    Case(name="GlobalOrthogonalRegularizationLoss", documents=2),
+    Case(name="CoSENTLoss", scores="any"),
+    Case(name="AnglELoss", scores="any", fp32=1e-4),
+    Case(name="CosineSimilarityLoss", scores="any"),
+    Case(name="ContrastiveLoss", scores="binary"),
+    Case(name="OnlineContrastiveLoss", scores="binary"),
+    Case(
+        name="SoftmaxLoss",
+        scores="classes",
+        arguments={"num_labels": 3},
+        python={"embedding_dimension": DIMENSION, "num_labels": 3},
+    ),
+    Case(name="TripletLoss", documents=2),
+    Case(name="BatchAllTripletLoss", documents=0, labels=3),
+    Case(name="BatchHardTripletLoss", documents=0, labels=3),
+    Case(name="BatchHardSoftMarginTripletLoss", documents=0, labels=3),
+    Case(name="BatchSemiHardTripletLoss", documents=0, labels=3),
+    Case(name="DistillKLDivLoss", documents=3, scores="any"),
+    Case(name="MarginMSELoss", documents=2, scores="any"),
+    Case(name="MSELoss", teacher=DIMENSION),
+    Case(name="EmbedDistillLoss", documents=2, teacher=DIMENSION + 3, arguments={"projection_dim": DIMENSION + 3}),
+    Case(name="MatryoshkaLoss", arguments=matryoshka("MultipleNegativesRankingLoss", {"scale": 10})),
+]
+
+VARIANTS = [
+    Case(
+        name="MultipleNegativesRankingLoss",
+        arguments={"scale": 10, "directions": ALL_DIRECTIONS, "hardness_mode": "all_negatives", "hardness_strength": 2},
+        documents=3,
+    ),
+    Case(
+        name="MultipleNegativesRankingLoss",
+        arguments={
+            "scale": 1,
+            "similarity_fct": "dot_score",
+            "directions": ALL_DIRECTIONS[::2],
+            "partition_mode": "per_direction",
+        },
+        python={
+            "scale": 1,
+            "similarity_fct": util.dot_score,
+            "directions": ALL_DIRECTIONS[::2],
+            "partition_mode": "per_direction",
+        },
+        documents=2,
+    ),
+    Case(
+        name="CachedMultipleNegativesRankingLoss",
+        arguments={
+            "similarity_fct": "euclidean_sim",
+            "scale": 1,
+            "hardness_mode": "hard_negatives",
+            "hardness_strength": 1,
+        },
+        python={
+            "similarity_fct": util.euclidean_sim,
+            "scale": 1,
+            "hardness_mode": "hard_negatives",
+            "hardness_strength": 1,
+        },
+        documents=3,
+    ),
+    Case(name="MegaBatchMarginLoss", arguments={"use_mini_batched_version": False, "positive_margin": 0.9}),
+    Case(
+        name="GISTEmbedLoss",
+        arguments={"temperature": 0.1, "margin_strategy": "relative", "margin": 0.1, "contrast_anchors": False},
+        guide=True,
+    ),
+    Case(name="CachedGISTEmbedLoss", arguments={"temperature": 0.1, "contrast_positives": False}, guide=True),
+    Case(name="GlobalOrthogonalRegularizationLoss", arguments={"aggregation": "sum", "mean_weight": None}, documents=0),
+    Case(
+        name="CoSENTLoss",
+        arguments={"similarity_fct": "pairwise_dot_score", "scale": 2},
+        python={"similarity_fct": util.pairwise_dot_score, "scale": 2},
+        documents=2,
+        scores="any",
+    ),
+    Case(name="AnglELoss", documents=3, fp32=1e-4),  # without scores: negatives count 0
+    Case(
+        name="ContrastiveLoss",
+        arguments={"distance_metric": "EUCLIDEAN", "margin": 4, "size_average": False},
+        python={"distance_metric": losses.SiameseDistanceMetric.EUCLIDEAN, "margin": 4, "size_average": False},
+        documents=2,
+        scores="binary",
+    ),
+    Case(
+        name="OnlineContrastiveLoss",
+        arguments={"distance_metric": "MANHATTAN", "margin": 9},
+        python={"distance_metric": losses.SiameseDistanceMetric.MANHATTAN, "margin": 9},
+        scores="binary",
+    ),
+    Case(
+        name="SoftmaxLoss",
+        arguments={"num_labels": 4, "embedding_dimension": DIMENSION, "concatenation_sent_multiplication": True},
+        documents=2,
+        scores="classes",
+    ),
+    Case(
+        name="TripletLoss",
+        arguments={"distance_metric": "COSINE", "triplet_margin": 0.5},
+        python={"distance_metric": losses.TripletDistanceMetric.COSINE, "triplet_margin": 0.5},
+        documents=2,
+    ),
+    *(
+        Case(
+            name=name,
+            arguments={"distance_metric": "cosine_distance"},
+            python={"distance_metric": DISTANCES.cosine_distance},
+            documents=0,
+            labels=2,
+        )
+        for name in SENTENCE_TRANSFORMERS
+        if name.startswith("Batch")
+    ),
+    Case(
+        name="DistillKLDivLoss",
+        arguments={"similarity_fct": "pairwise_cos_sim", "temperature": 0.5, "teacher_temperature": 2},
+        python={"similarity_fct": util.pairwise_cos_sim, "temperature": 0.5, "teacher_temperature": 2},
+        documents=2,
+        scores="any",
+    ),
+    Case(name="MarginMSELoss", documents=4, scores="any"),
+    Case(name="MSELoss", documents=0, teacher=DIMENSION + 3, arguments={"projection_dim": DIMENSION + 3}),
+    Case(name="EmbedDistillLoss", documents=0, teacher=DIMENSION),
+    Case(name="EmbedDistillLoss", documents=1, teacher=DIMENSION, arguments={"distance_metric": "l2"}),
+    Case(
+        name="MatryoshkaLoss",
+        arguments=matryoshka("CachedMultipleNegativesRankingLoss", {"scale": 10}, matryoshka_weights=[1, 2, 0.5]),
+    ),
+    Case(
+        name="MatryoshkaLoss",
+        arguments=matryoshka("MultipleNegativesRankingLoss", {"scale": 10}, n_dims_per_step=2),
+        documents=2,
+    ),
+    Case(name="MatryoshkaLoss", arguments=matryoshka("CachedGISTEmbedLoss", {"temperature": 0.1}), guide=True),
+    Case(name="MatryoshkaLoss", arguments=matryoshka("MegaBatchMarginLoss", {})),
+    Case(name="MatryoshkaLoss", arguments=matryoshka("CoSENTLoss", {}), scores="any"),
+    Case(name="MatryoshkaLoss", arguments=matryoshka("BatchHardTripletLoss", {}), documents=0, labels=3),
+    Case(name="MatryoshkaLoss", arguments=matryoshka("MSELoss", {}), teacher=DIMENSION),
+]
+
+
+def skip_where_theirs_differ(case: Case) -> None:
+    """Until 6.1 their gradient cache sums in float32, and their MatryoshkaLoss leaves a teacher's vectors whole."""
+    inner = f"{case.name} {case.inner}"
+    if VERSION < (6, 2) and any(part in inner for part in ("Cached", "MegaBatch", "MatryoshkaLoss MSELoss")):
+        pytest.skip("the reference is exact in float64 from sentence-transformers 6.2 on")
+
+
+def told(case: Case) -> str:
+    return f"{case.name} {case.inner if case.inner != case.name else ''} {case.documents}"
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=told)
+def test_every_class(ranks, case):
+    skip_where_theirs_differ(case)
+    check(ranks, case.config, case.batch(), case.textbook, fp32=case.fp32)
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=told)
+def test_arguments(ranks, case):
+    skip_where_theirs_differ(case)
+    check(ranks, case.config, case.batch(), case.textbook, fp32=case.fp32, only=FEW)
+
+
+def test_every_class_is_tested():
+    assert {case.name for case in PLAIN} == {*SENTENCE_TRANSFORMERS, MATRYOSHKA}
+
+
+def test_tables_cover_the_installed_version():
+    """A class or an argument that a new version brings wants a decision."""
+    there = {name for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
+    there = {name for name in there if issubclass(getattr(losses, name), nn.Module)}
+    assert there == {*SENTENCE_TRANSFORMERS, *MORE_THAN_EMBEDDINGS, MATRYOSHKA}
+    for name in SENTENCE_TRANSFORMERS:
+        parameters = inspect.signature(getattr(losses, name).__init__).parameters.values()
+        functions = {parameter.name for parameter in parameters if inspect.isfunction(parameter.default)}
+        assert functions - {"loss_fct"} == set(FUNCTIONS.get(name, {})), name
+        others = {parameter.name for parameter in parameters if isinstance(parameter.default, nn.Module)}
+        assert others <= {"loss_fct", "cos_score_transformation"}, name
+
+
+@pytest.mark.parametrize(("name", "argument"), [(name, argument) for name in FUNCTIONS for argument in FUNCTIONS[name]])
+def test_every_function_that_can_be_named(name, argument):
+    for function in FUNCTIONS[name][argument]:
+        loss = choose(name, {argument: function}).theirs
+        found = getattr(loss, argument)
+        vectors = torch.eye(3)
+        assert found(vectors).shape == (3, 3) if name.startswith("Batch") else len(found(vectors, vectors)) == 3
+
+
+def choose(name: str, arguments: dict[str, Any], guide: str | None = None, **widths: int) -> nn.Module:
+    config = SentenceTransformersConfig(class_name=name, arguments=arguments, guide=guide)
+    return choose_loss(config, dimension=DIMENSION, guide_dimensions=widths, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        (Case(name="SoftmaxLoss", arguments={"num_labels": 3}), ["theirs.classifier.weight", "theirs.classifier.bias"]),
+        (Case(name="MSELoss", arguments={"projection_dim": 4}), ["theirs.projection.weight", "theirs.projection.bias"]),
+        (Case(name="CachedGISTEmbedLoss", guide=True), []),
+        (Case(name="MatryoshkaLoss", arguments=matryoshka("GISTEmbedLoss", {}), guide=True), []),
+    ],
+    ids=lambda case: case.name if isinstance(case, Case) else "",
+)
+def test_parameters(case, names):
+    loss = choose_loss(case.config, dimension=DIMENSION, seed=0)
+    assert [name for name, _ in loss.named_parameters()] == list(loss.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("MultipleNegativesRankingLoss", {"temperature": 1}, r"loss\.arguments\.temperature=1: .* it takes scale, "),
+        ("MultipleNegativesRankingLoss", {"scale": "ten"}, r"loss\.arguments\.scale=ten: .* takes a number$"),
+        ("MultipleNegativesRankingLoss", {"scale": float("nan")}, r"loss\.arguments\.scale=nan"),
+        ("MultipleNegativesRankingLoss", {"scale": -1}, r"refuses its arguments: Scale must be"),
+        (
+            "MultipleNegativesRankingLoss",
+            {"directions": "query_to_doc"},
+            r"directions=query_to_doc: .* a list, each one",
+        ),
+        ("MultipleNegativesRankingLoss", {"directions": ["doc_to_doc"]}, "'query_to_doc' direction is required"),
+        ("MultipleNegativesRankingLoss", {"hardness_mode": "x"}, "takes one of in_batch_negatives, .* or null"),
+        ("SoftmaxLoss", {}, r"loss\.arguments\.num_labels is missing: SoftmaxLoss takes a whole number"),
+        ("SoftmaxLoss", {"num_labels": 2.5}, "takes a whole number"),
+        ("SoftmaxLoss", {"num_labels": 2, "embedding_dimension": 9}, "embedding_dimension=9: .* have 8 dimensions"),
+        ("ContrastiveLoss", {"size_average": 1}, "takes true or false"),
+        ("EmbedDistillLoss", {"projection_dim": True}, "takes a whole number or null"),
+        ("EmbedDistillLoss", {"projection_dim": -2}, "refuses its arguments"),
+        ("EmbedDistillLoss", {"distance_metric": "COSINE"}, "takes one of mse, l2, cosine"),
+        ("MatryoshkaLoss", matryoshka("CoSENTLoss", {"margin": 1}), r"loss\.arguments\.loss\.arguments\.margin=1: "),
+        ("MatryoshkaLoss", {**matryoshka("CoSENTLoss", {}), "matryoshka_dims": [9]}, "cannot exceed"),
+        ("MatryoshkaLoss", matryoshka("CoSENTLoss", {}, matryoshka_weights=[1]), "same length"),
+        ("TripletLos", {}, "did you mean TripletLoss"),
+    ],
+)
+def test_refused_arguments(name, arguments, sentence):
+    with pytest.raises(ConfigError, match=sentence) as error:
+        choose(name, arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_teacher_of_another_width():
+    with pytest.raises(ConfigError, match=r"have 11 dimensions.* has 8: set loss\.arguments\.projection_dim=11"):
+        choose("MSELoss", {}, **{FROM_ROWS: 11})
+
+
+def refused(world: World, config: SentenceTransformersConfig, batch: GlobalVectors, deal: list[list[int]]) -> str:
+    loss = choose_loss(config, dimension=DIMENSION, seed=0)
+    try:
+        loss(*batch.share(deal[world.rank], torch.float32))
+    except DataError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("case", "batch", "sentence"),
+    [
+        (Case(name="TripletLoss"), vectors((2, 2, 2, 3)), "equally many documents, and this batch has rows of 2 to 3"),
+        (Case(name="TripletLoss"), vectors((1,) * 4), "documents is 2, and this batch has rows of 1"),
+        (Case(name="GISTEmbedLoss", guide=True), vectors((3,) * 4, guides=["some/guide"]), "is 1 or 2, and this"),
+        (Case(name="DistillKLDivLoss"), vectors((1,) * 4, scores=True), "is 2 or more, and"),
+        (Case(name="BatchHardTripletLoss"), vectors((1,) * 4, classes=2), "is 0, and"),
+        (Case(name="MarginMSELoss"), vectors((2,) * 4), "needs rows with scores"),
+        (Case(name="BatchAllTripletLoss"), vectors((0,) * 4), "needs rows with labels"),
+        (Case(name="MSELoss"), vectors((0,) * 4), "needs rows with vectors"),
+        (Case(name="MSELoss"), vectors((0,) * 4, guides=[FROM_ROWS]), "have 11 dimensions"),
+        (
+            Case(name="SoftmaxLoss", arguments={"num_labels": 2}),
+            replace(vectors((1,) * 4), scores=torch.tensor([0.0, 1, 2, 0]).double()),
+            "score is 2, and loss.arguments.num_labels=2 has the classes 0 to 1",
+        ),
+        (
+            Case(name="DistillKLDivLoss"),
+            replace(vectors((2,) * 4), scores=torch.full((8,), float("nan")).double()),
+            "refuses the batch: DistillKLDivLoss: the teacher scores contain NaN",
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else "",
+)
+def test_refused_rows(ranks, case, batch, sentence):
+    """On all ranks alike, though only the first has the row that is wrong, and one has none."""
+    for answer in ranks(3, refused, case.config, batch, [[3, 2], [], [0, 1]]):
+        assert sentence in answer
+        assert "\n" not in answer
+
+
+def test_parts_are_logged(ranks):
+    case = Case(name="GlobalOrthogonalRegularizationLoss")
+    batch = case.batch()
+    answers = ranks(3, run, case.config, batch, [[0, 1, 2], [], [3, 4, 5]], torch.float64, DIMENSION)
+    parts = losses.GlobalOrthogonalRegularizationLoss(SentenceTransformer(modules=[Given("vectors")], device="cpu"))(
+        [{"vectors": column} for column in by_column(batch.queries, batch.documents)]
+    )
+    for name, part in parts.items():
+        assert sum(answer["shares"][name] for answer in answers) == pytest.approx(part.item(), rel=1e-12)
+    assert sum(answer["share"] for answer in answers) == pytest.approx(sum(parts.values()).item(), rel=1e-12)
+
+
+def draws(world: World) -> list[float]:
+    """Shares at steps of different seeds, though every rank's own random numbers differ; and what is left of these."""
+    case = Case(name="MatryoshkaLoss", arguments=matryoshka("CoSENTLoss", {}, n_dims_per_step=1), scores="any")
+    loss = choose_loss(case.config, dimension=DIMENSION, seed=0)
+    queries, documents, known = case.batch().share([world.rank], torch.float64)
+    random.seed(world.rank)
+    torch.manual_seed(world.rank)
+    found = [loss(queries, documents, replace(known, seed=seed)).share.item() for seed in range(8)]
+    random_left, torch_left = random.random(), torch.rand(1).item()
+    random.seed(world.rank)
+    torch.manual_seed(world.rank)
+    assert (random_left, torch_left) == (random.random(), torch.rand(1).item())
+    return found
+
+
+def test_random_dimensions_are_the_seeds(ranks):
+    first, second = ranks(2, draws)
+    assert first == second
+    assert len(set(first)) > 1
+
+
+def warned(world: World) -> int:
+    """How often ContrastiveLoss complains of scores between 0 and 1."""
+    loss = choose_loss(SentenceTransformersConfig(class_name="ContrastiveLoss"), dimension=DIMENSION, seed=0)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        loss(*vectors((1,) * 4, scores=True).share([world.rank], torch.float32))
+    return len([warning for warning in heard if issubclass(warning.category, UserWarning)])
+
+
+def test_one_rank_warns(ranks):
+    first, *others = ranks(3, warned)
+    assert first >= 1
+    assert others == [0, 0]
+
+
+def one_row(world: World) -> None:
+    """Every class on a single row, of the last rank, has a finite gradient or none."""
+    for case in PLAIN:
+        batch = case.batch()
+        answer = run(world, case.config, batch, [[], [2]], torch.float64, DIMENSION)
+        assert answer["queries"].isfinite().all(), case.name
+        assert answer["documents"].isfinite().all(), case.name
+
+
+def test_one_row_in_all(ranks):
+    ranks(2, one_row)

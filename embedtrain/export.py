@@ -19,7 +19,7 @@ def act(options: ExportOptions) -> None:
         whole_encoder,
     )
     from embedtrain.checkpoint.folder import choose_step
-    from embedtrain.checkpoint.tensors import read_whole_model
+    from embedtrain.checkpoint.tensors import read_whole_encoder
     from embedtrain.config.compose import load_recipe, to_plain
     from embedtrain.config.schema import ModelConfig
     from embedtrain.data.tokens import TextTokenizer
@@ -42,7 +42,7 @@ def act(options: ExportOptions) -> None:
     tokenizer = TextTokenizer(loaded, text_length(source, loaded))
     console.note(f"{folder.path}: step {folder.step}, {folder.manifest['layout']} layout")
     with console.phase("reading the weights"):
-        state = read_whole_model(folder.path)
+        state = read_whole_encoder(folder.path)
         expected = plain_vectors(whole_encoder(source, state), tokenizer)
     dtype = export_dtype(options.dtype or recipe.export.dtype, source)
     with console.phase("writing the directory and reopening it with sentence-transformers"):

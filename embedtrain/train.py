@@ -17,6 +17,8 @@ from embedtrain.checkpoint.folder import StepFolder, read_manifest, step_path
 from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.checkpoint.tensors import read_tensors
 from embedtrain.config.compose import to_plain
+from embedtrain.config.loss_checks import guides_of
+from embedtrain.config.needs import needs_of
 from embedtrain.config.schema import Precision, Recipe
 from embedtrain.data.batches import TrainData, load_train_data
 from embedtrain.data.vocabulary import train_tokenizer
@@ -25,18 +27,21 @@ from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import split_best
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.losses.choose import choose_loss
+from embedtrain.losses.choose import choose_loss, notes_on
+from embedtrain.losses.types import FROM_ROWS
 from embedtrain.models.source import open_source
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after, figures_at
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.gradients import Backward
+from embedtrain.training.guide import load_guides
 from embedtrain.training.loop import Loop
 from embedtrain.training.model import LoadedModel, load_model, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rundir import RunDirectory
 from embedtrain.training.state import TrainState, from_dict
 from embedtrain.training.step import Trainable
+from embedtrain.training.trained import Trained
 
 
 def train(recipe: Recipe, world: World) -> Path:
@@ -64,8 +69,9 @@ def train(recipe: Recipe, world: World) -> Path:
             document_prompt=prompts.get("document", ""),
             seed=recipe.seed,
             global_batch_size=recipe.train.global_batch_size,
+            needs=needs_of(recipe.loss),
         )
-        total_steps = data.plan.total_steps(recipe.train.steps, recipe.train.epochs)
+        total_steps = _total_steps(recipe, data)
     sets = load_sets(recipe.evaluation.sets, world)
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
     for note in (*data.notes, *(note for loaded in sets for note in loaded.notes)):
@@ -87,10 +93,27 @@ def train(recipe: Recipe, world: World) -> Path:
         tokenizer=_own_vocabulary(recipe, data, run_dir, world, console, anew=found is None),
         read_weights=found is None,
     )
-    for note in model.notes:
+    guides, guide_notes = load_guides(
+        guides_of(recipe.loss),
+        recipe.parallel,
+        world,
+        chunk_tokens=recipe.train.chunk_tokens,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    for note in (*model.notes, *guide_notes):
         console.note(note)
-    optimizer = build_optimizer(model.encoder, recipe.optim)
-    state = TrainState() if found is None else _resume(found, checkpoints, model, optimizer, total_steps, console)
+    with world.together("making the loss"):
+        widths = {path: guide.dimension for path, guide in guides.items()}
+        if data.teacher_dimension is not None:
+            widths[FROM_ROWS] = data.teacher_dimension
+        loss = choose_loss(
+            recipe.loss, dimension=model.encoder.dimension, guide_dimensions=widths, seed=recipe.seed
+        ).to(world.device)
+        for note in notes_on(recipe.loss, loss, model.encoder.dimension):
+            console.note(note)
+    trained = Trained(model.encoder, loss)
+    optimizer = build_optimizer(model.encoder, recipe.optim, loss)
+    state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
     if state.best_by != recipe.checkpoint.best:
         state.best_by, state.best, state.best_step = recipe.checkpoint.best, None, None
     encoder = SentenceEncoder(
@@ -117,15 +140,17 @@ def train(recipe: Recipe, world: World) -> Path:
             recipe=recipe,
             run=Trainable(
                 world=world,
-                encoder=model.encoder,
+                trained=trained,
                 optimizer=optimizer,
                 schedule=Schedule(optimizer, recipe.optim, total_steps),
                 backward=Backward(
                     model.encoder,
-                    choose_loss(recipe.loss),
+                    loss,
                     world,
                     seed=recipe.seed,
                     dummy=model.tokenizer.dummy(),
+                    whole_gradients=model.whole_gradients,
+                    guides=guides,
                 ),
                 optim=recipe.optim,
                 state=state,
@@ -140,23 +165,30 @@ def train(recipe: Recipe, world: World) -> Path:
         )
         if state.step < total_steps:
             loop.go()
-        exported = _export(recipe, model, encoder, state, run_dir, world, tracker)
+        exported = _export(recipe, model, trained, encoder, state, run_dir, world, tracker)
         for line in before_and_after(run_dir.path):
             tracker.note(line)
         tracker.note(f"model: {exported.directory}")
     return exported.directory
 
 
+def _total_steps(recipe: Recipe, data: TrainData) -> int:
+    """Optimiser steps of the run: an epoch's batches, `train.accumulation` of them a step."""
+    if recipe.train.epochs is None:
+        return data.plan.total_steps(recipe.train.steps, None)
+    return -(-data.plan.total_steps(None, recipe.train.epochs) // recipe.train.accumulation)
+
+
 def _resume(
     found: StepFolder,
     checkpoints: Checkpoints,
-    model: LoadedModel,
+    trained: Trained,
     optimizer: torch.optim.AdamW,
     total_steps: int,
     console: Console,
 ) -> TrainState:
     """Where the run stands after reading the checkpoint."""
-    saved = checkpoints.resume(found, model.encoder, optimizer)
+    saved = checkpoints.resume(found, trained, optimizer)
     if found.step >= total_steps:
         console.note(
             f"{found.path} is the end of this run: raise train.steps to go on, or set another output_dir to start anew"
@@ -202,6 +234,7 @@ def _identity(recipe: Recipe, data: TrainData, prompts: dict[str, str]) -> dict[
     return {
         "seed": recipe.seed,
         "train.global_batch_size": recipe.train.global_batch_size,
+        "train.accumulation": recipe.train.accumulation,
         "data.train": to_plain(recipe.data.train),
         "rows of data.train": len(data),
         "loss": to_plain(recipe.loss),
@@ -213,6 +246,7 @@ def _identity(recipe: Recipe, data: TrainData, prompts: dict[str, str]) -> dict[
 def _export(
     recipe: Recipe,
     model: LoadedModel,
+    trained: Trained,
     encoder: SentenceEncoder,
     state: TrainState,
     run_dir: RunDirectory,
@@ -225,7 +259,7 @@ def _export(
         step = int(state.best_step or 0)
         with world.together("opening the best checkpoint"):
             folder = read_manifest(step_path(run_dir.checkpoints, step))
-        read_tensors(folder.path, model.encoder, None)
+        read_tensors(folder.path, trained, None)
         tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best} ({state.best:.4f})")
     dtype = export_dtype(recipe.export.dtype, model.source)
     expected = encoder.encode_all(PROBES)

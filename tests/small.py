@@ -97,6 +97,21 @@ def save_small(model: ModelConfig, directory: Path, seed: int = 0) -> Path:
     return directory
 
 
+def save_guide(model: ModelConfig, directory: Path, seed: int = 0) -> Path:
+    """The small model as a sentence-transformers directory, mean pooling, normalised."""
+    import sentence_transformers.models as parts
+    from sentence_transformers import SentenceTransformer
+
+    backbone = save_small(model, directory / "backbone", seed)
+    modules = [
+        parts.Transformer(str(backbone), max_seq_length=48),
+        parts.Pooling(model.config["hidden_size"], pooling_mode="mean"),
+        parts.Normalize(),
+    ]
+    SentenceTransformer(modules=modules, device="cpu").save(str(directory / "guide"))
+    return directory / "guide"
+
+
 def write_rows(path: Path, num_rows: int) -> Path:
     """Training rows in FlagEmbedding's layout."""
     lines = [

@@ -17,7 +17,8 @@ from typing import Any
 from embedtrain.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
-FORMAT = 1  # of what a step folder holds; raised when older versions could no longer read it
+FORMAT = 2  # of what a step folder holds; raised when older versions could no longer read it
+OLDEST_FORMAT = 2  # that this version reads: format 1 had the encoder's weights alone, under other names
 _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".tmp"
 
@@ -74,6 +75,10 @@ def read_manifest(path: Path) -> StepFolder:
     if written_as > FORMAT:
         raise CheckpointError(
             f"{path} was written by a newer embedtrain (format {written_as}; this one reads {FORMAT})"
+        )
+    if written_as < OLDEST_FORMAT:
+        raise CheckpointError(
+            f"{path} was written by an earlier embedtrain (format {written_as}; this one reads {OLDEST_FORMAT} and on)"
         )
     for name, (size, _) in files.items():
         part = path / name

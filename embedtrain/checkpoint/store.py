@@ -52,12 +52,12 @@ class Checkpoints:
     ) -> None:
         self.root, self.config, self.world, self.identity, self.say = root, config, world, identity, say
 
-    def save(self, encoder: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+    def save(self, trained: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
         """Write the checkpoint of `state["step"]`, then delete what `checkpoint.keep` no longer covers.
 
         Args:
-            encoder: the sharded encoder, between two steps (no gradient held).
-            optimizer: its optimiser.
+            trained: encoder and loss, between two steps (no gradient held).
+            optimizer: their optimiser.
             state: the run's TrainState as a dictionary.
 
         Raises:
@@ -72,7 +72,7 @@ class Checkpoints:
                 unfinished.mkdir(parents=True)
         kept = optimizer if self.config.contents is Contents.all else None
         with _named(phase):
-            plain = write_tensors(unfinished, encoder, kept, self.config.layout, self.world)
+            plain = write_tensors(unfinished, trained, kept, self.config.layout, self.world)
         self.world.barrier()
         files: dict[str, Any] = {}
         with self.world.together(phase), _named(phase):
@@ -134,7 +134,7 @@ class Checkpoints:
                     f"set it back, or choose another output_dir to start anew"
                 )
 
-    def resume(self, folder: StepFolder, encoder: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    def resume(self, folder: StepFolder, trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Read a checkpoint; the TrainState it holds, or None where it holds weights alone.
 
         Raises:
@@ -142,7 +142,7 @@ class Checkpoints:
         """
         complete = folder.manifest["contents"] == Contents.all.value
         with _named(f"reading {folder.path}"):
-            read_tensors(folder.path, encoder, optimizer if complete else None)
+            read_tensors(folder.path, trained, optimizer if complete else None)
         return dict(folder.manifest["state"]) if complete else None
 
 

@@ -28,10 +28,11 @@ from embedtrain.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+ENCODER = "encoder."  # before the names of the encoder's weights; the loss's own are `loss.`
 
 
 def write_tensors(
-    path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer | None, layout: Layout, world: World
+    path: Path, trained: nn.Module, optimizer: torch.optim.Optimizer | None, layout: Layout, world: World
 ) -> dict[str, Any]:
     """Write weights, and the optimiser's state unless it is None, into the folder `path`.
 
@@ -39,8 +40,8 @@ def write_tensors(
     """
     full = layout is Layout.full
     options = StateDictOptions(full_state_dict=full, cpu_offload=full, flatten_optimizer_state_dict=True)
-    model = cast("dict[str, Tensor]", get_model_state_dict(encoder, options=options))
-    state: dict[str, Any] = {} if optimizer is None else get_optimizer_state_dict(encoder, optimizer, options=options)
+    model = cast("dict[str, Tensor]", get_model_state_dict(trained, options=options))
+    state: dict[str, Any] = {} if optimizer is None else get_optimizer_state_dict(trained, optimizer, options=options)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     if not full:
@@ -57,8 +58,8 @@ def write_tensors(
     return plain
 
 
-def read_tensors(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Fill the sharded encoder, and the optimiser unless it is None, from the folder `path`.
+def read_tensors(path: Path, trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Fill the sharded encoder and its loss, and the optimiser unless it is None, from the folder `path`.
 
     Every rank must call; each reads its own slices, whatever number of ranks wrote the folder.
 
@@ -66,8 +67,8 @@ def read_tensors(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimize
         CheckpointError: a tensor is missing or has another shape than the model's.
     """
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    model = cast("dict[str, Tensor]", get_model_state_dict(encoder, options=options))
-    state: dict[str, Any] = {} if optimizer is None else get_optimizer_state_dict(encoder, optimizer, options=options)
+    model = cast("dict[str, Tensor]", get_model_state_dict(trained, options=options))
+    state: dict[str, Any] = {} if optimizer is None else get_optimizer_state_dict(trained, optimizer, options=options)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     try:
         if (path / MODEL_FILE).is_file():
@@ -77,9 +78,9 @@ def read_tensors(path: Path, encoder: nn.Module, optimizer: torch.optim.Optimize
             load({"model": model, "optimizer": tensors} if tensors else {"model": model}, checkpoint_id=path)
     except (CheckpointException, Exception) as error:  # the former is a BaseException
         raise CheckpointError(f"{path} does not fit this model: {cause_of(error)}") from None
-    set_model_state_dict(encoder, dict(model), options=options)
+    set_model_state_dict(trained, dict(model), options=options)
     if optimizer is not None:
-        set_optimizer_state_dict(encoder, optimizer, state | tensors, options=options)
+        set_optimizer_state_dict(trained, optimizer, state | tensors, options=options)
 
 
 def own_storage(tensor: Tensor) -> Tensor:
@@ -87,27 +88,28 @@ def own_storage(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def read_whole_model(path: Path) -> dict[str, Tensor]:
-    """All weights of a step folder, whole and in memory, in one process without a process group.
+def read_whole_encoder(path: Path) -> dict[str, Tensor]:
+    """The encoder's weights of a step folder, whole and in memory, in one process without a process group.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
     if (path / MODEL_FILE).is_file():
-        return load_file(path / MODEL_FILE)
+        whole = load_file(path / MODEL_FILE)
+        return {name.removeprefix(ENCODER): tensor for name, tensor in whole.items() if name.startswith(ENCODER)}
     try:
         stored = FileSystemReader(path).read_metadata().state_dict_metadata
         state = {
             name: torch.empty(facts.size, dtype=facts.properties.dtype)
             for name, facts in stored.items()
-            if name.startswith("model.") and isinstance(facts, TensorStorageMetadata)
+            if name.startswith(f"model.{ENCODER}") and isinstance(facts, TensorStorageMetadata)
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of having no process group, which is what no_dist asks for
             load(dict(state), checkpoint_id=path, no_dist=True)
     except (CheckpointException, Exception) as error:
         raise CheckpointError(f"{path} cannot be read: {cause_of(error)}") from None
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    return {name.removeprefix(f"model.{ENCODER}"): tensor for name, tensor in state.items()}
 
 
 def cause_of(error: BaseException) -> str:

@@ -56,6 +56,11 @@ class Encoder(nn.Module):
         self.pooling = pooling
         self.normalize = normalize
 
+    @property
+    def dimension(self) -> int:
+        """D, how many dimensions its vectors have."""
+        return self.dense[-1].linear.out_features if len(self.dense) else hidden_size(self.backbone.config)  # type: ignore[union-attr, return-value]
+
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Token ids [N, L] and mask [N, L] (1 = real) to float32 vectors [N, D]."""
         hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state

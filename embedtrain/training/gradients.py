@@ -1,23 +1,26 @@
-"""The gradient of a global batch: in one pass, or cached in chunks, the same either way.
+"""The gradient of global batches: graphs kept as far as memory allows, the rest encoded again; the same either way.
 
 Gradient caching is Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
-(2021): encode all chunks without a graph, take the loss's gradient at the vectors, then encode each chunk
-again with a graph and carry its vectors' gradient on. Dropout is replayed: a chunk's random numbers are a
-function of (seed, step, rank, chunk), which is also why a resumed run needs no random state.
+(2021): encode all chunks, take the loss's gradient at the vectors, then carry each vector's gradient on through
+its chunk. A chunk whose graph was kept from the first pass is not encoded twice; kept graphs go first, so that
+their memory is free again when the others are encoded anew. Dropout is replayed: a chunk's random numbers are
+a function of (seed, step, rank, chunk), which is also why a resumed run needs no random state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from embedtrain.data.types import Tokens
-from embedtrain.distributed.collectives import max_over_ranks
+from embedtrain.distributed.collectives import average_gradients, max_over_ranks
 from embedtrain.distributed.sharding import synchronise_gradients
 from embedtrain.distributed.world import World
 from embedtrain.losses.types import Loss, LossOutput
 from embedtrain.training.batches import RankBatch
+from embedtrain.training.guide import GuideModel
 
 
 class Backward:
@@ -29,53 +32,86 @@ class Backward:
         world: the ranks.
         seed: the recipe's seed, from which dropout's random numbers follow.
         dummy: a chunk for ranks that have fewer chunks than others.
+        whole_gradients: whether this rank holds whole gradients between the chunks of a step.
+        guides: other models that the loss asks for, by path.
     """
 
-    def __init__(self, encoder: nn.Module, loss: Loss, world: World, *, seed: int, dummy: Tokens) -> None:
+    def __init__(
+        self,
+        encoder: nn.Module,
+        loss: Loss,
+        world: World,
+        *,
+        seed: int,
+        dummy: Tokens,
+        whole_gradients: bool = True,
+        guides: Mapping[str, GuideModel] | None = None,
+    ) -> None:
         self.encoder, self.loss, self.world, self.seed = encoder, loss, world, seed
         self.dummy = dummy.to(world.device)
+        self.whole_gradients = whole_gradients
+        self.guides = dict(guides or {})
 
-    def __call__(self, batch: RankBatch) -> tuple[LossOutput, bool]:
-        """Add the gradient of the mean over the global batch to the parameters' `grad`.
+    def __call__(self, *batches: RankBatch) -> tuple[LossOutput, bool]:
+        """Add the gradient of the mean over the global batches' rows to the parameters' `grad`.
 
         Args:
-            batch: this rank's share, on this rank's device.
+            batches: this rank's share of each, on this rank's device. Each is a batch of its own to the loss:
+                no row of one is a negative in another.
 
         Returns:
             This rank's share of the loss, detached, and whether all of this rank's vectors are finite.
         """
-        # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
-        most, cached = max_over_ranks([len(batch.chunks), int(not batch.fits)], self.world.device)
-        chunks = [*batch.chunks, *[self.dummy] * (max(1, most) - len(batch.chunks))]
-        if cached:
-            return self._cached(chunks, batch)
-        vectors = [self._encode(batch.step, index, chunk) for index, chunk in enumerate(chunks)]
-        synchronise_gradients(self.encoder, last=True)
-        rows = _in_order(vectors, chunks)
-        output = self._loss_backward(rows, batch)
-        return output, bool(rows.detach().isfinite().all())
+        num_rows = max(1, sum(batch.num_rows for batch in batches))
+        share, shares, finite = torch.zeros((), device=self.world.device), dict[str, Tensor](), True
+        for batch in batches:
+            weight = batch.num_rows / num_rows
+            found, fine = self._one(batch, weight, last=batch is batches[-1])
+            share = share + weight * found.share
+            for name, value in found.shares.items():
+                shares[name] = shares.get(name, torch.zeros_like(value)) + weight * value
+            finite = finite and fine
+        average_gradients(self.loss.parameters())
+        return LossOutput(share, shares), finite
 
-    def _cached(self, chunks: Sequence[Tokens], batch: RankBatch) -> tuple[LossOutput, bool]:
-        with torch.no_grad():
-            vectors = [self._encode(batch.step, index, chunk) for index, chunk in enumerate(chunks)]
-        rows = _in_order(vectors, chunks).requires_grad_()
-        output = self._loss_backward(rows, batch)
-        assert rows.grad is not None, "the loss did not use the vectors"
+    def _one(self, batch: RankBatch, weight: float, *, last: bool) -> tuple[LossOutput, bool]:
+        # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies,
+        # whose graphs are always kept.
+        mine = len(batch.chunks)
+        kept = batch.kept if batch.kept < mine else _ALL
+        most, fewest = max_over_ranks([max(1, mine), -kept], self.world.device)
+        kept = min(-fewest, most)
+        chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
+        vectors: list[Tensor | None] = []
         for index, chunk in enumerate(chunks):
-            synchronise_gradients(self.encoder, last=index == len(chunks) - 1)
-            again = self._encode(batch.step, index, chunk)
-            again.backward(rows.grad[list(chunk.rows)] if chunk.rows != self.dummy.rows else torch.zeros_like(again))
+            with torch.set_grad_enabled(index < kept):
+                vectors.append(self._encode(batch.step, index, chunk))
+        rows = _in_order([v.detach() for v in vectors if v is not None], chunks).requires_grad_()
+        output = self._loss_backward(rows, batch, weight)
+        slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
+        for index, chunk in enumerate(chunks):
+            final = last and index == most - 1
+            synchronise_gradients(self.encoder, last=final, whole=self.whole_gradients)
+            encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
+            assert encoded is not None
+            encoded.backward(slopes[list(chunk.rows)] if chunk.rows != self.dummy.rows else torch.zeros_like(encoded))
+            vectors[index] = encoded = None  # the graph's memory
         return output, bool(rows.detach().isfinite().all())
 
-    def _loss_backward(self, rows: Tensor, batch: RankBatch) -> LossOutput:
-        output = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], batch.known)
-        # The one place that knows of it: FSDP averages gradients over the ranks, and shares are to be summed.
-        (output.share * self.world.size).backward()
+    def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:
+        seen = {path: guide(batch.guides[path], batch.num_queries) for path, guide in self.guides.items()}
+        known = replace(batch.known, guides={**batch.known.guides, **seen})
+        output: LossOutput = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], known)
+        # The one place that knows of it: gradients are averaged over the ranks, and shares are to be summed.
+        (output.share * (weight * self.world.size)).backward()
         return LossOutput(output.share.detach(), output.shares)
 
     def _encode(self, step: int, index: int, chunk: Tokens) -> Tensor:
         torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))
         return self.encoder(chunk.ids, chunk.mask)  # type: ignore[no-any-return]
+
+
+_ALL = 2**31
 
 
 def chunk_seed(seed: int, step: int, rank: int, index: int) -> int:

@@ -1,5 +1,7 @@
 """The training loop: steps, and between them logging, evaluation and checkpoints."""
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,14 +34,15 @@ class Loop:
     def go(self) -> None:
         """Train from where the state stands to the last step."""
         state, recipe = self.run.state, self.recipe
-        batches = Prefetcher(self._batch, state.step, self.total_steps)
+        each = recipe.train.accumulation
+        batches = Prefetcher(self._batch, state.step * each, self.total_steps * each)
         since = _SinceLastLog()
-        with self.tracker.training(self.total_steps, state.step):
+        with self.tracker.training(self.total_steps, state.step), contextlib.closing(iter(batches)) as stream:
             if state.step == 0 and recipe.evaluation.at_start:
                 self._evaluate()
-            for batch in batches:
-                report = train_step(self.run, batch)
-                since.add(report, batches.waited)
+            while state.step < self.total_steps:
+                report = train_step(self.run, *itertools.islice(stream, each))
+                since.add(report, batches.take_waited())
                 last = state.step == self.total_steps
                 self.tracker.advance(state.step)
                 if last or state.step % recipe.train.log_every == 0:
@@ -54,11 +57,21 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint of the present step."""
         self.run.state.wandb_id = self.run.world.broadcast(self.tracker.wandb_id)
-        self.checkpoints.save(self.run.encoder, self.run.optimizer, as_dict(self.run.state))
+        self.checkpoints.save(self.run.trained, self.run.optimizer, as_dict(self.run.state))
 
-    def _batch(self, step: int) -> RankBatch:
-        world = self.run.world
-        return cut(self.data.batch(step), world.rank, world.size, self.tokenizer, self.recipe.train.chunk_tokens)
+    def _batch(self, number: int) -> RankBatch:
+        world, train = self.run.world, self.recipe.train
+        guides = {path: guide.texts for path, guide in self.run.backward.guides.items()}
+        return cut(
+            self.data.batch(number),
+            world.rank,
+            world.size,
+            self.tokenizer,
+            train.chunk_tokens,
+            train.keep_tokens,
+            guides=guides,
+            teacher_dimension=self.data.teacher_dimension,
+        )
 
     def _evaluate(self) -> bool:
         """Measure, tell, and say whether this is the best step so far by `checkpoint.best`."""
@@ -100,7 +113,7 @@ class _SinceLastLog:
             "loss": report.loss,
             "grad_norm": report.grad_norm,
             "lr": report.lr,
-            "accuracy": report.accuracy,
+            **report.measures,
             "samples_per_s": sum(r.num_rows for r in self.reports) / seconds,
             "tokens_per_s": real / seconds,
             "padding": 1.0 - real / max(1, sum(r.computed_tokens for r in self.reports)),

@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.schema import ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.mesh import Layout, choose_layout, memory_of_rank
+from embedtrain.distributed.mesh import Layout, choose_layout, keeps_gradients_whole, memory_of_rank
 from embedtrain.distributed.sharding import shard_, warm_up
 from embedtrain.distributed.weights import hand_out, read_shards
 from embedtrain.distributed.world import World
@@ -34,6 +34,7 @@ class LoadedModel:
         tokenizer: bound to the length that is used.
         layout: how its weights lie over the ranks.
         notes: one line each, what was found and decided.
+        whole_gradients: whether a rank holds whole gradients between the chunks of a step.
     """
 
     encoder: Encoder
@@ -41,6 +42,7 @@ class LoadedModel:
     tokenizer: TextTokenizer
     layout: Layout
     notes: tuple[str, ...]
+    whole_gradients: bool
 
 
 def load_model(
@@ -92,7 +94,8 @@ def load_model(
         notes.append(_read_weights(encoder, source, places, world, seed))
     warm_up(encoder, world.device)
     source = replace(source, max_length=length)
-    return LoadedModel(encoder, source, TextTokenizer(loaded, length), layout, tuple(notes))
+    whole = keeps_gradients_whole(parallel, layout, num_parameters, memory)
+    return LoadedModel(encoder, source, TextTokenizer(loaded, length), layout, tuple(notes), whole)
 
 
 def adopt_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:

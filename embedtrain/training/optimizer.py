@@ -10,21 +10,28 @@ from torch.distributed.tensor import DTensor
 from embedtrain.config.schema import OptimConfig, ScheduleKind
 
 
-def build_optimizer(encoder: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over `encoder`'s trainable parameters; matrices decay, biases and norms do not.
+def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | None = None) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of `encoder` and of `loss`; matrices decay, biases and norms do not.
 
     Call it after sharding and before any forward pass that leaves weights gathered: an optimiser built at
     another moment holds tensors that are not the ones trained.
     """
-    trainable = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    groups = []
+    # The loss's parameters are plain tensors: in one group with shards they could not be updated together.
+    for module, of_loss in ((encoder, 0.0), (loss, 1.0)):
+        trained = [] if module is None else [p for p in module.parameters() if p.requires_grad]
+        groups += [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": optim.weight_decay, OF_LOSS: of_loss},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, OF_LOSS: of_loss},
+        ]
     beta1, beta2 = optim.betas
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True
     )
+
+
+# Marks a group of parameters that the loss owns. A number, for checkpoints keep nothing else of a group.
+OF_LOSS = "of_loss"
 
 
 class Schedule:
@@ -39,6 +46,7 @@ class Schedule:
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> None:
         self.optimizer = optimizer
         self.peak = optim.lr
+        self.loss_peak = optim.lr if optim.loss_lr is None else optim.loss_lr
         self.kind = optim.schedule
         self.total_steps = total_steps
         self.warmup_steps = round(optim.warmup if optim.warmup >= 1 else optim.warmup * total_steps)
@@ -57,10 +65,10 @@ class Schedule:
                 return self.peak * 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, left))))
 
     def apply(self, step: int) -> float:
-        """Set the learning rate of step `step`, counted from 0, and return it."""
+        """Set the learning rates of step `step`, counted from 0, and return the encoder's."""
         rate = self.rate(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * self.loss_peak / self.peak if group.get(OF_LOSS) else rate
         return rate
 
 
@@ -70,9 +78,15 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     The norm is that of the whole gradient over all ranks and shards, the same number on every rank.
     """
     owned = [parameter for parameter in parameters if parameter.grad is not None]
-    total = torch.nn.utils.get_total_norm([p.grad for p in owned if p.grad is not None])
-    # A norm of shards stays a DTensor of partial sums until it is asked for whole.
-    norm: Tensor = total.full_tensor() if isinstance(total, DTensor) else total
+    sharded = [parameter for parameter in owned if isinstance(parameter.grad, DTensor)]
+    plain = [parameter for parameter in owned if not isinstance(parameter.grad, DTensor)]  # a loss's own
+    norms: list[Tensor] = []
+    for part in filter(None, (sharded, plain)):
+        total = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
+        # A norm of shards stays a DTensor of partial sums until it is asked for whole.
+        norms.append(total.full_tensor() if isinstance(total, DTensor) else total)
+    norm = torch.stack(norms).norm() if norms else torch.zeros(())
     if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(owned, max_norm, norm)
+        for part in filter(None, (sharded, plain)):
+            torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     return float(norm)

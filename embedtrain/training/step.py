@@ -10,11 +10,11 @@ from embedtrain.distributed.collectives import gather_vector
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
-from embedtrain.models.encoder import Encoder
 from embedtrain.training.batches import RankBatch
 from embedtrain.training.gradients import Backward
 from embedtrain.training.optimizer import Schedule, clip_grad_norm
 from embedtrain.training.state import TrainState
+from embedtrain.training.trained import Trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class StepReport:
     """What one step did, over all ranks."""
 
     loss: float
-    accuracy: float  # share of queries whose positive scored above every negative
+    measures: dict[str, float]  # what the loss tells besides, such as `accuracy`
     grad_norm: float
     lr: float
     num_rows: int
@@ -36,7 +36,7 @@ class Trainable:
     """What a step changes and what it needs for that."""
 
     world: World
-    encoder: Encoder
+    trained: Trained
     optimizer: torch.optim.AdamW
     schedule: Schedule
     backward: Backward
@@ -44,59 +44,57 @@ class Trainable:
     state: TrainState
 
 
-def train_step(run: Trainable, batch: RankBatch) -> StepReport:
-    """Take one step on this rank's share of a global batch. Every rank must call it.
+def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
+    """Take one step on this rank's share of one or several global batches. Every rank must call it.
 
     Raises:
         TrainingError: the loss or the gradient is not finite, on all ranks and before any weight has moved.
     """
     began = time.perf_counter()
-    run.encoder.train()
+    run.trained.train()
     run.optimizer.zero_grad(set_to_none=True)
-    batch = batch.to(run.world.device)
-    output, finite = run.backward(batch)  # one pass, or cached in chunks: the same gradient
-    grad_norm = clip_grad_norm(run.encoder.parameters(), run.optim.max_grad_norm)
-    totals = _require_finite(run.world, batch, output, grad_norm, finite)
-    lr = run.schedule.apply(batch.step)
+    output, finite = run.backward(*(batch.to(run.world.device) for batch in batches))  # kept, or encoded twice
+    grad_norm = clip_grad_norm(run.trained.parameters(), run.optim.max_grad_norm)
+    tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
+    totals = _require_finite(run, [output.share.item(), *map(float, tokens)], output, grad_norm, finite)
+    lr = run.schedule.apply(run.state.step)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
-    run.state.step = batch.step + 1
-    run.state.samples += batch.num_rows
-    loss, accuracy, real, computed = (float(value) for value in totals)
+    num_rows = sum(batch.num_rows for batch in batches)
+    run.state.step += 1
+    run.state.samples += num_rows
+    loss, real, computed, *measures = totals
     return StepReport(
         loss=loss,
-        accuracy=accuracy,
+        measures=dict(zip(output.shares, measures, strict=True)),
         grad_norm=grad_norm,
         lr=lr,
-        num_rows=batch.num_rows,
+        num_rows=num_rows,
         real_tokens=int(real),
         computed_tokens=int(computed),
         seconds=time.perf_counter() - began,
     )
 
 
-def _require_finite(world: World, batch: RankBatch, output: LossOutput, grad_norm: float, finite: bool) -> torch.Tensor:
-    """Loss, accuracy and token counts summed over the ranks, once nothing in them is NaN or infinite."""
-    mine = [
-        output.share.item(),
-        output.shares["accuracy"].item() if "accuracy" in output.shares else 0.0,
-        float(batch.real_tokens),
-        float(batch.computed_tokens),
-        float(finite),
-    ]
-    ranks = gather_vector(mine, world.device)
+def _require_finite(
+    run: Trainable, mine: list[float], output: LossOutput, grad_norm: float, finite: bool
+) -> list[float]:
+    """`mine` (the share first) and the loss's measures summed over the ranks, once nothing is NaN or infinite."""
+    size = run.world.size
+    measures = [value.item() for value in output.shares.values()]
+    ranks = gather_vector([float(finite), *mine, *measures], run.world.device)
     # A text's vector that is not finite spoils every rank's loss, so the vectors' rank is looked for first.
-    broken = [rank for rank in range(world.size) if not ranks[rank, 4]]
+    broken = [rank for rank in range(size) if not ranks[rank, 0]]
     what = "its texts' vectors are"
     if not broken:
-        broken, what = [rank for rank in range(world.size) if not ranks[rank, 0].isfinite()], "its part of the loss is"
+        broken, what = [rank for rank in range(size) if not ranks[rank, 1].isfinite()], "its part of the loss is"
     if not broken and not torch.tensor(grad_norm).isfinite():
-        broken, what = list(range(world.size)), "the gradient is"
+        broken, what = list(range(size)), "the gradient is"
     if broken:
         named = f"rank {broken[0]}" if len(broken) == 1 else f"ranks {', '.join(map(str, broken))}"
         raise TrainingError(
-            f"step {batch.step + 1}, {named}: {what} not finite, so training stops before the weights change; "
-            f"lower optim.lr, or look at the rows of this step (loss {float(ranks[:, 0].sum())}, "
+            f"step {run.state.step + 1}, {named}: {what} not finite, so training stops before the weights change; "
+            f"lower optim.lr, or look at the rows of this step (loss {float(ranks[:, 1].sum())}, "
             f"gradient norm {grad_norm})"
         )
-    return ranks[:, :4].sum(dim=0)
+    return ranks[:, 1:].sum(dim=0).tolist()

@@ -12,7 +12,7 @@ from transformers import AutoModel
 
 from embedtrain.checkpoint.directory import write_architecture
 from embedtrain.checkpoint.export import PROBES, export_model, plain_vectors, reopened_vectors, whole_encoder
-from embedtrain.checkpoint.tensors import read_whole_model
+from embedtrain.checkpoint.tensors import read_whole_encoder
 from embedtrain.config.schema import ModelConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
@@ -142,7 +142,7 @@ def test_a_checkpoint_is_read_whole_in_one_process(ranks, rows, tmp_path, layout
     model = save_small(small_model("llama"), tmp_path / "model")
     arguments = [f"model.path={model}", "model.pooling=last", f"data.train=[{rows}]", "train.steps=2"]
     ranks(3, run, *arguments, f"output_dir={tmp_path / 'run'}", f"checkpoint.layout={layout}")
-    state = read_whole_model(tmp_path / "run" / "checkpoints" / "step-00000002")
+    state = read_whole_encoder(tmp_path / "run" / "checkpoints" / "step-00000002")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {name.removeprefix("backbone.") for name in state} == written.keys()
     assert all(torch.equal(written[name.removeprefix("backbone.")], tensor) for name, tensor in state.items())
@@ -157,5 +157,5 @@ def test_bf16_weights_go_in_and_come_out_as_bf16(ranks, rows, tmp_path):
     ranks(2, run, *arguments, "parallel.precision=bf16")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
-    state = read_whole_model(tmp_path / "run" / "checkpoints" / "step-00000001")
+    state = read_whole_encoder(tmp_path / "run" / "checkpoints" / "step-00000001")
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}

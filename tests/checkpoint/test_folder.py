@@ -30,7 +30,7 @@ def write(root: Path, step: int, content: bytes = b"weights", best_step: int | N
     finish(
         unfinished,
         step_path(root, step),
-        {"format": 1, "step": step, "state": {"best_step": best_step}, "files": files},
+        {"format": 2, "step": step, "state": {"best_step": best_step}, "files": files},
     )
     return step_path(root, step)
 
@@ -74,6 +74,10 @@ def test_a_name_stands_for_a_step(tmp_path):
         (
             lambda path: (path / MANIFEST).write_text('{"step": 10, "format": 9, "files": {}}'),
             "written by a newer embedtrain",
+        ),
+        (
+            lambda path: (path / MANIFEST).write_text('{"step": 10, "format": 1, "files": {}}'),
+            "written by an earlier embedtrain",
         ),
         (lambda path: (path / "part").unlink(), "part is missing"),
         (lambda path: (path / "part").write_bytes(b"weight"), "part is damaged: 6 bytes instead of 7"),

@@ -24,7 +24,7 @@ TOKENIZER = TextTokenizer(small_tokenizer(), 16)
 def test_all_texts_of_all_ranks_once_and_in_their_place(size, chunk_tokens, least):
     rows = batch(10)
     for rank in range(size):
-        mine = cut(rows, rank, size, TOKENIZER, chunk_tokens, least)
+        mine = cut(rows, rank, size, TOKENIZER, chunk_tokens, least=least)
         share = rows.rows[rank::size]
         texts = [row.query for row in share] + [text for row in share for text in row.documents]
         assert (mine.num_queries, mine.num_rows, mine.step) == (len(share), 10, 0)
@@ -37,7 +37,7 @@ def test_all_texts_of_all_ranks_once_and_in_their_place(size, chunk_tokens, leas
                 seen[place] = ids[mask.bool()].tolist()
         assert [seen[place] for place in range(len(texts))] == TOKENIZER.ids(texts)
         assert mine.real_tokens == sum(len(ids) for ids in seen.values()) <= mine.computed_tokens
-        assert mine.fits == (chunk_tokens == 10_000)
+        assert (mine.kept == len(mine.chunks)) == (chunk_tokens == 10_000)
         documents = [text for row in share for text in row.documents]
         assert [documents[place] for place in mine.known.positives.tolist()] == [row.documents[0] for row in share]
         assert mine.known.query_keys.equal(text_keys([row.query for row in share]))
@@ -50,14 +50,19 @@ def test_pieces_save_padding():
     rows = GlobalBatch(0, tuple(Row(short, (long,)) for _ in range(8)))
     one, several = cut(rows, 0, 1, TOKENIZER, 10_000), cut(rows, 0, 1, TOKENIZER, 10_000, least=1)
     assert len(one.chunks) == 1 < len(several.chunks)
-    assert several.fits
+    assert several.kept == len(several.chunks)
     assert several.computed_tokens == several.real_tokens == one.real_tokens < one.computed_tokens
 
 
 def test_what_does_not_fit_is_cut_by_the_budget():
     tight = cut(batch(12), 0, 1, TOKENIZER, 64, least=8)
-    assert not tight.fits
     assert max(chunk.ids.numel() for chunk in tight.chunks) <= 64
+    assert tight.kept == 1  # the longest texts, as many as fit beside each other
+    more = cut(batch(12), 0, 1, TOKENIZER, 64, 190, least=8)
+    sizes = [chunk.ids.numel() for chunk in more.chunks]
+    assert sizes == [chunk.ids.numel() for chunk in tight.chunks]
+    assert sum(sizes[: more.kept]) <= 190 < sum(sizes[: more.kept + 1])
+    assert cut(batch(12), 0, 1, TOKENIZER, 64, 0, least=8).kept == 0
 
 
 def test_a_rank_without_rows():
@@ -85,7 +90,8 @@ def test_keys():
 
 def empty(step: int) -> RankBatch:
     nothing = torch.empty(0, dtype=torch.int64)
-    return RankBatch(step, (), 0, LossInput(nothing, nothing, nothing), 0, fits=True)
+    known = LossInput(owners=nothing, query_keys=nothing, document_keys=nothing)
+    return RankBatch(step, (), 0, known, 0, kept=0)
 
 
 def making(slow: float = 0.0, breaks: int | None = None) -> tuple[Callable[[int], RankBatch], list[int]]:
@@ -139,10 +145,10 @@ def test_an_error_while_making_reaches_the_loop_at_its_step():
 def test_waiting_is_measured():
     make, _ = making(slow=0.1)
     slow = Prefetcher(make, 0, 3)
-    waits = [slow.waited for _ in slow]
+    waits = [slow.take_waited() for _ in slow]
     assert waits[0] >= 0.09
     make, _ = making()
     fast = Prefetcher(make, 0, 4)
     for _ in fast:
         time.sleep(0.05)
-    assert fast.waited < 0.05
+    assert fast.take_waited() < 0.15

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.schema import InfoNCEConfig, ModelConfig, ParallelConfig, Pooling, Strategy
+from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.schema import ModelConfig, ParallelConfig, Pooling, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
@@ -83,7 +84,7 @@ def sharded_gradient(
     backward = Backward(
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=TEMPERATURE)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    mine = cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, chunk_tokens, least)
+    mine = cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, chunk_tokens, least=least)
     output, finite = backward(mine)
     assert finite
     assert all(isinstance(p, DTensor) for p in loaded.encoder.parameters())
@@ -91,7 +92,13 @@ def sharded_gradient(
         name: p.grad.full_tensor() for name, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)
     }
     norm = clip_grad_norm(loaded.encoder.parameters(), None)
-    return output.share.item(), gradients if world.is_main else {}, norm, len(mine.chunks), mine.fits
+    return (
+        output.share.item(),
+        gradients if world.is_main else {},
+        norm,
+        len(mine.chunks),
+        mine.kept == len(mine.chunks),
+    )
 
 
 def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

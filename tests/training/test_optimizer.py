@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.schema import InfoNCEConfig, ModelConfig, OptimConfig, Precision, ScheduleKind, Strategy
+from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.schema import ModelConfig, OptimConfig, Precision, ScheduleKind, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.batches import cut
@@ -146,24 +147,26 @@ def dropped(world: World, model: ModelConfig) -> None:
         trained.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=trained.tokenizer.dummy()
     )
     mine = cut(batch(7), world.rank, world.size, trained.tokenizer, 10_000, least=40)
-    assert mine.fits
+    assert mine.kept == len(mine.chunks)
     if world.rank == 1:  # fewer chunks than the other rank: it runs a dummy
         mine = cut(batch(7), world.rank, world.size, trained.tokenizer, 10_000, least=60)
     assert len(set(world.gather(len(mine.chunks)))) == world.size
     found = []
-    for fits in (True, False, True):
+    for kept in (9, 0, 9, 1):
         torch.manual_seed(world.rank * 100 + len(found))  # whatever the generator held before
         trained.encoder.zero_grad()
-        output, _ = backward(replace(mine, fits=fits))
+        output, _ = backward(replace(mine, kept=kept))
         gradients = {n: whole(p.grad) for n, p in trained.encoder.named_parameters() if p.grad is not None}
         found.append((output.share.item(), gradients))
-    (kept, first), (cached, second), (again, third) = found
+    (kept, first), (cached, second), (again, third), (partly, fourth) = found
     assert kept == again == pytest.approx(cached, rel=1e-6)
+    assert kept == pytest.approx(partly, rel=1e-6)
     for name, expected in first.items():
         assert expected.equal(third[name])
-        assert (second[name] - expected).norm() <= 1e-6 * max(expected.norm(), torch.tensor(1.0)), name
+        for other in (second, fourth):
+            assert (other[name] - expected).norm() <= 1e-6 * max(expected.norm(), torch.tensor(1.0)), name
     # And dropout is on: another step's masks give another loss.
-    other, _ = backward(replace(mine, step=1, fits=False))
+    other, _ = backward(replace(mine, step=1, kept=0))
     assert other.share.item() != pytest.approx(cached, rel=1e-4)
 
 

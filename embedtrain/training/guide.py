@@ -1,0 +1,94 @@
+"""Other models that see the same texts: guides and teachers of a loss. Frozen, sharded like the one trained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from embedtrain.config.schema import ModelConfig, ParallelConfig
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Row, Tokens
+from embedtrain.distributed.collectives import max_over_ranks
+from embedtrain.distributed.sharding import reshard
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError, ModelError
+from embedtrain.losses.types import Guide
+from embedtrain.models.encoder import Encoder
+from embedtrain.training.model import load_model
+
+
+@dataclass(frozen=True, slots=True)
+class GuideTexts:
+    """Tokenises a rank's rows for one guide: its own vocabulary, length and prompts.
+
+    Attributes:
+        tokenizer: the guide's.
+        query_prompt: put before queries, instead of the trained model's.
+        document_prompt: likewise.
+        chunk_tokens: tokens, padding included, of one forward pass.
+    """
+
+    tokenizer: TextTokenizer
+    query_prompt: str
+    document_prompt: str
+    chunk_tokens: int
+
+    def __call__(self, rows: Sequence[Row]) -> tuple[Tokens, ...]:
+        """Chunks of all queries, then all documents, of these rows."""
+        queries = [self.query_prompt + row.query[row.prompt_lengths[0] :] for row in rows]
+        documents = [self.document_prompt + text[row.prompt_lengths[1] :] for row in rows for text in row.documents]
+        return tuple(self.tokenizer.chunks(queries + documents, self.chunk_tokens))
+
+
+class GuideModel:
+    """A frozen model, and its vectors of a batch.
+
+    Args:
+        encoder: sharded.
+        texts: how rows become its tokens.
+        world: the ranks.
+    """
+
+    def __init__(self, encoder: Encoder, texts: GuideTexts, world: World) -> None:
+        self.encoder = encoder.eval().requires_grad_(False)
+        self.texts, self.world = texts, world
+        self._dummy = texts.tokenizer.dummy().to(world.device)
+
+    @property
+    def dimension(self) -> int:
+        """Of its vectors."""
+        return self.encoder.dimension
+
+    def __call__(self, chunks: Sequence[Tokens], num_queries: int) -> Guide:
+        """The vectors of this rank's chunks. A collective: every rank calls it, one without rows too."""
+        (most,) = max_over_ranks([len(chunks)], self.world.device)
+        padded = [*chunks, *[self._dummy] * (max(1, most) - len(chunks))]
+        with torch.no_grad():
+            vectors = torch.cat([self.encoder(chunk.ids, chunk.mask) for chunk in padded])
+        reshard(self.encoder)
+        places = torch.tensor([row for chunk in padded for row in chunk.rows])
+        order = places.argsort()[int((places < 0).sum()) :]
+        rows = vectors[order.to(vectors.device)]
+        return Guide(rows[:num_queries], rows[num_queries:])
+
+
+def load_guides(
+    paths: Sequence[str], parallel: ParallelConfig, world: World, *, chunk_tokens: int, trust_remote_code: bool
+) -> tuple[dict[str, GuideModel], list[str]]:
+    """The models that a loss asks for, by path, and a line for the user about each. Every rank must call.
+
+    Raises:
+        ConfigError, ModelError: on every rank alike.
+    """
+    guides, notes = {}, []
+    for path in paths:
+        options = ModelConfig(path=path, trust_remote_code=trust_remote_code)
+        try:
+            loaded = load_model(options, parallel, world, seed=0)
+        except (ConfigError, ModelError) as error:
+            raise ConfigError(f"guide {path}: {error} (a guide is a sentence-transformers directory)") from None
+        prompts = loaded.source.prompts
+        texts = GuideTexts(loaded.tokenizer, prompts.get("query", ""), prompts.get("document", ""), chunk_tokens)
+        guides[path] = GuideModel(loaded.encoder, texts, world)
+        notes.append(f"guide {path}: {loaded.notes[0]}")
+    return guides, notes

@@ -1,0 +1,210 @@
+"""Whole runs with every loss: from files to a model, on any number of ranks, stopped and resumed."""
+
+import contextlib
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from embedtrain.config.compose import compose_recipes
+from embedtrain.config.losses import LOSSES
+from embedtrain.distributed.world import World
+from embedtrain.train import train
+from tests.small import batch, save_guide, save_small, small_model, text
+from tests.test_run import losses, rows
+
+BASE = [
+    "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60",
+    "train.keep_tokens=130", "train.steps=3", "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3",
+    "optim.loss_lr=1e-2",
+]  # fmt: skip
+
+
+def run(world: World, *arguments: str) -> str:
+    """Train as the door would; what this rank said on its standard output."""
+    (recipe,) = compose_recipes([*BASE, *arguments])
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        train(recipe, world)
+    return told.getvalue()
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A model, a guide of another architecture, and 26 rows in each layout that a loss may ask for."""
+    folder = tmp_path_factory.mktemp("losses")
+    save_small(small_model("xlm-roberta"), folder / "model")
+    guide = small_model("bert")
+    save_guide(replace(guide, config=guide.config | {"hidden_size": 48}), folder, seed=1)
+    made: dict[str, list[dict]] = {"pairs": [], "teacher": [], "triplets": [], "classes": [], "vectors": []}
+    for i, row in enumerate(batch(26).rows):
+        positive, negatives = row.documents[0], [*row.documents[1:], text(400 + i, 5)]
+        made["pairs"].append({"sentence1": row.query, "sentence2": positive, "score": (i * 7 % 11) / 10})
+        scores = {"pos_scores": [0.9], "neg_scores": [(i * j % 5) / 10 for j in range(1, len(negatives) + 1)]}
+        made["teacher"].append({"query": row.query, "pos": [positive], "neg": negatives} | scores)
+        made["triplets"].append({"anchor": row.query, "positive": positive, "negative": negatives[-1]})
+        made["classes"].append({"text": positive, "label": i % 3})
+        made["vectors"].append({"text": positive, "label": [((i + j) % 7) / 7 - 0.4 for j in range(32)]})
+    for name, lines in made.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return folder
+
+
+def given(workshop: Path, file: str, out: Path, *more: str) -> list[str]:
+    path = workshop / f"{file}.jsonl"
+    return [f"model.path={workshop / 'model'}", f"data.train=[{path}]", f"output_dir={out}", *more]
+
+
+# Loss -> the file of its rows, and its options.
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "infonce": ("teacher", ["loss.learn_temperature=true", "loss.sides=[query_document,query_query]"]),
+    "siglip": ("triplets", []),
+    "cosent": ("pairs", []),
+    "angle": ("pairs", []),
+    "cosine_mse": ("pairs", ["loss.matryoshka_dims=[32,8]"]),
+    "contrastive": ("triplets", []),
+    "online_contrastive": ("triplets", []),
+    "triplet": ("teacher", []),
+    "batch_triplet": ("classes", ["loss.mining=semi_hard"]),
+    "distill_scores": ("teacher", []),
+    "margin_mse": ("teacher", []),
+    "distill_embeddings": ("vectors", ["loss.distance=mse"]),
+    "orthogonal": ("triplets", []),
+    "combined": (
+        "teacher",
+        ["loss.losses=[{name: infonce, temperature: 0.2}, {name: distill_scores, weight: 0.5}, {name: orthogonal}]"],
+    ),
+    "sentence_transformers": ("triplets", ["loss.class_name=TripletLoss", "loss.arguments={triplet_margin: 0.5}"]),
+}
+
+
+def test_every_loss_is_run_here():
+    assert set(RUNS) == set(LOSSES)
+
+
+def test_every_loss_from_file_to_model(ranks, workshop, tmp_path):
+    """26 rows in batches of 10, the last of 6 rows; the same on one rank and on three."""
+    for name, (file, more) in RUNS.items():
+        found = {}
+        for size in (1, 3):
+            out = tmp_path / f"{name}-{size}"
+            ranks(size, run, *given(workshop, file, out, f"loss={name}", *more))
+            found[size] = losses(out)
+            assert (out / "model" / "model.safetensors").is_file()
+        assert found[3] == pytest.approx(found[1], rel=1e-4, abs=1e-6), name
+        assert len(set(found[1].values())) == 3, name
+
+
+def test_a_guide_and_a_teacher_of_another_architecture(ranks, workshop, tmp_path):
+    guide = workshop / "guide"
+    teacher = f"{{name: distill_embeddings, teacher: {guide}, project: true}}"
+    parts = f"loss.losses=[{{name: infonce, guide: {guide}}}, {teacher}]"
+    found = {}
+    for size in (1, 3):
+        out = tmp_path / str(size)
+        told = ranks(size, run, *given(workshop, "teacher", out, "loss=combined", parts, "model.query_prompt='mu '"))[0]
+        assert f"guide {guide}: BertModel" in told
+        assert "the loss trains parameters of its own: parts.distill_embeddings.projection.weight [48, 32]" in told
+        found[size] = losses(out)
+        assert {"infonce", "distill_embeddings", "accuracy"} <= rows(out)[0].keys()
+    assert found[3] == pytest.approx(found[1], rel=1e-4)
+
+
+OWNING = {
+    "a temperature": ("teacher", ["loss=infonce", "loss.learn_temperature=true", "loss.temperature=0.2"]),
+    "a classifier": (
+        "pairs",
+        ["loss=sentence_transformers", "loss.class_name=SoftmaxLoss", "loss.arguments={num_labels: 3}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full"])
+@pytest.mark.parametrize("owned", OWNING)
+def test_what_a_loss_owns_is_saved_and_resumed(ranks, workshop, tmp_path, owned, layout):
+    """Bit-equal on as many ranks, equal on another number; dropped from the export."""
+    file, more = OWNING[owned]
+    if owned == "a classifier":
+        lines = [json.loads(line) for line in (workshop / "pairs.jsonl").read_text().splitlines()]
+        numbered = [json.dumps(line | {"score": i % 3}) for i, line in enumerate(lines)]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(numbered))
+        more = [*more, f"data.train=[{tmp_path / 'pairs.jsonl'}]"]
+    common = [*more, "train.steps=6", "checkpoint.every=3", "checkpoint.keep=9", f"checkpoint.layout={layout}"]
+    ranks(2, run, *given(workshop, file, tmp_path / "whole", *common))
+    expected = losses(tmp_path / "whole")
+    if owned == "a temperature":
+        temperatures = [row["temperature"] for row in rows(tmp_path / "whole")]
+        assert temperatures[0] == pytest.approx(0.2, rel=1e-6)
+        assert len(set(temperatures)) == 6, "it is trained"
+    for size in (2, 3, 1):
+        again = tmp_path / str(size)
+        shutil.copytree(tmp_path / "whole", again)
+        shutil.rmtree(again / "checkpoints" / "step-00000006")
+        ranks(size, run, *given(workshop, file, again, *common))
+        assert losses(again) == (expected if size == 2 else pytest.approx(expected, rel=1e-5))
+
+
+def test_a_step_over_several_global_batches(ranks, workshop, tmp_path):
+    """The same on any number of ranks; an epoch of 3 batches is 2 steps; resuming goes on with the right batch."""
+    more = ["train.accumulation=2", "loss.temperature=0.2", "train.steps=null", "train.epochs=2"]
+    found = {}
+    for size in (1, 3):
+        ranks(
+            size,
+            run,
+            *given(workshop, "triplets", tmp_path / str(size), *more, "checkpoint.every=1", "checkpoint.keep=9"),
+        )
+        found[size] = losses(tmp_path / str(size))
+    assert list(found[1]) == [1, 2, 3]
+    assert found[3] == pytest.approx(found[1], rel=1e-5)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "3" / "checkpoints" / f"step-{step:08d}")
+    ranks(3, run, *given(workshop, "triplets", tmp_path / "3", *more))
+    assert losses(tmp_path / "3") == found[3]
+    with pytest.raises(AssertionError, match=r"with train.accumulation=2, this run has train.accumulation=1"):
+        ranks(1, run, *given(workshop, "triplets", tmp_path / "3", *more, "train.accumulation=1"))
+
+
+BAD = [
+    ("triplets", ["loss=infonce", "loss.temperature=0"], r"loss\.temperature=0\.0: must be above 0"),
+    ("triplets", ["loss.matryoshka_dims=[64,16]"], r"matryoshka_dims=\[64, 16\]: the model's vectors have 32"),
+    ("triplets", ["loss=distill_scores"], r"distill_scores needs .*score.*anchor, positive, negative"),
+    ("pairs", ["loss=triplet"], r"loss=triplet"),
+    ("triplets", ["loss=batch_triplet"], r"batch_triplet"),
+    ("classes", ["loss=infonce"], r"infonce|query and a positive"),
+    ("triplets", ["loss=distill_embeddings", "loss.teacher={guide}"], r"has 48 dimensions and the model's vectors 32"),
+]
+
+
+@pytest.mark.parametrize(("file", "more", "words"), BAD)
+def test_bad_input_is_one_sentence_before_training(ranks, workshop, tmp_path, file, more, words):
+    more = [argument.replace("{guide}", str(workshop / "guide")) for argument in more]
+    with pytest.raises(AssertionError, match=rf"(Config|Data)Error: .*({words})"):
+        ranks(2, run, *given(workshop, file, tmp_path / "run", *more))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "loss", "words"),
+    [
+        ({"query": "mu", "pos": [], "neg": ["nu"]}, "infonce", r'rows\.jsonl:2: "pos" is empty'),
+        (
+            {"query": "mu", "pos": ["xi"], "neg": ["nu"], "pos_scores": [1.0]},
+            "distill_scores",
+            r'rows\.jsonl:2: .*distill_scores .*"neg_scores"',
+        ),
+        (
+            {"query": "mu", "pos": ["xi"], "neg": ["nu"], "pos_scores": [1.0], "neg_scores": [float("nan")]},
+            "margin_mse",
+            r"rows\.jsonl:2: .*neg_scores",
+        ),
+        ({"query": "mu", "pos": ["xi"], "neg": []}, "triplet", r"rows\.jsonl:2: .*triplet needs a hard negative"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(ranks, workshop, tmp_path, row, loss, words):
+    first = (workshop / "teacher.jsonl").read_text().splitlines()[0]
+    (tmp_path / "rows.jsonl").write_text(f"{first}\n{json.dumps(row)}\n")
+    with pytest.raises(AssertionError, match=rf"DataError: .*{words}"):
+        ranks(2, run, *given(tmp_path, "rows", tmp_path / "run", f"model.path={workshop / 'model'}", f"loss={loss}"))

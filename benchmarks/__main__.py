@@ -5,7 +5,7 @@ import sys
 import warnings
 from importlib import import_module
 
-TABLES = ("training", "encoding", "collectives", "evaluation")
+TABLES = ("training", "encoding", "collectives", "evaluation", "losses")
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def _in_chunks(batch: GlobalBatch, world: World, model: LoadedModel, chunks: int
     rows = batch.share(world.rank, world.size)
     ids = model.tokenizer.ids([row.query for row in rows] + [text for row in rows for text in row.documents])
     parts = tuple(model.tokenizer.pad(ids, range(len(ids))[i::chunks]) for i in range(chunks))
-    return replace(cut(batch, world.rank, world.size, model.tokenizer, 16384), chunks=parts, fits=fits)
+    return replace(cut(batch, world.rank, world.size, model.tokenizer, 16384), chunks=parts, kept=chunks if fits else 0)
 
 
 class Collectives(TorchDispatchMode):

@@ -12,7 +12,8 @@ from torch import nn
 
 from benchmarks.inputs import MINILM, minilm, precisions, train_data, without_dropout
 from benchmarks.measure import interleave, markdown, require, speeds, unit
-from embedtrain.config.schema import InfoNCEConfig, OptimConfig, Precision, ScheduleKind
+from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.schema import OptimConfig, Precision, ScheduleKind
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.losses.infonce import InfoNCE
@@ -22,6 +23,7 @@ from embedtrain.training.model import LoadedModel
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.state import TrainState
 from embedtrain.training.step import Trainable, train_step
+from embedtrain.training.trained import Trained
 
 PAIRS = 64
 SCALE = 20.0
@@ -83,7 +85,7 @@ def trainable(model: LoadedModel, world: World, optim: OptimConfig) -> Trainable
     loss = InfoNCE(InfoNCEConfig(temperature=1 / SCALE))
     return Trainable(
         world=world,
-        encoder=model.encoder,
+        trained=Trained(model.encoder, loss),
         optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=1),
         backward=Backward(model.encoder, loss, world, seed=0, dummy=model.tokenizer.dummy()),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 DATA_WAIT_WORTH_SAYING = 0.05
+MEASURES = 10  # rank of what a loss tells besides its value
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,20 @@ _COLUMNS: list[tuple[str, str, Callable[[float], str], int]] = [
 ]
 
 
+_KNOWN = {"step", *(key for key, *_ in _COLUMNS)}
+
+
+def _measure(value: float) -> str:
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 or value == 0 else f"{value:.1e}"
+
+
 def step_figures(row: Mapping[str, float], total_steps: int, left: float | None) -> list[Figure]:
     """The figures of a logged step, in the order they are printed.
 
     Args:
         row: `padding` and `data_wait` are shares (0.031 is 3.1 %), `memory_gib` is GiB, `lr` and others as they are.
-            Keys that are unknown here are left out.
+            Keys that are unknown here are the loss's own measures (accuracy, temperature, a part's value); they
+            follow the loss, and are the first to go where space runs out.
         total_steps: 0 when it is not known.
         left: seconds until training ends, if known.
     """
@@ -58,6 +67,8 @@ def step_figures(row: Mapping[str, float], total_steps: int, left: float | None)
         if value is None or (key == "data_wait" and value < DATA_WAIT_WORTH_SAYING):
             continue
         figures.append(Figure(key, label, form(value) if math.isfinite(value) else str(value), rank))
+        if key == "loss":
+            figures += [Figure(name, name, _measure(row[name]), MEASURES) for name in row if name not in _KNOWN]
     if left is not None:
         figures.append(Figure("left", "left", duration(left), 2))
     return figures

@@ -8,7 +8,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from embedtrain.tracking.figures import Figure, duration, fit
+from embedtrain.tracking.figures import MEASURES, Figure, duration, fit
 
 _GAP = 2
 _LEFT_OUT = {"grad_norm", "padding", "data_wait"}  # the logged lines above have them
@@ -21,7 +21,7 @@ class ProgressLine:
     def __init__(self, figures: list[Figure], total_steps: int, widths: dict[str, int]) -> None:
         """`widths` remembers how wide each figure ever was, so that the line does not jitter."""
         self._widths = widths
-        self._figures = [figure for figure in figures if figure.key not in _LEFT_OUT]
+        self._figures = [figure for figure in figures if figure.key not in _LEFT_OUT and figure.rank < MEASURES]
         self._total_steps = total_steps
         self._step = int(figures[0].value.split("/")[0])
 

@@ -95,6 +95,9 @@ def load_model(
     warm_up(encoder, world.device)
     source = replace(source, max_length=length)
     whole = keeps_gradients_whole(parallel, layout, num_parameters, memory)
+    if not whole:
+        size = 4 * num_parameters / 2**30
+        notes.append(f"gradients are reduced after every chunk: whole ones would take {size:.1f} GiB on every rank")
     return LoadedModel(encoder, source, TextTokenizer(loaded, length), layout, tuple(notes), whole)
 
 

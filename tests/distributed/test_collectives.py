@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 
 from embedtrain.distributed.collectives import (
+    average_gradients,
     gather_rows,
     gather_vector,
     max_over_ranks,
+    ring,
     row_counts,
+    sum_over_ranks,
+    total,
 )
 from embedtrain.distributed.world import World
 
@@ -57,9 +62,55 @@ def whole_numbers(world: World) -> None:
     assert table[:, 2].tolist() == [1e300] * world.size
 
 
+def around(world: World) -> None:
+    """Two tensors of different counts, types and shapes; what passes is every rank's, in the order it comes."""
+    for all_counts in COUNTS:
+        counts = all_counts[-world.size :], all_counts[: world.size]
+        floats = blocks(counts[0], (2,))
+        whole_ = [torch.arange(n) + 100 * rank for rank, n in enumerate(counts[1])]
+        seen = []
+        for rank, (rows, numbers) in ring([floats[world.rank], whole_[world.rank]], counts):
+            torch.testing.assert_close(rows, floats[rank], rtol=0, atol=0)
+            assert numbers.equal(whole_[rank])
+            seen.append(rank)
+        assert seen == [(world.rank - hop) % world.size for hop in range(world.size)]
+
+
+def summed(world: World) -> None:
+    """The shares 1/W of a function of the sum add up to the function's gradient."""
+    parts = [block.requires_grad_() for block in blocks([1] * world.size, (3,))]
+    torch.stack(parts).sum(dim=0).pow(3).sum().backward()
+    mine = parts[world.rank].detach().clone().requires_grad_()
+    whole = sum_over_ranks(mine)
+    (whole.pow(3).sum() / world.size).backward()
+    torch.testing.assert_close(whole, torch.stack(parts).sum(dim=0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mine.grad, parts[world.rank].grad, rtol=1e-12, atol=1e-12)
+    assert total(world.rank + 1, world.device) == world.size * (world.size + 1) // 2
+
+
+def averaged(world: World) -> None:
+    """Also where this rank's loss did not reach a parameter; what is frozen has none."""
+    a, b, c, frozen = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (), (3,), (1,)))
+    frozen.requires_grad_(False)
+    a.grad = torch.full((2, 2), float(world.rank))
+    b.grad = torch.tensor(1.0)
+    if world.rank == 0:
+        c.grad = torch.tensor([1.0, 2.0, 4.0])
+    average_gradients([a, b, c, frozen])
+    assert a.grad.tolist() == [[(world.size - 1) / 2] * 2] * 2
+    assert b.grad.shape == ()
+    assert b.grad == 1.0
+    torch.testing.assert_close(c.grad, torch.tensor([1.0, 2.0, 4.0]) / world.size)
+    assert frozen.grad is None
+    average_gradients([frozen])
+
+
 def everything(world: World) -> None:
     on_ranks(world)
     whole_numbers(world)
+    around(world)
+    summed(world)
+    averaged(world)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.losses import MultipleNegativesRankingLoss
+from sentence_transformers.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
 from torch import Tensor, nn
 
 from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, Margin, Partition, Side, Similarity
@@ -13,7 +13,8 @@ from embedtrain.distributed.world import World
 from embedtrain.losses import infonce, softmax
 from embedtrain.losses.choose import choose_loss
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
-from embedtrain.losses.types import LossInput
+from embedtrain.losses.their_classes import StandIn, made_up_tokenizer
+from embedtrain.losses.types import Guide, LossInput
 from tests.losses.global_batch import GlobalVectors, check, vectors
 
 TEMPERATURE = 0.1
@@ -332,6 +333,33 @@ def theirs(world: World, ours: dict, options: dict) -> None:
 @pytest.mark.parametrize(("ours", "options"), THEIRS)
 def test_as_sentence_transformers(ranks, ours, options):
     ranks(1, theirs, ours, options)
+
+
+def gist(world: World, margin: float, kind: str) -> None:
+    torch.manual_seed(0)
+    (queries, documents), (seen, others) = (torch.randn(2, 9, width) for width in (8, 5))
+    tokenizer = made_up_tokenizer()
+    model, guide = StandIn("vectors", 8, tokenizer), StandIn("guide", 5, tokenizer)
+    features = [{"vectors": queries, "guide": seen}, {"vectors": documents, "guide": others}]
+    theirs_ = GISTEmbedLoss(model, guide, temperature=TEMPERATURE, margin_strategy=kind, margin=margin)
+    known = replace(_random_input(9), guides={"big": Guide(seen, others)})
+    ours = InfoNCE(
+        config(
+            sides=[Side.query_document, Side.query_query, Side.document_document],
+            guide="big",
+            guide_margin=margin,
+            guide_margin_kind=Margin(kind),
+            mask_duplicates=False,
+        )
+    )
+    found = ours(queries, documents, known).share.item()
+    assert found == pytest.approx(theirs_(features, torch.empty(0)).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("margin", "kind"), [(0.0, "absolute"), (0.3, "absolute"), (0.2, "relative")])
+def test_as_gist_embed(ranks, margin, kind):
+    """Without in-batch hard negatives; with some, `document_document` compares with those too, theirs does not."""
+    ranks(1, gist, margin, kind)
 
 
 def test_the_way_is_chosen_by_size():

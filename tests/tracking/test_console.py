@@ -25,7 +25,7 @@ ROW = {
     "padding": 0.0312,
     "data_wait": 0.001,
     "memory_gib": 0.93,
-    "unknown": 7.0,
+    "accuracy": 0.5,
 }
 RESULTS = {
     "dev-en": {"ndcg@10": 0.41, "mrr@10": 0.39, "recall@10": 0.6, "recall@100": 0.8},
@@ -63,7 +63,7 @@ def test_a_log_file_gets_a_plain_line_per_step(capsys):
     console._total_steps = 600
     console.step(ROW)
     assert capsys.readouterr().out == (
-        "step 100/600  loss 1.2345  grad_norm 0.87  lr 4.9e-04  samples/s 812  tokens/s 71,344  "
+        "step 100/600  loss 1.2345  accuracy 0.5000  grad_norm 0.87  lr 4.9e-04  samples/s 812  tokens/s 71,344  "
         "padding 3.1%  memory 0.9 GiB  left 2:10\n"
     )
 
@@ -74,7 +74,7 @@ def test_a_log_file_gets_everything_without_escape_codes(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert not any("\x1b" in line or "\r" in line for line in lines)
     assert lines[:2] == ["rows come from [train.jsonl]", "loading the model"]
-    assert lines[2].startswith("step 100/600  loss 1.2345  grad_norm 0.87  ")
+    assert lines[2].startswith("step 100/600  loss 1.2345  accuracy 0.5000  grad_norm 0.87  ")
     assert lines[3:9] == [
         "evaluating",
         "evaluation at step 100",
@@ -150,7 +150,7 @@ def test_a_dumb_terminal_gets_plain_lines():
     rich, out = terminal(60, TERM="dumb")
     tell_everything(Console(terminal=rich))
     assert "\x1b" not in out.getvalue()
-    assert "step 100/600  loss 1.2345  grad_norm 0.87" in out.getvalue()
+    assert "step 100/600  loss 1.2345  accuracy 0.5000  grad_norm 0.87" in out.getvalue()
 
 
 def test_a_table_that_is_too_wide_says_what_it_leaves_out():

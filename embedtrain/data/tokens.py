@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.types import Tokens
@@ -70,6 +71,13 @@ class TextTokenizer:
         """
         tokens = self.pad(self.ids(["a"]), [0])
         return Tokens(tokens.ids, tokens.mask, (-1,))
+
+
+def in_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor:
+    """The vectors of chunks, a matrix each, as one matrix in the texts' order; dummies' vectors are left out."""
+    places = torch.tensor([row for chunk in chunks for row in chunk.rows])
+    order = places.argsort()[int((places < 0).sum()) :]
+    return torch.cat(list(vectors))[order.to(vectors[0].device)]
 
 
 def cut_by_length(lengths: Sequence[int], chunk_tokens: int) -> list[list[int]]:

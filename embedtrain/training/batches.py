@@ -16,11 +16,33 @@ import torch
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row, Tokens
 from embedtrain.losses.types import FROM_ROWS, Guide, LossInput
-from embedtrain.training.guide import GuideTexts
 
 # A share is cut into about this many pieces: more save little padding, and under FSDP each gathers all weights.
 _PIECES = 4
 _LEAST_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class GuideTexts:
+    """Tokenises a rank's rows for one guide: its own vocabulary, length and prompts.
+
+    Attributes:
+        tokenizer: the guide's.
+        query_prompt: put before queries, instead of the trained model's.
+        document_prompt: likewise.
+        chunk_tokens: tokens, padding included, of one forward pass.
+    """
+
+    tokenizer: TextTokenizer
+    query_prompt: str
+    document_prompt: str
+    chunk_tokens: int
+
+    def __call__(self, rows: Sequence[Row]) -> tuple[Tokens, ...]:
+        """Chunks of all queries, then all documents, of these rows."""
+        queries = [self.query_prompt + row.query[row.prompt_lengths[0] :] for row in rows]
+        documents = [self.document_prompt + text[row.prompt_lengths[1] :] for row in rows for text in row.documents]
+        return tuple(self.tokenizer.chunks(queries + documents, self.chunk_tokens))
 
 
 @dataclass(frozen=True, slots=True)

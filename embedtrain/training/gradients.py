@@ -7,13 +7,14 @@ their memory is free again when the others are encoded anew. Dropout is replayed
 a function of (seed, step, rank, chunk), which is also why a resumed run needs no random state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embedtrain.data.tokens import in_order
 from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import average_gradients, max_over_ranks
 from embedtrain.distributed.sharding import synchronise_gradients
@@ -21,6 +22,9 @@ from embedtrain.distributed.world import World
 from embedtrain.losses.types import Loss, LossOutput
 from embedtrain.training.batches import RankBatch
 from embedtrain.training.guide import GuideModel
+
+# More chunks than any rank has.
+_ALL = 2**31
 
 
 class Backward:
@@ -86,7 +90,7 @@ class Backward:
         for index, chunk in enumerate(chunks):
             with torch.set_grad_enabled(index < kept):
                 vectors.append(self._encode(batch.step, index, chunk))
-        rows = _in_order([v.detach() for v in vectors if v is not None], chunks).requires_grad_()
+        rows = in_order([v.detach() for v in vectors if v is not None], chunks).requires_grad_()
         output = self._loss_backward(rows, batch, weight)
         slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
         for index, chunk in enumerate(chunks):
@@ -111,16 +115,6 @@ class Backward:
         return self.encoder(chunk.ids, chunk.mask)  # type: ignore[no-any-return]
 
 
-_ALL = 2**31
-
-
 def chunk_seed(seed: int, step: int, rank: int, index: int) -> int:
     """The seed of one chunk's dropout."""
     return int(np.random.SeedSequence([seed, step, rank, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def _in_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor:
-    """The chunks' vectors as one matrix in the texts' order; dummies' vectors are left out."""
-    places = torch.tensor([row for chunk in chunks for row in chunk.rows])
-    order = places.argsort()[int((places < 0).sum()) :]
-    return torch.cat(list(vectors))[order.to(vectors[0].device)]

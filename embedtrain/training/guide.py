@@ -1,43 +1,20 @@
 """Other models that see the same texts: guides and teachers of a loss. Frozen, sharded like the one trained."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from embedtrain.config.schema import ModelConfig, ParallelConfig
-from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Row, Tokens
+from embedtrain.data.tokens import in_order
+from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder
+from embedtrain.training.batches import GuideTexts
 from embedtrain.training.model import load_model
-
-
-@dataclass(frozen=True, slots=True)
-class GuideTexts:
-    """Tokenises a rank's rows for one guide: its own vocabulary, length and prompts.
-
-    Attributes:
-        tokenizer: the guide's.
-        query_prompt: put before queries, instead of the trained model's.
-        document_prompt: likewise.
-        chunk_tokens: tokens, padding included, of one forward pass.
-    """
-
-    tokenizer: TextTokenizer
-    query_prompt: str
-    document_prompt: str
-    chunk_tokens: int
-
-    def __call__(self, rows: Sequence[Row]) -> tuple[Tokens, ...]:
-        """Chunks of all queries, then all documents, of these rows."""
-        queries = [self.query_prompt + row.query[row.prompt_lengths[0] :] for row in rows]
-        documents = [self.document_prompt + text[row.prompt_lengths[1] :] for row in rows for text in row.documents]
-        return tuple(self.tokenizer.chunks(queries + documents, self.chunk_tokens))
 
 
 class GuideModel:
@@ -64,11 +41,8 @@ class GuideModel:
         (most,) = max_over_ranks([len(chunks)], self.world.device)
         padded = [*chunks, *[self._dummy] * (max(1, most) - len(chunks))]
         with torch.no_grad():
-            vectors = torch.cat([self.encoder(chunk.ids, chunk.mask) for chunk in padded])
+            rows = in_order([self.encoder(chunk.ids, chunk.mask) for chunk in padded], padded)
         reshard(self.encoder)
-        places = torch.tensor([row for chunk in padded for row in chunk.rows])
-        order = places.argsort()[int((places < 0).sum()) :]
-        rows = vectors[order.to(vectors.device)]
         return Guide(rows[:num_queries], rows[num_queries:])
 
 

@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from embedtrain.config.losses import (
@@ -73,7 +74,12 @@ def _check(loss: LossConfig, option: str) -> None:
         for index, part in enumerate(loss.losses):
             if isinstance(part, CombinedConfig):
                 raise ConfigError(f"{option}.losses[{index}]: a combination within a combination; list its parts here")
-            _check(part, f"{option}.losses[{index}]")
+            where = f"{option}.losses[{index}]"
+            if None not in (loss.matryoshka_dims, part.matryoshka_dims):
+                raise ConfigError(f"{where}.matryoshka_dims: {option}.matryoshka_dims is around this one already")
+            # What a part does not go with, it does not go with around it either.
+            around = loss.matryoshka_dims or part.matryoshka_dims
+            _check(replace(part, matryoshka_dims=around), where)
         _check_rows_fit(loss, option)
 
 

@@ -17,10 +17,10 @@ from embedtrain.config.compose import (
     load_recipe,
     to_plain,
 )
+from embedtrain.config.losses import LOSSES, CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig
 from embedtrain.config.schema import (
     DataFormat,
     EvaluationSet,
-    InfoNCEConfig,
     Pooling,
     Precision,
     ScheduleKind,
@@ -93,6 +93,59 @@ def test_every_choice_composes(group):
     for name in choices(group):
         arguments = [a for a in GOOD if group != "model" or "model" not in a]
         compose_recipes([*arguments, f"{group}={name}", *WANTED.get(name, [])])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_comes_back_as_it_was(tmp_path, name):
+    """What a run leaves in recipe.yaml is the recipe, whatever its loss: resuming and exporting read it."""
+    (recipe,) = compose_recipes([*GOOD, f"loss={name}", "loss.matryoshka_dims=[8,4]", *WANTED.get(name, [])])
+    assert type(recipe.loss) is LOSSES[name]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(to_plain(recipe)))
+    assert load_recipe(path) == recipe
+
+
+def test_a_combination_of_losses(tmp_path):
+    (recipe,) = compose_recipes([*GOOD, "loss=combined", *WANTED["combined"]])
+    assert recipe.loss == CombinedConfig(losses=[InfoNCEConfig(), MarginMSEConfig(weight=0.5)])
+    own = """# @package _global_
+defaults:
+  - override /loss: combined
+name: own
+loss:
+  losses:
+    - {name: infonce, temperature: 0.05, sides: [query_document, query_query]}
+    - {name: margin_mse, weight: 0.1}
+"""
+    (recipe,) = compose_recipes([*user_recipe(tmp_path, "own", own), *GOOD[1:]])
+    assert [(part.name, part.weight) for part in recipe.loss.losses] == [("infonce", 1.0), ("margin_mse", 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ("[{name: infonc}]", ["loss.losses[0].name=infonc", "did you mean infonce?"]),
+        ("[{name: infonce, temprature: 1}]", ["loss.losses[0]", "temprature", "did you mean temperature?"]),
+        ("[{name: infonce, temperature: warm}]", ["loss.losses[0]", "temperature", "warm"]),
+        ("[{temperature: 1}]", ["loss.losses[0]", "`name`"]),
+        ("[infonce]", ["loss.losses[0]", "'infonce'", "`name`"]),
+    ],
+)
+def test_a_combination_written_wrongly(losses, words):
+    sentence = refused([*GOOD, "loss=combined", f"loss.losses={losses}"])
+    assert all(word in sentence for word in words), sentence
+
+
+def test_another_loss_on_the_command_line_begins_with_its_own_defaults(tmp_path):
+    """A shipped recipe's temperature is its loss's; a user's recipe is told what is in the way."""
+    (recipe,) = compose_recipes(["recipe=bce_xlmr", "loss=cosent", "data.train=[x]"])
+    assert recipe.loss == CoSENTConfig()
+    (recipe,) = compose_recipes(["recipe=bce_xlmr", "loss=infonce", "data.train=[x]"])
+    assert recipe.loss == InfoNCEConfig(temperature=0.02)
+    own = user_recipe(tmp_path, "own", "# @package _global_\nname: own\nloss: {temperature: 0.3}\n")
+    assert compose_recipes([*own, *GOOD[1:]])[0].loss == InfoNCEConfig(temperature=0.3)
+    sentence = refused([*own, *GOOD[1:], "loss=triplet"])
+    assert sentence.startswith("the recipe sets loss.temperature, which the loss that is chosen does not have")
 
 
 @pytest.mark.parametrize(

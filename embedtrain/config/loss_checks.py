@@ -23,7 +23,7 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
-from embedtrain.config.needs import needs_of
+from embedtrain.config.needs import Scores, needs_of
 from embedtrain.config.sentence_transformers import check_sentence_transformers
 from embedtrain.errors import ConfigError
 
@@ -162,16 +162,16 @@ def _infonce(loss: InfoNCEConfig) -> Iterator[str]:
 
 def _check_rows_fit(loss: CombinedConfig, option: str) -> None:
     """Refuse losses that ask for different rows."""
-    needs = {part.name: needs_of(part) for part in loss.losses}
-    classes = [name for name, need in needs.items() if need.label]
-    pairs = [name for name, need in needs.items() if need.documents]
+    needs = [needs_of(part) for part in loss.losses]
+    classes = [need.loss for need in needs if need.label]
+    pairs = [need.loss for need in needs if need.documents]
     if classes and pairs:
         raise ConfigError(
             f"{option}.losses: {classes[0]} takes rows of one text and its class, {pairs[0]} rows of a query and "
             f"documents: they cannot be trained on the same rows"
         )
-    scored = [name for name, need in needs.items() if need.scores.value != "none"]
-    vectors = [name for name, need in needs.items() if need.vectors]
+    scored = [need.loss for need in needs if need.scores is not Scores.none]
+    vectors = [need.loss for need in needs if need.vectors]
     if vectors and (scored or classes):
         raise ConfigError(
             f"{option}.losses: rows have one column of values, which is vectors for {vectors[0]} and scores or "

@@ -116,7 +116,8 @@ class DistillEmbeddings(Loss):
                 student = self.projection(student)
         else:
             self._check_widths(self.dimension, teacher.shape[1])
-            teacher = teacher[:, : student.shape[1]]  # fewer than D within Matryoshka
+            if student.shape[1] < teacher.shape[1]:  # within Matryoshka, which normalises what it cuts short
+                teacher = F.normalize(teacher[:, : student.shape[1]], dim=1)
         match self.distance:
             case EmbeddingDistance.cosine:
                 terms = 1 - F.cosine_similarity(student, teacher, dim=1)

@@ -12,9 +12,9 @@ from embedtrain.config.losses import Implementation, InfoNCEConfig, Partition, S
 from embedtrain.distributed.collectives import gather_rows, row_counts
 from embedtrain.losses.compare import widened
 from embedtrain.losses.negatives import NoNegatives
-from embedtrain.losses.own import own_negatives
+from embedtrain.losses.own import limits, own_negatives
 from embedtrain.losses.ring import around_ring
-from embedtrain.losses.scores import QUERY_CANDIDATES, Candidates, Rows, Rules
+from embedtrain.losses.scores import QUERY_CANDIDATES, Candidates, Rows, Rules, guide_ceilings
 from embedtrain.losses.softmax import RowLosses, plain, tiled
 from embedtrain.losses.temperature import Temperature
 from embedtrain.losses.types import Guide, Loss, LossInput, LossOutput
@@ -62,7 +62,7 @@ class InfoNCE(Loss):
         if self.config.in_batch_negatives:
             found = self._in_batch(queries, documents, known, guide, scale, counts)
         else:
-            found = own_negatives(queries, documents, known, guide, scale, self.config)
+            found = own_negatives(queries, documents, known, guide, scale, self.config, counts)
         num_rows = max(1, sum(counts[0]))
         shares = {"accuracy": found.right / num_rows}
         if self.temperature.log_scale is not None:
@@ -87,20 +87,23 @@ class InfoNCE(Loss):
                 duplicates=config.mask_duplicates,
                 positive_again=config.partition is Partition.joint,
             ),
-            drop_above=config.drop_above,
-            guide_margin=config.guide_margin,
-            guide_margin_kind=config.guide_margin_kind,
             hardness=config.hardness,
             hardness_strength=config.hardness_strength,
         )
         answers = documents[positives]
+        beaten_from, ceilings = limits(queries.detach(), answers.detach(), scale.detach(), config)
+        seen = None if guide is None else guide.documents[positives]
         rows = Rows(
             places=torch.arange(len(queries), device=queries.device) + sum(counts[0][:rank]),
             queries=queries,
             positives=answers,
-            positive_scores=((queries * answers).sum(dim=1) * scale).detach(),
+            beaten_from=beaten_from,
+            ceilings=ceilings,
             guide_queries=None if guide is None else guide.queries,
-            guide_positives=None if guide is None else guide.documents[positives],
+            guide_positives=seen,
+            guide_ceilings=None
+            if guide is None or seen is None
+            else guide_ceilings((guide.queries * seen).sum(dim=1), config.guide_margin, config.guide_margin_kind),
         )
         with_queries = any(side in QUERY_CANDIDATES for side in config.sides)
         own = Candidates(

@@ -1,12 +1,12 @@
 """Which candidates are no negatives of a row: itself, duplicates of its positive, answers of an equal query.
 
-Kept as relations between small integers, never as a matrix: whoever computes scores asks for the cells of
-the rows at hand. Memory grows with N + K, and with the number of cells asked for.
+Kept as relations between small integers, never as a matrix: whoever computes scores has them struck out in the
+tile at hand. Memory grows with N + K, and with the tile.
 
-N, K: queries and documents of all ranks.
+N, K: queries and documents of all ranks; M: documents of this rank; c, t: rows and candidates of a tile.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,51 +17,80 @@ from embedtrain.config.losses import Side
 from embedtrain.distributed.collectives import gather_rows, row_counts
 from embedtrain.losses.types import LossInput
 
+# Cells are listed one by one, 50 bytes each, where they are at most this share of a tile; else there is a mask.
+_LISTED = 1 / 16
+
 
 class Relation:
-    """Pairs (key, item): the items of a key lie together.
+    """Pairs (key, item): the items of a key lie together, in ascending order.
 
     Args:
         keys: int64 [P], from 0 to `num_keys` - 1.
-        items: int64 [P].
+        items: int64 [P], ascending among equal keys.
         num_keys: number of keys.
     """
 
     def __init__(self, keys: Tensor, items: Tensor, num_keys: int) -> None:
         order = torch.argsort(keys, stable=True)
         self.items = items[order]
-        self.counts = torch.bincount(keys, minlength=num_keys)
-        self.starts = self.counts.cumsum(0) - self.counts
+        self._keys = keys[order]
+        self._span = int(items.max()) + 1 if len(items) else 1
+        self._places = self._keys * self._span + self.items  # ascending
+        self.num_keys = num_keys
 
-    def follow(self, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """For each (place, key) all pairs (place, item of that key): two int64 vectors of one length."""
-        counts = self.counts[keys]
+    def bounds(self, keys: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+        """Where the items of each key from `first` to `first + width` begin, and how many there are."""
+        low, high = min(first, self._span), min(first + width, self._span)
+        starts = torch.searchsorted(self._places, keys * self._span + low)
+        return starts, torch.searchsorted(self._places, keys * self._span + high) - starts
+
+    def follow(self, places: Tensor, keys: Tensor, first: int = 0, width: int = 2**62) -> tuple[Tensor, Tensor]:
+        """For each (place, key) all pairs (place, item of that key within the bounds): two int64 vectors."""
+        starts, counts = self.bounds(keys, first, width)
         ends = counts.cumsum(0)
         total = int(ends[-1]) if len(ends) else 0
         which = torch.repeat_interleave(torch.arange(len(keys), device=keys.device), counts, output_size=total)
         within = torch.arange(total, device=keys.device) - (ends - counts)[which]
-        return places[which], self.items[self.starts[keys[which]] + within]
+        return places[which], self.items[starts[which] + within]
 
 
 @dataclass(frozen=True, slots=True)
-class _Sameness:
-    """What follows from one way to tell that two documents are the same.
+class _Link:
+    """Row -> key -> codes -> candidates of that code: those candidates are no negatives of the row.
 
     Attributes:
-        answers: group of equal queries -> codes of their positives.
-        documents: code -> documents.
-        groups: code -> groups that have it for an answer.
-        answered: code -> queries whose positive it is.
+        keys: int64 [N], of each row.
+        codes_of: key -> codes.
+        code: int64, of each candidate.
+        candidates_of: code -> candidates.
     """
 
-    answers: Relation
-    documents: Relation
-    groups: Relation
-    answered: Relation
+    keys: Tensor
+    codes_of: Relation
+    code: Tensor
+    candidates_of: Relation
+
+    def listed(self, places: Tensor, rows: Tensor, first: int, width: int) -> tuple[Tensor, Tensor] | None:
+        """The cells (place, candidate) one by one; None where they are too many for that."""
+        most = int(_LISTED * len(rows) * width) + len(rows)
+        keys = self.keys[rows]
+        if int(self.codes_of.bounds(keys, 0, 2**62)[1].sum()) > most:
+            return None
+        at, codes = self.codes_of.follow(places, keys)
+        if int(self.candidates_of.bounds(codes, first, width)[1].sum()) > most:
+            return None
+        return self.candidates_of.follow(at, codes, first, width)
+
+    def mask(self, rows: Tensor, first: int, width: int) -> Tensor:
+        """The same as a bool mask [c, t]."""
+        keys, row_of = self.keys[rows].unique(return_inverse=True)
+        table = torch.zeros(len(keys), self.candidates_of.num_keys, dtype=torch.bool, device=rows.device)
+        table[self.codes_of.follow(torch.arange(len(keys), device=rows.device), keys)] = True
+        return table[:, self.code[first : first + width]][row_of]
 
 
 class NoNegatives:
-    """The cells of each side's scores that are no negatives, of all ranks' rows and candidates.
+    """What is no negative in each side's scores, of all ranks' rows and candidates.
 
     Args:
         known: of this rank's rows. Every rank must construct this.
@@ -78,75 +107,96 @@ class NoNegatives:
         self._positive_again = positive_again
         per_query, per_document = counts
         rank = dist.get_rank()
-        first_query, first_document = sum(per_query[:rank]), sum(per_document[:rank])
-        self.positives = gather_rows(known.positives + first_document, per_query)  # [N]
-        owners = gather_rows(known.owners + first_query, per_document)  # [K]
-        self.num_queries, self.num_documents = len(self.positives), len(owners)
-        self.own = Relation(owners, torch.arange(self.num_documents, device=owners.device), self.num_queries)
-        self._samenesses: list[_Sameness] = []
+        self._first_document = sum(per_document[:rank])
+        self.positives = gather_rows(known.positives + self._first_document, per_query)  # [N]
+        self._owners = gather_rows(known.owners + sum(per_query[:rank]), per_document)  # [K]
+        self._num_mine = len(known.owners)
+        num_queries, num_documents = len(self.positives), len(self._owners)
+        self._asked = torch.arange(num_queries, device=self._owners.device)
+        self._every = torch.arange(num_documents, device=self._owners.device)
+        self.own = Relation(self._owners, self._every, num_queries)
+        self._group, self._codes = self._asked, list[Tensor]()
+        self._links: dict[Side, list[_Link]] = {side: [] for side in Side}
         if not duplicates:
             return
-        _, self._group = gather_rows(known.query_keys, per_query).unique(return_inverse=True)
-        self._queries = Relation(self._group, torch.arange(self.num_queries, device=owners.device), self._num_groups)
+        self._group = gather_rows(known.query_keys, per_query).unique(return_inverse=True)[1]
         keyings = [known.document_keys]
         # Whether any rank has ids: asked of all, for a collective that only some ranks run would hang.
-        if any(row_counts(0 if known.document_ids is None else 1, owners.device)):
+        if any(row_counts(0 if known.document_ids is None else 1, self._owners.device)):
             keyings.append(known.document_keys if known.document_ids is None else known.document_ids)
-        self._codes: list[Tensor] = []
         for keys in keyings:
-            _, codes = gather_rows(keys, per_document).unique(return_inverse=True)
-            self._codes.append(codes)
-            self._samenesses.append(self._sameness(codes))
+            self._link(gather_rows(keys, per_document).unique(return_inverse=True)[1])
 
-    @property
-    def _num_groups(self) -> int:
-        return int(self._group.max()) + 1 if len(self._group) else 0
-
-    def _sameness(self, codes: Tensor) -> _Sameness:
-        num_codes = int(codes.max()) + 1 if len(codes) else 0
+    def _link(self, codes: Tensor) -> None:
+        self._codes.append(codes)
+        num_codes, num_groups = (int(of.max()) + 1 if len(of) else 0 for of in (codes, self._group))
         right = codes[self.positives]
         pairs = torch.stack([self._group, right], dim=1).unique(dim=0)
-        every = torch.arange(self.num_documents, device=codes.device)
-        asked = torch.arange(self.num_queries, device=codes.device)
-        return _Sameness(
-            answers=Relation(pairs[:, 0], pairs[:, 1], self._num_groups),
-            documents=Relation(codes, every, num_codes),
-            groups=Relation(pairs[:, 1], pairs[:, 0], num_codes),
-            answered=Relation(right, asked, num_codes),
+        by_code = pairs[pairs[:, 1].argsort(stable=True)]
+        answers = Relation(pairs[:, 0], pairs[:, 1], num_groups)
+        answered = Relation(by_code[:, 1], by_code[:, 0], num_codes)
+        having = _Link(self._group, answers, codes, Relation(codes, self._every, num_codes))
+        self._links[Side.query_document].append(having)
+        self._links[Side.document_document].append(having)
+        self._links[Side.query_query].append(
+            _Link(self._group, answers, right, Relation(right, self._asked, num_codes))
+        )
+        self._links[Side.document_query].append(
+            _Link(right, answered, self._group, Relation(self._group, self._asked, num_groups))
         )
 
-    def cells(self, side: Side, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The cells of these rows: (place in `rows`, candidate), int64 both; a cell may come twice.
+    def strike_out(self, scores: Tensor, side: Side, rows: Tensor, first: int) -> Tensor:
+        """Scores [c, t], -inf where a candidate is no negative; in place, differentiable.
 
         Args:
-            side: whose candidates are meant.
+            scores: of these rows against candidates from `first` on.
+            side: whose scores they are.
             rows: int64 [c], queries of all ranks.
+            first: where the candidates begin among those of all ranks.
         """
+        width = scores.shape[1]
         places = torch.arange(len(rows), device=rows.device)
-        found = [self._own_cells(side, places, rows)]
-        for codes, same in zip(self._codes, self._samenesses, strict=True) if self._samenesses else ():
-            if side is Side.document_query:
-                at, groups = same.groups.follow(places, codes[self.positives[rows]])
-                at, column = self._queries.follow(at, groups)
-                other = column != rows[at]
-                found.append((at[other], column[other]))
+        cells = [self._own_cells(side, places, rows, first, width)]
+        for link in self._links[side]:
+            listed = link.listed(places, rows, first, width)
+            if listed is None:
+                mask = link.mask(rows, first, width)
+                if side is Side.document_query:
+                    mask[self._within(places, rows, first, width)] = False
+                scores = scores.masked_fill_(mask, -torch.inf)
                 continue
-            at, answers = same.answers.follow(places, self._group[rows])
-            having = same.answered if side is Side.query_query else same.documents
-            found.append(having.follow(at, answers))
-        return _joined(found)
+            if side is Side.document_query:
+                other = listed[1] != rows[listed[0]]
+                listed = listed[0][other], listed[1][other]
+            cells.append((listed[0], listed[1] - first))
+        at, column = (torch.cat([pair[i] for pair in cells]) for i in (0, 1))
+        return scores.index_put_((at, column), scores.new_tensor(-torch.inf))
 
-    def _own_cells(self, side: Side, places: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _own_cells(self, side: Side, places: Tensor, rows: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
         match side:
             case Side.query_document:
-                return places, self.positives[rows]
+                return self._within(places, self.positives[rows], first, width)
             case Side.document_query if self._positive_again:
                 return places[:0], rows[:0]
             case Side.document_query | Side.query_query:
-                return places, rows
+                return self._within(places, rows, first, width)
             case Side.document_document:
-                return self.own.follow(places, rows)
+                return self.own_documents(rows, first, width)
 
+    def own_documents(self, rows: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+        """The cells (place in `rows`, candidate counted from `first`) of the rows' own documents."""
+        at, column = self.own.follow(torch.arange(len(rows), device=rows.device), rows, first, width)
+        return at, column - first
 
-def _joined(cells: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.cat([at for at, _ in cells]), torch.cat([column for _, column in cells])
+    def answers(self) -> Iterator[Tensor]:
+        """Bool [M] for each way to tell: this rank's documents that answer their own row's query, or an equal one."""
+        mine = slice(self._first_document, self._first_document + self._num_mine)
+        for codes in self._codes:
+            span = int(codes.max()) + 1 if len(codes) else 1
+            right = self._group * span + codes[self.positives]
+            yield torch.isin(self._group[self._owners[mine]] * span + codes[mine], right)
+
+    @staticmethod
+    def _within(places: Tensor, columns: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+        here = (columns >= first) & (columns < first + width)
+        return places[here], columns[here] - first

@@ -4,39 +4,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import Hardness, InfoNCEConfig, Margin
+from embedtrain.config.losses import Hardness, InfoNCEConfig
+from embedtrain.losses.negatives import NoNegatives
+from embedtrain.losses.scores import guide_ceilings, rounding
 from embedtrain.losses.softmax import RowLosses
 from embedtrain.losses.types import Guide, LossInput
 
 
+def limits(queries: Tensor, positives: Tensor, scale: Tensor, config: InfoNCEConfig) -> tuple[Tensor, Tensor | None]:
+    """Of each row [B]: the score that beats its positive, and the score above which nothing is a negative, or None.
+
+    Args:
+        queries: [B, D], without gradient.
+        positives: [B, D], likewise.
+        scale: one over the temperature, [1].
+        config: the loss's options.
+    """
+    similarity = (queries * positives).sum(dim=1)
+    room = rounding(similarity) * queries.norm(dim=1) * positives.norm(dim=1)
+    ceilings = None if config.drop_above is None else (similarity + config.drop_above + room) * scale
+    return (similarity - config.margin - room) * scale, ceilings
+
+
 def own_negatives(
-    queries: Tensor, documents: Tensor, known: LossInput, guide: Guide | None, scale: Tensor, config: InfoNCEConfig
+    queries: Tensor,
+    documents: Tensor,
+    known: LossInput,
+    guide: Guide | None,
+    scale: Tensor,
+    config: InfoNCEConfig,
+    counts: tuple[list[int], list[int]],
 ) -> RowLosses:
-    """Queries [B, D] and documents [M, D]; nothing is exchanged with other ranks."""
+    """Queries [B, D] and documents [M, D]; of other ranks only the texts' keys are asked. Every rank must call it."""
     owners, positives = known.owners, known.positives
     similarity = (queries[owners] * documents).sum(dim=1)
     right = similarity[positives]
+    scores = similarity * scale
+    beaten_from, ceilings = limits(queries.detach(), documents[positives].detach(), scale.detach(), config)
     excluded = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
     excluded[positives] = True
-    if config.mask_duplicates:
-        for keys in (known.document_keys, known.document_ids):
-            if keys is not None:
-                excluded |= keys == keys[positives][owners]
-    if config.drop_above is not None:
-        excluded |= similarity.detach() > right.detach()[owners] + config.drop_above
+    for answers in NoNegatives(known, counts, duplicates=config.mask_duplicates, positive_again=False).answers():
+        excluded |= answers
+    if ceilings is not None:
+        excluded |= scores.detach() > ceilings[owners]
     if guide is not None:
         found = (guide.queries[owners] * guide.documents).sum(dim=1)
-        best = found[positives]
-        slack = config.guide_margin * (best.abs() if config.guide_margin_kind is Margin.relative else 1.0)
-        excluded |= found > (best - slack)[owners]
-    scores = similarity * scale
+        excluded |= found > guide_ceilings(found[positives], config.guide_margin, config.guide_margin_kind)[owners]
     if config.hardness in (Hardness.hard, Hardness.all):
         scores = scores + config.hardness_strength * similarity.detach()
     scores = scores.masked_fill(excluded, -torch.inf)
     highest = group_maximum(scores.detach(), owners, len(queries))
     gap = group_logsumexp(scores, owners, len(queries)) - (right - config.margin) * scale
     loss = F.softplus(gap.masked_fill(highest == -torch.inf, -torch.inf)).sum()
-    return RowLosses(loss, (highest < ((right - config.margin) * scale).detach()).sum())
+    return RowLosses(loss, (highest < beaten_from).sum())
 
 
 def group_maximum(values: Tensor, owners: Tensor, num_groups: int) -> Tensor:

@@ -82,12 +82,11 @@ class _Ring(GradientAtOnce):
             loss += F.softplus(gap).sum() / len(parts)
             slope = torch.sigmoid(gap) / len(parts)
             pull += slope
-            each = (slope / state.mass).masked_fill_(state.mass == 0, 0.0).mul_(scale).unsqueeze(1)
+            each = (slope / state.mass).masked_fill_(state.mass == 0, 0.0).mul_(scale)
             for side, weighted in zip(state.sides, state.weighted, strict=True):
-                found.anchors(side).addcmul_(weighted, each)
-            # What to take off a score so that its exp is the loss's derivative there.
-            levels.append(positive + F.softplus(gap) + torch.log(positive.new_tensor(float(len(parts)))))
-            right = count_right(right, state.sides, state.tops, positive)
+                found.anchors(side).addcmul_(weighted, each.unsqueeze(1))
+            levels += [state.level(), each]
+            right = count_right(right, state.sides, state.tops, rows)
         for these, level in _passing_rows(rows, torch.stack(levels, dim=1), counts[0]):
             _add_candidates(found, these, level, candidates, rules, scale, parts)
         ctx.ready = found.finish(rows, pull, scale, margin)
@@ -100,7 +99,7 @@ class _Online:
 
     def __init__(self, rows: Rows, sides: Sequence[Side]) -> None:
         self.sides = sides
-        self.top = torch.full_like(rows.positive_scores, -torch.inf)
+        self.top = torch.full_like(rows.beaten_from, -torch.inf)
         self.tops = [self.top.clone() for _ in sides]  # of each side alone
         self.mass = torch.zeros_like(self.top)
         self.weighted = [torch.zeros_like(rows.queries) for _ in sides]
@@ -125,9 +124,13 @@ class _Online:
                     other[start:end] *= fade.unsqueeze(1)
                 weighted[start:end].addmm_(scores, columns)
 
+    def level(self) -> Tensor:
+        """What is taken off scores before their exp."""
+        return self.top.masked_fill(self.top == -torch.inf, 0.0)
+
     def logsumexp(self) -> Tensor:
         """-inf for a row without negatives."""
-        return self.top.masked_fill(self.top == -torch.inf, 0.0) + self.mass.log()
+        return self.level() + self.mass.log()
 
 
 def _passing_candidates(own: Candidates, counts: tuple[list[int], list[int]]) -> Iterator[Candidates]:
@@ -153,7 +156,10 @@ def _passing_rows(own: Rows, levels: Tensor, counts: list[int]) -> Iterator[tupl
 def _add_candidates(
     found: Gradients, rows: Rows, levels: Tensor, own: Candidates, rules: Rules, scale: Tensor, parts: Partitions
 ) -> None:
-    """Add to the gradient of this rank's candidates what some rank's rows do to it."""
+    """Add to the gradient of this rank's candidates what some rank's rows do to it.
+
+    Levels [c, 2 P]: for each partition what is taken off scores before their exp, and what that is worth.
+    """
     for number, sides in enumerate(parts):
         for side in sides:
             space = Space(rows, len(own.of(side)))
@@ -161,5 +167,5 @@ def _add_candidates(
                 these = rows.part(start, end)
                 (tile,) = space.tiles(end - start, [len(own.of(side))])
                 slope = rules.scores(side, these, own, scale, out=tile)
-                slope.sub_(levels[start:end, number].unsqueeze(1)).exp_()
-                found.of(side).addmm_(slope.T, anchors_of(side, these) * scale)
+                level, each = levels[start:end, 2 * number : 2 * number + 2].unsqueeze(1).unbind(2)
+                found.of(side).addmm_(slope.sub_(level).exp_().T, anchors_of(side, these) * each)

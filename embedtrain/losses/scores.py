@@ -24,16 +24,20 @@ class Rows:
     Attributes:
         places: int64 [c], which queries of all ranks they are.
         queries, positives: [c, D].
-        positive_scores: [c], similarity of the two over temperature, margin not subtracted; no gradient.
+        beaten_from: [c], the score from which on a candidate beats the positive or equals it.
+        ceilings: [c], the score above which a candidate is no negative, or None.
         guide_queries, guide_positives: [c, T], or None.
+        guide_ceilings: [c], the guide's similarity above which a candidate is no negative, or None.
     """
 
     places: Tensor
     queries: Tensor
     positives: Tensor
-    positive_scores: Tensor
+    beaten_from: Tensor
+    ceilings: Tensor | None = None
     guide_queries: Tensor | None = None
     guide_positives: Tensor | None = None
+    guide_ceilings: Tensor | None = None
 
     def part(self, start: int, end: int) -> "Rows":
         """The rows from `start` to `end`."""
@@ -77,9 +81,6 @@ class Rules:
     """What happens to scores before their softmax; options of InfoNCEConfig, and the batch's duplicates."""
 
     no_negatives: NoNegatives
-    drop_above: float | None
-    guide_margin: float
-    guide_margin_kind: Margin
     hardness: Hardness
     hardness_strength: float
 
@@ -93,40 +94,36 @@ class Rules:
         anchors = rows.queries if side in QUERY_ANCHORS else rows.positives
         columns = candidates.of(side)
         scores = torch.mm(anchors * scale, columns.T, out=out)
+        first = candidates.first_query if side in QUERY_CANDIDATES else candidates.first_document
         excluded = None
-        if self.drop_above is not None:
-            excluded = scores.detach() > (rows.positive_scores + self.drop_above * scale.detach()).unsqueeze(1)
-        if rows.guide_queries is not None:
+        if rows.ceilings is not None:
+            excluded = scores.detach() > rows.ceilings.unsqueeze(1)
+        if rows.guide_ceilings is not None:
             objected = self._guide_objects(side, rows, candidates)
             excluded = objected if excluded is None else excluded.logical_or_(objected)
         if excluded is not None:
-            if side is Side.document_query:  # the pair itself would be judged by its rounding errors
-                own = (torch.arange(len(rows), device=scores.device), rows.places)
-                excluded[_within(own, candidates.first_query, len(columns))] = False
+            if side is Side.document_query:  # the pair itself is not to be judged
+                here = (rows.places >= first) & (rows.places < first + len(columns))
+                excluded[here.nonzero().squeeze(1), rows.places[here] - first] = False
             scores = scores.masked_fill_(excluded, -torch.inf)
         if self.hardness is not Hardness.none and side is Side.query_document:
             scores = self._weigh(scores, rows, candidates, float(scale))
-        first = candidates.first_query if side in QUERY_CANDIDATES else candidates.first_document
-        cells = _within(self.no_negatives.cells(side, rows.places), first, len(columns))
-        return scores.index_put_(cells, scores.new_tensor(-torch.inf))
+        return self.no_negatives.strike_out(scores, side, rows.places, first)
 
     def _guide_objects(self, side: Side, rows: Rows, candidates: Candidates) -> Tensor:
         """[c, t], true where the guide finds a candidate closer than the positive (Solatorio, 2024)."""
         queries, positives = rows.guide_queries, rows.guide_positives
         columns = candidates.guide_queries if side in QUERY_CANDIDATES else candidates.guide_documents
-        assert queries is not None
-        assert positives is not None
-        assert columns is not None
-        right = (queries * positives).sum(dim=1)
-        slack = self.guide_margin * (right.abs() if self.guide_margin_kind is Margin.relative else 1.0)
         anchors = queries if side in QUERY_ANCHORS else positives
-        return (anchors @ columns.T) > (right - slack).unsqueeze(1)
+        assert anchors is not None
+        assert columns is not None
+        assert rows.guide_ceilings is not None
+        return (anchors @ columns.T) > rows.guide_ceilings.unsqueeze(1)
 
     def _weigh(self, scores: Tensor, rows: Rows, candidates: Candidates, scale: float) -> Tensor:
         """Scores plus strength * similarity where negatives of this kind weigh more; no gradient through that."""
         more = scores.detach() * (self.hardness_strength / scale)
-        own = self.no_negatives.own.follow(torch.arange(len(rows), device=scores.device), rows.places)
-        own = _within(own, candidates.first_document, scores.shape[1])
+        own = self.no_negatives.own_documents(rows.places, candidates.first_document, scores.shape[1])
         match self.hardness:
             case Hardness.in_batch:
                 more.index_put_(own, more.new_zeros(()))
@@ -137,11 +134,18 @@ class Rules:
         return scores.add_(more.masked_fill_(more == -torch.inf, 0.0))
 
 
-def _within(cells: tuple[Tensor, Tensor], first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Those cells whose candidate is among `width` ones from `first` on, counted from there."""
-    at, column = cells[0], cells[1] - first
-    here = (column >= 0) & (column < width)
-    return at[here], column[here]
+def rounding(like: Tensor) -> float:
+    """How far two computations of one similarity of vectors of length 1 may be apart.
+
+    Comparisons of scores leave so much room: a document whose vector equals the positive's must be judged alike
+    in every precision, by every kernel and on every rank, and not by rounding errors.
+    """
+    return 16 * torch.finfo(like.dtype).eps
+
+
+def guide_ceilings(positive: Tensor, margin: float, kind: Margin) -> Tensor:
+    """From the guide's similarities of the positives [c]: those above which it objects to a negative."""
+    return positive - margin * (positive.abs() if kind is Margin.relative else 1.0) + rounding(positive)
 
 
 def widest(sides: Sequence[Side], candidates: Candidates) -> int:

@@ -89,7 +89,7 @@ def _chunk(
     """Queries [b, D], rows `rows` [b] of all, against all documents [K, D]: the sum; how many positives beat all."""
     logits = products(queries, documents) * scale + bias
     positive = logits.gather(1, no_negatives.positives[rows].unsqueeze(1)).squeeze(1)
-    others = logits.index_put(no_negatives.cells(Side.query_document, rows), logits.new_tensor(-torch.inf))
+    others = no_negatives.strike_out(logits.clone(), Side.query_document, rows, 0)
     # Log sigmoid of +inf is 0, with gradient 0.
     summed = -F.logsigmoid(-others).sum() - F.logsigmoid(positive).sum()
     return summed, (others.detach().amax(dim=1) < positive.detach()).sum()

@@ -47,7 +47,7 @@ def plain(
     for sides in parts:
         blocks = [rules.scores(side, rows, candidates, scale) for side in sides]
         tops = [row_maximum(block.detach()) for block in blocks]
-        right = count_right(right, sides, tops, positive)
+        right = count_right(right, sides, tops, rows)
         scores = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
         # A row without any negative has loss 0; its scores become finite so that its gradient is 0, not NaN.
         alone = torch.stack(tops).amax(dim=0) == -torch.inf
@@ -57,11 +57,11 @@ def plain(
     return RowLosses(loss, right)
 
 
-def count_right(right: Tensor, sides: Sequence[Side], tops: Sequence[Tensor], positive: Tensor) -> Tensor:
+def count_right(right: Tensor, sides: Sequence[Side], tops: Sequence[Tensor], rows: Rows) -> Tensor:
     """Plus the rows whose positive beats all documents, once that side comes along."""
     if Side.query_document not in sides:
         return right
-    return right + (tops[list(sides).index(Side.query_document)] < positive.detach()).sum()
+    return right + (tops[list(sides).index(Side.query_document)] < rows.beaten_from).sum()
 
 
 def positive_scores(rows: Rows, scale: Tensor, margin: float) -> Tensor:
@@ -186,7 +186,7 @@ class _Tiled(GradientAtOnce):
                 for side, tile in zip(sides, tiles, strict=True):
                     rules.scores(side, these, candidates, scale, out=tile)
                 tops = [row_maximum(tile) for tile in tiles]
-                right = count_right(right, sides, tops, score)
+                right = count_right(right, sides, tops, these)
                 hardest = torch.stack(tops).amax(dim=0)
                 top = hardest.masked_fill(hardest == -torch.inf, 0.0)
                 mass = torch.zeros_like(top)

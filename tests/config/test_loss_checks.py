@@ -72,6 +72,10 @@ BROKEN: list[tuple[LossConfig, str]] = [
     (parts(InfoNCEConfig(), InfoNCEConfig(temperature=0.0)), r"loss\.losses\[1\]\.temperature=0\.0"),
     (parts(InfoNCEConfig(weight=0.0)), r"losses\[0\]\.weight=0\.0: must be above 0"),
     (parts(InfoNCEConfig(), BatchTripletConfig()), r"batch_triplet takes rows of one text .* infonce rows of a query"),
+    (
+        parts(*(SentenceTransformersConfig(class_name=name) for name in ("BatchHardTripletLoss", "CoSENTLoss"))),
+        r"BatchHardTripletLoss takes rows of one text .* CoSENTLoss rows of a query",
+    ),
     (parts(DistillEmbeddingsConfig(), MarginMSEConfig()), r"vectors for distill_embeddings .* give .* a `teacher`"),
     (
         parts(DistillEmbeddingsConfig(teacher="a", project=True), matryoshka_dims=[8]),

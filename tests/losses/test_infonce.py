@@ -1,5 +1,6 @@
 """InfoNCE against its textbook form, whatever its options: value and gradient on any number of ranks, three ways."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, Margin, Partition, Side, Similarity
 from embedtrain.distributed.world import World
-from embedtrain.losses import infonce, softmax
+from embedtrain.losses import infonce, negatives, softmax
 from embedtrain.losses.choose import choose_loss
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
 from embedtrain.losses.their_classes import StandIn, made_up_tokenizer
@@ -224,6 +225,75 @@ def _random_input(rows: int) -> LossInput:
 @pytest.mark.parametrize("way", [Implementation.tiled, Implementation.ring])
 def test_height_of_tiles(ranks, way):
     ranks(2, tiles_of_a_few_rows, way)
+
+
+def lists_and_masks(world: World, way: Implementation) -> None:
+    """What is no negative is listed where it is little, and masked where it is much: the same."""
+    batch, rows = duplicates(), list(range(world.rank, len(SIZES), world.size))
+    share, listed = batch.share(rows, torch.float64), negatives._LISTED
+    answers = []
+    for at_most in (listed, 1e9, -1e9):
+        negatives._LISTED = at_most
+        queries, documents = (vectors_.clone().requires_grad_() for vectors_ in share[:2])
+        output = InfoNCE(config(implementation=way, sides=ALL_SIDES))(queries, documents, share[2])
+        output.share.backward()
+        answers.append((output.share.detach(), queries.grad, documents.grad))
+    negatives._LISTED = listed
+    for other in answers[1:]:
+        torch.testing.assert_close(answers[0], other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lists_and_masks_of_no_negatives(ranks, way):
+    ranks(2, lists_and_masks, way)
+
+
+def equal_vectors(world: World, way: Implementation, options: dict, dtype: torch.dtype) -> tuple[float, float]:
+    """Texts that differ, but not to the model (their letters' case): documents 2 i and 2 i + 1 have one vector."""
+    torch.manual_seed(0)
+    pairs = torch.nn.functional.normalize(torch.randn(6, 384, dtype=dtype), dim=1).repeat_interleave(2, dim=0)
+    mine = slice(world.rank, None, world.size)
+    rows = pairs[mine].clone().requires_grad_()
+    known = LossInput(
+        owners=torch.arange(len(rows)),
+        query_keys=torch.arange(12)[mine],
+        document_keys=torch.arange(12)[mine],
+        guides={"big": Guide(pairs[mine].float(), pairs[mine].float())} if "guide" in options else {},
+    )
+    loss = InfoNCE(InfoNCEConfig(temperature=0.05, implementation=way, **options))
+    output = loss(rows, pairs[mine], known)
+    return output.share.item(), output.shares["accuracy"].item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{"drop_above": 0.0}, {"guide": "big"}])
+def test_equal_similarities_are_not_judged_by_rounding_errors(ranks, way, options):
+    """A document as similar as the positive is not above it: it stays, and the loss is log 2 on any number of ranks."""
+    for size in (1, 2, 3):
+        for dtype in (torch.float32, torch.float64):
+            found = ranks(size, equal_vectors, way, options, dtype)
+            assert sum(share for share, _ in found) == pytest.approx(math.log(2), rel=1e-4)
+            assert sum(right for _, right in found) == 0, "a positive that is equalled does not beat"
+
+
+def equal_queries_apart(world: World) -> float:
+    """Two rows of one query; the hard negative of the first is the second one's positive."""
+    torch.manual_seed(0)
+    queries, documents = torch.randn(2, 8)[[0, 0]], torch.randn(3, 8)
+    rows = [[0, 1], [2]]  # documents of the rows
+    mine = list(range(world.rank, 2, world.size))
+    known = LossInput(
+        owners=torch.tensor([at for at, row in enumerate(mine) for _ in rows[row]], dtype=torch.int64),
+        query_keys=torch.tensor([7 for _ in mine], dtype=torch.int64),
+        document_keys=torch.tensor([[10, 11, 11][k] for row in mine for k in rows[row]], dtype=torch.int64),
+    )
+    places = [k for row in mine for k in rows[row]]
+    return InfoNCE(config(in_batch_negatives=False))(queries[mine], documents[places], known).share.item()
+
+
+def test_without_in_batch_negatives_an_equal_querys_answer_is_no_negative_either(ranks):
+    for size in (1, 2):
+        assert sum(ranks(size, equal_queries_apart)) == 0.0
 
 
 def small_losses(world: World, way: Implementation) -> None:

@@ -156,8 +156,12 @@ def test_a_recipe_that_would_learn_something_else_does_not_resume(ranks, worksho
     ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=2"))
     with pytest.raises(AssertionError, match=r"CheckpointError.*written with seed=42, this run has seed=7"):
         ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4", "seed=7"))
-    with pytest.raises(AssertionError, match=r"CheckpointError.*written with prompts=.*this run has prompts=.*beta"):
+    with pytest.raises(
+        AssertionError, match=r"CheckpointError.*written with prompts.query=.*this run has prompts.query=.*beta"
+    ):
         ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4", "model.query_prompt='beta '"))
+    with pytest.raises(AssertionError, match=r"written with loss.temperature=0.1, this run has loss.temperature=0.2: "):
+        ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4", "loss.temperature=0.2"))
     ranks(1, run, *options(workshop, tmp_path / "run", "train.steps=4"))
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
 

@@ -129,8 +129,9 @@ class Checkpoints:
         before = folder.manifest.get("identity", {})
         for option, value in self.identity.items():
             if option in before and before[option] != value:
+                name, was, now = _first_difference(option, before[option], value)
                 raise CheckpointError(
-                    f"{folder.path} was written with {option}={before[option]}, this run has {option}={value}: "
+                    f"{folder.path} was written with {name}={was}, this run has {name}={now}: "
                     f"set it back, or choose another output_dir to start anew"
                 )
 
@@ -144,6 +145,15 @@ class Checkpoints:
         with _named(f"reading {folder.path}"):
             read_tensors(folder.path, trained, optimizer if complete else None)
         return dict(folder.manifest["state"]) if complete else None
+
+
+def _first_difference(option: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """The innermost option that differs, and its values: of a long mapping nobody wants to read two copies."""
+    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
+        for key, value in now.items():
+            if before[key] != value:
+                return _first_difference(f"{option}.{key}", before[key], value)
+    return option, before, now
 
 
 @contextlib.contextmanager

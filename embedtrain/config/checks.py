@@ -52,6 +52,10 @@ RULES: list[Rule] = [
         lambda r: "data.train: negatives is a number from 0 on, or null for all of a row's",
     ),
     (
+        lambda r: not all(_positive(source.score_scale) for source in r.data.train),
+        lambda r: "data.train: score_scale must be above 0: scores are divided by it",
+    ),
+    (
         lambda r: (r.train.steps is None) == (r.train.epochs is None),
         lambda r: (
             f"train.steps={r.train.steps} and train.epochs={r.train.epochs}: set exactly one of them "

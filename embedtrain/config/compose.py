@@ -316,7 +316,10 @@ def _clear_errors(arguments: list[str]) -> Iterator[None]:
         sentence = explain(text)
         found = re.match(r"unknown option (loss\.\w+)", sentence)
         if found and not any(argument.lstrip("+~").startswith(found[1]) for argument in arguments):
-            return f"the recipe sets {found[1]}, which the loss that is chosen does not have: {sentence}"
+            return (
+                f"the recipe sets {found[1]}, which the loss that is chosen does not have (a recipe chooses with "
+                f"`defaults: [override /loss: NAME]`): {sentence}"
+            )
         return sentence
 
     try:

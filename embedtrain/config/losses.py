@@ -156,7 +156,7 @@ class AnglEConfig(LossConfig):
 
 @dataclass(kw_only=True)
 class CosineMSEConfig(LossConfig):
-    """Squared difference of cosine similarity and score (Reimers and Gurevych, 2019)."""
+    """Squared difference of cosine similarity and score, from -1 to 1 (Reimers and Gurevych, 2019)."""
 
     name: str = "cosine_mse"
 
@@ -204,14 +204,18 @@ class DistillScoresConfig(LossConfig):
     """KL divergence of a row's softmax from its teacher's (Hinton et al., 2015; Lin et al., 2021)."""
 
     name: str = "distill_scores"
-    temperature: float = 1.0
-    teacher_temperature: float | None = None  # default: temperature
+    temperature: float = 0.02  # the student's similarities are divided by it
+    teacher_temperature: float = 1.0  # the teacher's scores are divided by it
     similarity: Similarity = Similarity.cosine
+    times_squared_temperature: bool = False  # as Hinton et al. and sentence-transformers, for one temperature of both
 
 
 @dataclass(kw_only=True)
 class MarginMSEConfig(LossConfig):
-    """Squared difference of the student's and the teacher's margins (Hofstätter et al., 2020)."""
+    """Squared difference of the student's and the teacher's margins (Hofstätter et al., 2020).
+
+    Similarities of normalised vectors differ by 2 at most: `score_scale` of a source brings a teacher's margins there.
+    """
 
     name: str = "margin_mse"
     similarity: Similarity = Similarity.dot

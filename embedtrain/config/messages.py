@@ -10,6 +10,8 @@ from embedtrain.config.schema import Recipe
 
 _NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
 
+_SEVERAL = "it is a list, write loss.losses=[{name: infonce}, {name: orthogonal, weight: 0.1}]"
+
 
 def unknown_option(name: str, key: str, allowed: list[str]) -> str:
     """What to say of an option `name` whose last part `key` is none of the allowed ones."""
@@ -34,6 +36,12 @@ def explain(text: str) -> str:
         return f"{group}={wanted}: there is no such {group}{hint} There are {', '.join(there)}{own}"
     if re.search(r"Could not override '\w+@recipe\.", text):
         return _NO_PACKAGE
+    if match := re.search(r"Could not override '(\S*arguments)\.(\w+)'", text):
+        return f"{match[1]} is a mapping: write {match[1]}={{{match[2]}: ...}}"
+    if "Cannot merge DictConfig with ListConfig" in text and "loss.losses" in text:
+        return f"loss.losses: {_SEVERAL}"
+    if re.search(r"\w+Config is not a subclass of \w+Config", text):
+        return f"loss: one at a time; for several write loss=combined, and {_SEVERAL}"
     text = text.partition("error: ")[2] or text  # argparse, behind its page of usage
     text = one_line(re.sub(r"Error merging override (\S+)", r"\1:", text))
     if match := re.search(r"(\S+)=(.*): Invalid value assigned: \w+ is not a ListConfig", text):

@@ -1,5 +1,6 @@
 """What a loss asks of the rows it is trained on: known from the recipe, so bad rows are found when they are read."""
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -30,6 +31,26 @@ class Scores(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Range:
+    """What scores a loss can use: from `low` to `high`, whole numbers alone or any."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+
+    def __and__(self, other: "Range") -> "Range":
+        """What both can use."""
+        return Range(low=max(self.low, other.low), high=min(self.high, other.high), whole=self.whole or other.whole)
+
+    def __contains__(self, score: float) -> bool:
+        return self.low <= score <= self.high and (not self.whole or float(score).is_integer())
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"{'a whole number ' * self.whole}from {self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Needs:
     """What a loss asks of every row.
 
@@ -37,6 +58,7 @@ class Needs:
         documents: a positive at least; else a row may be one text alone.
         negatives: a hard negative at least.
         scores: a score for every document.
+        range: what scores it can use.
         label: the row's class, a whole number.
         vectors: a teacher's vector for every text.
         even: as many documents in every row.
@@ -46,6 +68,7 @@ class Needs:
     documents: bool = True
     negatives: bool = False
     scores: Scores = Scores.none
+    range: Range = Range()
     label: bool = False
     vectors: bool = False
     even: bool = False
@@ -58,6 +81,7 @@ class Needs:
             documents=self.documents or other.documents,
             negatives=self.negatives or other.negatives,
             scores=strictest,
+            range=self.range & other.range,
             label=self.label or other.label,
             vectors=self.vectors or other.vectors,
             even=self.even or other.even,
@@ -65,6 +89,8 @@ class Needs:
         )
 
 
+# Compared with a cosine; the weight of pulling together, 1 minus it that of pushing apart; one or the other.
+_COSINE, _SHARE, _EITHER = Range(low=-1, high=1), Range(low=0, high=1), Range(low=0, high=1, whole=True)
 _COLUMNS = Needs(even=True)
 _PAIRS = Needs(even=True, scores=Scores.pairs)
 _TEACHER = Needs(even=True, negatives=True, scores=Scores.teacher)
@@ -83,9 +109,9 @@ SENTENCE_TRANSFORMERS: dict[str, Needs] = {
     "GlobalOrthogonalRegularizationLoss": replace(_COLUMNS, documents=False),
     "CoSENTLoss": _PAIRS,
     "AnglELoss": _PAIRS,
-    "CosineSimilarityLoss": _PAIRS,
-    "ContrastiveLoss": _PAIRS,
-    "OnlineContrastiveLoss": _PAIRS,
+    "CosineSimilarityLoss": replace(_PAIRS, range=_COSINE),
+    "ContrastiveLoss": replace(_PAIRS, range=_SHARE),
+    "OnlineContrastiveLoss": replace(_PAIRS, range=_EITHER),
     "SoftmaxLoss": Needs(even=True, scores=Scores.teacher),
     "TripletLoss": replace(_COLUMNS, negatives=True),
     "BatchAllTripletLoss": _CLASSES,
@@ -118,9 +144,18 @@ def needs_of(loss: LossConfig) -> Needs:
         case SentenceTransformersConfig(class_name=name, arguments=arguments):
             if name == "MatryoshkaLoss":
                 name = arguments["loss"]["class_name"]
-            return replace(SENTENCE_TRANSFORMERS[name], loss=name)
-        case CoSENTConfig() | AnglEConfig() | CosineMSEConfig() | ContrastiveConfig() | OnlineContrastiveConfig():
+            needs = replace(SENTENCE_TRANSFORMERS[name], loss=name)
+            if name == "SoftmaxLoss" and isinstance(arguments.get("num_labels"), int):
+                return replace(needs, range=Range(low=0, high=arguments["num_labels"] - 1, whole=True))
+            return needs
+        case CoSENTConfig() | AnglEConfig():
             return Needs(scores=Scores.pairs, loss=loss.name)
+        case CosineMSEConfig():
+            return Needs(scores=Scores.pairs, range=_COSINE, loss=loss.name)
+        case ContrastiveConfig():
+            return Needs(scores=Scores.pairs, range=_SHARE, loss=loss.name)
+        case OnlineContrastiveConfig():
+            return Needs(scores=Scores.pairs, range=_EITHER, loss=loss.name)
         case TripletConfig():
             return Needs(negatives=True, loss=loss.name)
         case BatchTripletConfig():

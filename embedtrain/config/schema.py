@@ -133,6 +133,7 @@ class TrainSource:
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # split of a Hub data set
     columns: list[str] | None = None  # which columns: query, positive, negatives in this order, and a score column
+    score_scale: float = 1.0  # scores are divided by it: 5 makes 0 to 1 of 0 to 5
 
 
 @dataclass(kw_only=True)

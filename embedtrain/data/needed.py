@@ -43,7 +43,7 @@ def check_sources(sources: Sequence[TrainSource], needs: Needs) -> None:
         if needs.negatives and source.negatives == 0:
             raise ConfigError(
                 f"{source.path}: negatives=0, and loss={needs.loss} needs a hard negative in every row: "
-                "set negatives=1 or more, or null for all"
+                "write 1 or more, or null for all"
             )
 
 
@@ -62,11 +62,15 @@ class RowCheck:
         """The row, with scores where the loss wants some and it has none: 1 for a positive, 0 for a negative.
 
         Raises:
-            BadRow: it lacks a negative, or a vector has another width than those before.
+            BadRow: it lacks a negative, a score is out of range, or a vector has another width than those before.
         """
         if self._needs.negatives and not texts.negatives:
             dropped = " other than its positives" if texts.num_dropped else ""
             raise BadRow(f"loss={self._needs.loss} needs a hard negative in every row, and this one has none{dropped}")
+        for score in (*texts.positive_scores, *texts.negative_scores):
+            if score not in self._needs.range:
+                hint = "" if self._needs.range.whole else "; `score_scale` of a source divides its scores"
+                raise BadRow(f"loss={self._needs.loss} needs scores that are {self._needs.range}, not {score:g}{hint}")
         self._check_width(texts)
         if self._needs.scores == Scores.pairs and not texts.positive_scores:
             ones, zeros = (1.0,) * len(texts.positives), (0.0,) * len(texts.negatives)
@@ -99,7 +103,7 @@ def check_even(needs: Needs, counts: Sequence[Counts]) -> None:
         if one.fewest < one.most:
             raise ConfigError(
                 f"data.train: {one.source} has rows with {one.fewest} to {one.most} negatives, {same}: "
-                f"set negatives={one.fewest}"
+                f"write {{path: ..., negatives: {one.fewest}}} for it"
             )
     for first, other in pairwise(counts):
         if first.one_text != other.one_text:
@@ -111,5 +115,5 @@ def check_even(needs: Needs, counts: Sequence[Counts]) -> None:
         if first.most != other.most:
             raise ConfigError(
                 f"data.train: {first.source} has rows with {first.most} negatives and {other.source} with "
-                f"{other.most}, {same}: set negatives={min(first.most, other.most)} for both"
+                f"{other.most}, {same}: write {{path: ..., negatives: {min(first.most, other.most)}}} for both"
             )

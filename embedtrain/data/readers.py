@@ -126,7 +126,7 @@ def _read_source(
                 if isinstance(values, BadRow):
                     raise values
                 layout = layout or choose_layout(source, part.kind, values, needs)
-                found = layout.texts(values)
+                found = layout.texts(values).scaled(source.score_scale)
                 texts = check(found)
             except BadRow as bad:
                 _stop_or_count(part.place(line), str(bad), on_error, report)

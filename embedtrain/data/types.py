@@ -1,7 +1,7 @@
 """The types that flow from files to the encoder: Texts, Example, Row, GlobalBatch, Tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ class Texts:
     negative_ids: tuple[str, ...] = ()
     label: int | None = None
     vectors: tuple[Sequence[float], ...] = ()
+
+    def scaled(self, by: float) -> "Texts":
+        """The same with its scores divided by `by`."""
+        if by == 1.0 or not self.positive_scores:
+            return self
+        positives, negatives = (
+            tuple(score / by for score in scores) for scores in (self.positive_scores, self.negative_scores)
+        )
+        return replace(self, positive_scores=positives, negative_scores=negatives)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,16 @@ from embedtrain.losses.types import FROM_ROWS, Loss, LossInput, LossOutput
 class DistillScores(Loss):
     """Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); for rankings Lin et al. (2021).
 
-    KL(teacher || student) of the two softmaxes over a row's own documents, times temperature^2 so that the
-    gradient's size does not depend on it; the mean over all rows with at least two documents, however many
-    each has. Logs `agreement`, the share of rows whose best document is also the teacher's.
+    KL(teacher || student) of the two softmaxes over a row's own documents, times temperature^2 if asked for; the
+    mean over all rows with at least two documents, however many each has. Logs `agreement`, the share of rows
+    whose best document is also the teacher's.
     """
 
     def __init__(self, config: DistillScoresConfig) -> None:
         super().__init__()
         self.temperature, self.similarity = config.temperature, config.similarity
-        teacher = config.teacher_temperature
-        self.teacher_temperature = config.temperature if teacher is None else teacher
+        self.teacher_temperature = config.teacher_temperature
+        self.factor = config.temperature**2 if config.times_squared_temperature else 1.0
 
     def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
@@ -46,7 +46,7 @@ class DistillScores(Loss):
         log_student = _log_softmax(student / self.temperature, owners, len(queries))
         wanted = _log_softmax(teacher / self.teacher_temperature, owners, len(queries)).exp()
         divergence = torch.xlogy(wanted, wanted) - wanted * log_student
-        share = divergence.sum() * self.temperature**2 / num_rows
+        share = divergence.sum() * self.factor / num_rows
 
         best = _is_largest(student.detach(), owners, len(queries)) & _is_largest(teacher, owners, len(queries))
         agreed = owners[best & (num_documents[owners] > 1)].unique()

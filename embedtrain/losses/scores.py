@@ -107,7 +107,7 @@ class Rules:
                 excluded[here.nonzero().squeeze(1), rows.places[here] - first] = False
             scores = scores.masked_fill_(excluded, -torch.inf)
         if self.hardness is not Hardness.none and side is Side.query_document:
-            scores = self._weigh(scores, rows, candidates, float(scale))
+            scores = self._weigh(scores, rows, candidates, float(scale.detach()))
         return self.no_negatives.strike_out(scores, side, rows.places, first)
 
     def _guide_objects(self, side: Side, rows: Rows, candidates: Candidates) -> Tensor:

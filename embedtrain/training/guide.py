@@ -60,9 +60,12 @@ def load_guides(
         try:
             loaded = load_model(options, parallel, world, seed=0)
         except (ConfigError, ModelError) as error:
-            raise ConfigError(f"guide {path}: {error} (a guide is a sentence-transformers directory)") from None
+            told = str(error).removeprefix(f"model.path={path}: ")
+            raise ConfigError(
+                f"the loss's guide or teacher {path}: {told} (a sentence-transformers model is wanted)"
+            ) from None
         prompts = loaded.source.prompts
         texts = GuideTexts(loaded.tokenizer, prompts.get("query", ""), prompts.get("document", ""), chunk_tokens)
         guides[path] = GuideModel(loaded.encoder, texts, world)
-        notes.append(f"guide {path}: {loaded.notes[0]}")
+        notes.append(f"the loss's guide or teacher {path}: {loaded.notes[0]}")
     return guides, notes

@@ -54,6 +54,7 @@ BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
     ("weight NaN", changed("data.train", [TrainSource(path="a", weight=float("nan"))]), "weight"),
     ("weight inf", changed("data.train", [TrainSource(path="a", weight=float("inf"))]), "weight"),
     ("negatives", changed("data.train", [TrainSource(path="a", negatives=-1)]), "negatives"),
+    ("score scale", changed("data.train", [TrainSource(path="a", score_scale=0.0)]), "score_scale"),
     ("no length", changed("train.steps", None), "exactly one"),
     ("two lengths", changed("train.epochs", 1.0), "exactly one"),
     ("0 steps", changed("train.steps", 0), "train.steps=0"),

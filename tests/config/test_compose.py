@@ -136,6 +136,22 @@ def test_a_combination_written_wrongly(losses, words):
     assert all(word in sentence for word in words), sentence
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["loss=combined", "loss.losses={name: infonce}"], ["it is a list, write loss.losses=[{name: infonce}"]),
+        (["loss=[infonce,triplet]"], ["for several write loss=combined"]),
+        (
+            ["loss=sentence_transformers", "loss.class_name=CoSENTLoss", "loss.arguments.scale=20"],
+            ["loss.arguments is a mapping: write loss.arguments={scale: ...}"],
+        ),
+    ],
+)
+def test_losses_written_wrongly(arguments, words):
+    sentence = refused([*GOOD, *arguments])
+    assert all(word in sentence for word in words), sentence
+
+
 def test_another_loss_on_the_command_line_begins_with_its_own_defaults(tmp_path):
     """A shipped recipe's temperature is its loss's; a user's recipe is told what is in the way."""
     (recipe,) = compose_recipes(["recipe=bce_xlmr", "loss=cosent", "data.train=[x]"])

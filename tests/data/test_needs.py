@@ -149,8 +149,7 @@ def test_rows_without_a_negative(tmp_path: Path) -> None:
     path = write(tmp_path / "y.jsonl", {**ROW, "neg": ["b", "a"]})
     assert error_of(path, needs=TRIPLET).endswith("and this one has none other than its positives")
     assert error_of(path, ConfigError, needs=TRIPLET, negatives=0) == (
-        f"{path}: negatives=0, and loss=triplet needs a hard negative in every row: "
-        "set negatives=1 or more, or null for all"
+        f"{path}: negatives=0, and loss=triplet needs a hard negative in every row: write 1 or more, or null for all"
     )
 
 
@@ -159,7 +158,7 @@ def test_as_many_documents_in_every_row(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *rows)
     assert error_of(path, ConfigError, needs=EVEN) == (
         "data.train: a has rows with 2 to 5 negatives, and loss=GISTEmbedLoss needs the same number in every row: "
-        "set negatives=2"
+        "write {path: ..., negatives: 2} for it"
     )
     assert "rows with 2 to 3 negatives" in error_of(path, ConfigError, needs=EVEN, negatives=3)
     assert "rows with 2 to 5 negatives" in error_of(path, ConfigError, needs=EVEN, negatives=None)
@@ -171,7 +170,7 @@ def test_as_many_documents_in_every_row(tmp_path: Path) -> None:
         read_sources([two, one], OnError.stop, EVEN)
     assert str(caught.value) == (
         "data.train: a has rows with 2 negatives and a-2 with 1, and loss=GISTEmbedLoss needs the same number in "
-        "every row: set negatives=1 for both"
+        "every row: write {path: ..., negatives: 1} for both"
     )
     assert len(read_sources([one, one], OnError.stop, EVEN)[0]) == 4
     single = TrainSource(path=str(write_table(tmp_path / "t.csv", {"text": ["a"]})))

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig, TripletConfig
+from embedtrain.config.losses import (
+    CoSENTConfig,
+    CosineMSEConfig,
+    DistillScoresConfig,
+    OnlineContrastiveConfig,
+    SentenceTransformersConfig,
+    TripletConfig,
+)
 from embedtrain.config.needs import Needs, Scores, needs_of
 from embedtrain.config.schema import OnError, TrainSource
 from embedtrain.data.readers import read_sources
@@ -261,3 +268,21 @@ def test_real_triples_and_a_real_teacher(shared_data: Path) -> None:
     examples, report = read(folder / "nli.jsonl", needs=TEACHER)
     assert scores(examples)[0] == ((98.1875,), (82.25,))
     assert "FlagEmbedding rows with scores" in str(report)
+
+
+def test_scores_that_the_loss_cannot_use(tmp_path: Path) -> None:
+    """STS-B's run from 0 to 5: compared with a cosine they would ruin the model in silence."""
+    rows = [{"a": "x", "b": "y", "score": 1.0}, {"a": "u", "b": "v", "score": 4.5}]
+    path = write(tmp_path / "sts.jsonl", *rows)
+    assert error_of(path, needs=needs_of(CosineMSEConfig())) == (
+        f"{path}:2: loss=cosine_mse needs scores that are from -1 to 1, not 4.5; "
+        "`score_scale` of a source divides its scores"
+    )
+    assert error_of(path, needs=needs_of(OnlineContrastiveConfig())) == (
+        f"{path}:2: loss=online_contrastive needs scores that are a whole number from 0 to 1, not 4.5"
+    )
+    softmax = SentenceTransformersConfig(class_name="SoftmaxLoss", arguments={"num_labels": 3})
+    assert "a whole number from 0 to 2, not 4.5" in error_of(path, needs=needs_of(softmax))
+    assert len(read(path, needs=needs_of(CoSENTConfig()))[0]) == 2
+    table, _ = read(path, needs=needs_of(CosineMSEConfig()), score_scale=5.0)
+    assert [row.positive_scores for row in table] == [pytest.approx((0.2,)), pytest.approx((0.9,))]

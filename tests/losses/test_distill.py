@@ -54,18 +54,19 @@ def divergence(config: DistillScoresConfig):
         terms = []
         for student, teacher in of_rows(batch, config.similarity):
             if len(student) > 1:
-                p = torch.softmax(teacher / (config.teacher_temperature or config.temperature), dim=0)
+                p = torch.softmax(teacher / config.teacher_temperature, dim=0)
                 q = torch.softmax(student / config.temperature, dim=0)
-                terms.append((p * (p / q).log()).sum() * config.temperature**2)
+                factor = config.temperature**2 if config.times_squared_temperature else 1.0
+                terms.append((p * (p / q).log()).sum() * factor)
         return sum(terms, batch.queries.sum() * 0) / max(1, len(terms))
 
     return textbook
 
 
 DISTILL_SCORES = [
-    DistillScoresConfig(),
-    DistillScoresConfig(temperature=0.2, teacher_temperature=3.0),
-    DistillScoresConfig(temperature=2.0, similarity=Similarity.dot),
+    DistillScoresConfig(temperature=1.0, times_squared_temperature=True),
+    DistillScoresConfig(temperature=0.2, teacher_temperature=3.0, times_squared_temperature=True),
+    DistillScoresConfig(temperature=2.0, similarity=Similarity.dot, times_squared_temperature=True),
 ]
 
 
@@ -76,7 +77,8 @@ def test_distill_scores(ranks, config):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (3,), (1,)], ids=["single documents", "one row", "one document"])
 def test_distill_few_scores(ranks, sizes):
-    check(ranks, DistillScoresConfig(), scored(sizes), divergence(DistillScoresConfig()), only=[0, 2, 5])
+    config = DistillScoresConfig(temperature=0.2, teacher_temperature=2.0)
+    check(ranks, config, scored(sizes), divergence(config), only=[0, 2, 5])
 
 
 @pytest.mark.parametrize("config", DISTILL_SCORES, ids=["cosine", "temperatures", "dot"])
@@ -98,7 +100,7 @@ def test_scores_far_apart(ranks):
     """Differences of thousands neither overflow nor give NaN: the student's, the teacher's, and equal ones."""
     batch = scored()
     batch = replace(batch, queries=100 * batch.queries, documents=100 * batch.documents, scores=1e4 * batch.scores)
-    config = DistillScoresConfig(similarity=Similarity.dot)
+    config = DistillScoresConfig(temperature=1.0, similarity=Similarity.dot)
     for answer in ranks(2, run, config, batch, [[0, 1, 2], [3, 4, 5]], torch.float32, 8):
         assert torch.tensor(answer["share"]).isfinite()
         assert answer["queries"].isfinite().all()

@@ -84,14 +84,14 @@ LOSSES: dict[str, LossConfig] = {
     "triplet": TripletConfig(),
     "batch_triplet": BatchTripletConfig(),
     "batch_triplet, all": BatchTripletConfig(mining=Mining.all),
-    "distill_scores": DistillScoresConfig(temperature=0.5),
+    "distill_scores": DistillScoresConfig(temperature=0.5, times_squared_temperature=True),
     "margin_mse": MarginMSEConfig(),
     "distill_embeddings": DistillEmbeddingsConfig(matryoshka_dims=[32, 8]),
     "distill_embeddings, projected": DistillEmbeddingsConfig(project=True),
     "combined": CombinedConfig(
         losses=[
             InfoNCEConfig(temperature=0.2),
-            DistillScoresConfig(weight=0.7),
+            DistillScoresConfig(temperature=0.3, weight=0.7),
             MarginMSEConfig(weight=0.1),
             OrthogonalConfig(weight=0.5),
         ]

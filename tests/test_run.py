@@ -124,6 +124,19 @@ def test_damaged_checkpoints_are_named_and_passed_over(ranks, workshop, tmp_path
     assert losses(tmp_path / "run") == expected
 
 
+def test_a_checkpoint_of_another_format_is_not_passed_over(ranks, workshop, tmp_path):
+    """Training anew in its folder would end in deleting it."""
+    ranks(2, run, *options(workshop, tmp_path / "run", "train.steps=2"))
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "checkpoint.json"
+    for written_as, by in ((1, "an earlier"), (99, "a newer")):
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": written_as}))
+        with pytest.raises(AssertionError) as failure:
+            ranks(2, run, *options(workshop, tmp_path / "run", "train.steps=4"))
+        assert str(failure.value).count(f"written by {by} embedtrain (format {written_as}") == 2
+        assert "go on with that version, or choose another output_dir" in str(failure.value)
+        assert list(losses(tmp_path / "run")) == [1, 2]
+
+
 @pytest.mark.parametrize("layout", ["sharded", "full"])
 def test_weights_alone_start_a_new_run(ranks, workshop, tmp_path, layout):
     common = ("checkpoint.contents=model", f"checkpoint.layout={layout}")

@@ -23,6 +23,10 @@ _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".tmp"
 
 
+class OtherFormatError(CheckpointError):
+    """An intact checkpoint of another version's format: passing it over would train anew and then delete it."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepFolder:
     """A complete checkpoint: its folder, its step, and what its manifest says."""
@@ -73,11 +77,11 @@ def read_manifest(path: Path) -> StepFolder:
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from None
     if written_as > FORMAT:
-        raise CheckpointError(
+        raise OtherFormatError(
             f"{path} was written by a newer embedtrain (format {written_as}; this one reads {FORMAT})"
         )
     if written_as < OLDEST_FORMAT:
-        raise CheckpointError(
+        raise OtherFormatError(
             f"{path} was written by an earlier embedtrain (format {written_as}; this one reads {OLDEST_FORMAT} and on)"
         )
     for name, (size, _) in files.items():

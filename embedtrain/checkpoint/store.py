@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from embedtrain import __version__
 from embedtrain.checkpoint.folder import (
     FORMAT,
+    OtherFormatError,
     StepFolder,
     describe_files,
     finish,
@@ -98,7 +99,11 @@ class Checkpoints:
         return final
 
     def newest(self) -> StepFolder | None:
-        """The newest intact checkpoint; what is half-written or damaged is named and passed over."""
+        """The newest intact checkpoint; what is half-written or damaged is named and passed over.
+
+        Raises:
+            CheckpointError: on every rank alike, a checkpoint of another version's format.
+        """
         report: list[str] = []
         chosen: StepFolder | None = None
         with self.world.together("looking for checkpoints"):
@@ -109,6 +114,8 @@ class Checkpoints:
             try:
                 chosen = read_manifest(path)
                 verify(chosen, self.world.rank, self.world.size)
+            except OtherFormatError as error:
+                raise CheckpointError(f"{error}: go on with that version, or choose another output_dir") from None
             except (CheckpointError, OSError) as error:
                 problem = str(error)
             problems = [text for text in self.world.gather(problem) if text]

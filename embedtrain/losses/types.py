@@ -1,5 +1,6 @@
 """What goes into a loss and what comes out: LossInput, LossOutput, and Loss itself."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -85,7 +86,7 @@ class LossOutput:
     shares: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Loss(nn.Module):
+class Loss(nn.Module, ABC):
     """A function of embeddings and of what the batch knows; it never holds a model.
 
     It runs its own collectives, so every rank calls it, one without rows too. Parameters of its own (a
@@ -93,6 +94,6 @@ class Loss(nn.Module):
     gradients over the ranks, as all gradients of shares are.
     """
 
+    @abstractmethod
     def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
         """Queries [B, D] and documents [M, D], float32 (float64 works as well), to this rank's share."""
-        raise NotImplementedError

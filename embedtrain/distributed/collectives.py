@@ -72,6 +72,26 @@ def ring(tensors: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Iterator
         held = coming
 
 
+def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send rows to the ranks they belong to: [sum of sent, ...] -> [sum of received, ...]. Without gradient.
+
+    The way back is the same with the two counts swapped. Every rank must call it, also one without rows.
+
+    Args:
+        rows: this rank's, those for rank 0 first, then those for rank 1, and so on; the same trailing shape and
+            dtype on all ranks.
+        sent: how many of them go to each rank.
+        received: how many come from each rank: on rank r entry s is what rank s has sent to r.
+
+    Returns:
+        What came, by the rank it came from.
+    """
+    out = rows.new_empty((sum(received), *rows.shape[1:]))
+    # One of the few that torch 2.13 did not rename.
+    dist.all_to_all_single(out, rows.detach().contiguous(), list(received), list(sent))
+    return out
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of the ranks' tensors of one shape, on every rank, differentiably.
 

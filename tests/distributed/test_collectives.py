@@ -6,6 +6,7 @@ from torch import nn
 
 from embedtrain.distributed.collectives import (
     average_gradients,
+    exchange_rows,
     gather_rows,
     gather_vector,
     max_over_ranks,
@@ -76,6 +77,39 @@ def around(world: World) -> None:
         assert seen == [(world.rank - hop) % world.size for hop in range(world.size)]
 
 
+def exchanged(world: World) -> None:
+    """Every rank gets what is meant for it, in the order of ranks; and back again."""
+    random = torch.Generator().manual_seed(4)
+    nobody = torch.zeros(world.size, world.size, dtype=torch.int64)
+    to_last = nobody.clone()
+    to_last[:, -1] = 3
+    from_first = nobody.clone()
+    from_first[0] = torch.arange(world.size)
+    uneven = torch.randint(0, 5, (world.size, world.size), generator=random)
+    for counts in (uneven, to_last, from_first, nobody, nobody + 2):
+        for trailing, dtype in (
+            ((3,), torch.float32),
+            ((3,), torch.bfloat16),
+            ((), torch.int64),
+            ((2, 2), torch.float64),
+        ):
+            parts = [
+                [torch.full((int(n), *trailing), 100 * source + to, dtype=dtype) for to, n in enumerate(row)]
+                for source, row in enumerate(counts)
+            ]
+            rows = torch.cat(parts[world.rank])
+            sent, received = counts[world.rank].tolist(), counts[:, world.rank].tolist()
+            found = exchange_rows(rows, sent, received)
+            assert found.dtype == dtype
+            assert found.equal(torch.cat([parts[source][world.rank] for source in range(world.size)]))
+            assert exchange_rows(found, received, sent).equal(rows)
+    # Also of a view that does not lie in one stretch, and of rows that have a gradient.
+    wide = torch.randn(world.size, 6, requires_grad=True)[:, ::2]
+    found = exchange_rows(wide, [1] * world.size, [1] * world.size)
+    assert not found.requires_grad
+    assert exchange_rows(found, [1] * world.size, [1] * world.size).equal(wide)
+
+
 def summed(world: World) -> None:
     """The shares 1/W of a function of the sum add up to the function's gradient."""
     parts = [block.requires_grad_() for block in blocks([1] * world.size, (3,))]
@@ -109,6 +143,7 @@ def everything(world: World) -> None:
     on_ranks(world)
     whole_numbers(world)
     around(world)
+    exchanged(world)
     summed(world)
     averaged(world)
 

@@ -1,0 +1,146 @@
+"""Random numbers and permutations that are functions of a key: any element is known without those before it.
+
+What is made here decides which rows a batch holds, so a run that is continued years later on another machine must
+find the same. All of it is arithmetic on unsigned 64-bit integers, alike on every platform and with every NumPy.
+
+The hash is SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014). The
+permutation is a Feistel network over two digits of unequal base with addition for XOR, and cycle walking for what
+the digits hold beyond n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It serves the order of
+rows; it keeps no secret.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words: TypeAlias = NDArray[np.uint64]
+Whole: TypeAlias = NDArray[np.int64]
+
+# The largest range that is permuted: more rows than any source has.
+MOST = 2**40
+
+_ROUNDS = 12
+_WORD = 2**64
+_START = 0x243F6A8885A308D3
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_ONE = np.uint64(1)
+
+
+def key_of(*numbers: int) -> int:
+    """One key, 0 to 2^64 - 1, of several whole numbers; another one for another order or another count of them.
+
+    Args:
+        numbers: below 2^64 each.
+    """
+    return int(bits(_START, *numbers)[0])
+
+
+def keys_of(*numbers: int | Whole) -> Words:
+    """`key_of` of each tuple of numbers: uint64 [N], arrays being int64 [N]."""
+    return bits(_START, *numbers)
+
+
+def bits(key: int | Words, *counters: int | Whole) -> Words:
+    """64 random bits for each tuple of counters: uint64 [N], N the length of the arrays among the arguments.
+
+    Args:
+        key: a number, or uint64 [N].
+        counters: numbers from 0, or int64 [N].
+    """
+    state = _words(key)
+    for counter in counters:
+        state = _mixed(state + (_words(counter) + _ONE) * _STEP)
+    return state
+
+
+def uniform(key: int | Words, *counters: int | Whole) -> NDArray[np.float64]:
+    """A random number in [0, 1) for each tuple of counters, as `bits`: float64 [N]."""
+    return (bits(key, *counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def below(random: Words, limits: int | Whole) -> Whole:
+    """A random whole number from 0 to limit - 1 out of random bits: int64 [N].
+
+    Args:
+        random: uint64 [N], of `bits`.
+        limits: above 0, at most 2^24; a number or int64 [N]. One number is likelier than another by 2^-16 at most.
+    """
+    return _scaled(random, _words(limits)).astype(np.int64)
+
+
+def permute(places: Whole, n: int | Whole, key: int | Words) -> Whole:
+    """Where a permutation of range(n) puts these places: int64 [N].
+
+    Nothing of length n is made: each element is computed by itself.
+
+    Args:
+        places: int64 [N], each from 0 to n - 1.
+        n: 1 to 2^40, a number or int64 [N], for a range of its own for each place.
+        key: of the permutation, a number or uint64 [N].
+    """
+    sizes, keys = _words(n), _words(key)
+    if not places.size:
+        return np.empty(0, dtype=np.int64)
+    assert int(sizes.max()) <= MOST
+    assert int(places.min()) >= 0
+    assert bool((places.astype(np.uint64) < sizes).all())
+    left_base = _left_base(sizes)
+    right_base = (sizes + left_base - _ONE) // left_base
+    out = _feistel(places.astype(np.uint64), left_base, right_base, keys)
+    # The digits count to a little more than n. What lands beyond it goes on from there until it lands within:
+    # that follows the cycle of a permutation, so no two places end at the same.
+    beyond = np.flatnonzero(out >= sizes)
+    while beyond.size:
+        of = [values if len(values) == 1 else values[beyond] for values in (left_base, right_base, keys, sizes)]
+        again = _feistel(out[beyond], *of[:3])
+        out[beyond] = again
+        beyond = beyond[again >= of[3]]
+    return out.astype(np.int64)
+
+
+def _left_base(sizes: Words) -> Words:
+    """The least even number whose square is at least n.
+
+    With an odd one every round of an odd right base too would be an even permutation: half of all would never come.
+    """
+    root = np.sqrt((sizes - _ONE).astype(np.float64)).astype(np.uint64) + _ONE
+    return root + (root & _ONE)
+
+
+def _feistel(values: Words, left_base: Words, right_base: Words, keys: Words) -> Words:
+    left, right = np.divmod(values, right_base)
+    for number in range(_ROUNDS):
+        random = bits(keys, number)
+        if number % 2 == 0:
+            left = _added(left, _scaled(_mixed(random + (right + _ONE) * _STEP), left_base), left_base)
+        else:
+            right = _added(right, _scaled(_mixed(random + (left + _ONE) * _STEP), right_base), right_base)
+    return left * right_base + right
+
+
+def _added(values: Words, more: Words, base: Words) -> Words:
+    total = values + more
+    # A wrapped difference is huge, so the smaller of the two is the remainder; far cheaper than a division.
+    out: Words = np.minimum(total, total - base)
+    return out
+
+
+def _scaled(random: Words, limits: Words) -> Words:
+    return ((random >> np.uint64(24)) * limits) >> np.uint64(40)
+
+
+def _mixed(words: Words) -> Words:
+    words = (words ^ (words >> _SHIFTS[0])) * _MIX[0]
+    words = (words ^ (words >> _SHIFTS[1])) * _MIX[1]
+    return words ^ (words >> _SHIFTS[2])
+
+
+def _words(numbers: int | Words | Whole) -> Words:
+    """At least one-dimensional: NumPy warns where a scalar wraps around, and wrapping is meant."""
+    if isinstance(numbers, np.ndarray):
+        return np.atleast_1d(numbers).astype(np.uint64, copy=False)
+    assert 0 <= numbers < _WORD
+    return np.array([numbers], dtype=np.uint64)

@@ -1,0 +1,80 @@
+"""Drawing of positives and negatives: fair, without repetition, by the seed and the row's place alone."""
+
+import time
+
+import numpy as np
+
+from embedtrain.data.order.draw import Drawn, draw
+
+
+def whole(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def by_row(drawn: Drawn) -> list[list[int]]:
+    return [drawn.negatives[drawn.owners == row].tolist() for row in range(len(drawn.counts))]
+
+
+def test_what_is_drawn() -> None:
+    drawn = draw(whole([1, 3, 0, 2, 1]), whole([2, 5, 0, 0, 3]), 3, np.arange(5), seed=1)
+    rows = by_row(drawn)
+    assert [len(row) for row in rows] == drawn.counts.tolist() == [2, 3, 0, 0, 3]
+    assert (np.diff(drawn.owners) >= 0).all()
+    assert rows[0] == [0, 1]  # in their order where all fit
+    assert rows[4] == [0, 1, 2]
+    assert len(set(rows[1])) == 3
+    assert set(rows[1]) <= set(range(5))
+    assert drawn.positive[0] == drawn.positive[4] == 0
+    assert drawn.positive[2] == -1
+    assert all(part.dtype == np.int64 for part in (drawn.positive, drawn.negatives, drawn.owners, drawn.counts))
+
+
+def test_limits() -> None:
+    positives, negatives = np.ones(4, dtype=np.int64), np.full(4, 6)
+    for everything in (None, -1, 6, 99):
+        assert by_row(draw(positives, negatives, everything, np.arange(4), 1)) == [list(range(6))] * 4
+    assert draw(positives, negatives, 0, np.arange(4), 1).negatives.tolist() == []
+    assert draw(positives, negatives, whole([-1, 0, 2, 7]), np.arange(4), 1).counts.tolist() == [6, 0, 2, 6]
+    assert draw(whole([0]), whole([4]), None, whole([0]), 1).counts.tolist() == [0]
+    nothing = whole([])
+    assert draw(nothing, nothing, 7, nothing, 1).negatives.tolist() == []
+
+
+def test_a_row_is_drawn_the_same_whatever_stands_beside_it() -> None:
+    random = np.random.default_rng(3)
+    positives, negatives = random.integers(1, 5, 200), random.integers(0, 40, 200)
+    places = 10**12 + np.arange(200)
+    together = draw(positives, negatives, 7, places, seed=9)
+    rows = by_row(together)
+    for at in (0, 17, 199):
+        alone = draw(positives[at : at + 1], negatives[at : at + 1], 7, places[at : at + 1], seed=9)
+        assert by_row(alone) == [rows[at]]
+        assert alone.positive[0] == together.positive[at]
+    for other in (draw(positives, negatives, 7, places, seed=10), draw(positives, negatives, 7, places + 200, seed=9)):
+        assert by_row(other) != rows
+        assert not np.array_equal(other.positive, together.positive)
+
+
+def test_the_draw_is_pinned() -> None:
+    """A resumed run must draw what it would have drawn."""
+    drawn = draw(whole([4, 4, 4]), whole([9, 2, 9]), 4, whole([0, 1, 2]), seed=42)
+    assert drawn.positive.tolist() == [0, 3, 1]
+    assert by_row(drawn) == [[0, 1, 8, 6], [0, 1], [3, 1, 2, 4]]
+
+
+def test_each_is_as_likely_and_in_any_order() -> None:
+    number = 30_000
+    drawn = draw(np.full(number, 3), np.full(number, 5), 2, np.arange(number), seed=4)
+    assert np.abs(np.bincount(drawn.positive, minlength=3) / number - 1 / 3).max() < 0.015
+    pairs = drawn.negatives.reshape(number, 2)
+    counts = np.bincount(pairs[:, 0] * 5 + pairs[:, 1], minlength=25).reshape(5, 5)
+    assert counts.trace() == 0
+    assert np.abs(counts[~np.eye(5, dtype=bool)] / number - 1 / 20).max() < 0.007
+    assert abs(np.corrcoef(drawn.positive, pairs[:, 0])[0, 1]) < 0.03
+
+
+def test_a_batch_of_many_candidates() -> None:
+    negatives = np.random.default_rng(5).integers(0, 100, 4096)
+    began = time.perf_counter()
+    draw(np.ones(4096, dtype=np.int64), negatives, 7, np.arange(4096), seed=1)
+    assert time.perf_counter() - began < 0.5  # 0.01 s

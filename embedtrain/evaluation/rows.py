@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from embedtrain.data.files import BadRow, lines_of, not_utf8, raw_rows, shortened
-from embedtrain.data.sources import KIND_OF_SUFFIX, SUFFIXES_TOLD, Kind, Part, suffix_of
+from embedtrain.data.formats.files import BadRow, lines_of, not_utf8, raw_rows, shortened
+from embedtrain.data.formats.sources import KIND_OF_SUFFIX, SUFFIXES_TOLD, Kind, Part, suffix_of
 from embedtrain.errors import DataError
 
 Row = tuple[str, Mapping[str, Any]]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embedtrain.config.schema import EvaluationSet, SetKind
-from embedtrain.data.sources import SUFFIXES_IN_FOLDERS, may_be_hub_id, stem_of, suffix_of
+from embedtrain.data.formats.sources import SUFFIXES_IN_FOLDERS, may_be_hub_id, stem_of, suffix_of
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.hub import read_hub_set

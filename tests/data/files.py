@@ -12,7 +12,7 @@ import pytest
 
 from embedtrain.config.needs import Needs
 from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.readers import SourceReport, read_sources
+from embedtrain.data.store.readers import SourceReport, read_sources
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError, EmbedtrainError
 
@@ -35,8 +35,8 @@ def read(
     path: object, on_error: OnError = OnError.stop, *, needs: Needs = NOTHING_MORE, **options: Any
 ) -> tuple[list[Example], SourceReport]:
     """What one source holds."""
-    table, reports = read_sources([TrainSource(path=str(path), **options)], on_error, needs)
-    return list(table), reports[0]
+    (store,) = read_sources([TrainSource(path=str(path), **options)], on_error, needs)
+    return list(store), store.report
 
 
 def error_of(path: object, expected: type[EmbedtrainError] = DataError, **options: Any) -> str:

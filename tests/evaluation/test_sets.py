@@ -223,7 +223,7 @@ BROKEN_TABLES = [
     (
         "t.txt",
         "a",
-        "t.txt is no table this reads: its name must end in .jsonl, .json, .csv and .tsv (each also with .gz) ",
+        "t.txt is no table this reads: its name must end in .jsonl, .json, .csv and .tsv (each also with .gz",
     ),
     (
         "t.jsonl",

@@ -8,7 +8,8 @@ from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig, TripletC
 from embedtrain.config.needs import Needs, needs_of
 from embedtrain.config.schema import OnError, TrainSource
 from embedtrain.data.batches import load_train_data
-from embedtrain.data.readers import read_sources
+from embedtrain.data.store.readers import read_sources
+from embedtrain.data.types import Prompt
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import error_of, read, write, write_table
 
@@ -172,7 +173,7 @@ def test_as_many_documents_in_every_row(tmp_path: Path) -> None:
         "data.train: a has rows with 2 negatives and a-2 with 1, and loss=GISTEmbedLoss needs the same number in "
         "every row: write {path: ..., negatives: 1} for both"
     )
-    assert len(read_sources([one, one], OnError.stop, EVEN)[0]) == 4
+    assert [len(store) for store in read_sources([one, one], OnError.stop, EVEN)] == [2, 2]
     single = TrainSource(path=str(write_table(tmp_path / "t.csv", {"text": ["a"]})))
     pair = TrainSource(path=str(write_table(tmp_path / "p.csv", PAIR)))
     even_texts = Needs(documents=False, even=True, loss="orthogonal")
@@ -200,7 +201,7 @@ def test_losses_that_cannot_share_rows(tmp_path: Path, needs: Needs, what: str) 
 
 def test_vectors_take_little_more_than_four_bytes_a_number(tmp_path: Path) -> None:
     rows = [{"text": f"t{i}", "label": [i + j / 8 for j in range(256)]} for i in range(3000)]
-    table, _ = read_sources([TrainSource(path=str(write(tmp_path / "a.jsonl", *rows)))], OnError.stop, VECTORS)
+    (table,) = read_sources([TrainSource(path=str(write(tmp_path / "a.jsonl", *rows)))], OnError.stop, VECTORS)
     assert list(table[2345].vectors[0]) == rows[2345]["label"]
     assert table.num_bytes < 3000 * (4 * 256 + 50)
 
@@ -218,7 +219,7 @@ def test_rows_draw_scores_ids_and_vectors_with_their_texts(tmp_path: Path) -> No
         positive, *negatives = drawn.documents
         assert drawn.scores == (10 + int(positive[1]), *(int(text[1]) for text in negatives))
         assert drawn.ids == ("", *negatives)
-        assert (drawn.query, drawn.prompt_lengths) == ("Q: q", (3, 0))
+        assert (drawn.query, drawn.query_prompt, drawn.document_prompt) == ("q", Prompt("Q: "), Prompt())
         assert (drawn.documents, plain.batch(k).rows[0].scores) == (plain.batch(k).rows[0].documents, ())
         seen.add(drawn.documents)
     assert len(seen) > 30
@@ -232,7 +233,7 @@ def test_rows_draw_scores_ids_and_vectors_with_their_texts(tmp_path: Path) -> No
             drawn = data.batch(k).rows[0]
             numbers = [0, *(int(text[-1]) for text in drawn.documents)] if name == "each.parquet" else [7] * 4
             assert [list(vector) for vector in drawn.vectors] == [[number] for number in numbers]
-            assert drawn.prompt_lengths == (0, 2)
+            assert (drawn.query_prompt, drawn.document_prompt) == (Prompt(), Prompt("D "))
 
 
 def test_rows_of_one_text_are_drawn(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_rows_of_one_text_are_drawn(tmp_path: Path) -> None:
     data = load_train_data([TrainSource(path=str(path))], needs=CLASSES, query_prompt="Q ", seed=1, global_batch_size=2)
     rows = sorted(data.batch(0).rows, key=lambda row: row.query)
     assert [(row.query, row.documents, row.label, row.vectors) for row in rows] == [
-        ("Q a", (), 3, ()),
-        ("Q b", (), 4, ()),
+        ("a", (), 3, ()),
+        ("b", (), 4, ()),
     ]
     assert sorted(data.texts()) == ["a", "b"]

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from embedtrain.data.files import BadRow, shortened, told
+from embedtrain.data.formats.problems import BadRow, shortened, told
 from embedtrain.data.types import Texts
 
 T = TypeVar("T")
@@ -25,6 +25,9 @@ def checked(
     negative_ids: Sequence[str] = (),
     label: int | None = None,
     vectors: Sequence[Sequence[float]] = (),
+    instruction: str | None = None,
+    document_instruction: str | None = None,
+    most_negatives: int | None = None,
 ) -> Texts:
     """A row whose negatives are distinct and no positives; with a negative goes what lies beside it.
 
@@ -37,6 +40,9 @@ def checked(
         negative_ids: one for each negative, or none.
         label: the row's class.
         vectors: one for all texts, or one for each: query, positives, negatives; or none.
+        instruction: the query's own; "" for none at all, None where the row says nothing.
+        document_instruction: the documents' own, likewise.
+        most_negatives: how many may be used at a time.
     """
     first_places: dict[str, int] = {}
     for place, text_ in enumerate(negatives):
@@ -58,6 +64,9 @@ def checked(
         negative_ids=kept(negative_ids),
         label=label,
         vectors=(*vectors[: 1 + count], *kept(vectors[1 + count :])),
+        instruction=instruction,
+        document_instruction=document_instruction,
+        most_negatives=most_negatives,
     )
 
 
@@ -93,6 +102,30 @@ def _encodable(value: str, what: str) -> str:
     return value
 
 
+def titled(title: object, value: object, what: str) -> str:
+    """A document's text with its title before it, as Tevatron and BEIR join them; it may be empty."""
+    parts = []
+    for part, name in ((title, '"title"'), (value, what)):
+        if part is not None and not isinstance(part, str):
+            raise BadRow(f"{name} must be a text, not {told(part)}")
+        parts.append(_encodable(part or "", name))
+    return " ".join(parts).strip()
+
+
+def instructed(value: object, what: str) -> tuple[str | None, str]:
+    """A text that may have its own instruction: the text alone, or [instruction, text]; "" is no instruction."""
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(element, str) for element in value):
+        return _encodable(value[0], what), text(value[1], what)
+    return None, text(value, what)
+
+
+def instruction(value: object, what: str) -> str | None:
+    """An instruction: a text, "" for none at all; None for null."""
+    if value is not None and not isinstance(value, str):
+        raise BadRow(f"{what} must be a text, not {told(value)}")
+    return None if value is None else _encodable(value, what)
+
+
 def one_each(value: object, what: str, texts_name: str, count: int, read: Callable[[object, str], T]) -> list[T]:
     """A list with one element for each of `count` texts, each read with `read`."""
     if not isinstance(value, list):
@@ -120,6 +153,15 @@ def number(value: object, what: str) -> float:
     if not abs(value) <= LARGEST_NUMBER:
         raise BadRow(f"{what} must be a finite number, not {shortened(value)}")
     return float(value)
+
+
+def marks(value: object, what: str, count: int) -> list[bool]:
+    """A list of 1 or 0 for each of `count` documents."""
+    given = one_each(value, what, "the documents", count, number)
+    for i, element in enumerate(given, 1):
+        if element not in (0, 1):
+            raise BadRow(f"element {i} of {what} must be 1 for a positive or 0 for a negative, not {element:g}")
+    return [element == 1 for element in given]
 
 
 def class_number(value: object, what: str) -> int:

@@ -16,7 +16,7 @@ from embedtrain.config.losses import (
 )
 from embedtrain.config.needs import Needs, Scores, needs_of
 from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.readers import read_sources
+from embedtrain.data.store.readers import read_sources
 from embedtrain.data.types import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import error_of, read, write, write_table
@@ -235,7 +235,7 @@ def test_many_rows_come_back_as_they_were(tmp_path: Path) -> None:
         row = {"query": f"q{i}", "pos": [f"p{i}"], "neg": negatives}
         scored = {"pos_scores": [draw.randrange(99)], "neg_scores": [draw.randrange(99) / 4 for _ in negatives]}
         rows.append({**row, **(scored if i % 3 else {}), **({"neg_id": negatives} if i > 8500 else {})})
-    table, _ = read_sources([TrainSource(path=str(write(tmp_path / "a.jsonl", *rows)))], OnError.stop, PAIRS)
+    (table,) = read_sources([TrainSource(path=str(write(tmp_path / "a.jsonl", *rows)))], OnError.stop, PAIRS)
     for row, example in zip(rows, table, strict=True):
         assert example.positive_scores == tuple(row.get("pos_scores", [1]))
         assert example.negative_scores == tuple(row.get("neg_scores", [0] * len(row["neg"])))

@@ -1,138 +1,123 @@
-"""Training data as the loop uses it: global batch k, its positives and hard negatives drawn, prompts put before."""
+"""Training data as the loop uses it: global batch k, its positives and hard negatives drawn, prompts known."""
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, overload
+
+import numpy as np
 
 from embedtrain.config.needs import Needs
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.layouts import TEXTS_ALONE
-from embedtrain.data.order import BatchPlan
-from embedtrain.data.readers import read_sources
-from embedtrain.data.table import ExampleTable
-from embedtrain.data.types import Example, GlobalBatch, Row
+from embedtrain.config.schema import DataConfig, OnError, TrainSource, Weights
+from embedtrain.data.drawn import DrawnRows, DrawnTokens, Given
+from embedtrain.data.formats.layouts import TEXTS_ALONE
+from embedtrain.data.order.draw import draw
+from embedtrain.data.order.mixing import rows_of_an_epoch
+from embedtrain.data.order.plan import BatchPlan
+from embedtrain.data.store.cache import Cache
+from embedtrain.data.store.readers import read_sources
+from embedtrain.data.store.table import RowStore
+from embedtrain.data.store.token_store import TokenStore, Wanted, prepare_all
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import GlobalBatch
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """How rows of one source become rows of a batch."""
-
-    query_prompt: str
-    document_prompt: str
-    negatives: int | None  # hard negatives used at a time; None: all
-
-    def row(self, example: Example, key: str) -> Row:
-        """One positive and at most `negatives` hard negatives of `example`, drawn as `key` says, with prompts.
-
-        A row with fewer negatives has fewer documents: none is repeated and nothing is padded, since a
-        negative given twice would weigh twice in the loss.
-        """
-        positive, kept = self._places(example, key)
-
-        def drawn(of_positives: Sequence[T], of_negatives: Sequence[T]) -> tuple[T, ...]:
-            return (of_positives[positive], *[of_negatives[i] for i in kept]) if of_positives else ()
-
-        documents = drawn(example.positives, example.negatives)
-        vectors = example.vectors * (1 + len(documents))  # where one stands for all texts
-        if len(example.vectors) > 1:
-            first_negative = 1 + len(example.positives)
-            vectors = example.vectors[:1] + drawn(example.vectors[1:first_negative], example.vectors[first_negative:])
-        return Row(
-            self.query_prompt + example.query,
-            tuple(self.document_prompt + text for text in documents),
-            scores=drawn(example.positive_scores, example.negative_scores),
-            ids=drawn(*_all_ids(example)),
-            label=example.label,
-            vectors=vectors,
-            prompt_lengths=(len(self.query_prompt), len(self.document_prompt)),
-        )
-
-    def _places(self, example: Example, key: str) -> tuple[int, Sequence[int]]:
-        """Which positive, and which negatives in which order."""
-        positives, negatives = example.positives, example.negatives
-        most = len(negatives) if self.negatives is None else self.negatives
-        positive, kept = 0, range(len(negatives))
-        if len(positives) > 1 or len(negatives) > most:
-            # Seeded with a text, and only `random()` used: both are kept over Python's versions.
-            draw = random.Random(key)
-            positive = int(draw.random() * len(positives))
-            if len(negatives) > most:
-                places = [draw.random() for _ in negatives]
-                return positive, sorted(range(len(places)), key=places.__getitem__)[:most]
-        return positive, kept
+# What lies beside the texts of a row and goes into a loss.
+BESIDE = frozenset({"positive_scores", "negative_scores", "positive_ids", "negative_ids", "label", "vectors"})
 
 
-def _all_ids(example: Example) -> tuple[Sequence[str], Sequence[str]]:
-    positives, negatives = example.positive_ids, example.negative_ids
-    if not positives and not negatives:
-        return (), ()
-    return positives or [""] * len(example.positives), negatives or [""] * len(example.negatives)
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """How sources are mixed; see DataConfig."""
+
+    by_source: bool = False
+    weights: Weights = Weights.passes
+    temperature: float = 1.0
 
 
 class TrainData:
     """All training rows and the order they are seen in.
 
     Args:
-        table: the rows of all sources.
+        stores: the rows of each source.
         plan: the global order.
-        drawings: for each source, what a batch takes of its rows.
+        given: for each source, what a batch takes of its rows and puts around their texts.
         notes: lines for the user about what was found.
     """
 
-    def __init__(self, table: ExampleTable, plan: BatchPlan, drawings: Sequence[Drawing], notes: list[str]) -> None:
-        self.table = table
-        self.plan = plan
-        self.drawings = list(drawings)
-        self.notes = notes
+    def __init__(self, stores: Sequence[RowStore], plan: BatchPlan, given: Sequence[Given], notes: list[str]) -> None:
+        self.stores, self.plan, self.given, self.notes = list(stores), plan, list(given), notes
+        self.tokens: list[TokenStore] | None = None
 
     def __len__(self) -> int:
-        return len(self.table)
+        return sum(len(store) for store in self.stores)
+
+    @property
+    def names(self) -> list[str]:
+        """The sources' names."""
+        return [store.report.name for store in self.stores]
+
+    def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> None:
+        """Have every text tokenised, as far as that has not been done before; batches hold tokens from here on.
+
+        Processes that call this at the same time share the work. Sources that are read from their files whenever a
+        batch needs them stay as they are, and then all do: texts of a batch are tokenised by one way.
+
+        Raises:
+            DataError: the tokens cannot be written.
+        """
+        if all(store.has_texts for store in self.stores):
+            wanted = [
+                Wanted(
+                    rows=store,
+                    query_prompt=given.query_prompt,
+                    document_prompt=given.document_prompt,
+                    instruction_format=given.instruction_format,
+                    query_max_length=given.query_max_length,
+                    document_max_length=given.document_max_length,
+                )
+                for store, given in zip(self.stores, self.given, strict=True)
+            ]
+            self.tokens = prepare_all(wanted, tokenizer, cache)
 
     def batch(self, k: int) -> GlobalBatch:
         """Global batch k, counted from 0: the same on every rank, whatever was asked for before.
 
         Its rows are made when they are asked for: a rank pays for its share alone.
         """
-        return GlobalBatch(k, BatchRows(self, k))
+        planned = self.plan.batch(k)
+        positives, negatives, most = (np.empty(len(planned.rows), dtype=np.int64) for _ in range(3))
+        for source in np.unique(planned.sources):
+            store, here = self.stores[source], planned.sources == source
+            rows = planned.rows[here]
+            positives[here], negatives[here] = store.num_positives[rows], store.num_negatives[rows]
+            most[here] = self._most(int(source), rows)
+        places = planned.first + np.arange(len(planned.rows))
+        drawn = draw(positives, negatives, most, places, self.plan.seed)
+        sources = [planned.source] if planned.source is not None else range(len(self.stores))
+        return GlobalBatch(
+            k,
+            DrawnRows(self.stores, self.given, planned, drawn),
+            source=planned.source,
+            tokens=None if self.tokens is None else DrawnTokens(self.tokens, planned, drawn, positives),
+            beside=any(self.stores[source].beside & BESIDE for source in sources),
+        )
 
-    @property
-    def teacher_dimension(self) -> int | None:
-        """How many dimensions the teacher's vectors have that rows hold; None where they hold none."""
-        vectors = self.table[0].vectors
+    def teacher_dimension(self, source: int) -> int | None:
+        """How many dimensions the teacher's vectors have that rows of a source hold; None where they hold none."""
+        vectors = self.stores[source][0].vectors
         return len(vectors[0]) if vectors else None
 
     def texts(self) -> Iterator[str]:
         """All queries and documents without prompts, for training a vocabulary."""
-        return self.table.texts()
+        for store in self.stores:
+            yield from store.texts()
 
-
-class BatchRows(Sequence[Row]):
-    """The rows of global batch k, each made when it is asked for."""
-
-    def __init__(self, data: TrainData, k: int) -> None:
-        self._data = data
-        self._indices = data.plan.indices(k)
-        self._first = k * data.plan.global_batch_size
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, place: int) -> Row: ...
-    @overload
-    def __getitem__(self, place: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, place: int | slice) -> Row | tuple[Row, ...]:
-        if isinstance(place, slice):
-            return tuple(self._row(i) for i in range(len(self))[place])
-        return self._row(range(len(self))[place])
-
-    def _row(self, place: int) -> Row:
-        example = self._data.table[int(self._indices[place])]
-        # The key is the row's place in the run, not its number: a row seen twice in an epoch draws twice.
-        return self._data.drawings[example.source].row(example, f"{self._data.plan.seed}/{self._first + place}")
+    def _most(self, source: int, rows: np.ndarray) -> np.ndarray:
+        """How many hard negatives may be used of each row, -1 for all."""
+        option, own = self.given[source].negatives, self.stores[source].most_negatives
+        limit = np.full(len(rows), -1 if option is None else option, dtype=np.int64)
+        if own is None:
+            return limit
+        limits = own[rows]
+        return np.where(limits < 0, limit, np.where(limit < 0, limits, np.minimum(limit, limits)))
 
 
 def load_train_data(
@@ -141,9 +126,12 @@ def load_train_data(
     on_error: OnError = OnError.stop,
     query_prompt: str | None = None,
     document_prompt: str | None = None,
+    instruction_format: str = DataConfig.instruction_format,
     seed: int,
     global_batch_size: int,
-    needs: Needs = TEXTS_ALONE,
+    needs: Needs | Sequence[Needs] = TEXTS_ALONE,
+    mixing: Mixing | None = None,
+    cache: Cache | None = None,
 ) -> TrainData:
     """Read all sources of `data.train`, check every row, and plan the batches.
 
@@ -152,29 +140,60 @@ def load_train_data(
         on_error: stop at the first bad row, or skip bad rows and say so in the notes.
         query_prompt: the model's, for sources that name none of their own.
         document_prompt: the model's, likewise.
+        instruction_format: how a row's own instruction is put around its texts, likewise.
         seed: the run's seed: rows, positives and negatives are drawn with it.
         global_batch_size: rows of a step over all ranks.
-        needs: what the loss asks of every row; default: a query and a positive.
+        needs: what the loss asks of every row, of all sources or of each; default: a query and a positive.
+        mixing: how sources are mixed; default: by their sizes, into each batch.
+        cache: where checked rows are kept; default: a folder that goes with the data.
 
     Raises:
         DataError: a row or file that cannot be used; the text names file and line.
         ConfigError: options of a source, or the batch size, that cannot work, or not with this loss.
     """
-    table, reports = read_sources(sources, on_error, needs)
-    plan = BatchPlan(table.source_sizes, [source.weight for source in sources], global_batch_size, seed)
-    drawings = [
-        Drawing(
+    mixing = mixing or Mixing()
+    stores = read_sources(sources, on_error, needs, cache)
+    sizes = [len(store) for store in stores]
+    rows = rows_of_an_epoch(
+        sizes,
+        [source.weight for source in sources],
+        most=[source.max_rows for source in sources],
+        kind=mixing.weights,
+        temperature=mixing.temperature,
+    )
+    plan = BatchPlan(sizes, rows, global_batch_size, seed, by_source=mixing.by_source)
+    given = [
+        Given(
             query_prompt=_first_given(source.query_prompt, query_prompt),
             document_prompt=_first_given(source.document_prompt, document_prompt),
+            instruction_format=source.instruction_format or instruction_format,
+            query_max_length=source.query_max_length,
+            document_max_length=source.document_max_length,
             negatives=source.negatives,
         )
         for source in sources
     ]
-    notes = [str(report) for report in reports]
-    notes.append(
-        f"an epoch: {plan.rows_per_epoch:,} rows in {plan.steps_per_epoch:,} steps of {plan.global_batch_size:,}"
-    )
-    return TrainData(table, plan, drawings, notes)
+    notes = [str(store.report) for store in stores]
+    notes += [note for store, each in zip(stores, given, strict=True) for note in _instructions(store, each)]
+    notes.append(_epoch(stores, rows, plan, mixing))
+    return TrainData(stores, plan, given, notes)
+
+
+def _instructions(store: RowStore, given: Given) -> Iterator[str]:
+    if {"instruction", "document_instruction"} & store.beside:
+        yield f"{store.report.name}: instructions of its rows go before texts as {given.instruction_format!r}"
+
+
+def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mixing: Mixing) -> str:
+    told = f"an epoch: {plan.rows_per_epoch:,} rows in {plan.steps_per_epoch:,} steps of "
+    if mixing.by_source and len(stores) > 1:
+        told += f"up to {plan.global_batch_size:,}, each of one source"
+    else:
+        told += f"{-(-plan.rows_per_epoch // plan.steps_per_epoch):,}"  # all are as large, or smaller by one
+    if any(count != len(store) for store, count in zip(stores, rows, strict=True)):
+        shares = (f"{store.report.name} {count:,}" for store, count in zip(stores, rows, strict=True))
+        told += f" ({', '.join(list(shares)[:8])}{', ...' * (len(stores) > 8)})"
+    return told
 
 
 def _first_given(*prompts: str | None) -> str:

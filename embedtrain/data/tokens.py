@@ -1,19 +1,25 @@
 """Texts -> chunks of tokens: sorted by length and cut so that no forward pass holds more than a budget."""
 
+import itertools
 from collections.abc import Sequence
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from embedtrain.data.fast_tokens import FastTokens
 from embedtrain.data.types import Tokens
 
 
 class TextTokenizer:
-    """A Hugging Face tokenizer bound to the length that the model takes.
+    """A Hugging Face tokenizer bound to the length that the model takes. Threads may share one.
 
     Args:
-        tokenizer: any fast or slow Hugging Face tokenizer that has a padding token.
+        tokenizer: any fast or slow Hugging Face tokenizer that has a padding token. It must not change once texts
+            have been tokenised.
         max_length: tokens of a text that are kept, special tokens included.
     """
 
@@ -22,21 +28,20 @@ class TextTokenizer:
         self.max_length = max_length
         # What stands for a text without tokens (an empty document, and no special tokens, as with Qwen): a row
         # whose mask is all 0 has no mean and no last token, and would turn into NaN.
-        self._nothing = int(tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id)
+        self.nothing = int(tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id)
+        self._fast = FastTokens(tokenizer)
 
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, special tokens included, truncated, not padded; at least one token each."""
+    def ids(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
+        """Token ids of each text, special tokens included, truncated, not padded; at least one token each.
+
+        Args:
+            texts: any number of texts.
+            max_length: tokens of a text that are kept, where that is less than the model takes.
+        """
         if not texts:
             return []
-        encoded = self.tokenizer(
-            list(texts),
-            truncation=True,
-            max_length=self.max_length,
-            add_special_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )
-        return [ids or [self._nothing] for ids in encoded["input_ids"]]
+        most = self.max_length if max_length is None else min(max_length, self.max_length)
+        return [ids or [self.nothing] for ids in self._fast.ids(list(texts), most)]
 
     def chunks(self, texts: Sequence[str], chunk_tokens: int) -> list[Tokens]:
         """All texts as padded chunks of at most `chunk_tokens` tokens each, padding included.
@@ -50,19 +55,21 @@ class TextTokenizer:
         """The same of texts that are tokenised already."""
         return [self.pad(ids, rows) for rows in cut_by_length([len(i) for i in ids], chunk_tokens)]
 
-    def pad(self, ids: Sequence[Sequence[int]], rows: Sequence[int]) -> Tokens:
+    def pad(self, ids: Sequence[Sequence[int]] | Sequence[NDArray[np.int32]], rows: Sequence[int]) -> Tokens:
         """The texts `rows` of `ids` as one padded chunk.
 
         Padding stands on the right whatever the tokenizer prefers: pooling reads the mask, and models with
         learned positions count them from the left.
         """
-        length = max(1, *(len(ids[row]) for row in rows))
-        padded = torch.full((len(rows), length), int(self.tokenizer.pad_token_id or 0), dtype=torch.int64)
-        mask = torch.zeros((len(rows), length), dtype=torch.int64)
-        for i, row in enumerate(rows):
-            padded[i, : len(ids[row])] = torch.tensor(ids[row], dtype=torch.int64)
-            mask[i, : len(ids[row])] = 1
-        return Tokens(padded, mask, tuple(rows))
+        chosen = [ids[row] for row in rows]
+        lengths = np.array([len(one) for one in chosen], dtype=np.int64)
+        mask = np.arange(max(1, lengths.max())) < lengths[:, None]
+        padded = np.full(mask.shape, int(self.tokenizer.pad_token_id or 0), dtype=np.int64)
+        if isinstance(chosen[0], np.ndarray):
+            padded[mask] = np.concatenate(chosen)
+        else:
+            padded[mask] = np.fromiter(itertools.chain.from_iterable(chosen), dtype=np.int64, count=int(lengths.sum()))
+        return Tokens(torch.from_numpy(padded), torch.from_numpy(mask.astype(np.int64)), tuple(rows))
 
     def dummy(self) -> Tokens:
         """A chunk that stands for no text: for a rank that has run out of chunks while others go on.
@@ -71,6 +78,16 @@ class TextTokenizer:
         """
         tokens = self.pad(self.ids(["a"]), [0])
         return Tokens(tokens.ids, tokens.mask, (-1,))
+
+    @cached_property
+    def highest_id(self) -> int:
+        """No text has a token with a higher number."""
+        return max(self.nothing, *map(int, self.tokenizer.get_vocab().values()))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all that decides which tokens a text has, but for lengths: equal for equal tokenizers."""
+        return self._fast.fingerprint(self.nothing)
 
 
 def in_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor:

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -24,6 +27,9 @@ class Texts:
     negative_ids: tuple[str, ...] = ()
     label: int | None = None
     vectors: tuple[Sequence[float], ...] = ()
+    instruction: str | None = None
+    document_instruction: str | None = None
+    most_negatives: int | None = None
 
     def scaled(self, by: float) -> "Texts":
         """The same with its scores divided by `by`."""
@@ -53,6 +59,10 @@ class Example:
         label: the row's class.
         vectors: a teacher's, in float32: one that stands for all texts, or one for each in the order query,
             positives, negatives; empty where the row has none.
+        instruction: the row's own for its query, instead of the source's prompt; "" is none; None where the row
+            says nothing.
+        document_instruction: likewise, for all its documents.
+        most_negatives: hard negatives that may be used of the row at a time, if it says so.
     """
 
     query: str
@@ -67,11 +77,29 @@ class Example:
     negative_ids: tuple[str, ...] = ()
     label: int | None = None
     vectors: tuple[Sequence[float], ...] = ()
+    instruction: str | None = None
+    document_instruction: str | None = None
+    most_negatives: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a model sees before and after a text."""
+
+    before: str = ""
+    after: str = ""
+
+    def __call__(self, text: str) -> str:
+        """The text as the model sees it."""
+        return f"{self.before}{text}{self.after}"
+
+
+NO_PROMPT = Prompt()
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one step uses of an Example: prompts are in the texts, one positive and the negatives are drawn."""
+    """What one step uses of an Example: texts without prompts, one positive, and the negatives that are drawn."""
 
     query: str
     documents: tuple[str, ...]  # the positive first, then the hard negatives; none in a row of one text
@@ -79,19 +107,47 @@ class Row:
     ids: tuple[str, ...] = ()  # one for each document, "" for one that has none; or empty
     label: int | None = None
     vectors: tuple[Sequence[float], ...] = ()  # a teacher's: the query's, then each document's; or empty
-    # Characters of the prompt before the query and before each document: another model sees the texts without them.
-    prompt_lengths: tuple[int, int] = (0, 0)
+    query_prompt: Prompt = NO_PROMPT
+    document_prompt: Prompt = NO_PROMPT
+    query_max_length: int | None = None  # tokens; None: the model's
+    document_max_length: int | None = None
+
+
+class BatchTokens(Protocol):
+    """The tokens of a global batch's texts, where they are kept: all B queries, then all documents, row by row.
+
+    Attributes:
+        num_documents: int64 [B], of each row.
+        lengths: int64 [T], tokens of each text.
+        keys: int64 [T], equal exactly where two texts without prompts are equal, in any process.
+    """
+
+    num_documents: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    keys: NDArray[np.int64]
+
+    def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The tokens of these texts, one after the other."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
     """The rows of one step over all ranks, in an order that does not depend on the number of ranks.
 
-    `rows` may make its elements when they are asked for, so that a rank pays for its share alone.
+    Attributes:
+        step: counted from 0.
+        rows: may make its elements when they are asked for, so that a rank pays for its share alone.
+        source: the source that all rows are of, where batches are made so.
+        tokens: of all texts, where they are kept; else a rank tokenises the texts of its rows.
+        beside: whether rows hold more than texts: scores, ids, labels or vectors.
     """
 
-    step: int  # counted from 0
+    step: int
     rows: Sequence[Row]
+    source: int | None = None
+    tokens: BatchTokens | None = None
+    beside: bool = True
 
     def share(self, rank: int, size: int) -> tuple[Row, ...]:
         """The rows that rank `rank` of `size` works on: every `size`-th, so shares differ by one at most."""
@@ -115,6 +171,10 @@ class Tokens:
     def to(self, device: torch.device) -> "Tokens":
         """The same tokens on `device`."""
         return Tokens(self.ids.to(device, non_blocking=True), self.mask.to(device, non_blocking=True), self.rows)
+
+    def pinned(self) -> "Tokens":
+        """The same tokens in page-locked memory."""
+        return Tokens(self.ids.pin_memory(), self.mask.pin_memory(), self.rows)
 
     @property
     def num_real(self) -> int:

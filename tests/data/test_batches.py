@@ -1,15 +1,22 @@
 """Global batches: shares over ranks, the drawing of positives and negatives, prompts, notes."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.batches import Drawing, TrainData, load_train_data
-from embedtrain.data.types import Example, Row
+from embedtrain.data.batches import Mixing, TrainData, load_train_data
+from embedtrain.data.keys import text_keys
+from embedtrain.data.store.cache import Cache
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Prompt, Row
+from tests.small import small_tokenizer
 
 
 def source(tmp_path: Path, name: str, rows: list[dict[str, Any]], **options: Any) -> TrainSource:
@@ -45,7 +52,7 @@ def test_shares_of_all_ranks_make_up_the_batch(data: TrainData, size: int) -> No
             merged[rank::size] = share
         assert merged == list(batch.rows)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert len(data.batch(data.plan.steps_per_epoch - 1).rows) == 65 % 16
+        assert len(batch.rows) == 13  # 65 rows in 5 steps
 
 
 def test_batches_do_not_depend_on_what_came_before(data: TrainData, tmp_path: Path) -> None:
@@ -61,16 +68,16 @@ def test_prompts_and_negatives_of_each_source(data: TrainData) -> None:
     for k in range(data.plan.steps_per_epoch):
         for row in data.batch(k).rows:
             positive, *negatives = row.documents
-            if row.query == "Q z":
-                assert row.documents == ("D y",)
+            if row.query == "z":
+                assert row.documents == ("y",)
                 seen["three"] += 1
                 continue
-            first = row.query.startswith("query: q")
-            number = int(row.query.removeprefix("query: q" if first else "Q q"))
-            prompt, most = ("D ", 7) if first else ("", 12)
-            assert positive in {f"{prompt}p{number}.{j}" for j in range(3)}
-            assert len(negatives) == len(set(negatives)) == min(number % 12, most)
-            assert set(negatives) <= {f"{prompt}n{number}.{j}" for j in range(12)}
+            first = row.query_prompt == Prompt("query: ")
+            number = int(row.query.removeprefix("q"))
+            assert (row.query_prompt.before, row.document_prompt.before) == (("query: ", "D ") if first else ("Q ", ""))
+            assert positive in {f"p{number}.{j}" for j in range(3)}
+            assert len(negatives) == len(set(negatives)) == min(number % 12, 7 if first else 12)
+            assert set(negatives) <= {f"n{number}.{j}" for j in range(12)}
             seen["one" if first else "two"] += 1
     assert seen == {"one": 50, "two": 14, "three": 1}
 
@@ -116,7 +123,74 @@ def test_notes_and_texts(tmp_path: Path) -> None:
     assert Counter(data.texts()) == Counter(["a", "b", "c", "d", "e", *map(str, range(14))])
 
 
-def test_the_drawing_is_pinned() -> None:
-    """Another drawing would give a resumed run other negatives: change it only knowing that."""
-    example = Example("q", ("a", "b", "c"), tuple("0123456789"), 0, "", 1)
-    assert Drawing("", "", 4).row(example, "42/7") == Row("q", ("c", "5", "4", "9", "1"))
+def test_instructions_of_rows(tmp_path: Path) -> None:
+    rows = [
+        {"query": "a", "pos": ["b"], "prompt": "find"},
+        {"query": "c", "pos": ["d"], "prompt": "same", "type": "symmetric_sts"},
+        {"query": "e", "pos": ["f"], "neg": list("ghi"), "type": "only_1neg"},
+        {"query": "j", "pos": ["k"], "neg": list("lmn"), "prompt": ""},
+    ]
+    given = source(
+        tmp_path, "s", rows, query_prompt="Q ", document_prompt="D ", instruction_format="{instruction}> {text}."
+    )
+    data = load_train_data([given], seed=1, global_batch_size=4)
+    assert "instructions of its rows go before texts as '{instruction}> {text}.'" in data.notes[1]
+    found = {row.query: row for row in data.batch(0).rows}
+    assert [found[query].query_prompt for query in "acej"] == [
+        Prompt("find> ", "."),
+        Prompt("same> ", "."),
+        Prompt("Q "),
+        Prompt(),
+    ]
+    assert [found[query].document_prompt for query in "acej"] == [
+        Prompt("D "),
+        Prompt("same> ", "."),
+        Prompt("D "),
+        Prompt("D "),
+    ]
+    assert [len(found[query].documents) for query in "acej"] == [1, 1, 2, 4]
+
+
+@pytest.mark.parametrize("by_source", [False, True])
+def test_tokens_of_batches_are_those_of_their_rows(tmp_path: Path, by_source: bool) -> None:
+    sources = [
+        source(tmp_path, "one", rows_with_negatives(40), query_prompt="alpha "),
+        source(tmp_path, "two", rows_with_negatives(9), weight=2, query_max_length=4, document_max_length=5),
+        source(tmp_path, "three", [{"query": "z", "pos": ["y"], "neg": ["x"]}] * 3, negatives=0),
+    ]
+    mixing = Mixing(by_source=by_source)
+    data = load_train_data(sources, document_prompt="beta ", seed=9, global_batch_size=16, mixing=mixing)
+    tokenizer = TextTokenizer(small_tokenizer(), 16)
+    data.prepare(tokenizer, Cache(directory=tmp_path / "cache"))
+    for k in range(2 * data.plan.steps_per_epoch):
+        batch = data.batch(k)
+        rows, tokens = list(batch.rows), batch.tokens
+        assert tokens is not None
+        assert (batch.source is not None) == by_source
+        assert tokens.num_documents.tolist() == [len(row.documents) for row in rows]
+        expected = [tokenizer.ids([row.query_prompt(row.query)], row.query_max_length)[0] for row in rows]
+        for row in rows:
+            expected += tokenizer.ids([row.document_prompt(text) for text in row.documents], row.document_max_length)
+        assert tokens.lengths.tolist() == [len(ids) for ids in expected]
+        some = np.random.default_rng(k).permutation(len(expected))[: len(expected) // 2]
+        assert tokens.ids(some).tolist() == [token for place in some for token in expected[place]]
+        plain = [row.query for row in rows] + [text for row in rows for text in row.documents]
+        assert tokens.keys.tolist() == text_keys(plain).tolist()
+
+
+def test_batches_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
+    """The whole of it, in processes of their own: another order would give a resumed run other batches."""
+    path = source(tmp_path, "one", rows_with_negatives(30)).path
+    program = (
+        "import sys; from embedtrain.config.schema import TrainSource\n"
+        "from embedtrain.data.batches import load_train_data\n"
+        "data = load_train_data([TrainSource(path=sys.argv[1])], seed=4, global_batch_size=7)\n"
+        "print([(row.query, row.documents) for k in (8, 2, 5) for row in data.batch(k).rows])"
+    )
+    command = [sys.executable, "-c", program, path]
+    answers = {
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout for _ in range(2)
+    }
+    data = load_train_data([TrainSource(path=path)], seed=4, global_batch_size=7)
+    here = str([(row.query, row.documents) for k in (8, 2, 5) for row in data.batch(k).rows])
+    assert answers == {here + "\n"}

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from embedtrain.config.needs import Needs, Scores
 from embedtrain.config.schema import TrainSource
-from embedtrain.data.files import BadRow
+from embedtrain.data.formats.problems import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError
 
@@ -21,12 +21,30 @@ class Counts:
     one_text: bool  # its rows are one text each, without documents
 
 
-def check_sources(sources: Sequence[TrainSource], needs: Needs) -> None:
+def check_sources(sources: Sequence[TrainSource], needs: Sequence[Needs]) -> None:
     """Refuse what no row can be, and options of sources that leave out what the loss needs.
 
+    Args:
+        sources: `data.train`.
+        needs: for each source, what its loss asks.
+
     Raises:
-        ConfigError: both of what a row can hold only one, or no negatives for a loss of negatives.
+        ConfigError: both of what a row can hold only one, no negatives for a loss of negatives, or a number of
+            negatives below 0.
     """
+    for one in dict.fromkeys(needs):
+        _check_needs(one)
+    for source, one in zip(sources, needs, strict=True):
+        if source.negatives is not None and source.negatives < 0:
+            raise ConfigError(f"{source.path}: negatives={source.negatives} must be a number from 0, or null for all")
+        if one.negatives and source.negatives == 0:
+            raise ConfigError(
+                f"{source.path}: negatives=0, and loss={one.loss} needs a hard negative in every row: "
+                "write 1 or more, or null for all"
+            )
+
+
+def _check_needs(needs: Needs) -> None:
     asked = {
         "a class": needs.label,
         "scores of documents": needs.scores != Scores.none,
@@ -39,16 +57,10 @@ def check_sources(sources: Sequence[TrainSource], needs: Needs) -> None:
             f"loss={needs.loss} asks of every row {' and '.join(wanted)}, and a row cannot hold all of them: "
             "leave one of these losses out"
         )
-    for source in sources:
-        if needs.negatives and source.negatives == 0:
-            raise ConfigError(
-                f"{source.path}: negatives=0, and loss={needs.loss} needs a hard negative in every row: "
-                "write 1 or more, or null for all"
-            )
 
 
 class RowCheck:
-    """Checks rows one after the other, those of all sources.
+    """Checks rows one after the other, those of one piece of a source.
 
     Args:
         needs: what the loss asks of them.

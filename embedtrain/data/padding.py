@@ -1,0 +1,27 @@
+"""Tokens of several texts, one text after the other -> one padded chunk."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from embedtrain.data.types import Tokens
+
+
+def padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int], padding: int) -> Tokens:
+    """Texts as one chunk, N texts padded to the longest of them.
+
+    Padding stands on the right whatever the tokenizer prefers: pooling reads the mask, and models with learned
+    positions count them from the left.
+
+    Args:
+        ids: the tokens of all texts, one text after the other: int [sum of lengths].
+        lengths: of each text, int64 [N].
+        rows: where each text stands in the list it is from, [N].
+        padding: the id that is put where no token is.
+    """
+    mask = np.arange(max(1, int(lengths.max(initial=0)))) < lengths[:, None]
+    filled = np.full(mask.shape, padding, dtype=np.int64)
+    filled[mask] = ids
+    return Tokens(torch.from_numpy(filled), torch.from_numpy(mask.astype(np.int64)), tuple(rows))

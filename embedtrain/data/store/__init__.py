@@ -1,0 +1,1 @@
+"""Rows and tokens on disk: built once by all processes side by side, then memory-mapped."""

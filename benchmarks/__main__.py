@@ -5,14 +5,15 @@ import sys
 import warnings
 from importlib import import_module
 
-TABLES = ("training", "encoding", "collectives", "evaluation", "losses")
+TABLES = ("training", "encoding", "collectives", "evaluation", "losses", "data")
+ON_DEMAND = ("data_memory",)  # takes long and much room on the disk
 
 
 def main() -> None:
     chosen = sys.argv[1:] or TABLES
-    unknown = [name for name in chosen if name not in TABLES]
+    unknown = [name for name in chosen if name not in TABLES + ON_DEMAND]
     if unknown:
-        sys.exit(f"there is no table {unknown[0]}; there are {', '.join(TABLES)}")
+        sys.exit(f"there is no table {unknown[0]}; there are {', '.join(TABLES + ON_DEMAND)}")
     # Before torch is imported. More threads than free cores wait for each other, and that would be measured.
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -16,7 +16,7 @@ from benchmarks.training import trainable
 from embedtrain.config.schema import OptimConfig, ScheduleKind, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
-from embedtrain.training.batches import RankBatch, cut
+from embedtrain.training.batches import Cutting, RankBatch, cut
 from embedtrain.training.model import LoadedModel
 from embedtrain.training.step import train_step
 
@@ -62,7 +62,9 @@ def _in_chunks(batch: GlobalBatch, world: World, model: LoadedModel, chunks: int
     rows = batch.share(world.rank, world.size)
     ids = model.tokenizer.ids([row.query for row in rows] + [text for row in rows for text in row.documents])
     parts = tuple(model.tokenizer.pad(ids, range(len(ids))[i::chunks]) for i in range(chunks))
-    return replace(cut(batch, world.rank, world.size, model.tokenizer, 16384), chunks=parts, kept=chunks if fits else 0)
+    return replace(
+        cut(batch, world.rank, world.size, model.tokenizer, Cutting(16384)), chunks=parts, kept=chunks if fits else 0
+    )
 
 
 class Collectives(TorchDispatchMode):

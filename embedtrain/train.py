@@ -1,6 +1,8 @@
 """Training, told from the start to the end: data, model, resume, loop, export."""
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,23 +20,28 @@ from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.checkpoint.tensors import read_tensors
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guides_of
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.needs import needs_of
-from embedtrain.config.schema import Precision, Recipe
-from embedtrain.data.batches import TrainData, load_train_data
+from embedtrain.config.schema import Precision, Recipe, TrainSource
+from embedtrain.config.source_losses import batches_by_source, loss_of
+from embedtrain.data.batches import Mixing, TrainData, load_train_data
+from embedtrain.data.formats.sources import expand, no_in_batch_negatives
+from embedtrain.data.store.cache import Cache, cache_directory
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import split_best
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.losses.choose import choose_loss, notes_on
+from embedtrain.losses.choose import choose_losses, notes_on
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.models.source import open_source
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after, figures_at
 from embedtrain.tracking.tracker import Tracker
+from embedtrain.training.batches import Cutting, cost_of_a_pass
 from embedtrain.training.gradients import Backward
-from embedtrain.training.guide import load_guides
+from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.loop import Loop
 from embedtrain.training.model import LoadedModel, load_model, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
@@ -61,15 +68,24 @@ def train(recipe: Recipe, world: World) -> Path:
     # What a user may have got wrong comes first: rows, evaluation sets, the run directory.
     with world.together("opening the model"):
         prompts = open_source(recipe.model).prompts
-    with world.together("reading training data"):
+    with world.together("reading training data"), console.counted() as told:
+        sources, losses = sources_and_losses(recipe)
+        cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
         data = load_train_data(
-            recipe.data.train,
+            sources,
             on_error=recipe.data.on_error,
             query_prompt=prompts.get("query", ""),
             document_prompt=prompts.get("document", ""),
+            instruction_format=recipe.data.instruction_format,
             seed=recipe.seed,
             global_batch_size=recipe.train.global_batch_size,
-            needs=needs_of(recipe.loss),
+            needs=[needs_of(loss) for loss in losses],
+            mixing=Mixing(
+                by_source=batches_by_source(recipe.data.batches, losses),
+                weights=recipe.data.weights,
+                temperature=recipe.data.mixing_temperature,
+            ),
+            cache=cache,
         )
         total_steps = _total_steps(recipe, data)
     sets = load_sets(recipe.evaluation.sets, world)
@@ -79,7 +95,11 @@ def train(recipe: Recipe, world: World) -> Path:
     with world.together("making the run directory"):
         run_dir.path.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(
-        run_dir.checkpoints, recipe.checkpoint, world, identity=_identity(recipe, data, prompts), say=console.warn
+        run_dir.checkpoints,
+        recipe.checkpoint,
+        world,
+        identity=_identity(recipe, data, losses, prompts),
+        say=console.warn,
     )
     found = checkpoints.newest()
     if found is not None:
@@ -93,8 +113,10 @@ def train(recipe: Recipe, world: World) -> Path:
         tokenizer=_own_vocabulary(recipe, data, run_dir, world, console, anew=found is None),
         read_weights=found is None,
     )
+    with world.together("tokenising"), console.counted() as told:
+        data.prepare(model.tokenizer, replace(cache, told=told))
     guides, guide_notes = load_guides(
-        guides_of(recipe.loss),
+        list(dict.fromkeys(path for loss in losses for path in guides_of(loss))),
         recipe.parallel,
         world,
         chunk_tokens=recipe.train.chunk_tokens,
@@ -103,13 +125,13 @@ def train(recipe: Recipe, world: World) -> Path:
     for note in (*model.notes, *guide_notes):
         console.note(note)
     with world.together("making the loss"):
-        widths = {path: guide.dimension for path, guide in guides.items()}
-        if data.teacher_dimension is not None:
-            widths[FROM_ROWS] = data.teacher_dimension
-        loss = choose_loss(
-            recipe.loss, dimension=model.encoder.dimension, guide_dimensions=widths, seed=recipe.seed
+        loss = choose_losses(
+            losses,
+            dimension=model.encoder.dimension,
+            guide_dimensions=_guide_dimensions(guides, data),
+            seed=recipe.seed,
         ).to(world.device)
-        for note in notes_on(recipe.loss, loss, model.encoder.dimension):
+        for note in notes_on(losses, loss, model.encoder.dimension):
             console.note(note)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
@@ -151,12 +173,15 @@ def train(recipe: Recipe, world: World) -> Path:
                     dummy=model.tokenizer.dummy(),
                     whole_gradients=model.whole_gradients,
                     guides=guides,
+                    sources=data.names if data.plan.by_source and len(losses) > 1 else None,
                 ),
                 optim=recipe.optim,
                 state=state,
             ),
             data=data,
+            losses=losses,
             tokenizer=model.tokenizer,
+            cutting=_cutting(recipe, model, world),
             checkpoints=checkpoints,
             evaluate=evaluator.evaluate,
             best=best,
@@ -170,6 +195,31 @@ def train(recipe: Recipe, world: World) -> Path:
             tracker.note(line)
         tracker.note(f"model: {exported.directory}")
     return exported.directory
+
+
+def sources_and_losses(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]]:
+    """The sources of `data.train`, file by file where that is asked for, and what the rows of each are trained with."""
+    sources = [
+        replace(source, in_batch_negatives=False)
+        if source.in_batch_negatives is None and no_in_batch_negatives(source)
+        else source
+        for source in expand(recipe.data.train)
+    ]
+    return sources, [loss_of(source, recipe.loss) for source in sources]
+
+
+def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
+    """How texts are cut into chunks."""
+    given = recipe.train.pass_tokens
+    costs = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
+    return Cutting(recipe.train.chunk_tokens, recipe.train.keep_tokens, costs if given is None else given)
+
+
+def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:
+    """For each source the widths of other models' vectors, and of those that its rows hold."""
+    widths = {path: guide.dimension for path, guide in guides.items()}
+    of_rows = [data.teacher_dimension(source) for source in range(len(data.stores))]
+    return [widths if width is None else {**widths, FROM_ROWS: width} for width in of_rows]
 
 
 def _total_steps(recipe: Recipe, data: TrainData) -> int:
@@ -228,17 +278,30 @@ def _own_vocabulary(
     return tokenizer
 
 
-def _identity(recipe: Recipe, data: TrainData, prompts: dict[str, str]) -> dict[str, Any]:
-    """The options that decide what is learnt from which rows in which order: a resumed run must share them."""
+def _identity(recipe: Recipe, data: TrainData, losses: list[LossConfig], prompts: dict[str, str]) -> dict[str, Any]:
+    """The options that decide what is learnt from which rows in which order: a resumed run must share them.
+
+    Of training files their content counts, not their place.
+    """
     model = to_plain(recipe.model)
+    rows = {
+        name: {
+            "digest of its content": store.key,
+            "rows": len(store),
+            **to_plain(given),
+            "loss": None if loss == recipe.loss else to_plain(loss),
+        }
+        for name, store, given, loss in zip(data.names, data.stores, data.given, losses, strict=True)
+    }
     return {
         "seed": recipe.seed,
         "train.global_batch_size": recipe.train.global_batch_size,
         "train.accumulation": recipe.train.accumulation,
-        "data.train": to_plain(recipe.data.train),
-        "rows of data.train": len(data),
         "loss": to_plain(recipe.loss),
         "prompts": {name: prompts.get(name, "") for name in ("query", "document")},
+        "data.train": rows,
+        "rows of an epoch": data.plan.rows_per_source.tolist(),
+        "data.batches": "by_source" if data.plan.by_source else "mixed",
         **{f"model.{key}": value for key, value in model.items() if not key.endswith("_prompt")},
     }
 

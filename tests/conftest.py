@@ -1,6 +1,9 @@
 """What all tests share: ranks that stay alive, and where real data lies."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+# Prepared data goes where nobody looks for it; the ranks that are started inherit it.
+if "EMBEDTRAIN_CACHE" not in os.environ:
+    os.environ["EMBEDTRAIN_CACHE"] = tempfile.mkdtemp(prefix="embedtrain-tests-")
+    atexit.register(shutil.rmtree, os.environ["EMBEDTRAIN_CACHE"], ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"

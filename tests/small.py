@@ -1,13 +1,17 @@
 """Small models of real architectures, a tokenizer, and batches to run them on."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from embedtrain.config.schema import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
+from embedtrain.data.keys import text_keys
+from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu"]
@@ -83,6 +87,25 @@ def batch(num_rows: int, step: int = 0, first: int = 0) -> GlobalBatch:
     if num_rows > 3:
         rows[3] = Row(rows[3].query, (rows[0].documents[0], *rows[3].documents[1:]))
     return GlobalBatch(step, tuple(rows))
+
+
+class TextTokens:
+    """The tokens of a batch's texts, made of the texts; see BatchTokens."""
+
+    def __init__(self, batch: GlobalBatch, tokenizer: TextTokenizer) -> None:
+        texts = [row.query for row in batch.rows] + [text for row in batch.rows for text in row.documents]
+        self._ids = tokenizer.ids(texts)
+        self.num_documents = np.array([len(row.documents) for row in batch.rows], dtype=np.int64)
+        self.lengths = np.array([len(ids) for ids in self._ids], dtype=np.int64)
+        self.keys = text_keys(texts).numpy()
+
+    def ids(self, texts: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.array(self._ids[text], dtype=np.int32) for text in texts])
+
+
+def tokenised(batch: GlobalBatch, tokenizer: TextTokenizer) -> GlobalBatch:
+    """The same batch with its tokens known on every rank, so that its texts may be encoded anywhere."""
+    return replace(batch, tokens=TextTokens(batch, tokenizer))
 
 
 def save_small(model: ModelConfig, directory: Path, seed: int = 0) -> Path:

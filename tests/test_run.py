@@ -206,7 +206,7 @@ def positions_of_step(_world: World, path: str, step: int) -> list[int]:
     from embedtrain.data.batches import load_train_data
 
     data = load_train_data([TrainSource(path=path)], seed=42, global_batch_size=10)
-    return [int(i) for i in data.plan.indices(step)]
+    return [int(i) for i in data.plan.batch(step).rows]
 
 
 def test_a_vocabulary_is_that_of_the_run(ranks, workshop, tmp_path):

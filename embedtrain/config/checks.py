@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.schema import EvaluateOptions, Recipe, Strategy
+from embedtrain.config.source_losses import batches_by_source, loss_of
 from embedtrain.errors import ConfigError
 
 Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
@@ -56,6 +57,42 @@ RULES: list[Rule] = [
         lambda r: "data.train: score_scale must be above 0: scores are divided by it",
     ),
     (
+        lambda r: any(source.max_rows is not None and source.max_rows < 1 for source in r.data.train),
+        lambda r: "data.train: max_rows is a number of rows from 1 on, or null for all",
+    ),
+    (
+        lambda r: any(
+            length is not None and length < 3
+            for source in r.data.train
+            for length in (source.query_max_length, source.document_max_length)
+        ),
+        lambda r: (
+            "data.train: query_max_length and document_max_length must leave room for text between special tokens: "
+            "at least 3"
+        ),
+    ),
+    (
+        lambda r: (
+            not all(
+                _is_format(text)
+                for text in (r.data.instruction_format, *(source.instruction_format for source in r.data.train))
+                if text is not None
+            )
+        ),
+        lambda r: (
+            "data.instruction_format, and that of a source, says where {instruction} and {text} go, each once and in "
+            'this order, such as "Instruct: {instruction}\\nQuery: {text}"'
+        ),
+    ),
+    (
+        lambda r: not _positive(r.data.mixing_temperature),
+        lambda r: f"data.mixing_temperature={r.data.mixing_temperature}: must be above 0; 1 draws by size and weight",
+    ),
+    (
+        lambda r: r.data.workers < 0,
+        lambda r: f"data.workers={r.data.workers}: a number of threads; 0 makes each batch when it is needed",
+    ),
+    (
         lambda r: (r.train.steps is None) == (r.train.epochs is None),
         lambda r: (
             f"train.steps={r.train.steps} and train.epochs={r.train.epochs}: set exactly one of them "
@@ -77,6 +114,10 @@ RULES: list[Rule] = [
     (
         lambda r: r.train.keep_tokens is not None and r.train.keep_tokens < 0,
         lambda r: f"train.keep_tokens={r.train.keep_tokens}: a number of tokens, 0 to encode every chunk twice",
+    ),
+    (
+        lambda r: r.train.pass_tokens is not None and r.train.pass_tokens < 0,
+        lambda r: f"train.pass_tokens={r.train.pass_tokens}: a number of tokens; null chooses by device and sharding",
     ),
     (
         lambda r: r.train.accumulation < 1,
@@ -148,6 +189,12 @@ RULES: list[Rule] = [
 ]
 
 
+def _is_format(text: str) -> bool:
+    """Whether `{instruction}` and then `{text}` stand in it, each once."""
+    before, found, after = text.partition("{instruction}")
+    return bool(found) and "{text}" not in before and after.count("{text}") == 1 and "{instruction}" not in after
+
+
 def _positive(value: float) -> bool:
     """Above 0, and neither infinite nor NaN (which every comparison would let pass)."""
     return math.isfinite(value) and value > 0
@@ -163,6 +210,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
         if broken(recipe):
             raise ConfigError(sentence(recipe))
     check_loss(recipe.loss)
+    batches_by_source(recipe.data.batches, [loss_of(source, recipe.loss) for source in recipe.data.train])
     return recipe
 
 

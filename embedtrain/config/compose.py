@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.checks import check_evaluate, check_recipe
+from embedtrain.config.elements import items, losses_of, sources_of
 from embedtrain.config.folders import choices, folder
 from embedtrain.config.loss_checks import known_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
@@ -34,14 +35,14 @@ from embedtrain.config.schema import (
     EvaluateOptions,
     EvaluationSet,
     ExportOptions,
+    InspectOptions,
+    ModelConfig,
     Recipe,
     SearchOptions,
-    TrainSource,
 )
 from embedtrain.errors import ConfigError
 
-Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, SearchOptions)
-Item = TypeVar("Item")
+Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, InspectOptions, SearchOptions)
 
 
 def compose_recipes(arguments: list[str]) -> list[Recipe]:
@@ -69,7 +70,7 @@ def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
     """The options of `python -m embedtrain.evaluate`."""
     (config,) = _compose("evaluate", folder("configs") / "doors", arguments)
     options = _to_dataclass(config, EvaluateOptions)
-    options.sets = _items(options.sets, EvaluationSet, "sets")
+    options.sets = items(options.sets, EvaluationSet, "sets")
     return check_evaluate(options)
 
 
@@ -80,6 +81,43 @@ def compose_export(arguments: list[str]) -> ExportOptions:
     if not options.run:
         raise ConfigError("no run: write run=DIR, the output_dir of a training run")
     return options
+
+
+def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
+    """The options of `python -m embedtrain.inspect`, and a recipe that has the data, model and loss that are meant.
+
+    The arguments are those of the door itself, or those of a training (`recipe=NAME ...`): then its data is meant.
+    """
+    if any(argument.startswith(("recipe=", "+recipe=", "--config")) for argument in arguments):
+        (config,) = _compose("config", folder("configs"), arguments)
+        return check_recipe(to_recipe(config)), InspectOptions()
+    (config,) = _compose("inspect", folder("configs") / "doors", [_listed(argument) for argument in arguments])
+    options = _to_dataclass(config, InspectOptions)
+    if not options.data:
+        raise ConfigError("no data: write data=PATH or data=[PATH,...], or recipe=NAME and its options")
+    if options.examples < 0 or options.problems < 0:
+        raise ConfigError(f"examples={options.examples}, problems={options.problems}: numbers of rows, 0 for none")
+    recipe = Recipe(name="inspect", loss=LOSSES[known_name(options.for_loss, "for_loss")]())
+    recipe.train.steps = 1
+    recipe.model.path = options.model
+    recipe.model.max_length = options.max_length
+    recipe.model.query_prompt, recipe.model.document_prompt = options.query_prompt, options.document_prompt
+    recipe.model.trust_remote_code = options.trust_remote_code
+    recipe.data.train = sources_of(options.data, "data", recipe.loss)
+    recipe.data.instruction_format = options.instruction_format
+    recipe.data.cache_dir = options.cache_dir
+    # Without a model lengths are told in characters, so none has to be named.
+    check_recipe(recipe if options.model else replace(recipe, model=ModelConfig(path="none")))
+    return recipe, options
+
+
+def _listed(argument: str) -> str:
+    """`data=` with one path in brackets and quotes: a bare path may hold signs that mean something to Hydra."""
+    path = argument.removeprefix("data=")
+    if path == argument or path[:1] in ("[", "{", "'", '"', ""):
+        return argument
+    quoted = path.replace("\\", "\\\\").replace('"', '\\"')
+    return f'data=["{quoted}"]'
 
 
 def compose_search(arguments: list[str]) -> SearchOptions:
@@ -108,10 +146,10 @@ def _quoted(argument: str) -> str:
 def to_recipe(config: DictConfig) -> Recipe:
     """A composed configuration as a Recipe, its lists of sources and sets as dataclasses too."""
     recipe = _to_dataclass(config, Recipe)
-    recipe.data.train = _items(recipe.data.train, TrainSource, "data.train")
-    recipe.evaluation.sets = _items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
+    recipe.evaluation.sets = items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
     if isinstance(recipe.loss, CombinedConfig):
-        recipe.loss.losses = _losses(recipe.loss.losses, "loss.losses")
+        recipe.loss.losses = losses_of(recipe.loss.losses, "loss.losses")
+    recipe.data.train = sources_of(recipe.data.train, "data.train", recipe.loss)
     return recipe
 
 
@@ -214,6 +252,7 @@ def _register(arguments: list[str], *, with_recipes: bool) -> None:
     store.store(name="recipe_schema", node=_schema())
     store.store(name="evaluate_schema", node=EvaluateOptions)
     store.store(name="export_schema", node=ExportOptions)
+    store.store(name="inspect_schema", node=InspectOptions)
     store.store(name="search_schema", node=SearchOptions)
     for name, kind in LOSSES.items():
         store.store(group="loss", name=f"{name}_schema", node=kind)
@@ -274,37 +313,6 @@ def _refuse_added(options: Any, prefix: str) -> None:
         value = getattr(options, name)
         if is_dataclass(value):
             _refuse_added(value, f"{prefix}{name}.")
-
-
-def _losses(given: list[Any], option: str) -> list[LossConfig]:
-    """Parts of a combination: each mapping is checked against the dataclass that its name chooses."""
-    losses: list[LossConfig] = []
-    for index, element in enumerate(given):
-        if not isinstance(element, dict) or "name" not in element:
-            raise ConfigError(f"{option}[{index}]={element!r} is no mapping with the `name` of a loss")
-        kind = LOSSES[known_name(element["name"], f"{option}[{index}].name")]
-        try:
-            losses.append(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), element)))  # type: ignore[arg-type]
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{option}[{index}]: {explain(str(error))}") from None
-    return losses
-
-
-def _items(given: list[Any], kind: type[Item], option: str) -> list[Item]:
-    """Elements of a list option: a mapping is checked against the dataclass, a bare string is its path."""
-    items: list[Item] = []
-    for index, value in enumerate(given):
-        element = {"path": value} if isinstance(value, str) else value
-        if not isinstance(element, dict):
-            raise ConfigError(f"{option}[{index}]={value!r} is neither a path nor a mapping with `path`")
-        if "path" not in element:
-            raise ConfigError(f"{option}[{index}] has no `path`")
-        try:
-            merged = OmegaConf.merge(OmegaConf.structured(kind), element)
-            items.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{option}[{index}]: {explain(str(error))}") from None
-    return items
 
 
 @contextlib.contextmanager

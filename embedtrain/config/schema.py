@@ -60,8 +60,41 @@ class DataFormat(str, Enum):
     """How training rows are laid out."""
 
     auto = "auto"
-    flagembedding = "flagembedding"
-    columns = "columns"
+    flagembedding = "flagembedding"  # query, pos, neg; also RAG-Retrieval's, gritlm's and E5's rows
+    columns = "columns"  # sentence-transformers': by their order
+    tevatron = "tevatron"  # query, positive_passages, negative_passages; or ids of documents of a corpus
+    messages = "messages"  # ms-swift's: messages, positive_messages, negative_messages
+    beir = "beir"  # corpus, queries and qrels
+
+
+class Batches(str, Enum):
+    """What a global batch is made of.
+
+    `mixed` draws its rows from all sources, each by its share; `by_source` draws all from one source, the same
+    on every rank. `auto` is by_source where sources have losses of their own, else mixed.
+    """
+
+    auto = "auto"
+    mixed = "mixed"
+    by_source = "by_source"
+
+
+class Weights(str, Enum):
+    """What a source's `weight` says: how often its rows are seen in an epoch, or its share of all rows seen."""
+
+    passes = "passes"
+    shares = "shares"
+
+
+class DataCache(str, Enum):
+    """What is kept on disk of the training data, memory-mapped.
+
+    `tokens`: checked rows and the tokens of their texts, so that a step finds them ready. `offsets`: only where
+    each row begins in its file; rows are read and tokenised anew whenever a batch needs them.
+    """
+
+    tokens = "tokens"
+    offsets = "offsets"
 
 
 class SetKind(str, Enum):
@@ -123,12 +156,23 @@ class ModelConfig:
 class TrainSource:
     """One source of training rows, an element of `data.train` (a bare string is its `path`)."""
 
-    path: str  # file, folder, glob or Hub id
+    path: str  # file, folder or glob, here or under a URL (s3://, hf://, https://, ...), or Hub id
     format: DataFormat = DataFormat.auto
     name: str | None = None  # default: the end of the path
-    weight: float = 1.0  # how often its rows are seen in an epoch: 2 is twice, 0.5 a random half of them
+    documents: str | None = None  # corpus that rows name documents of by id; default: what lies beside them
+    each_file: bool = False  # every file is a source of its own, named after it
+    weight: float = 1.0  # how often its rows are seen in an epoch: 2 is twice, 0.5 a half, and the other half next
+    max_rows: int | None = None  # of these at most that many rows an epoch, others in the next
     query_prompt: str | None = None  # default: model.query_prompt
     document_prompt: str | None = None  # default: model.document_prompt
+    instruction_format: str | None = None  # default: data.instruction_format
+    query_max_length: int | None = None  # tokens; default: the model's
+    document_max_length: int | None = None  # tokens; default: the model's
+    loss: Any = None  # options that differ from the recipe's loss, or another loss by `name`
+    temperature: float | None = None  # default: loss.temperature
+    in_batch_negatives: bool | None = (
+        None  # default: loss.in_batch_negatives; false where the path says no_in_batch_neg
+    )
     negatives: int | None = 7  # hard negatives used of a row at a time, drawn anew each epoch; null: all
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # split of a Hub data set
@@ -142,6 +186,14 @@ class DataConfig:
 
     train: list[Any] = field(default_factory=list)  # of TrainSource, or of paths
     on_error: OnError = OnError.stop  # a bad row: stop with file and line, or skip and count
+    batches: Batches = Batches.auto
+    weights: Weights = Weights.passes
+    mixing_temperature: float = 1.0  # above 1 small sources are seen more: shares are (rows x weight)^(1/temperature)
+    # How an instruction that a row carries is put around its query, instead of a prompt.
+    instruction_format: str = "Instruct: {instruction}\nQuery: {text}"
+    cache: DataCache = DataCache.tokens
+    cache_dir: str | None = None  # default: $EMBEDTRAIN_CACHE, else ~/.cache/embedtrain
+    workers: int = 1  # threads that make batches ahead; 0: made when they are needed
 
 
 @dataclass(kw_only=True)
@@ -167,6 +219,7 @@ class TrainConfig:
     global_batch_size: int = 256  # rows a step over all ranks: the number of ranks never changes it
     chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold on one rank
     keep_tokens: int | None = None  # tokens whose graphs are kept instead of encoded twice; default: chunk_tokens
+    pass_tokens: int | None = None  # what one more forward pass costs, in tokens: less is less padding in more passes
     accumulation: int = 1  # global batches whose gradients make one step; each has its own negatives
     log_every: int = 10
 
@@ -296,4 +349,21 @@ class SearchOptions:
     top: int = 5
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384
+    trust_remote_code: bool = False
+
+
+@dataclass(kw_only=True)
+class InspectOptions:
+    """Options of `python -m embedtrain.inspect`."""
+
+    data: Any = field(default_factory=list)  # of TrainSource, or of paths; or one path
+    model: str | None = None  # model directory or Hub id: lengths in its tokens, examples as it sees them
+    max_length: int | None = None  # default: the model's
+    query_prompt: str | None = None  # default: the model's
+    document_prompt: str | None = None  # default: the model's
+    instruction_format: str = DataConfig.instruction_format
+    for_loss: str = "infonce"  # what the rows are to be trained with: some losses need scores, classes or vectors
+    examples: int = 2  # rows shown of each source
+    problems: int = 10  # rows that cannot be used, named of each source
+    cache_dir: str | None = None  # as data.cache_dir
     trust_remote_code: bool = False

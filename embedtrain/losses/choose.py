@@ -1,6 +1,6 @@
 """From the recipe's loss options to the loss."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,7 +23,9 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
+from embedtrain.config.source_losses import distinct
 from embedtrain.errors import ConfigError
+from embedtrain.losses.by_source import BySource
 from embedtrain.losses.combined import Combined
 from embedtrain.losses.distill import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
@@ -32,7 +34,7 @@ from embedtrain.losses.orthogonal import Orthogonal
 from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive
 from embedtrain.losses.sigmoid import SigLIP
 from embedtrain.losses.triplets import BatchTriplet, Triplet
-from embedtrain.losses.types import Loss
+from embedtrain.losses.types import FROM_ROWS, Loss
 
 
 def choose_loss(
@@ -52,6 +54,33 @@ def choose_loss(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _choose(config, dimension, guide_dimensions or {})
+
+
+def choose_losses(
+    configs: Sequence[LossConfig], *, dimension: int, guide_dimensions: Sequence[Mapping[str, int]], seed: int
+) -> Loss:
+    """The loss of all sources, or one that has each source's.
+
+    Args:
+        configs: the loss of each source.
+        dimension: of the model's vectors.
+        guide_dimensions: for each source; see `choose_loss`.
+        seed: see there.
+
+    Raises:
+        ConfigError: options that do not fit the model, or a teacher's vectors of several widths for one loss.
+    """
+    different, which = distinct(configs)
+    losses = []
+    for number, config in enumerate(different):
+        widths = [guide_dimensions[source] for source, of in enumerate(which) if of == number]
+        if any(width != widths[0] for width in widths):
+            raise ConfigError(
+                f"the teacher's vectors of sources that share loss={config.name} have different widths "
+                f"({', '.join(sorted({str(width.get(FROM_ROWS)) for width in widths}))}): train on one teacher's"
+            )
+        losses.append(choose_loss(config, dimension=dimension, guide_dimensions=widths[0], seed=seed))
+    return losses[0] if len(losses) == 1 else BySource(losses, which)
 
 
 def _choose(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
@@ -109,18 +138,23 @@ def _whole(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, in
             raise ConfigError(f"loss.name={config.name} is not a loss; there are {', '.join(LOSSES)}")
 
 
-def notes_on(config: LossConfig, loss: Loss, dimension: int) -> list[str]:
-    """What a user should know of the loss: lines for the terminal."""
+def notes_on(configs: Sequence[LossConfig], loss: Loss, dimension: int) -> list[str]:
+    """What a user should know of the losses: lines for the terminal."""
+    different, which = distinct(configs)
     notes = []
+    if len(different) > 1:
+        parts = (f"{config.name} for {which.count(number)}" for number, config in enumerate(different))
+        notes.append(f"{len(different)} losses: {', '.join(parts)} of {len(configs)} sources; a batch is of one source")
     own = {name: tuple(p.shape) for name, p in loss.named_parameters()}
     if own:
         told = ", ".join(f"{name} {list(shape)}" for name, shape in own.items())
         notes.append(f"the loss trains parameters of its own: {told}")
-    if config.matryoshka_dims is not None and dimension not in config.matryoshka_dims:
-        notes.append(
-            f"loss.matryoshka_dims={config.matryoshka_dims} leaves out the model's own {dimension} dimensions: "
-            f"whole vectors are not trained as such"
-        )
+    notes += [
+        f"loss.matryoshka_dims={config.matryoshka_dims} leaves out the model's own {dimension} dimensions: "
+        f"whole vectors are not trained as such"
+        for config in different
+        if config.matryoshka_dims is not None and dimension not in config.matryoshka_dims
+    ]
     return notes
 
 

@@ -40,6 +40,7 @@ class LossInput:
         labels: int64 [B], the rows' classes; None where they have none.
         guides: other models' vectors, by the path of the model; FROM_ROWS for vectors that came with the rows.
         seed: a number that is the same on every rank and another at each step.
+        source: which training source all rows are of, where batches are made so.
     """
 
     owners: Tensor
@@ -50,6 +51,7 @@ class LossInput:
     labels: Tensor | None = None
     guides: Mapping[str, Guide] = field(default_factory=dict)
     seed: int = 0
+    source: int = 0
 
     @property
     def positives(self) -> Tensor:
@@ -69,6 +71,7 @@ class LossInput:
                 name: Guide(guide.queries.to(device), guide.documents.to(device)) for name, guide in self.guides.items()
             },
             seed=self.seed,
+            source=self.source,
         )
 
 
@@ -93,6 +96,10 @@ class Loss(nn.Module, ABC):
     temperature, a projection) are whole on every rank and equal on all; whoever trains them sums their
     gradients over the ranks, as all gradients of shares are.
     """
+
+    def of_source(self, source: int) -> "Loss":
+        """The loss of this training source's rows: itself, but where sources have losses of their own."""
+        return self
 
     @abstractmethod
     def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO, cast
 
 from rich.console import Console as RichConsole
@@ -19,6 +19,7 @@ from embedtrain.tracking.stream import UnbreakableStream
 from embedtrain.tracking.table import EvaluationTable, Results
 
 LONG_PHASE = 1.0  # seconds; the end of a shorter phase is not worth a line
+BETWEEN_COUNTS = 10.0  # seconds between a log's lines on work that goes on
 
 
 class Console:
@@ -82,6 +83,29 @@ class Console:
             self._say(Text.assemble(text, (f"  {took:.1f} s", "dim")))
         elif not self._is_live and took >= LONG_PHASE:
             self._say(Text(f"{text}: took {took:.1f} s"))
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Show how far work has come that tells (what, parts done, of how many); a log gets a line now and then."""
+        outer, last = self._phase, self._now()
+
+        def told(what: str, done: int, total: int) -> None:
+            nonlocal last
+            text = f"{what}  {done:,}/{total:,}"
+            if self._is_live:
+                shown = self._phase
+                same = shown is not None and shown is not outer and shown.text.startswith(f"{what}  ")
+                started = shown.started if same and shown is not None else self._now()
+                self._phase = PhaseLine(text, started, self._rich)
+            elif self._now() - last >= BETWEEN_COUNTS:
+                last = self._now()
+                self._say(Text(text))
+
+        try:
+            with self._shown():
+                yield told
+        finally:
+            self._phase = outer
 
     @contextlib.contextmanager
     def training(self, total_steps: int, start_step: int = 0) -> Iterator[None]:

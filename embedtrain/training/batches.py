@@ -1,25 +1,24 @@
-"""From a global batch to what this rank computes: chunks of tokens and what the loss must know.
+"""From a global batch to what this rank computes: chunks of tokens, and what the loss must know of this rank's rows.
 
-B, M: queries and documents of this rank.
+B, M: queries and documents of this rank's rows; T: texts of the global batch.
 """
 
-import hashlib
 import itertools
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from embedtrain.data.chunks import cut_rows, deal
+from embedtrain.data.keys import text_keys
+from embedtrain.data.padding import padded
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Row, Tokens
-from embedtrain.losses.types import FROM_ROWS, Guide, LossInput
-
-# A share is cut into about this many pieces: more save little padding, and under FSDP each gathers all weights.
-_PIECES = 4
-_LEAST_TOKENS = 2048
+from embedtrain.data.types import BatchTokens, GlobalBatch, Row, Tokens
+from embedtrain.losses.types import LossInput
+from embedtrain.training.exchange import Exchange, plan_exchange
+from embedtrain.training.known import known_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +39,55 @@ class GuideTexts:
 
     def __call__(self, rows: Sequence[Row]) -> tuple[Tokens, ...]:
         """Chunks of all queries, then all documents, of these rows."""
-        queries = [self.query_prompt + row.query[row.prompt_lengths[0] :] for row in rows]
-        documents = [self.document_prompt + text[row.prompt_lengths[1] :] for row in rows for text in row.documents]
+        queries = [self.query_prompt + row.query for row in rows]
+        documents = [self.document_prompt + text for row in rows for text in row.documents]
         return tuple(self.tokenizer.chunks(queries + documents, self.chunk_tokens))
+
+
+def cost_of_a_pass(*, on_gpu: bool, sharded: bool) -> int:
+    """What one more forward and backward pass costs besides its tokens, as so many tokens.
+
+    On a CPU it reads all weights once more (all-MiniLM-L6-v2: about 32 tokens, measured), on a GPU its kernels have to
+    be launched; sharded weights are gathered for it.
+    """
+    return (1024 if sharded else 512) if on_gpu else (64 if sharded else 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How texts are cut into chunks, one forward pass each.
+
+    Attributes:
+        chunk_tokens: tokens, padding included, that one may hold.
+        keep_tokens: tokens whose graphs may be held together; default: `chunk_tokens`.
+        pass_tokens: what one more pass costs, in tokens: more passes mean less padding.
+    """
+
+    chunk_tokens: int
+    keep_tokens: int | None = None
+    pass_tokens: int = 32
+
+    def kept(self, chunks: Sequence[Tokens]) -> int:
+        """Of how many chunks, the first ones, the graphs may be held."""
+        keep = self.chunk_tokens if self.keep_tokens is None else self.keep_tokens
+        held = itertools.accumulate(chunk.ids.numel() for chunk in chunks)
+        return sum(tokens <= keep for tokens in held)
 
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """This rank's share of a global batch, tokenised.
+    """This rank's part of a global batch, tokenised.
 
     Attributes:
         step: counted from 0.
-        chunks: B queries and M documents together, cut by length; `Tokens.rows` counts queries first.
+        chunks: the texts that this rank encodes, cut by length; `Tokens.rows` numbers them through.
         num_queries: B.
-        known: what the loss needs to know of the rows.
+        known: what the loss needs to know of this rank's rows.
         num_rows: rows of the whole global batch.
         kept: of how many chunks, the first ones, the graphs may be held in memory together.
-        guides: chunks of the same texts for other models, by path.
+        exchange: how vectors come to the ranks of their rows; None where each rank encodes the texts of its own
+            rows, B queries and then M documents.
+        guides: chunks of this rank's rows for other models, by path.
     """
 
     step: int
@@ -65,11 +96,12 @@ class RankBatch:
     known: LossInput
     num_rows: int
     kept: int
+    exchange: Exchange | None = None
     guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of this rank's texts."""
+        """Tokens of the texts that this rank encodes."""
         return sum(chunk.num_real for chunk in self.chunks)
 
     @property
@@ -83,8 +115,13 @@ class RankBatch:
             self,
             chunks=tuple(chunk.to(device) for chunk in self.chunks),
             known=self.known.to(device),
+            exchange=None if self.exchange is None else self.exchange.to(device),
             guides={path: tuple(chunk.to(device) for chunk in chunks) for path, chunks in self.guides.items()},
         )
+
+    def pinned(self) -> "RankBatch":
+        """The same with its chunks in page-locked memory, from where a GPU fetches them while it computes."""
+        return replace(self, chunks=tuple(chunk.pinned() for chunk in self.chunks))
 
 
 def cut(
@@ -92,120 +129,91 @@ def cut(
     rank: int,
     size: int,
     tokenizer: TextTokenizer,
-    chunk_tokens: int,
-    keep_tokens: int | None = None,
+    cutting: Cutting,
     *,
-    least: int = _LEAST_TOKENS,
     guides: Mapping[str, GuideTexts] | None = None,
     teacher_dimension: int | None = None,
 ) -> RankBatch:
     """Rank `rank`'s part of `batch`: queries and documents share chunks, for one encoder serves both.
 
-    A share whose graphs may all be kept is cut as well, into pieces of like length, so that hardly any padding
-    is computed. Of a larger one the longest texts are kept: the most saved for the memory they take.
+    Where the texts' tokens are kept, all ranks know all lengths: texts are dealt so that every rank has as many
+    chunks as any other and as much to compute, and vectors travel to the ranks of their rows. Else each rank
+    tokenises and encodes the texts of its own rows. Of graphs that may not all be kept the longest texts' are: the
+    most saved for the memory they take.
 
     Args:
         batch: the global batch.
         rank: this rank.
         size: number of ranks.
         tokenizer: bound to the model's length.
-        chunk_tokens: tokens, padding included, of one forward pass.
-        keep_tokens: tokens whose graphs may be held together; default: `chunk_tokens`.
-        least: tokens below which a piece would only be slower.
+        cutting: how chunks are cut.
         guides: how the same rows are cut for other models.
         teacher_dimension: of the vectors that rows hold, if they do: a rank without rows must know it too.
     """
-    rows = batch.share(rank, size)
-    queries = [row.query for row in rows]
-    documents = [text for row in rows for text in row.documents]
-    ids = tokenizer.ids(queries + documents)
-    real = sum(len(text) for text in ids)
-    keep = chunk_tokens if keep_tokens is None else keep_tokens
-    chunks = tokenizer.cut(ids, min(chunk_tokens, max(least, -(-real // _PIECES))))
-    if sum(chunk.ids.numel() for chunk in chunks) > keep:
-        chunks = tokenizer.cut(ids, chunk_tokens)
-    held = itertools.accumulate(chunk.ids.numel() for chunk in chunks)
+    rows = batch.share(rank, size) if batch.tokens is None or batch.beside or guides else None
+    if batch.tokens is None:
+        assert rows is not None
+        keys, num_documents, ids = _texts_of(rows, tokenizer)
+        lengths = np.array([len(text) for text in ids], dtype=np.int64)
+        parts = cut_rows(lengths, cutting.chunk_tokens, cutting.pass_tokens)
+        chunks = [tokenizer.pad(ids, part.tolist()) for part in parts]
+        exchange = None
+    else:
+        chunks, exchange = _dealt(batch.tokens, rank, size, tokenizer, cutting)
+        num_documents = batch.tokens.num_documents[rank::size]
+        keys = torch.from_numpy(batch.tokens.keys[_ranks_of_rows(batch.tokens, size) == rank])
+    num_queries = len(num_documents)
     return RankBatch(
         step=batch.step,
         chunks=tuple(chunks),
-        num_queries=len(queries),
-        known=_known(rows, queries, documents, batch.step, teacher_dimension),
+        num_queries=num_queries,
+        known=known_of(
+            rows,
+            torch.from_numpy(num_documents),
+            keys[:num_queries],
+            keys[num_queries:],
+            step=batch.step,
+            source=batch.source or 0,
+            teacher_dimension=teacher_dimension,
+        ),
         num_rows=len(batch.rows),
-        kept=sum(tokens <= keep for tokens in held),
-        guides={path: texts(rows) for path, texts in (guides or {}).items()},
+        kept=cutting.kept(chunks),
+        exchange=exchange,
+        guides={path: texts(rows or ()) for path, texts in (guides or {}).items()},
     )
 
 
-def text_keys(texts: Sequence[str]) -> torch.Tensor:
-    """One 63-bit hash per text, int64, equal on every rank and in every process."""
-    digests = (hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest() for text in texts)
-    return torch.tensor([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=torch.int64)
+def _texts_of(
+    rows: Sequence[Row], tokenizer: TextTokenizer
+) -> tuple[torch.Tensor, NDArray[np.int64], list[Sequence[int]]]:
+    """Keys of all queries and documents, documents of each row, and the tokens of all texts."""
+    plain = [row.query for row in rows] + [text for row in rows for text in row.documents]
+    seen = [row.query_prompt(row.query) for row in rows]
+    seen += [row.document_prompt(text) for row in rows for text in row.documents]
+    most = [row.query_max_length for row in rows] + [row.document_max_length for row in rows for _ in row.documents]
+    ids: list[Sequence[int]] = [()] * len(seen)
+    for length in dict.fromkeys(most):
+        places = [place for place, other in enumerate(most) if other == length]
+        for place, found in zip(places, tokenizer.ids([seen[place] for place in places], length), strict=True):
+            ids[place] = found
+    return text_keys(plain), np.array([len(row.documents) for row in rows], dtype=np.int64), ids
 
 
-def _known(
-    rows: Sequence[Row], queries: Sequence[str], documents: Sequence[str], step: int, teacher_dimension: int | None
-) -> LossInput:
-    keys = text_keys(documents)
-    ids = [name for row in rows for name in row.ids or [""] * len(row.documents)]
-    scores = [score for row in rows for score in row.scores]
-    labels = [row.label for row in rows if row.label is not None]
-    return LossInput(
-        owners=torch.tensor([at for at, row in enumerate(rows) for _ in row.documents], dtype=torch.int64),
-        query_keys=text_keys(queries),
-        document_keys=keys,
-        document_ids=_id_keys(ids, keys) if any(ids) else None,
-        scores=torch.tensor(scores, dtype=torch.float32) if len(scores) == len(documents) else None,
-        labels=torch.tensor(labels, dtype=torch.int64) if len(labels) == len(rows) else None,
-        guides={} if teacher_dimension is None else {FROM_ROWS: _teacher(rows, teacher_dimension)},
-        seed=step,
-    )
+def _dealt(
+    tokens: BatchTokens, rank: int, size: int, tokenizer: TextTokenizer, cutting: Cutting
+) -> tuple[list[Tokens], Exchange]:
+    """The chunks of texts that fall to this rank, and how their vectors reach the ranks of their rows."""
+    dealt = deal(tokens.lengths, size, cutting.chunk_tokens, cutting.pass_tokens)
+    parts = [part for part in dealt.of_rank(rank) if len(part)]
+    encoded = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
+    first, chunks, padding = 0, [], int(tokenizer.tokenizer.pad_token_id or 0)
+    for part in parts:
+        chunks.append(padded(tokens.ids(part), tokens.lengths[part], range(first, first + len(part)), padding))
+        first += len(part)
+    return chunks, plan_exchange(dealt.rank_of, _ranks_of_rows(tokens, size), rank, size, encoded)
 
 
-def _id_keys(ids: Sequence[str], keys: torch.Tensor) -> torch.Tensor:
-    """The key of each id; of a document without one the key of its text."""
-    has = torch.tensor([bool(name) for name in ids])
-    # A prefix that no text begins with: an id must not look like the text that reads the same.
-    return torch.where(has, text_keys([f"\0id {name}" for name in ids]), keys)
-
-
-def _teacher(rows: Sequence[Row], width: int) -> Guide:
-    """The vectors that came with the rows."""
-    queries = [np.asarray(row.vectors[0], dtype=np.float32) for row in rows]
-    documents = [np.asarray(vector, dtype=np.float32) for row in rows for vector in row.vectors[1:]]
-    made = (np.stack(part) if part else np.empty((0, width), dtype=np.float32) for part in (queries, documents))
-    return Guide(*(torch.from_numpy(part) for part in made))
-
-
-class Prefetcher:
-    """Batches made ahead by a background thread; tokenisers release the interpreter while they work.
-
-    Args:
-        make: step -> this rank's batch of that step.
-        start: first step.
-        stop: step behind the last.
-        ahead: how many batches are made before they are asked for.
-    """
-
-    def __init__(self, make: Callable[[int], RankBatch], start: int, stop: int, ahead: int = 2) -> None:
-        self._make, self._start, self._stop, self._ahead = make, start, stop, ahead
-        self._waited = 0.0
-
-    def take_waited(self) -> float:
-        """Seconds that batches were waited for since this was last asked."""
-        waited, self._waited = self._waited, 0.0
-        return waited
-
-    def __iter__(self) -> Generator[RankBatch, None, None]:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as pool:
-            queue: list[Future[RankBatch]] = []
-            try:
-                for step in range(self._start, self._stop):
-                    while len(queue) <= self._ahead and step + len(queue) < self._stop:
-                        queue.append(pool.submit(self._make, step + len(queue)))
-                    began = time.perf_counter()
-                    batch = queue.pop(0).result()
-                    self._waited += time.perf_counter() - began
-                    yield batch
-            finally:
-                for made in queue:
-                    made.cancel()
+def _ranks_of_rows(tokens: BatchTokens, size: int) -> NDArray[np.int64]:
+    """The rank that has the row of each text, int64 [T]; see GlobalBatch.share."""
+    ranks = np.arange(len(tokens.num_documents)) % size
+    return np.concatenate([ranks, np.repeat(ranks, tokens.num_documents)])

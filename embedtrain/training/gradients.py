@@ -7,7 +7,8 @@ their memory is free again when the others are encoded anew. Dropout is replayed
 a function of (seed, step, rank, chunk), which is also why a resumed run needs no random state.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +39,7 @@ class Backward:
         dummy: a chunk for ranks that have fewer chunks than others.
         whole_gradients: whether this rank holds whole gradients between the chunks of a step.
         guides: other models that the loss asks for, by path.
+        sources: names of the training sources, where each batch is of one: their losses are told apart.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class Backward:
         dummy: Tokens,
         whole_gradients: bool = True,
         guides: Mapping[str, GuideModel] | None = None,
+        sources: Sequence[str] | None = None,
     ) -> None:
         self.encoder, self.loss, self.world, self.seed = encoder, loss, world, seed
         self.dummy = dummy.to(world.device)
         self.whole_gradients = whole_gradients
         self.guides = dict(guides or {})
+        self.sources = sources
 
     def __call__(self, *batches: RankBatch) -> tuple[LossOutput, bool]:
         """Add the gradient of the mean over the global batches' rows to the parameters' `grad`.
@@ -67,16 +71,25 @@ class Backward:
             This rank's share of the loss, detached, and whether all of this rank's vectors are finite.
         """
         num_rows = max(1, sum(batch.num_rows for batch in batches))
-        share, shares, finite = torch.zeros((), device=self.world.device), dict[str, Tensor](), True
+        share, finite = torch.zeros((), device=self.world.device), True
+        shares, weights = dict[str, Tensor](), dict[str, float]()
         for batch in batches:
             weight = batch.num_rows / num_rows
             found, fine = self._one(batch, weight, last=batch is batches[-1])
             share = share + weight * found.share
-            for name, value in found.shares.items():
+            for name, value in self._measures(batch, found).items():  # batches of other sources may have others
                 shares[name] = shares.get(name, torch.zeros_like(value)) + weight * value
+                weights[name] = weights.get(name, 0.0) + weight
             finite = finite and fine
-        average_gradients(self.loss.parameters())
+        shares = {name: value / weights[name] for name, value in shares.items()}
+        used = {id(loss): loss for loss in (self.loss.of_source(batch.known.source) for batch in batches)}
+        average_gradients(itertools.chain(*(loss.parameters() for loss in used.values())))
         return LossOutput(share, shares), finite
+
+    def _measures(self, batch: RankBatch, found: LossOutput) -> dict[str, Tensor]:
+        if self.sources is None:
+            return found.shares
+        return {**found.shares, f"loss/{self.sources[batch.known.source]}": found.share}
 
     def _one(self, batch: RankBatch, weight: float, *, last: bool) -> tuple[LossOutput, bool]:
         # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies,
@@ -90,9 +103,8 @@ class Backward:
         for index, chunk in enumerate(chunks):
             with torch.set_grad_enabled(index < kept):
                 vectors.append(self._encode(batch.step, index, chunk))
-        rows = in_order([v.detach() for v in vectors if v is not None], chunks).requires_grad_()
-        output = self._loss_backward(rows, batch, weight)
-        slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
+        encoded_here = in_order([v.detach() for v in vectors if v is not None], chunks)
+        output, slopes, finite = self._at_home(encoded_here, batch, weight)
         for index, chunk in enumerate(chunks):
             final = last and index == most - 1
             synchronise_gradients(self.encoder, last=final, whole=self.whole_gradients)
@@ -100,10 +112,19 @@ class Backward:
             assert encoded is not None
             encoded.backward(slopes[list(chunk.rows)] if chunk.rows != self.dummy.rows else torch.zeros_like(encoded))
             vectors[index] = encoded = None  # the graph's memory
-        return output, bool(rows.detach().isfinite().all())
+        return output, finite
+
+    def _at_home(self, encoded: Tensor, batch: RankBatch, weight: float) -> tuple[LossOutput, Tensor, bool]:
+        """The loss where the rows are, its gradient at the vectors encoded here, and whether these are finite."""
+        rows = encoded.clone() if batch.exchange is None else batch.exchange.home(encoded)
+        output = self._loss_backward(rows.requires_grad_(), batch, weight)
+        slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
+        if batch.exchange is not None:
+            slopes = batch.exchange.back(slopes)
+        return output, slopes, bool(encoded.isfinite().all())
 
     def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:
-        seen = {path: guide(batch.guides[path], batch.num_queries) for path, guide in self.guides.items()}
+        seen = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
         known = replace(batch.known, guides={**batch.known.guides, **seen})
         output: LossOutput = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], known)
         # The one place that knows of it: gradients are averaged over the ranks, and shares are to be summed.

@@ -2,15 +2,18 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from embedtrain.checkpoint.store import Checkpoints
+from embedtrain.config.loss_checks import guides_of
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.schema import Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.batches import Prefetcher, RankBatch, cut
+from embedtrain.training.batches import Cutting, RankBatch, cut
+from embedtrain.training.prefetch import Prefetcher
 from embedtrain.training.state import as_dict
 from embedtrain.training.step import StepReport, Trainable, train_step
 
@@ -24,7 +27,9 @@ class Loop:
     recipe: Recipe
     run: Trainable
     data: TrainData
+    losses: Sequence[LossConfig]  # of each source
     tokenizer: TextTokenizer
+    cutting: Cutting
     checkpoints: Checkpoints
     evaluate: Callable[[], Figures]
     best: tuple[str, str] | None  # set and metric by which a step is the best
@@ -35,7 +40,7 @@ class Loop:
         """Train from where the state stands to the last step."""
         state, recipe = self.run.state, self.recipe
         each = recipe.train.accumulation
-        batches = Prefetcher(self._batch, state.step * each, self.total_steps * each)
+        batches = Prefetcher(self._batch, state.step * each, self.total_steps * each, workers=recipe.data.workers)
         since = _SinceLastLog()
         with self.tracker.training(self.total_steps, state.step), contextlib.closing(iter(batches)) as stream:
             if state.step == 0 and recipe.evaluation.at_start:
@@ -60,18 +65,18 @@ class Loop:
         self.checkpoints.save(self.run.trained, self.run.optimizer, as_dict(self.run.state))
 
     def _batch(self, number: int) -> RankBatch:
-        world, train = self.run.world, self.recipe.train
-        guides = {path: guide.texts for path, guide in self.run.backward.guides.items()}
-        return cut(
-            self.data.batch(number),
+        world, batch = self.run.world, self.data.batch(number)
+        source = batch.source or 0
+        made = cut(
+            batch,
             world.rank,
             world.size,
             self.tokenizer,
-            train.chunk_tokens,
-            train.keep_tokens,
-            guides=guides,
-            teacher_dimension=self.data.teacher_dimension,
+            self.cutting,
+            guides={path: self.run.backward.guides[path].texts for path in guides_of(self.losses[source])},
+            teacher_dimension=self.data.teacher_dimension(source),
         )
+        return made.pinned() if world.device.type == "cuda" else made
 
     def _evaluate(self) -> bool:
         """Measure, tell, and say whether this is the best step so far by `checkpoint.best`."""
@@ -114,8 +119,17 @@ class _SinceLastLog:
             "grad_norm": report.grad_norm,
             "lr": report.lr,
             **report.measures,
+            **self._by_source(),
             "samples_per_s": sum(r.num_rows for r in self.reports) / seconds,
             "tokens_per_s": real / seconds,
             "padding": 1.0 - real / max(1, sum(r.computed_tokens for r in self.reports)),
             "data_wait": self.waited / seconds,
         }
+
+    def _by_source(self) -> dict[str, float]:
+        """The mean loss of each source's batches since the last row, where batches are of one source."""
+        found: dict[str, list[float]] = {}
+        for name, value in ((n, v) for report in self.reports for n, v in report.measures.items()):
+            if name.startswith("loss/"):
+                found.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in found.items()}

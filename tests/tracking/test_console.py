@@ -248,3 +248,27 @@ def test_time_left_goes_by_the_last_steps_and_counts_down():
 def test_durations_and_rates_read_well():
     assert [duration(s) for s in (0, 59.7, 130, 3730, 273600)] == ["0:00", "1:00", "2:10", "1:02:10", "3d 4h"]
     assert [rate(value) for value in (71344.2, 812.4, 3.44)] == ["71,344", "812", "3.4"]
+
+
+def test_counted_work_is_shown_on_a_terminal_and_now_and_then_in_a_log(capsys, monkeypatch):
+    rich, out = terminal(80)
+    console = Console(terminal=rich)
+    with console.counted() as told:
+        for done in range(3):
+            told("reading train", done, 2)
+            console._live.refresh()
+        told("tokenising train", 0, 1)
+        console._live.refresh()
+    seen = ESCAPES.sub("", out.getvalue())
+    assert "reading train  0/2" in seen
+    assert "reading train  2/2" in seen
+    assert "tokenising train  0/1" in seen
+    assert seen.splitlines()[-1].strip() == ""
+    log = Console()
+    now = [0.0]
+    monkeypatch.setattr(Console, "_now", lambda self: now[0])
+    with log.counted() as told:
+        for done in range(50):
+            now[0] += 1.0
+            told("reading train", done, 5000)
+    assert capsys.readouterr().out.splitlines() == [f"reading train  {done}/5,000" for done in (9, 19, 29, 39, 49)]

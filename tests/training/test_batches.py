@@ -1,91 +1,144 @@
 """From a global batch to what each rank computes, made ahead of its use."""
 
-import hashlib
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
+from embedtrain.data.keys import text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.data.types import GlobalBatch, Prompt, Row
 from embedtrain.losses.types import LossInput
-from embedtrain.training.batches import Prefetcher, RankBatch, cut, text_keys
-from tests.small import batch, small_tokenizer
+from embedtrain.training.batches import Cutting, RankBatch, cut
+from embedtrain.training.prefetch import Prefetcher
+from tests.small import batch, small_tokenizer, text, tokenised
 
 TOKENIZER = TextTokenizer(small_tokenizer(), 16)
 
 
+PIECES = Cutting(10_000, pass_tokens=4)
+
+
+def parts(rows: GlobalBatch, size: int, cutting: Cutting) -> list[RankBatch]:
+    return [cut(rows, rank, size, TOKENIZER, cutting) for rank in range(size)]
+
+
+def texts_of(rows: Sequence[Row]) -> list[str]:
+    return [row.query for row in rows] + [text for row in rows for text in row.documents]
+
+
+def tokens_of(part: RankBatch) -> list[list[int]]:
+    """The tokens of each text that a rank encodes, by its number."""
+    seen: dict[int, list[int]] = {}
+    for chunk in part.chunks:
+        assert chunk.ids.shape == chunk.mask.shape
+        for place, ids, mask in zip(chunk.rows, chunk.ids, chunk.mask, strict=True):
+            assert place not in seen
+            seen[place] = ids[mask.bool()].tolist()
+            assert (ids[~mask.bool()] == TOKENIZER.tokenizer.pad_token_id).all()
+    return [seen[place] for place in range(len(seen))]
+
+
+def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
+    """What a rank's rows get when every rank sends what it encoded: the same steps as Exchange, without ranks."""
+    sent = []
+    for part in all_parts:
+        ordered = [tokens_of(part)[i] for i in part.exchange.order.tolist()]
+        start = sum(part.exchange.sent[:rank])
+        sent.append(ordered[start : start + part.exchange.sent[rank]])
+    mine = all_parts[rank].exchange
+    assert [len(block) for block in sent] == list(mine.received)
+    home: list[list[int]] = [[] for _ in mine.places]
+    for place, ids in zip(mine.places.tolist(), (ids for block in sent for ids in block), strict=True):
+        home[place] = ids
+    return home
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("chunk_tokens", "least"), [(10_000, 10_000), (10_000, 20), (40, 20)])
-def test_all_texts_of_all_ranks_once_and_in_their_place(size, chunk_tokens, least):
-    rows = batch(10)
-    for rank in range(size):
-        mine = cut(rows, rank, size, TOKENIZER, chunk_tokens, least=least)
+@pytest.mark.parametrize("cutting", [Cutting(10_000, pass_tokens=10_000), PIECES, Cutting(40, pass_tokens=4)])
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting, anywhere):
+    rows = tokenised(batch(10), TOKENIZER) if anywhere else batch(10)
+    dealt = parts(rows, size, cutting)
+    for rank, mine in enumerate(dealt):
         share = rows.rows[rank::size]
-        texts = [row.query for row in share] + [text for row in share for text in row.documents]
+        texts = texts_of(share)
         assert (mine.num_queries, mine.num_rows, mine.step) == (len(share), 10, 0)
-        seen: dict[int, list[int]] = {}
-        for chunk in mine.chunks:
-            assert chunk.ids.numel() <= chunk_tokens
-            assert chunk.ids.shape == chunk.mask.shape
-            for place, ids, mask in zip(chunk.rows, chunk.ids, chunk.mask, strict=True):
-                assert place not in seen
-                seen[place] = ids[mask.bool()].tolist()
-        assert [seen[place] for place in range(len(texts))] == TOKENIZER.ids(texts)
-        assert mine.real_tokens == sum(len(ids) for ids in seen.values()) <= mine.computed_tokens
-        assert (mine.kept == len(mine.chunks)) == (chunk_tokens == 10_000)
+        assert all(chunk.ids.numel() <= cutting.chunk_tokens for chunk in mine.chunks)
+        assert (at_home(dealt, rank) if anywhere else tokens_of(mine)) == TOKENIZER.ids(texts)
+        assert mine.real_tokens == sum(map(len, tokens_of(mine))) <= mine.computed_tokens
+        assert (mine.kept == len(mine.chunks)) == (cutting.chunk_tokens == 10_000)
         documents = [text for row in share for text in row.documents]
         assert [documents[place] for place in mine.known.positives.tolist()] == [row.documents[0] for row in share]
         assert mine.known.query_keys.equal(text_keys([row.query for row in share]))
         assert mine.known.document_keys.equal(text_keys(documents))
+    if anywhere:
+        assert max(len(mine.chunks) for mine in dealt) - min(len(mine.chunks) for mine in dealt) <= 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_have_as_much_to_compute(size):
+    """Rank 0's rows are the long ones: their texts are dealt all the same."""
+    rows = tuple(Row(text(i, 2), (text(i, 40 if i % size == 0 else 3),)) for i in range(60 * size))
+    own = parts(GlobalBatch(0, rows), size, PIECES)
+    dealt = parts(tokenised(GlobalBatch(0, rows), TOKENIZER), size, PIECES)
+    assert max(part.computed_tokens for part in own) > 1.5 * min(part.computed_tokens for part in own)
+    assert max(part.computed_tokens for part in dealt) <= 1.02 * min(part.computed_tokens for part in dealt)
 
 
 def test_pieces_save_padding():
     """A share that fits is cut all the same, and less is computed than in one pass."""
     long, short = " ".join(["alpha"] * 14), "beta"
     rows = GlobalBatch(0, tuple(Row(short, (long,)) for _ in range(8)))
-    one, several = cut(rows, 0, 1, TOKENIZER, 10_000), cut(rows, 0, 1, TOKENIZER, 10_000, least=1)
-    assert len(one.chunks) == 1 < len(several.chunks)
-    assert several.kept == len(several.chunks)
-    assert several.computed_tokens == several.real_tokens == one.real_tokens < one.computed_tokens
+    for one_batch in (rows, tokenised(rows, TOKENIZER)):
+        (one,), (several,) = parts(one_batch, 1, Cutting(10_000, pass_tokens=10_000)), parts(one_batch, 1, PIECES)
+        assert len(one.chunks) == 1 < len(several.chunks)
+        assert several.kept == len(several.chunks)
+        assert several.computed_tokens == several.real_tokens == one.real_tokens < one.computed_tokens
 
 
 def test_what_does_not_fit_is_cut_by_the_budget():
-    tight = cut(batch(12), 0, 1, TOKENIZER, 64, least=8)
+    (tight,) = parts(batch(12), 1, Cutting(64, pass_tokens=8))
     assert max(chunk.ids.numel() for chunk in tight.chunks) <= 64
     assert tight.kept == 1  # the longest texts, as many as fit beside each other
-    more = cut(batch(12), 0, 1, TOKENIZER, 64, 190, least=8)
+    (more,) = parts(batch(12), 1, Cutting(64, 190, pass_tokens=8))
     sizes = [chunk.ids.numel() for chunk in more.chunks]
     assert sizes == [chunk.ids.numel() for chunk in tight.chunks]
     assert sum(sizes[: more.kept]) <= 190 < sum(sizes[: more.kept + 1])
-    assert cut(batch(12), 0, 1, TOKENIZER, 64, 0, least=8).kept == 0
+    assert parts(batch(12), 1, Cutting(64, 0, pass_tokens=8))[0].kept == 0
 
 
 def test_a_rank_without_rows():
-    mine = cut(batch(2), 3, 4, TOKENIZER, 100)
+    mine = cut(batch(2), 3, 4, TOKENIZER, Cutting(100))
     assert (mine.num_queries, mine.chunks, mine.real_tokens) == (0, (), 0)
     assert mine.known.positives.dtype == mine.known.query_keys.dtype == mine.known.document_keys.dtype == torch.int64
     assert mine.num_rows == 2
     assert mine.to(torch.device("cpu")).num_rows == 2
 
 
-def test_keys():
-    texts = ["a", "b", "", "ä", "a", "\ud800", "a "]
-    keys = text_keys(texts)
-    assert keys.dtype == torch.int64
-    assert (keys >= 0).all()
-    assert keys[0] == keys[4]
-    assert len(set(keys.tolist())) == 6
-    assert text_keys([]).shape == (0,)
-    assert keys[0] == int.from_bytes(hashlib.blake2b(b"a", digest_size=8).digest(), "big") >> 1
-    # Python's own hash differs between processes; these must not.
-    program = "from embedtrain.training.batches import text_keys; print(text_keys(['a', 'ä']).tolist())"
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert answer.stdout.strip() == str([keys[0].item(), keys[3].item()])
+def test_more_ranks_than_texts():
+    rows = tokenised(GlobalBatch(0, (Row("alpha", ("beta",)),)), TOKENIZER)
+    dealt = parts(rows, 4, PIECES)
+    assert at_home(dealt, 0) == TOKENIZER.ids(["alpha", "beta"])
+    assert [at_home(dealt, rank) for rank in (1, 2, 3)] == [[], [], []]
+
+
+def test_prompts_and_lengths_of_rows():
+    rows = [
+        Row("a b c", ("d e f g",), query_prompt=Prompt("alpha: ", " beta"), document_max_length=4),
+        Row("a b c", ("d e f g", "h"), document_prompt=Prompt("gamma "), query_max_length=3),
+    ]
+    (mine,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
+    expected = TOKENIZER.ids(["alpha: a b c beta", "a b c", "d e f g", "gamma d e f g", "gamma h"])
+    assert [TOKENIZER.tokenizer.decode(ids) for ids in tokens_of(mine)] == [
+        TOKENIZER.tokenizer.decode(ids)
+        for ids in (expected[0], [*expected[1][:2], 2], [*expected[2][:3], 2], expected[3], expected[4])
+    ]
+    # What is compared with other rows is the text itself.
+    assert mine.known.query_keys.equal(text_keys(["a b c", "a b c"]))
+    assert mine.known.document_keys.equal(text_keys(["d e f g", "d e f g", "h"]))
 
 
 def empty(step: int) -> RankBatch:
@@ -152,3 +205,13 @@ def test_waiting_is_measured():
     for _ in fast:
         time.sleep(0.05)
     assert fast.take_waited() < 0.15
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_workers_do_not_change_the_order(workers):
+    def make(step: int) -> RankBatch:
+        time.sleep(0.01 * (step % 3))  # whoever is quicker
+        return empty(step)
+
+    assert [made.step for made in Prefetcher(make, 2, 30, workers=workers)] == list(range(2, 30))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]

@@ -18,11 +18,11 @@ from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.source import open_source
-from embedtrain.training.batches import cut
+from embedtrain.training.batches import Cutting, cut
 from embedtrain.training.gradients import Backward
 from embedtrain.training.model import load_model
 from embedtrain.training.optimizer import clip_grad_norm
-from tests.small import batch, parallel, save_small, small_model, small_tokenizer
+from tests.small import batch, parallel, save_small, small_model, small_tokenizer, tokenised
 
 TEMPERATURE = 0.2
 TOLERANCE = 1e-5
@@ -77,14 +77,15 @@ def reference(path: str, pooling: Pooling, num_rows: int) -> tuple[float, dict[s
 
 
 def sharded_gradient(
-    world: World, model: ModelConfig, options: ParallelConfig, chunk_tokens: int, least: int, num_rows: int
+    world: World, model: ModelConfig, options: ParallelConfig, cutting: Cutting, anywhere: bool, num_rows: int
 ) -> tuple[float, dict[str, torch.Tensor], float, int, bool]:
     loaded = load_model(model, options, world, seed=0)
     loaded.encoder.eval()
     backward = Backward(
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=TEMPERATURE)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    mine = cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, chunk_tokens, least=least)
+    rows = tokenised(batch(num_rows), loaded.tokenizer) if anywhere else batch(num_rows)
+    mine = cut(rows, world.rank, world.size, loaded.tokenizer, cutting)
     output, finite = backward(mine)
     assert finite
     assert all(isinstance(p, DTensor) for p in loaded.encoder.parameters())
@@ -115,8 +116,12 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
     return max(errors.values())
 
 
-# (chunk_tokens, least): one piece, several pieces whose graphs are all kept, chunks encoded twice.
-WAYS = [(10_000, 10_000), (10_000, 20), (40, 20)]
+# One piece, several pieces whose graphs are all kept, chunks encoded twice; texts of the rank's rows, or dealt.
+WAYS = [
+    (cutting, anywhere)
+    for cutting in (Cutting(10_000, pass_tokens=10_000), Cutting(10_000, pass_tokens=4), Cutting(40, pass_tokens=4))
+    for anywhere in (False, True)
+]
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]
 
 
@@ -154,7 +159,7 @@ def check(ranks, model, world_size, options, way, num_rows, timeout=180):
     answers = ranks(world_size, sharded_gradient, model, options, *way, num_rows, timeout=timeout)
     _, found, norm, num_chunks, fits = answers[0]
     if num_rows == 10:
-        assert (num_chunks > 1, fits) == (way != WAYS[0], way != WAYS[2])
+        assert (num_chunks > 1, fits) == (way not in WAYS[:2], way not in WAYS[4:])
     assert sum(answer[0] for answer in answers) == pytest.approx(loss, rel=1e-6, abs=1e-6)
     assert compare(found, expected) < TOLERANCE
     assert {answer[2] for answer in answers} == {norm}

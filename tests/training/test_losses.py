@@ -39,7 +39,7 @@ from embedtrain.config.losses import (
 from embedtrain.config.needs import needs_of
 from embedtrain.config.schema import Accumulate, ModelConfig, OptimConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.data.types import GlobalBatch, Prompt, Row
 from embedtrain.distributed.mesh import choose_layout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.distributed.world import World
@@ -49,12 +49,12 @@ from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_source
-from embedtrain.training.batches import RankBatch, cut
+from embedtrain.training.batches import Cutting, RankBatch, cut
 from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import load_guides
 from embedtrain.training.model import LoadedModel, load_model
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
-from tests.small import batch, parallel, save_guide, save_small, small_model, small_tokenizer, text
+from tests.small import batch, parallel, save_guide, save_small, small_model, small_tokenizer, text, tokenised
 
 TOLERANCE = 1e-5
 # A large eps: with a small one the first step is the gradient's sign, and that of rounding errors where it is 0.
@@ -197,10 +197,18 @@ def local(parameter: nn.Parameter) -> Tensor:
 
 
 def cut_for(
-    rows: GlobalBatch, world: World, tokenizer: TextTokenizer, chunk_tokens: int, keep_tokens: int
+    rows: GlobalBatch,
+    world: World,
+    tokenizer: TextTokenizer,
+    chunk_tokens: int,
+    keep_tokens: int,
+    *,
+    anywhere: bool = False,
 ) -> RankBatch:
     width = len(rows.rows[0].vectors[0]) if rows.rows[0].vectors else None
-    return cut(rows, world.rank, world.size, tokenizer, chunk_tokens, keep_tokens, least=20, teacher_dimension=width)
+    rows = tokenised(rows, tokenizer) if anywhere else rows
+    cutting = Cutting(chunk_tokens, keep_tokens, pass_tokens=8)
+    return cut(rows, world.rank, world.size, tokenizer, cutting, teacher_dimension=width)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -250,7 +258,11 @@ def on_ranks(
                 dummy=live.tokenizer.dummy(),
                 whole_gradients=live.whole_gradients,
             )
-            mine = [cut_for(rows, world, live.tokenizer, chunk_tokens, keep_tokens) for rows in batches]
+            # Half of the ways with texts dealt to ranks, half with each rank's own.
+            anywhere = len(found) % 2 == 0
+            mine = [
+                cut_for(rows, world, live.tokenizer, chunk_tokens, keep_tokens, anywhere=anywhere) for rows in batches
+            ]
             output, finite = backward(*mine)
             assert finite
             named = dict(parameters(live.encoder, loss))
@@ -363,7 +375,7 @@ def adapters(world: World, model: ModelConfig, chunk_tokens: int, keep_tokens: i
     config = LOSSES["matryoshka"]
     loss, tokenizer = loss_of(config), load_tokenizer()
     backward = Backward(encoder, loss, world, seed=0, dummy=tokenizer.dummy())
-    backward(cut(rows_for(config, 10), world.rank, world.size, tokenizer, chunk_tokens, keep_tokens, least=20))
+    backward(cut_for(rows_for(config, 10), world, tokenizer, chunk_tokens, keep_tokens, anywhere=True))
     named = parameters(encoder, loss)
     assert all(p.grad is None for name, p in named if "lora" not in name and "loss." not in name)
     return {name: whole(p.grad) for name, p in named if p.grad is not None}
@@ -384,12 +396,11 @@ def guided(world: World, path: str, num_rows: int) -> list[list[Tensor]]:
     guide = guides[path]
     assert "guide" in notes[0]
     rows = [
-        Row(f"ask: {row.query}", tuple(f"{t}" for t in row.documents), prompt_lengths=(len("ask: "), 0))
+        Row(row.query, row.documents, query_prompt=Prompt("ask: "), document_prompt=Prompt("say: ", " ."))
         for row in batch(num_rows).rows
     ]
-    mine = cut(
-        GlobalBatch(0, tuple(rows)), world.rank, world.size, load_tokenizer(), 10_000, guides={path: guide.texts}
-    )
+    texts = {path: guide.texts}
+    mine = cut(GlobalBatch(0, tuple(rows)), world.rank, world.size, load_tokenizer(), Cutting(10_000), guides=texts)
     assert not any(p.requires_grad for p in guide.encoder.parameters())
     seen = guide(mine.guides[path], mine.num_queries)
     assert not seen.queries.requires_grad

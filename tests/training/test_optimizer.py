@@ -11,7 +11,7 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.schema import ModelConfig, OptimConfig, Precision, ScheduleKind, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.training.batches import cut
+from embedtrain.training.batches import Cutting, cut
 from embedtrain.training.gradients import Backward, chunk_seed
 from embedtrain.training.model import LoadedModel, load_model
 from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm
@@ -54,7 +54,7 @@ def gradient(world: World, model: LoadedModel, step: int = 0, num_rows: int = 8)
     backward = Backward(
         model.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=model.tokenizer.dummy()
     )
-    backward(cut(batch(num_rows, step), world.rank, world.size, model.tokenizer, 10_000))
+    backward(cut(batch(num_rows, step), world.rank, world.size, model.tokenizer, Cutting(10_000)))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,10 +146,10 @@ def dropped(world: World, model: ModelConfig) -> None:
     backward = Backward(
         trained.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=trained.tokenizer.dummy()
     )
-    mine = cut(batch(7), world.rank, world.size, trained.tokenizer, 10_000, least=40)
+    mine = cut(batch(7), world.rank, world.size, trained.tokenizer, Cutting(10_000, pass_tokens=4))
     assert mine.kept == len(mine.chunks)
     if world.rank == 1:  # fewer chunks than the other rank: it runs a dummy
-        mine = cut(batch(7), world.rank, world.size, trained.tokenizer, 10_000, least=60)
+        mine = cut(batch(7), world.rank, world.size, trained.tokenizer, Cutting(10_000, pass_tokens=40))
     assert len(set(world.gather(len(mine.chunks)))) == world.size
     found = []
     for kept in (9, 0, 9, 1):

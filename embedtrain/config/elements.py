@@ -1,0 +1,71 @@
+"""Elements of a recipe's lists: mappings and bare paths -> dataclasses, each checked against its own."""
+
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from embedtrain.config.loss_checks import known_name
+from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
+from embedtrain.config.messages import explain
+from embedtrain.config.schema import TrainSource
+from embedtrain.errors import ConfigError
+
+Item = TypeVar("Item")
+
+
+def items(given: list[Any], kind: type[Item], option: str) -> list[Item]:
+    """Elements of a list option: a mapping is checked against the dataclass, a bare string is its path."""
+    items: list[Item] = []
+    for index, value in enumerate(given):
+        element = {"path": value} if isinstance(value, str) else value
+        if not isinstance(element, dict):
+            raise ConfigError(f"{option}[{index}]={value!r} is neither a path nor a mapping with `path`")
+        if "path" not in element:
+            raise ConfigError(f"{option}[{index}] has no `path`")
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(kind), element)
+            items.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{option}[{index}]: {explain(str(error))}") from None
+    return items
+
+
+def sources_of(given: list[Any], option: str, loss: LossConfig) -> list[TrainSource]:
+    """Training sources, each with its own loss whole where it has one."""
+    sources = items(given, TrainSource, option)
+    for index, source in enumerate(sources):
+        if source.loss is not None:
+            source.loss = _source_loss(source.loss, loss, f"{option}[{index}].loss")
+    return sources
+
+
+def losses_of(given: list[Any], option: str) -> list[LossConfig]:
+    """Parts of a combination: each mapping is checked against the dataclass that its name chooses."""
+    losses: list[LossConfig] = []
+    for index, element in enumerate(given):
+        if not isinstance(element, dict) or "name" not in element:
+            raise ConfigError(f"{option}[{index}]={element!r} is no mapping with the `name` of a loss")
+        kind = LOSSES[known_name(element["name"], f"{option}[{index}].name")]
+        try:
+            losses.append(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), element)))  # type: ignore[arg-type]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{option}[{index}]: {explain(str(error))}") from None
+    return losses
+
+
+def _source_loss(given: Any, loss: LossConfig, option: str) -> LossConfig:
+    """A source's own loss: another one by `name`, from its defaults on, or the recipe's with other options."""
+    element = {"name": given} if isinstance(given, str) else given
+    if not isinstance(element, dict):
+        raise ConfigError(f"{option}={given!r} is neither the name of a loss nor a mapping of its options")
+    name = known_name(element.get("name", loss.name), f"{option}.name")
+    begin = loss if name == loss.name else LOSSES[name]()
+    try:
+        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(begin), element))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{option}: {explain(str(error))}") from None
+    assert isinstance(merged, LossConfig)
+    if isinstance(merged, CombinedConfig) and "losses" in element:
+        merged.losses = losses_of(element["losses"], f"{option}.losses")
+    return merged

@@ -1,0 +1,101 @@
+"""What a source's rows are trained with: the recipe's loss, and what the source says otherwise."""
+
+from typing import Any
+
+import pytest
+
+from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
+from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, LossConfig, SigLIPConfig
+from embedtrain.config.schema import Batches, Recipe, TrainSource
+from embedtrain.config.source_losses import batches_by_source, distinct, loss_of
+from embedtrain.errors import ConfigError
+
+
+def composed(train: str, *arguments: str) -> Recipe:
+    return compose_recipes(["recipe=bce_xlmr", f"data.train={train}", *arguments])[0]
+
+
+def losses(train: str, *arguments: str) -> list[LossConfig]:
+    recipe = composed(train, *arguments)
+    return [loss_of(source, recipe.loss) for source in recipe.data.train]
+
+
+def test_a_source_changes_what_it_names_and_nothing_else():
+    found = losses(
+        "[a,{path: b,loss: {margin: 0.1}},{path: c,temperature: 0.5},{path: d,in_batch_negatives: false},"
+        "{path: e,loss: cosent},{path: f,loss: {name: cosent,temperature: 0.1}},{path: g,loss: cosent,temperature: 2}]",
+        "loss.temperature=0.03",
+    )
+    assert found == [
+        InfoNCEConfig(temperature=0.03),
+        InfoNCEConfig(temperature=0.03, margin=0.1),
+        InfoNCEConfig(temperature=0.5),
+        InfoNCEConfig(temperature=0.03, in_batch_negatives=False),
+        CoSENTConfig(),
+        CoSENTConfig(temperature=0.1),
+        CoSENTConfig(temperature=2.0),
+    ]
+
+
+def test_parts_of_a_combination():
+    parts = "loss.losses=[{name: infonce, temperature: 0.05}, {name: orthogonal, weight: 0.5}]"
+    (found,) = losses("[{path: a,temperature: 0.1}]", "loss=combined", parts)
+    assert isinstance(found, CombinedConfig)
+    assert [getattr(part, "temperature", None) for part in found.losses] == [0.1, None]
+    (other,) = losses("[{path: a,loss: {name: combined, losses: [{name: infonce}]}}]")
+    assert isinstance(other, CombinedConfig)
+    assert other.losses == [InfoNCEConfig()]
+
+
+@pytest.mark.parametrize(
+    ("train", "arguments", "words"),
+    [
+        (
+            "[{path: a,loss: cosents}]",
+            (),
+            "data.train[0].loss.name=cosents: there is no such loss, did you mean cosent",
+        ),
+        ("[b,{path: a,loss: {marg: 1}}]", (), "data.train[1].loss: unknown option marg"),
+        ("[{path: a,loss: 3}]", (), "neither the name of a loss nor a mapping"),
+        ("[{path: a,temperature: 0}]", (), "data.train, a: loss.temperature=0.0: must be above 0"),
+        ("[{path: a,loss: cosine_mse,temperature: 1}]", (), "temperature=1.0: loss=cosine_mse has no such option"),
+        ("[{path: a,loss: siglip,in_batch_negatives: false}]", (), "loss=siglip has no such option"),
+        ("[{path: a,loss: cosent},b]", ("data.batches=mixed",), "data.batches=mixed: sources have a loss"),
+        (
+            "[{path: a,in_batch_negatives: false}]",
+            ("loss.sides=[query_document,query_query]",),
+            "data.train, a: loss.in_batch_negatives=false leaves only query_document",
+        ),
+    ],
+)
+def test_what_cannot_work(train, arguments, words):
+    with pytest.raises(ConfigError) as caught:
+        composed(train, *arguments)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_when_batches_hold_one_source():
+    same, other = [InfoNCEConfig(), InfoNCEConfig()], [InfoNCEConfig(), InfoNCEConfig(temperature=1.0)]
+    assert not batches_by_source(Batches.auto, same)
+    assert not batches_by_source(Batches.mixed, same)
+    assert batches_by_source(Batches.by_source, same)
+    assert batches_by_source(Batches.auto, other)
+    assert distinct([*other, *same]) == ([InfoNCEConfig(), InfoNCEConfig(temperature=1.0)], [0, 1, 0, 0])
+
+
+def test_losses_without_in_batch_negatives_take_the_switch():
+    source = TrainSource(path="a", in_batch_negatives=False)
+    assert loss_of(source, CoSENTConfig()) == CoSENTConfig()
+    with pytest.raises(ConfigError, match="siglip"):
+        loss_of(source, SigLIPConfig())
+
+
+def test_the_saved_recipe_reads_back(tmp_path):
+    import yaml
+
+    recipe = composed("[a,{path: b,loss: cosent},{path: c,loss: {temperature: 0.5}}]")
+    path = tmp_path / "recipe.yaml"
+    plain: Any = to_plain(recipe)
+    path.write_text(yaml.safe_dump(plain))
+    assert to_plain(load_recipe(path)) == plain

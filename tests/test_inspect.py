@@ -1,0 +1,242 @@
+"""The inspect door: what it counts is what a plain loop over the rows counts, and its exit code can be relied on."""
+
+import gzip
+import re
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+
+from embedtrain.config.needs import Needs, Scores
+from embedtrain.config.schema import DataCache, OnError, TrainSource
+from embedtrain.data.batches import load_train_data
+from embedtrain.data.inspection.bad_rows import first_bad_rows
+from embedtrain.data.inspection.beside import beside_of
+from embedtrain.data.inspection.costs import cost_of
+from embedtrain.data.inspection.duplicates import Repeated, RowKeys, duplicates_in
+from embedtrain.data.inspection.measured import ROLES, joined, measure
+from embedtrain.data.inspection.seen import UncutTokenizer, seen
+from embedtrain.data.store.cache import Cache
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.tracking.page import middle_out, visible
+from tests.data.files import write
+from tests.small import save_small, small_model, small_tokenizer, text
+from tests.test_doors import ENVIRONMENT, call
+
+BAD = [b'{"query": 7, "pos": ["a"]}\n', b'{"query": "a", "pos": []}\n', b'{"query": "cut', b'{"pos": ["b"]}\n']
+
+
+def rows(count: int) -> list[dict]:
+    """Queries in pairs, and every fifth row's negative is the row's positive before it."""
+    made = []
+    for i in range(count):
+        negatives = [text(300 + i, 3 + i % 40)] if i % 2 else []
+        if i % 5 == 4:
+            negatives.append(made[-1]["pos"][0])
+        made.append(
+            {"query": text(i // 2, 2 + i // 2 % 3), "pos": [f"{text(100 + i, 4 + i % 50)} {i}"], "neg": negatives}
+        )
+    return made
+
+
+def load(path: Path, folder: Path, *, keep: DataCache = DataCache.tokens, needs: Needs | None = None, **options):
+    cache = Cache(directory=folder / "cache", keep=keep)
+    source = TrainSource(path=str(path), **options)
+    data = load_train_data([source], seed=0, global_batch_size=8, needs=needs or Needs(), cache=cache)
+    return data, cache
+
+
+def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
+    written = rows(60)
+    tokenizer = TextTokenizer(small_tokenizer(), 24)
+    assert tokenizer.tokenizer.unk_token_id is not None
+    uncut = UncutTokenizer(tokenizer)
+    texts = {
+        "queries": [f"alpha {row['query']}" for row in written],
+        "positives": [text for row in written for text in row["pos"]],
+        "negatives": [text for row in written for text in row["neg"]],
+    }
+    path = write(tmp_path / "rows.jsonl", *written)
+    for keep in (DataCache.tokens, DataCache.offsets):
+        data, cache = load(path, tmp_path, keep=keep, query_prompt="alpha ", query_max_length=5)
+        data.prepare(tokenizer, cache)
+        assert (data.tokens is None) == (keep == DataCache.offsets)
+        found = measure(data.stores[0], data.tokens and data.tokens[0], data.given[0], uncut)
+        for role, limit in zip(ROLES, (5, 24, 24), strict=True):
+            whole = sorted(len(uncut.tokenizer(one)["input_ids"]) for one in texts[role])
+            lengths = found.lengths[role]
+            assert sorted(lengths.values.tolist()) == whole
+            assert (lengths.limit, lengths.num_cut) == (limit, sum(length > limit for length in whole))
+            assert lengths.is_exact
+        kept = [ids for role, most in zip(ROLES, (5, 24, 24), strict=True) for ids in tokenizer.ids(texts[role], most)]
+        unknown = sum(ids.count(tokenizer.tokenizer.unk_token_id) for ids in kept)
+        told = (0, 0) if keep == DataCache.offsets else (sum(map(len, kept)), unknown)
+        assert (found.num_tokens, found.num_unknown) == told
+        duplicates = duplicates_in(found.keys)
+        assert duplicates.queries == Repeated(30, 60)
+        assert duplicates.both == 12
+        assert duplicates.contradictions == 6  # of equal queries, next to one another
+        characters = measure(data.stores[0], None, data.given[0], None)
+        assert characters.lengths["positives"].values.tolist() == [len(one) for one in texts["positives"]]
+        assert (characters.keys.negatives == found.keys.negatives).all()
+    together = joined([found, found])
+    assert together.lengths["queries"].num_texts == 120
+    assert duplicates_in(together.keys).rows == Repeated(60, 120)
+
+
+def test_of_very_many_texts_a_sample_is_tokenised_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("embedtrain.data.inspection.measured.MOST_SAMPLED", 80)
+    tokenizer = TextTokenizer(small_tokenizer(), 12)
+    path = write(tmp_path / "rows.jsonl", *rows(100))
+    for keep in (DataCache.tokens, DataCache.offsets):
+        data, cache = load(path, tmp_path, keep=keep)
+        data.prepare(tokenizer, cache)
+        found = measure(data.stores[0], data.tokens and data.tokens[0], data.given[0], UncutTokenizer(tokenizer))
+        lengths = found.lengths["positives"]
+        assert not lengths.is_exact
+        assert (lengths.num_texts, len(lengths.values)) == (100, 100 if keep == DataCache.tokens else 8)
+        share = lengths.num_cut / len(lengths.values)
+        assert share == pytest.approx(0.88, abs=0.15)  # those of more than 9 words, with a number, <s> and </s>
+        assert len(found.keys.positives) == 100
+
+
+def test_rows_are_equal_whatever_the_order_of_their_negatives_and_contradictions_are_found():
+    def keys(*rows: tuple[int, list[int], list[int]]) -> RowKeys:
+        queries, positives, negatives = zip(*rows, strict=True)
+        counts = [np.array([len(texts) for texts in role]) for role in (positives, negatives)]
+        flat = [np.array([text for texts in role for text in texts], dtype=np.int64) for role in (positives, negatives)]
+        return RowKeys(np.array(queries, dtype=np.int64), *flat, *counts)
+
+    found = duplicates_in(
+        keys((1, [10], [20, 30]), (1, [10], [30, 20]), (2, [20], [10, 30]), (2, [30], [20]), (3, [5], []))
+    )
+    assert found.rows == Repeated(1, 2)
+    assert found.queries == Repeated(2, 4)
+    assert found.positives == Repeated(1, 2)
+    assert found.both == 3
+    assert found.contradictions == 2  # of query 2: text 20, and text 30
+    assert duplicates_in(keys((1, [10], []), (2, [20], []))).both == 0
+
+
+def test_what_lies_beside_texts_is_counted(tmp_path):
+    written = [
+        {"query": f"q{i}", "pos": ["p"], "neg": ["n"], "pos_scores": [i], "neg_scores": [-i], "prompt": f"do {i % 2}"}
+        for i in range(1, 6)
+    ]
+    path = write(tmp_path / "rows.jsonl", *written)
+    needs = Needs(scores=Scores.teacher)
+    for keep in (DataCache.tokens, DataCache.offsets):
+        data, _ = load(path, tmp_path, keep=keep, needs=needs)
+        found = beside_of(data.stores[0])
+        assert found.scores == (10, -5.0, 5.0, 0.0)
+        assert dict(found.instructions) == {"do 1": 3, "do 0": 2}
+    (query, positive, negative) = seen(
+        data.stores[0][0], data.given[0], UncutTokenizer(TextTokenizer(small_tokenizer(), 6)), 4
+    )
+    assert (query.num_tokens, positive.score, negative.score) == (6, 1.0, -1.0)
+    assert query.num_uncut > 6
+    assert (positive.text, positive.num_tokens, positive.num_uncut) == ("<s> p </s>", 3, 3)
+
+
+def test_what_batches_cost_is_what_chunks_cost(tmp_path):
+    data, cache = load(write(tmp_path / "rows.jsonl", *rows(40)), tmp_path)
+    data.prepare(TextTokenizer(small_tokenizer(), 40), cache)
+    lengths = data.batch(0).tokens.lengths
+    alone = cost_of(data, [0], 1, 10**6, 10**6)  # passes cost so much that there is one
+    assert (alone.tokens, alone.chunks, alone.imbalance) == (lengths.sum(), 1, 1)
+    assert alone.padding == pytest.approx(1 - lengths.mean() / lengths.max())
+    several = cost_of(data, range(4), 2, 64, 0)
+    assert several.padding < 0.2
+    assert 1 <= several.imbalance < 1.2
+    assert several.tokens == statistics.fmean(int(data.batch(k).tokens.lengths.sum()) for k in range(4))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_bad_rows_are_all_named_in_order(tmp_path, name):
+    good = b'{"query": "a", "pos": ["b"]}\n'
+    path = write(tmp_path / name, good, *BAD[:2], b"\n", good, BAD[3], good, BAD[2])
+    empty = write(tmp_path / name.replace("rows", "empty"))
+    source, cache = TrainSource(path=str(path)), Cache(directory=tmp_path / "cache")
+    found = first_bad_rows(source, "rows", Needs(), 10, cache)
+    assert [re.match(rf"{re.escape(str(path))}:(\d+): ", one)[1] for one in found] == ["2", "3", "6", "8"]
+    assert first_bad_rows(source, "rows", Needs(), 2, cache) == found[:2]
+    both = first_bad_rows(TrainSource(path=str(tmp_path / name.replace("rows", "*"))), "rows", Needs(), 10, cache)
+    assert both == [f"{empty}: holds no rows", *found]
+    data = load_train_data([source], on_error=OnError.skip, seed=0, global_batch_size=2, cache=cache)
+    assert data.stores[0].report.problems == found[:3]
+
+
+def test_texts_are_shortened_in_their_middle_and_hold_no_codes():
+    assert middle_out("short", 5) == "short"
+    for long in ("abcdefghij" * 20, "如何安装软件包" * 20, "a如" * 99):
+        for width in (8, 17, 40):
+            shown = middle_out(long, width)
+            assert width - 2 <= cell_len(shown) <= width
+            begin, end = shown.split(" … ")
+            assert long.startswith(begin)
+            assert long.endswith(end)
+    assert visible("a\nb\tc\x1b[31m\u202e\r\u3000") == "a↵b⇥c\\x1b[31m\\u202e\u3000"
+
+
+def test_the_door_tells_what_a_file_holds(tmp_path):
+    good = [{"query": "如何安装？", "pos": ["用 apt。" * 500], "neg": ["别的\n东西"]}] * 2
+    path = write(tmp_path / "rows.jsonl.gz", *good[:1], *BAD[:2], *good[1:], BAD[3])
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()) + BAD[2]))
+    told = call("embedtrain.inspect", f"data={path}", "cache_dir=cache", "problems=4", cwd=tmp_path, code=1)
+    assert "4 rows that cannot be used" in told
+    assert [f"{path}:{line}: " in told for line in (2, 3, 5, 6)] == [True] * 4
+    assert re.search(r"^  rows +2$", told, re.M)
+    assert re.search(r"^  queries +2 +5 +5 +5\.0 +5 +5 +5$", told, re.M)
+    assert re.search(r"^  rows with all texts equal +1 +2$", told, re.M)
+    assert re.search(r"^  negative 1 +5  别的↵东西$", told, re.M)
+    assert re.search(
+        rf"^  positive 1 +3,000  {'用 apt。' * 500}$", told, re.M
+    )  # whole, since nobody sees it on a terminal
+    assert "lengths are in characters" in told
+    assert "\x1b" not in told
+    assert not any(line.endswith(" ") for line in told.splitlines())
+
+
+def test_the_door_tells_what_a_recipe_trains_on(tmp_path):
+    write(tmp_path / "one.jsonl", *rows(60))
+    write(tmp_path / "two.jsonl", *rows(20))
+    save_small(small_model("xlm-roberta"), tmp_path / "model")
+    for weights in (tmp_path / "model").glob("*.safetensors"):
+        weights.unlink()
+    arguments = [
+        "recipe=bce_xlmr", "model.path=model", "model.pooling=mean", "model.max_length=24",
+        "data.train=[{path: one.jsonl, query_prompt: 'alpha '}, {path: two.jsonl, weight: 2}]", "data.cache_dir=cache",
+        "train.epochs=3", "train.global_batch_size=16", "evaluation.sets=[]",
+    ]  # fmt: skip
+    told = call("embedtrain.inspect", *arguments, cwd=tmp_path)
+    assert re.search(r"^  query +\d+  <s> alpha .* </s>$", told, re.M)
+    assert re.search(r"^  two +20 +0 +40 +2\.00 +40\.0%$", told, re.M)
+    assert re.search(r"^  total +80 +0 +100 +100\.0%$", told, re.M)
+    assert re.search(r"^  an epoch +100 rows, 7 batches$", told, re.M)
+    assert re.search(r"^  all of it +21 steps of 1 batch, 3 epochs$", told, re.M)
+    assert re.search(r"^  8 GPUs( +[\d,.]+){3} +\d+\.\d% +1\.\d{3}$", told, re.M)
+    assert "place  cache" in told
+    assert not (tmp_path / "runs").exists()
+    kept = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    assert {name.partition("-")[0] for name in kept} >= {"rows", "tokens"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "sentence"),
+    [
+        (["data=rows.jsonl"], {"WORLD_SIZE": "2"}, "inspect looks at data in one process"),
+        (
+            ["data=rows.jsonl", "for_loss=triplet"],
+            {},
+            "no row that can be trained on (1 skipped, the first: rows.jsonl:1: ",
+        ),
+    ],
+)
+def test_what_cannot_be_inspected_is_one_sentence(tmp_path, monkeypatch, arguments, environment, sentence):
+    write(tmp_path / "rows.jsonl", {"query": "a", "pos": ["b"]})
+    for name, value in environment.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+    told = call("embedtrain.inspect", *arguments, "cache_dir=cache", cwd=tmp_path, code=1)
+    assert re.fullmatch(rf"error: [^\n]*{re.escape(sentence)}[^\n]*\n", told), told

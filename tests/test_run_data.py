@@ -1,0 +1,99 @@
+"""Whole runs on data of many kinds: several sources with losses of their own, cached, streamed, by workers, resumed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.small import batch, save_small, small_model, text
+from tests.test_run import losses, rows, run
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A model, and sources in FlagEmbedding's layout, of scored pairs, and one without in-batch negatives."""
+    folder = tmp_path_factory.mktemp("data")
+    save_small(small_model("xlm-roberta"), folder / "model")
+    save_small(small_model("xlm-roberta", dropout=0.1), folder / "dropout")
+    found = list(enumerate(batch(26).rows))
+    lines = {
+        "train": [{"query": r.query, "pos": [r.documents[0]], "neg": list(r.documents[1:])} for _, r in found],
+        "pairs": [{"a": r.query, "b": r.documents[0], "score": i % 6} for i, r in found[:13]],
+        "classes-no_in_batch_neg": [
+            {"query": r.query, "pos": [r.documents[0]], "neg": [text(i, 3), text(i + 9, 4)], "prompt": "alpha"}
+            for i, r in found[:11]
+        ],
+    }
+    for name, made in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    return folder
+
+
+def given(workshop: Path, out: Path, *more: str, model: str = "model") -> tuple[str, ...]:
+    sources = (
+        f"data.train=[{{path: {workshop / 'train.jsonl'}, weight: 1.5, temperature: 0.2}},"
+        f"{{path: {workshop / 'pairs.jsonl'}, loss: cosent, score_scale: 5, query_prompt: 'beta '}},"
+        f"{workshop / 'classes-no_in_batch_neg.jsonl'}]"
+    )
+    cache = f"data.cache_dir={workshop / 'cache'}"
+    return (f"model.path={workshop / model}", sources, f"output_dir={out}", "loss.learn_temperature=true", cache, *more)
+
+
+def by_source(directory: Path) -> dict[int, dict[str, float]]:
+    return {row["step"]: {k: v for k, v in row.items() if k.startswith("loss/")} for row in rows(directory)}
+
+
+def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):
+    """An epoch of 39, 13 and 11 rows in batches of one source each, the same at any number of ranks."""
+    found = {}
+    for size in (1, 2, 3):
+        told = ranks(size, run, *given(workshop, tmp_path / str(size), "train.epochs=1"))[0]
+        found[size] = by_source(tmp_path / str(size))
+        if size == 1:
+            assert "3 losses: infonce for 1, cosent for 1, infonce for 1 of 3 sources" in told
+            assert "an epoch: 63 rows in 8 steps of up to 10, each of one source" in told
+    names = [next(iter(row)) for row in found[1].values()]
+    assert all(len(row) == 1 for row in found[1].values())
+    assert [names.count(f"loss/{name}") for name in ("train", "pairs", "classes-no_in_batch_neg")] == [4, 2, 2]
+    for size in (2, 3):
+        assert list(found[size]) == list(found[1])
+        for step, row in found[1].items():
+            assert found[size][step] == pytest.approx(row, rel=1e-5), (size, step)
+
+
+def test_resumed_by_source_it_goes_on_exactly(ranks, workshop, tmp_path):
+    common = ("train.steps=9", "checkpoint.every=2", "checkpoint.keep=9", "train.accumulation=2")
+    ranks(2, run, *given(workshop, tmp_path / "run", *common, model="dropout"))
+    expected = losses(tmp_path / "run")
+    for step in (6, 8, 9):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
+    ranks(2, run, *given(workshop, tmp_path / "run", *common, model="dropout"))
+    assert losses(tmp_path / "run") == expected
+    assert len(expected) == 9
+
+
+def test_workers_and_the_cache_change_nothing(ranks, workshop, tmp_path):
+    """No thread, two of them, rows read from their files whenever a batch needs them, files elsewhere: one run."""
+    plain = [f"data.train=[{workshop / 'train.jsonl'}]", f"model.path={workshop / 'model'}", "train.steps=6"]
+    cache = f"data.cache_dir={workshop / 'cache'}"
+    ranks(2, run, *plain, cache, f"output_dir={tmp_path / 'tokens'}")
+    expected = losses(tmp_path / "tokens")
+    for name, more in {"no-thread": "data.workers=0", "two": "data.workers=2"}.items():
+        ranks(2, run, *plain, cache, f"output_dir={tmp_path / name}", more)
+        assert losses(tmp_path / name) == expected
+    for name, workers in {"offsets": 0, "threads": 3}.items():
+        more = ("data.cache=offsets", f"data.workers={workers}")
+        ranks(2, run, *plain, cache, f"output_dir={tmp_path / name}", *more)
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    shutil.copy(workshop / "train.jsonl", moved)
+    shutil.rmtree(tmp_path / "tokens" / "model")
+    elsewhere = [f"data.train=[{moved / 'train.jsonl'}]", *plain[1:]]
+    told = ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}")[0]
+    assert "is the end of this run" in told
+    changed = (moved / "train.jsonl").read_text().replace("alpha", "beta", 1)
+    (moved / "train.jsonl").write_text(changed)
+    with pytest.raises(AssertionError, match=r"data\.train\.train\.digest of its content=\w+, this run has"):
+        ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}")

@@ -1,0 +1,112 @@
+"""Sources with losses of their own: each batch is given to its own, on every rank, and only what is used is trained."""
+
+import pytest
+from torch import Tensor
+
+from embedtrain.config.losses import CoSENTConfig, DistillEmbeddingsConfig, InfoNCEConfig
+from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError
+from embedtrain.losses.by_source import BySource
+from embedtrain.losses.choose import choose_loss, choose_losses, notes_on
+from embedtrain.losses.types import FROM_ROWS
+from embedtrain.training.batches import Cutting, cut
+from embedtrain.training.gradients import Backward
+from embedtrain.training.model import load_model
+from tests.small import batch, parallel, save_small, small_model, tokenised
+
+LEARNT = InfoNCEConfig(temperature=0.2, learn_temperature=True)
+OWN = InfoNCEConfig(temperature=0.1, learn_temperature=True, in_batch_negatives=False)
+PAIRS = CoSENTConfig()
+CONFIGS = [LEARNT, OWN, LEARNT, PAIRS]
+NAMES = ["a", "b", "c", "d"]
+
+
+def rows_of(source: int) -> GlobalBatch:
+    rows = [
+        Row(row.query, row.documents, scores=tuple((i * 3 + j) % 5 / 4 for j in range(len(row.documents))))
+        for i, row in enumerate(batch(9, first=source).rows)
+    ]
+    return GlobalBatch(source, tuple(rows), source=source)
+
+
+Found = tuple[float, dict[str, float], dict[str, Tensor], list[bool]]
+
+
+def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool, anywhere: bool) -> Found:
+    """A step on one batch of each source: by one loss that knows of all, or by each source's alone, one by one."""
+    loaded = load_model(model, parallel(), world, seed=0)
+    loaded.encoder.eval()
+    widths = [dict[str, int]()] * len(CONFIGS)
+    whole = choose_losses(CONFIGS, dimension=32, guide_dimensions=widths, seed=1)
+    dummy = loaded.tokenizer.dummy()
+    share, measures = 0.0, dict[str, float]()
+    if alone:
+        for source in sources:
+            loss = choose_loss(CONFIGS[source], dimension=32, seed=1)
+            mine = cut(rows_of(source), world.rank, world.size, loaded.tokenizer, Cutting(10_000))
+            output, _ = Backward(loaded.encoder, loss, world, seed=0, dummy=dummy)(mine)
+            share += output.share.item() / len(sources)
+        scale = 1 / len(sources)
+    else:
+        batches = [rows_of(source) for source in sources]
+        if anywhere:
+            batches = [tokenised(one, loaded.tokenizer) for one in batches]
+        mine = [cut(one, world.rank, world.size, loaded.tokenizer, Cutting(60, pass_tokens=8)) for one in batches]
+        output, finite = Backward(loaded.encoder, whole, world, seed=0, dummy=dummy, sources=NAMES)(*mine)
+        assert finite
+        share, scale = output.share.item(), 1.0
+        measures = {name: value.item() for name, value in output.shares.items()}
+    gradients = {
+        name: p.grad.full_tensor().double() * scale  # type: ignore[attr-defined]
+        for name, p in loaded.encoder.named_parameters()
+        if p.grad is not None
+    }
+    return share, measures, gradients, [p.grad is not None for p in whole.parameters()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = save_small(small_model("xlm-roberta"), tmp_path_factory.mktemp("model"))
+    return ModelConfig(path=str(path), pooling=Pooling.mean)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("sources", [[0], [1], [3], [2, 3, 1]])
+def test_each_batch_has_the_loss_of_its_source(ranks, model, world_size, sources):
+    ((expected, _, plain, _),) = ranks(1, step_of, model, sources, True, False)
+    answers = ranks(world_size, step_of, model, sources, False, world_size > 1)
+    assert sum(answer[0] for answer in answers) == pytest.approx(expected, rel=1e-5)
+    for name, gradient in plain.items():
+        found = answers[0][2][name]
+        assert (found - gradient).norm() <= 1e-4 * max(gradient.norm(), 1e-3), name
+    # Each source's own loss is told, not its part of the step's.
+    told = {name: sum(answer[1][name] for answer in answers) for name in answers[0][1] if name.startswith("loss/")}
+    assert set(told) == {f"loss/{NAMES[source]}" for source in sources}
+    assert sum(told.values()) / len(told) == pytest.approx(expected, rel=1e-5)
+    # A temperature that no batch of the step used must not move by the optimiser's momentum.
+    used = {0: [True, False], 1: [False, True], 3: [False, False]}
+    wanted = [any(used.get(source, used[0])[i] for source in sources) for i in range(2)]
+    assert [answer[3] for answer in answers] == [wanted] * world_size
+
+
+def test_losses_are_shared_by_sources_that_have_the_same():
+    loss = choose_losses(CONFIGS, dimension=8, guide_dimensions=[{}] * 4, seed=0)
+    assert isinstance(loss, BySource)
+    assert loss.of_source(0) is loss.of_source(2)
+    assert len({id(loss.of_source(source)) for source in range(4)}) == 3
+    alone = choose_losses([LEARNT, LEARNT], dimension=8, guide_dimensions=[{}] * 2, seed=0)
+    assert alone.of_source(1) is alone
+    notes = notes_on(CONFIGS, loss, 8)
+    assert notes[0] == "3 losses: infonce for 2, infonce for 1, cosent for 1 of 4 sources; a batch is of one source"
+
+
+def test_teachers_of_several_widths():
+    widths = [{FROM_ROWS: 11}, {FROM_ROWS: 12}]
+    config = DistillEmbeddingsConfig(project=True)
+    with pytest.raises(ConfigError, match=r"share loss=distill_embeddings have different widths \(11, 12\)"):
+        choose_losses([config, config], dimension=8, guide_dimensions=widths, seed=0)
+    apart = [config, DistillEmbeddingsConfig(project=True, weight=1.0, distance="mse")]
+    loss = choose_losses(apart, dimension=8, guide_dimensions=widths, seed=0)
+    assert [tuple(p.shape) for p in loss.parameters()] == [(11, 8), (11,), (12, 8), (12,)]

@@ -41,11 +41,11 @@ def read(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
 def act(asked: tuple[Recipe, InspectOptions]) -> None:
     """Read the data as training would, and tell what is in it, source by source and then as a whole."""
     from embedtrain.config.needs import needs_of
+    from embedtrain.data.chosen import chosen_sources
     from embedtrain.data.store.cache import Cache, cache_directory
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.inspection import size
     from embedtrain.tracking.page import Page
-    from embedtrain.train import sources_and_losses
     from embedtrain.training.model import quiet_libraries
 
     recipe, options = asked
@@ -54,8 +54,8 @@ def act(asked: tuple[Recipe, InspectOptions]) -> None:
     tokenizer, prompts, no_tokenizer = _tokenizer(recipe)
     with console.counted() as told:
         cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
-        sources, losses = sources_and_losses(recipe)
-        data = _read(recipe, sources, losses, prompts, cache)
+        sources, _ = chosen_sources(recipe)
+        data, losses = _read(recipe, prompts, cache)
         if tokenizer is not None:
             data.prepare(tokenizer.bound, cache)
     measured = []
@@ -101,40 +101,14 @@ def _tokenizer(recipe: Recipe) -> tuple["UncutTokenizer | None", Mapping[str, st
     return UncutTokenizer(TextTokenizer(loaded, text_length(source, loaded))), source.prompts, ""
 
 
-def _read(
-    recipe: Recipe,
-    sources: Sequence["TrainSource"],
-    losses: Sequence["LossConfig"],
-    prompts: Mapping[str, str],
-    cache: "Cache",
-) -> "TrainData":
+def _read(recipe: Recipe, prompts: Mapping[str, str], cache: "Cache") -> "tuple[TrainData, list[LossConfig]]":
     """All rows that can be used, checked; the others counted."""
-    from embedtrain.config.needs import needs_of
-    from embedtrain.config.source_losses import batches_by_source
-    from embedtrain.data.batches import Mixing, load_train_data
-
-    def load(on_error: OnError) -> "TrainData":
-        return load_train_data(
-            sources,
-            on_error=on_error,
-            query_prompt=prompts.get("query", ""),
-            document_prompt=prompts.get("document", ""),
-            instruction_format=recipe.data.instruction_format,
-            seed=recipe.seed,
-            global_batch_size=recipe.train.global_batch_size,
-            needs=[needs_of(loss) for loss in losses],
-            mixing=Mixing(
-                by_source=batches_by_source(recipe.data.batches, losses),
-                weights=recipe.data.weights,
-                temperature=recipe.data.mixing_temperature,
-            ),
-            cache=cache,
-        )
+    from embedtrain.data.chosen import chosen_data
 
     try:
-        return load(recipe.data.on_error)  # first as training does, so that it finds what is cached here
+        return chosen_data(recipe, prompts, cache)  # first as training does, so that it finds what is cached here
     except DataError:
-        return load(OnError.skip)
+        return chosen_data(recipe, prompts, cache, OnError.skip)
 
 
 def _problems(source: "TrainSource", store: "RowStore", most: int, needs: "Needs", cache: "Cache") -> list[str]:

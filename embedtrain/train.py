@@ -21,11 +21,9 @@ from embedtrain.checkpoint.tensors import read_tensors
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guides_of
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.needs import needs_of
-from embedtrain.config.schema import Precision, Recipe, TrainSource
-from embedtrain.config.source_losses import batches_by_source, loss_of
-from embedtrain.data.batches import Mixing, TrainData, load_train_data
-from embedtrain.data.formats.sources import expand, no_in_batch_negatives
+from embedtrain.config.schema import Precision, Recipe
+from embedtrain.data.batches import TrainData
+from embedtrain.data.chosen import chosen_data
 from embedtrain.data.store.cache import Cache, cache_directory
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
@@ -69,24 +67,8 @@ def train(recipe: Recipe, world: World) -> Path:
     with world.together("opening the model"):
         prompts = open_source(recipe.model).prompts
     with world.together("reading training data"), console.counted() as told:
-        sources, losses = sources_and_losses(recipe)
         cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
-        data = load_train_data(
-            sources,
-            on_error=recipe.data.on_error,
-            query_prompt=prompts.get("query", ""),
-            document_prompt=prompts.get("document", ""),
-            instruction_format=recipe.data.instruction_format,
-            seed=recipe.seed,
-            global_batch_size=recipe.train.global_batch_size,
-            needs=[needs_of(loss) for loss in losses],
-            mixing=Mixing(
-                by_source=batches_by_source(recipe.data.batches, losses),
-                weights=recipe.data.weights,
-                temperature=recipe.data.mixing_temperature,
-            ),
-            cache=cache,
-        )
+        data, losses = chosen_data(recipe, prompts, cache)
         total_steps = _total_steps(recipe, data)
     sets = load_sets(recipe.evaluation.sets, world)
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
@@ -195,17 +177,6 @@ def train(recipe: Recipe, world: World) -> Path:
             tracker.note(line)
         tracker.note(f"model: {exported.directory}")
     return exported.directory
-
-
-def sources_and_losses(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]]:
-    """The sources of `data.train`, file by file where that is asked for, and what the rows of each are trained with."""
-    sources = [
-        replace(source, in_batch_negatives=False)
-        if source.in_batch_negatives is None and no_in_batch_negatives(source)
-        else source
-        for source in expand(recipe.data.train)
-    ]
-    return sources, [loss_of(source, recipe.loss) for source in sources]
 
 
 def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:

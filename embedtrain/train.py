@@ -27,6 +27,7 @@ from embedtrain.data.chosen import chosen_data
 from embedtrain.data.store.cache import Cache, cache_directory
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
+from embedtrain.errors import DataError
 from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import split_best
@@ -70,6 +71,7 @@ def train(recipe: Recipe, world: World) -> Path:
         cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
         data, losses = chosen_data(recipe, prompts, cache)
         total_steps = _total_steps(recipe, data)
+    _require_same_data(data, world)
     sets = load_sets(recipe.evaluation.sets, world)
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
     for note in (*data.notes, *(note for loaded in sets for note in loaded.notes)):
@@ -177,6 +179,22 @@ def train(recipe: Recipe, world: World) -> Path:
             tracker.note(line)
         tracker.note(f"model: {exported.directory}")
     return exported.directory
+
+
+def _require_same_data(data: TrainData, world: World) -> None:
+    """Refuse files that are not the same on all nodes: ranks would take other rows for one batch.
+
+    Raises:
+        DataError: on every rank alike.
+    """
+    keys = world.gather([store.key for store in data.stores])
+    for rank, other in enumerate(keys):
+        for name, first, found in zip(data.names, keys[0], other, strict=True):
+            if first != found:
+                raise DataError(
+                    f"data.train: {name} holds other rows on rank {rank} than on rank 0: its files are not the same on "
+                    "all nodes"
+                )
 
 
 def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:

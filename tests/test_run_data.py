@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.distributed.world import World
 from tests.small import batch, save_small, small_model, text
 from tests.test_run import losses, rows, run
 
@@ -97,3 +98,21 @@ def test_workers_and_the_cache_change_nothing(ranks, workshop, tmp_path):
     (moved / "train.jsonl").write_text(changed)
     with pytest.raises(AssertionError, match=r"data\.train\.train\.digest of its content=\w+, this run has"):
         ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}")
+
+
+def elsewhere(world: World, workshop: str, out: str) -> str:
+    """A run whose second rank finds another file under the same path, as on a node with an older copy."""
+    if world.rank == 1:
+        folder = Path(out) / "node"
+        folder.mkdir(parents=True)
+        (folder / "train.jsonl").write_text((Path(workshop) / "train.jsonl").read_text().replace("alpha", "beta"))
+        workshop = str(folder)
+    model = f"model.path={Path(workshop) / 'model'}" if world.rank == 0 else f"model.path={Path(out).parent / 'model'}"
+    return run(world, model, f"data.train=[{Path(workshop) / 'train.jsonl'}]", "train.steps=1", f"output_dir={out}/run")
+
+
+def test_files_that_differ_between_nodes(ranks, workshop, tmp_path):
+    shutil.copytree(workshop / "model", tmp_path / "model")
+    with pytest.raises(AssertionError) as failure:
+        ranks(2, elsewhere, str(workshop), str(tmp_path / "out"))
+    assert str(failure.value).count("DataError: data.train: train holds other rows on rank 1 than on rank 0") == 2

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,14 +20,12 @@ from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.checkpoint.tensors import read_tensors
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guides_of
-from embedtrain.config.losses import LossConfig
 from embedtrain.config.schema import Precision, Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.chosen import chosen_data
 from embedtrain.data.store.cache import Cache, cache_directory
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
-from embedtrain.errors import DataError
 from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import split_best
@@ -39,6 +37,7 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after, figures_at
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, cost_of_a_pass
+from embedtrain.training.course import identity_of, require_same_data
 from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.loop import Loop
@@ -71,7 +70,7 @@ def train(recipe: Recipe, world: World) -> Path:
         cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
         data, losses = chosen_data(recipe, prompts, cache)
         total_steps = _total_steps(recipe, data)
-    _require_same_data(data, world)
+    require_same_data(data, world)
     sets = load_sets(recipe.evaluation.sets, world)
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
     for note in (*data.notes, *(note for loaded in sets for note in loaded.notes)):
@@ -82,7 +81,7 @@ def train(recipe: Recipe, world: World) -> Path:
         run_dir.checkpoints,
         recipe.checkpoint,
         world,
-        identity=_identity(recipe, data, losses, prompts),
+        identity=identity_of(recipe, data, losses, prompts),
         say=console.warn,
     )
     found = checkpoints.newest()
@@ -181,22 +180,6 @@ def train(recipe: Recipe, world: World) -> Path:
     return exported.directory
 
 
-def _require_same_data(data: TrainData, world: World) -> None:
-    """Refuse files that are not the same on all nodes: ranks would take other rows for one batch.
-
-    Raises:
-        DataError: on every rank alike.
-    """
-    keys = world.gather([store.key for store in data.stores])
-    for rank, other in enumerate(keys):
-        for name, first, found in zip(data.names, keys[0], other, strict=True):
-            if first != found:
-                raise DataError(
-                    f"data.train: {name} holds other rows on rank {rank} than on rank 0: its files are not the same on "
-                    "all nodes"
-                )
-
-
 def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
     """How texts are cut into chunks."""
     given = recipe.train.pass_tokens
@@ -265,34 +248,6 @@ def _own_vocabulary(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
     console.note(f"vocabulary: {len(tokenizer):,} pieces, trained on the data, in {directory}")
     return tokenizer
-
-
-def _identity(recipe: Recipe, data: TrainData, losses: list[LossConfig], prompts: dict[str, str]) -> dict[str, Any]:
-    """The options that decide what is learnt from which rows in which order: a resumed run must share them.
-
-    Of training files their content counts, not their place.
-    """
-    model = to_plain(recipe.model)
-    rows = {
-        name: {
-            "digest of its content": store.key,
-            "rows": len(store),
-            **to_plain(given),
-            "loss": None if loss == recipe.loss else to_plain(loss),
-        }
-        for name, store, given, loss in zip(data.names, data.stores, data.given, losses, strict=True)
-    }
-    return {
-        "seed": recipe.seed,
-        "train.global_batch_size": recipe.train.global_batch_size,
-        "train.accumulation": recipe.train.accumulation,
-        "loss": to_plain(recipe.loss),
-        "prompts": {name: prompts.get(name, "") for name in ("query", "document")},
-        "data.train": rows,
-        "rows of an epoch": data.plan.rows_per_source.tolist(),
-        "data.batches": "by_source" if data.plan.by_source else "mixed",
-        **{f"model.{key}": value for key, value in model.items() if not key.endswith("_prompt")},
-    }
 
 
 def _export(

@@ -92,7 +92,7 @@ def test_workers_and_the_cache_change_nothing(ranks, workshop, tmp_path):
     shutil.copy(workshop / "train.jsonl", moved)
     shutil.rmtree(tmp_path / "tokens" / "model")
     elsewhere = [f"data.train=[{moved / 'train.jsonl'}]", *plain[1:]]
-    told = ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}")[0]
+    told = ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}", "data.cache=offsets")[0]
     assert "is the end of this run" in told
     changed = (moved / "train.jsonl").read_text().replace("alpha", "beta", 1)
     (moved / "train.jsonl").write_text(changed)

@@ -156,7 +156,9 @@ class Checkpoints:
 
 def _first_difference(option: str, before: Any, now: Any) -> tuple[str, Any, Any]:
     """The innermost option that differs, and its values: of a long mapping nobody wants to read two copies."""
-    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
+    if isinstance(before, dict) and isinstance(now, dict):
+        if before.keys() != now.keys():
+            return option, ", ".join(map(str, before)), ", ".join(map(str, now))
         for key, value in now.items():
             if before[key] != value:
                 return _first_difference(f"{option}.{key}", before[key], value)

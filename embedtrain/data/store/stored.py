@@ -48,6 +48,7 @@ class StoredRows:
     def __init__(self, reading: Reading, on_error: OnError, cache: Cache) -> None:
         self._reading, self._on_error, self._keep = reading, on_error, cache.keep
         content = reading.content()
+        self._content = digest_of(content)
         self.key = digest_of([FORMAT, content, on_error.value, cache.keep.value])
         self.directory = cache.directory / f"rows-{self.key}"
         self.documents = documents_build(reading, content, on_error, cache) if reading.document_parts else None
@@ -68,6 +69,7 @@ class StoredRows:
         return RowStore(
             directory=self.directory,
             key=self.key,
+            content=self._content,
             source=number,
             report=self._report(facts, cached=cached),
             files=[part.name for part in self._reading.parts],

@@ -158,7 +158,8 @@ class RowStore(Sequence[Example]):
 
     Attributes:
         directory: where they are kept.
-        key: a digest of all they came from.
+        key: a digest of all they came from, and of how they are kept.
+        content: a digest of what they came from: files, and the options that decide which rows come out.
         source: which source of `data.train`.
         report: what was found.
         files: of the source's parts, as messages show them.
@@ -173,6 +174,7 @@ class RowStore(Sequence[Example]):
 
     directory: Path
     key: str
+    content: str
     source: int
     report: SourceReport
     files: Sequence[str]

@@ -15,3 +15,12 @@ def text_key(text: str) -> int:
 def text_keys(texts: Sequence[str]) -> torch.Tensor:
     """The key of each text: int64 [N]."""
     return torch.tensor([text_key(text) for text in texts], dtype=torch.int64)
+
+
+def asked(query: str, instruction: str | None) -> str:
+    """What the key of a query is made of: its text, and the instruction that its own row carries.
+
+    One text under two instructions is two questions: what answers one may be a negative of the other. A source's
+    prompt says nothing of a single row, so it is left out, as it is of documents.
+    """
+    return f"{instruction}\0{query}" if instruction else query

@@ -37,7 +37,7 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after, figures_at
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, cost_of_a_pass
-from embedtrain.training.course import identity_of, require_same_data
+from embedtrain.training.course import identity_of, require_same_data, require_same_tokenizer
 from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.loop import Loop
@@ -69,7 +69,7 @@ def train(recipe: Recipe, world: World) -> Path:
     with world.together("reading training data"), console.counted() as told:
         cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
         data, losses = chosen_data(recipe, prompts, cache)
-        total_steps = _total_steps(recipe, data)
+        total_steps, total_batches = _lengths(recipe, data)
     require_same_data(data, world)
     sets = load_sets(recipe.evaluation.sets, world)
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
@@ -96,8 +96,7 @@ def train(recipe: Recipe, world: World) -> Path:
         tokenizer=_own_vocabulary(recipe, data, run_dir, world, console, anew=found is None),
         read_weights=found is None,
     )
-    with world.together("tokenising"), console.counted() as told:
-        data.prepare(model.tokenizer, replace(cache, told=told))
+    _tokenise(data, model, cache, world, console)
     guides, guide_notes = load_guides(
         list(dict.fromkeys(path for loss in losses for path in guides_of(loss))),
         recipe.parallel,
@@ -114,7 +113,7 @@ def train(recipe: Recipe, world: World) -> Path:
             guide_dimensions=_guide_dimensions(guides, data),
             seed=recipe.seed,
         ).to(world.device)
-        for note in notes_on(losses, loss, model.encoder.dimension):
+        for note in notes_on(losses, data.names, loss, model.encoder.dimension):
             console.note(note)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
@@ -170,6 +169,7 @@ def train(recipe: Recipe, world: World) -> Path:
             best=best,
             tracker=tracker,
             total_steps=total_steps,
+            total_batches=total_batches,
         )
         if state.step < total_steps:
             loop.go()
@@ -194,11 +194,21 @@ def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list
     return [widths if width is None else {**widths, FROM_ROWS: width} for width in of_rows]
 
 
-def _total_steps(recipe: Recipe, data: TrainData) -> int:
-    """Optimiser steps of the run: an epoch's batches, `train.accumulation` of them a step."""
+def _tokenise(data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console) -> None:
+    """Have the texts' tokens at hand."""
+    require_same_tokenizer(model.tokenizer, world)
+    with world.together("tokenising"), console.counted() as told:
+        data.prepare(model.tokenizer, replace(cache, told=told))
+
+
+def _lengths(recipe: Recipe, data: TrainData) -> tuple[int, int]:
+    """Optimiser steps and global batches of the run: `train.accumulation` batches a step, in the last what is left."""
+    each = recipe.train.accumulation
     if recipe.train.epochs is None:
-        return data.plan.total_steps(recipe.train.steps, None)
-    return -(-data.plan.total_steps(None, recipe.train.epochs) // recipe.train.accumulation)
+        steps = data.plan.total_steps(recipe.train.steps, None)
+        return steps, steps * each
+    batches = data.plan.total_steps(None, recipe.train.epochs)
+    return -(-batches // each), batches
 
 
 def _resume(

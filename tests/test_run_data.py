@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from embedtrain.checkpoint.folder import read_manifest, step_path
 from embedtrain.distributed.world import World
 from tests.small import batch, save_small, small_model, text
 from tests.test_run import losses, rows, run
@@ -52,7 +53,8 @@ def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):
         told = ranks(size, run, *given(workshop, tmp_path / str(size), "train.epochs=1"))[0]
         found[size] = by_source(tmp_path / str(size))
         if size == 1:
-            assert "3 losses: infonce for 1, cosent for 1, infonce for 1 of 3 sources" in told
+            assert "3 losses, one a batch; train: infonce (temperature=0.2, in_batch_negatives=True); pairs: " in told
+            assert "classes-no_in_batch_neg: no in-batch negatives, for its path says no_in_batch_neg" in told
             assert "an epoch: 63 rows in 8 steps of up to 10, each of one source" in told
     names = [next(iter(row)) for row in found[1].values()]
     assert all(len(row) == 1 for row in found[1].values())
@@ -72,6 +74,30 @@ def test_resumed_by_source_it_goes_on_exactly(ranks, workshop, tmp_path):
     ranks(2, run, *given(workshop, tmp_path / "run", *common, model="dropout"))
     assert losses(tmp_path / "run") == expected
     assert len(expected) == 9
+
+
+def test_a_loss_that_no_step_has_reached_is_resumed(ranks, workshop, tmp_path):
+    """Each source has a temperature of its own, and the first checkpoint comes before the second source does."""
+    source = workshop / "train.jsonl"
+    sources = f"data.train=[{{path: {source}, temperature: 0.1, max_rows: 10}},{{path: {source}, temperature: 0.2}}]"
+    for layout in ("sharded", "full"):
+        common = [f"model.path={workshop / 'model'}", sources, "loss.learn_temperature=true", "train.steps=3"]
+        common += ["checkpoint.every=1", "checkpoint.keep=9", f"checkpoint.layout={layout}"]
+        out = tmp_path / layout
+        ranks(2, run, *common, f"output_dir={out}")
+        expected = losses(out)
+        for step in (2, 3):
+            shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
+        ranks(2, run, *common, f"output_dir={out}")
+        assert losses(out) == expected
+
+
+def test_an_epoch_of_accumulated_batches_ends_with_what_is_left(ranks, workshop, tmp_path):
+    """26 rows are 3 batches: a step of two, and one of the last."""
+    common = [f"model.path={workshop / 'model'}", f"data.train=[{workshop / 'train.jsonl'}]", "train.epochs=1"]
+    ranks(2, run, *common, "train.accumulation=2", f"output_dir={tmp_path}")
+    assert len(losses(tmp_path)) == 2
+    assert read_manifest(step_path(tmp_path / "checkpoints", 2)).manifest["state"]["samples"] == 26
 
 
 def test_workers_and_the_cache_change_nothing(ranks, workshop, tmp_path):
@@ -96,7 +122,7 @@ def test_workers_and_the_cache_change_nothing(ranks, workshop, tmp_path):
     assert "is the end of this run" in told
     changed = (moved / "train.jsonl").read_text().replace("alpha", "beta", 1)
     (moved / "train.jsonl").write_text(changed)
-    with pytest.raises(AssertionError, match=r"data\.train\.train\.digest of its content=\w+, this run has"):
+    with pytest.raises(AssertionError, match=r"was written of other rows than data\.train\.train holds now: bring its"):
         ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}")
 
 

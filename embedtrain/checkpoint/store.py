@@ -30,6 +30,9 @@ from embedtrain.config.schema import CheckpointConfig, Contents
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError
 
+# Ends the name of an option that is a digest of rows: nobody can set it back.
+ROWS = ".rows"
+
 
 class Checkpoints:
     """The folder `checkpoints/` of a run. Every method but the constructor is called on every rank.
@@ -137,9 +140,14 @@ class Checkpoints:
         for option, value in self.identity.items():
             if option in before and before[option] != value:
                 name, was, now = _first_difference(option, before[option], value)
+                anew = "or choose another output_dir to start anew"
+                if name.endswith(ROWS):
+                    raise CheckpointError(
+                        f"{folder.path} was written of other rows than {name.removesuffix(ROWS)} holds now: bring its "
+                        f"old files back, {anew}"
+                    )
                 raise CheckpointError(
-                    f"{folder.path} was written with {name}={was}, this run has {name}={now}: "
-                    f"set it back, or choose another output_dir to start anew"
+                    f"{folder.path} was written with {name}={was}, this run has {name}={now}: set it back, {anew}"
                 )
 
     def resume(self, folder: StepFolder, trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

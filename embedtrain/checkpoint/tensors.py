@@ -41,6 +41,8 @@ def write_tensors(
     full = layout is Layout.full
     options = StateDictOptions(full_state_dict=full, cpu_offload=full, flatten_optimizer_state_dict=True)
     model = cast("dict[str, Tensor]", get_model_state_dict(trained, options=options))
+    if optimizer is not None:
+        _begin_all(optimizer)
     state: dict[str, Any] = {} if optimizer is None else get_optimizer_state_dict(trained, optimizer, options=options)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
@@ -56,6 +58,20 @@ def write_tensors(
             except SafetensorError as error:
                 raise CheckpointError(f"writing {path} failed: {error}") from error
     return plain
+
+
+def _begin_all(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that no step has reached (those of a loss whose source has not come) AdamW's first state.
+
+    It is made when a parameter first has a gradient, but asked for of all parameters when a checkpoint is read.
+    """
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
 
 
 def read_tensors(path: Path, trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

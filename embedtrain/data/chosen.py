@@ -59,4 +59,9 @@ def chosen_data(
         ),
         cache=cache,
     )
+    data.notes += [
+        f"{name}: no in-batch negatives, for its path says no_in_batch_neg"
+        for name, source in zip(data.names, sources, strict=True)
+        if source.in_batch_negatives is False and no_in_batch_negatives(source)
+    ]
     return data, losses

@@ -59,6 +59,8 @@ class Given:
             document_prompt=before_document,
             query_max_length=self.query_max_length,
             document_max_length=self.document_max_length,
+            instruction=example.instruction,
+            source=example.source,
         )
 
 

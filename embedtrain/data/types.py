@@ -111,6 +111,8 @@ class Row:
     document_prompt: Prompt = NO_PROMPT
     query_max_length: int | None = None  # tokens; None: the model's
     document_max_length: int | None = None
+    instruction: str | None = None  # the row's own for its query
+    source: int = 0  # which of `data.train`
 
 
 class BatchTokens(Protocol):

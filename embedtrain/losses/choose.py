@@ -1,6 +1,7 @@
 """From the recipe's loss options to the loss."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 import torch
 
@@ -138,13 +139,13 @@ def _whole(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, in
             raise ConfigError(f"loss.name={config.name} is not a loss; there are {', '.join(LOSSES)}")
 
 
-def notes_on(configs: Sequence[LossConfig], loss: Loss, dimension: int) -> list[str]:
-    """What a user should know of the losses: lines for the terminal."""
-    different, which = distinct(configs)
+def notes_on(configs: Sequence[LossConfig], names: Sequence[str], loss: Loss, dimension: int) -> list[str]:
+    """What a user should know of the losses of sources of these names: lines for the terminal."""
+    different, _ = distinct(configs)
     notes = []
     if len(different) > 1:
-        parts = (f"{config.name} for {which.count(number)}" for number, config in enumerate(different))
-        notes.append(f"{len(different)} losses: {', '.join(parts)} of {len(configs)} sources; a batch is of one source")
+        of_each = (f"{name}: {_set_apart(config, different)}" for name, config in zip(names, configs, strict=True))
+        notes.append(f"{len(different)} losses, one a batch; {'; '.join(of_each)}")
     own = {name: tuple(p.shape) for name, p in loss.named_parameters()}
     if own:
         told = ", ".join(f"{name} {list(shape)}" for name, shape in own.items())
@@ -156,6 +157,17 @@ def notes_on(configs: Sequence[LossConfig], loss: Loss, dimension: int) -> list[
         if config.matryoshka_dims is not None and dimension not in config.matryoshka_dims
     ]
     return notes
+
+
+def _set_apart(config: LossConfig, others: Sequence[LossConfig]) -> str:
+    """A loss, with those of its options that others of its kind have otherwise."""
+    alike = [other for other in others if type(other) is type(config)]
+    apart = [
+        f"{field.name}={getattr(config, field.name)}"
+        for field in fields(config)
+        if any(getattr(other, field.name) != getattr(config, field.name) for other in alike)
+    ]
+    return config.name + (f" ({', '.join(apart)})" if apart else "")
 
 
 def part_names(config: CombinedConfig) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from embedtrain.data.chunks import cut_rows, deal
-from embedtrain.data.keys import text_keys
+from embedtrain.data.keys import asked, text_keys
 from embedtrain.data.padding import padded
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch, Row, Tokens
@@ -187,7 +187,7 @@ def _texts_of(
     rows: Sequence[Row], tokenizer: TextTokenizer
 ) -> tuple[torch.Tensor, NDArray[np.int64], list[Sequence[int]]]:
     """Keys of all queries and documents, documents of each row, and the tokens of all texts."""
-    plain = [row.query for row in rows] + [text for row in rows for text in row.documents]
+    plain = [asked(row.query, row.instruction) for row in rows] + [text for row in rows for text in row.documents]
     seen = [row.query_prompt(row.query) for row in rows]
     seen += [row.document_prompt(text) for row in rows for text in row.documents]
     most = [row.query_max_length for row in rows] + [row.document_max_length for row in rows for _ in row.documents]

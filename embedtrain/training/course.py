@@ -7,6 +7,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.schema import Recipe
 from embedtrain.data.batches import TrainData
+from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 
@@ -21,8 +22,7 @@ def identity_of(
     model = to_plain(recipe.model)
     rows = {
         name: {
-            "digest of its content": store.content,
-            "rows": len(store),
+            "rows": f"{len(store)} {store.content}",
             **to_plain(given),
             "loss": None if loss == recipe.loss else to_plain(loss),
         }
@@ -47,11 +47,31 @@ def require_same_data(data: TrainData, world: World) -> None:
     Raises:
         DataError: on every rank alike.
     """
-    keys = world.gather([store.key for store in data.stores])
-    for rank, other in enumerate(keys):
-        for name, first, found in zip(data.names, keys[0], other, strict=True):
-            if first != found:
+    found = world.gather([(store.report.name, store.content) for store in data.stores])
+    for rank, other in enumerate(found):
+        mine, its = [name for name, _ in found[0]], [name for name, _ in other]
+        if mine != its:
+            name = next(iter(set(mine) ^ set(its)), "their order")
+            raise DataError(
+                f"data.train: rank {rank} finds other files than rank 0 ({name}): they must be the same on all nodes"
+            )
+        for (name, first), (_, content) in zip(found[0], other, strict=True):
+            if first != content:
                 raise DataError(
-                    f"data.train: {name} holds other rows on rank {rank} than on rank 0: its files are not the same on "
+                    f"data.train: {name} holds other rows on rank {rank} than on rank 0: its files must be the same on "
                     "all nodes"
                 )
+
+
+def require_same_tokenizer(tokenizer: TextTokenizer, world: World) -> None:
+    """Refuse tokenizers that are not the same on all nodes: ranks would find other lengths, and other texts theirs.
+
+    Raises:
+        DataError: on every rank alike.
+    """
+    found = world.gather(tokenizer.fingerprint)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise DataError(
+                f"rank {rank} has another tokenizer than rank 0: the model's files must be the same on all nodes"
+            )

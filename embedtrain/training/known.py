@@ -34,7 +34,8 @@ def known_of(
     """
     owners = torch.repeat_interleave(torch.arange(len(num_documents)), num_documents)
     held = [] if rows is None else list(rows)
-    ids = [name for row in held for name in row.ids or [""] * len(row.documents)]
+    # Ids are a source's own: another's "7" is another document.
+    ids = [name and f"{row.source} {name}" for row in held for name in row.ids or [""] * len(row.documents)]
     scores = [score for row in held for score in row.scores]
     labels = [row.label for row in held if row.label is not None]
     # A rank without rows cannot tell whether others' have scores or labels: it has an empty tensor of each.

@@ -35,12 +35,13 @@ class Loop:
     best: tuple[str, str] | None  # set and metric by which a step is the best
     tracker: Tracker
     total_steps: int
+    total_batches: int  # the last step has what is left of them
 
     def go(self) -> None:
         """Train from where the state stands to the last step."""
         state, recipe = self.run.state, self.recipe
         each = recipe.train.accumulation
-        batches = Prefetcher(self._batch, state.step * each, self.total_steps * each, workers=recipe.data.workers)
+        batches = Prefetcher(self._batch, state.step * each, self.total_batches, workers=recipe.data.workers)
         since = _SinceLastLog()
         with self.tracker.training(self.total_steps, state.step), contextlib.closing(iter(batches)) as stream:
             if state.step == 0 and recipe.evaluation.at_start:
@@ -66,7 +67,7 @@ class Loop:
 
     def _batch(self, number: int) -> RankBatch:
         world, batch = self.run.world, self.data.batch(number)
-        source = batch.source or 0
+        source = batch.source or 0  # of several that are mixed all have one loss, and a teacher of one width
         made = cut(
             batch,
             world.rank,

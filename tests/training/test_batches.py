@@ -141,6 +141,22 @@ def test_prompts_and_lengths_of_rows():
     assert mine.known.document_keys.equal(text_keys(["d e f g", "d e f g", "h"]))
 
 
+def test_ids_are_a_sources_own_and_one_text_under_two_instructions_is_two_questions():
+    rows = [
+        Row("a", ("b",), ids=("7",), source=0, instruction="name its colour"),
+        Row("a", ("c",), ids=("7",), source=1, instruction="name its maker"),
+        Row("a", ("d", "e"), ids=("8", "7"), source=0),
+        Row("a", ("f",), source=1, instruction=""),
+    ]
+    (mine,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
+    ids, queries = mine.known.document_ids, mine.known.query_keys
+    assert ids[0] == ids[3] != ids[1]
+    assert len(set(ids.tolist())) == 4
+    assert ids[4] == text_keys(["f"])[0]
+    assert queries[2] == queries[3]
+    assert len(set(queries.tolist())) == 3
+
+
 def empty(step: int) -> RankBatch:
     nothing = torch.empty(0, dtype=torch.int64)
     known = LossInput(owners=nothing, query_keys=nothing, document_keys=nothing)

@@ -98,8 +98,12 @@ def test_losses_are_shared_by_sources_that_have_the_same():
     assert len({id(loss.of_source(source)) for source in range(4)}) == 3
     alone = choose_losses([LEARNT, LEARNT], dimension=8, guide_dimensions=[{}] * 2, seed=0)
     assert alone.of_source(1) is alone
-    notes = notes_on(CONFIGS, loss, 8)
-    assert notes[0] == "3 losses: infonce for 2, infonce for 1, cosent for 1 of 4 sources; a batch is of one source"
+    notes = notes_on(CONFIGS, NAMES, loss, 8)
+    assert notes[0] == (
+        "3 losses, one a batch; a: infonce (temperature=0.2, in_batch_negatives=True); "
+        "b: infonce (temperature=0.1, in_batch_negatives=False); "
+        "c: infonce (temperature=0.2, in_batch_negatives=True); d: cosent"
+    )
 
 
 def test_teachers_of_several_widths():

@@ -7,21 +7,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from embedtrain.config.compose import compose_inspect
-from embedtrain.config.schema import InspectOptions, OnError, Pooling, Recipe
+from embedtrain.config.inspect_options import compose_inspect
+from embedtrain.config.schema import InspectOptions, Pooling, Recipe
 from embedtrain.door import enter
-from embedtrain.errors import ConfigError, DataError
+from embedtrain.errors import ConfigError
 
 if TYPE_CHECKING:  # what imports torch: `--help` is to answer at once
-    from embedtrain.config.losses import LossConfig
-    from embedtrain.config.needs import Needs
-    from embedtrain.config.schema import TrainSource
     from embedtrain.data.batches import TrainData
     from embedtrain.data.inspection.costs import Cost
+    from embedtrain.data.inspection.looked import Looked, LookedAt
     from embedtrain.data.inspection.measured import Measured
     from embedtrain.data.inspection.seen import UncutTokenizer
     from embedtrain.data.store.cache import Cache
-    from embedtrain.data.store.table import RowStore
     from embedtrain.tracking.page import Page
 
 DOCUMENTS_SHOWN = 4  # positives of an example, and as many negatives
@@ -40,11 +37,10 @@ def read(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
 
 def act(asked: tuple[Recipe, InspectOptions]) -> None:
     """Read the data as training would, and tell what is in it, source by source and then as a whole."""
-    from embedtrain.config.needs import needs_of
-    from embedtrain.data.chosen import chosen_sources
+    from embedtrain.data.inspection.looked import look_at
     from embedtrain.data.store.cache import Cache, cache_directory
     from embedtrain.tracking.console import Console
-    from embedtrain.tracking.inspection import size
+    from embedtrain.tracking.inspection import print_kept, print_unusable
     from embedtrain.tracking.page import Page
     from embedtrain.training.model import quiet_libraries
 
@@ -54,28 +50,31 @@ def act(asked: tuple[Recipe, InspectOptions]) -> None:
     tokenizer, prompts, no_tokenizer = _tokenizer(recipe)
     with console.counted() as told:
         cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
-        sources, _ = chosen_sources(recipe)
-        data, losses = _read(recipe, prompts, cache)
+        looked_at = look_at(recipe, prompts, cache)
         if tokenizer is not None:
-            data.prepare(tokenizer.bound, cache)
-    measured = []
-    for number, (source, loss) in enumerate(zip(sources, losses, strict=True)):
+            for data in looked_at.datas:
+                data.prepare(tokenizer.bound, cache)
+    measured: list[Measured] = []
+    num_empty: list[int] = []  # files of each source
+    read_for = "for_loss" if options.data else "loss"
+    for number, looked in enumerate(looked_at.sources):
+        if looked.data is None or looked.loss is None:
+            print_unusable(page, looked)
+            continue
         with console.counted() as told:
-            if len(data.stores[number]) >= MANY_ROWS:
-                told(f"counting texts of {data.names[number]}", number, len(sources))
-            problems = _problems(source, data.stores[number], options.problems, needs_of(loss), cache)
-            measured.append(_measure(data, number, tokenizer))
-        _print_source(page, source, data, number, measured[number], problems)
-        _print_examples(page, data, number, tokenizer, options.examples)
-    _print_whole(page, recipe, data, measured, of_training=not options.data)
-    page.subheading("kept on disk")
-    kept = sum(store.num_bytes for store in data.stores)
-    for tokens in data.tokens or []:
-        kept += sum(array.nbytes for array in (tokens.offsets, tokens.first, tokens.keys, tokens.values))
-    page.facts([("place", str(cache.directory)), ("size", f"{size(kept)} of this data")])
+            if len(looked.store) >= MANY_ROWS:
+                told(f"counting texts of {looked.name}", number, len(looked_at.sources))
+            problems, empty = _problems(looked, options.problems, cache)
+            measured.append(_measure(looked, tokenizer))
+            num_empty.append(empty)
+        _print_source(page, looked, measured[-1], problems, empty, read_for)
+        _print_examples(page, looked, tokenizer, options.examples)
+    _print_whole(page, recipe, looked_at, measured, num_empty, of_training=not options.data)
+    print_kept(page, cache.directory, looked_at.datas)
     if no_tokenizer:
         page.subheading(no_tokenizer)
-    if any(store.report.num_skipped for store in data.stores):
+    skipped = any(store.report.num_skipped for data in looked_at.datas for store in data.stores)
+    if looked_at.data is None or skipped:
         raise SystemExit(1)
 
 
@@ -101,76 +100,93 @@ def _tokenizer(recipe: Recipe) -> tuple["UncutTokenizer | None", Mapping[str, st
     return UncutTokenizer(TextTokenizer(loaded, text_length(source, loaded))), source.prompts, ""
 
 
-def _read(recipe: Recipe, prompts: Mapping[str, str], cache: "Cache") -> "tuple[TrainData, list[LossConfig]]":
-    """All rows that can be used, checked; the others counted."""
-    from embedtrain.data.chosen import chosen_data
+def _problems(looked: "Looked", most: int, cache: "Cache") -> tuple[list[str], int]:
+    """The first rows that cannot be used, and how many files are empty.
 
-    try:
-        return chosen_data(recipe, prompts, cache)  # first as training does, so that it finds what is cached here
-    except DataError:
-        return chosen_data(recipe, prompts, cache, OnError.skip)
+    The report has a few of the former; for more the source is read again.
+    """
+    from embedtrain.config.needs import needs_of
+    from embedtrain.data.inspection.bad_rows import first_bad_rows, num_empty_files
 
-
-def _problems(source: "TrainSource", store: "RowStore", most: int, needs: "Needs", cache: "Cache") -> list[str]:
-    """The first rows that cannot be used; the report has a few, and for more the source is read again."""
-    from embedtrain.data.inspection.bad_rows import first_bad_rows
-
-    report = store.report
+    report = looked.store.report
+    if not report.num_skipped:
+        return [], 0
+    num_empty = num_empty_files(looked.source, looked.store)
     if min(most, report.num_skipped) <= len(report.problems):
-        return report.problems[:most]
-    return first_bad_rows(source, report.name, needs, most, cache)
+        return report.problems[:most], num_empty
+    assert looked.loss is not None
+    return first_bad_rows(looked.source, report.name, needs_of(looked.loss), most, cache), num_empty
 
 
-def _measure(data: "TrainData", number: int, tokenizer: "UncutTokenizer | None") -> "Measured":
+def _measure(looked: "Looked", tokenizer: "UncutTokenizer | None") -> "Measured":
     """One source's texts."""
     from embedtrain.data.inspection.measured import measure
 
-    tokens = None if data.tokens is None else data.tokens[number]
-    return measure(data.stores[number], tokens, data.given[number], tokenizer)
+    assert looked.data is not None
+    tokens = None if looked.data.tokens is None else looked.data.tokens[looked.number]
+    return measure(looked.store, tokens, looked.data.given[looked.number], tokenizer)
 
 
 def _print_source(
-    page: "Page", source: "TrainSource", data: "TrainData", number: int, measured: "Measured", problems: list[str]
+    page: "Page", looked: "Looked", measured: "Measured", problems: list[str], num_empty: int, read_for: str
 ) -> None:
     """What one source holds."""
     from embedtrain.data.inspection.beside import beside_of
     from embedtrain.data.inspection.duplicates import duplicates_in
     from embedtrain.tracking.inspection import print_duplicates, print_lengths, print_source
 
-    store = data.stores[number]
-    print_source(page, source, store, data.given[number], beside_of(store), problems)
+    print_source(page, looked, beside_of(looked.store), problems, num_empty, read_for)
     print_lengths(page, measured)
     print_duplicates(page, duplicates_in(measured.keys))
 
 
-def _print_examples(
-    page: "Page", data: "TrainData", number: int, tokenizer: "UncutTokenizer | None", count: int
-) -> None:
+def _print_examples(page: "Page", looked: "Looked", tokenizer: "UncutTokenizer | None", count: int) -> None:
     """Some rows from all over a source, the first among them."""
+    from embedtrain.data.formats.sources import find
     from embedtrain.data.inspection.seen import seen
     from embedtrain.tracking.inspection import print_example
 
-    store = data.stores[number]
+    assert looked.data is not None
+    store, given = looked.store, looked.data.given[looked.number]
+    parts = {part.name: part for part in find(looked.source).parts} if count else {}
     count = min(count, len(store))
     for place in range(count):
         example = store[place * len(store) // count]
-        texts = seen(example, data.given[number], tokenizer, DOCUMENTS_SHOWN)
+        texts = seen(example, given, tokenizer, DOCUMENTS_SHOWN)
         left_out = 1 + len(example.positives) + len(example.negatives) - len(texts)
-        print_example(page, f"{example.file}:{example.line}", texts, left_out, example.label)
+        print_example(page, parts[example.file].place(example.line), texts, left_out, example.label)
 
 
 def _print_whole(
-    page: "Page", recipe: Recipe, data: "TrainData", measured: Sequence["Measured"], *, of_training: bool
+    page: "Page",
+    recipe: Recipe,
+    looked_at: "LookedAt",
+    measured: Sequence["Measured"],
+    num_empty: Sequence[int],
+    *,
+    of_training: bool,
 ) -> None:
     """All sources together, and what training on them means where a recipe is inspected."""
     from embedtrain.data.inspection.duplicates import duplicates_in
     from embedtrain.data.inspection.measured import joined
-    from embedtrain.tracking.inspection import print_costs, print_duplicates, print_lengths, print_run, print_total
+    from embedtrain.tracking.inspection import (
+        print_costs,
+        print_duplicates,
+        print_lengths,
+        print_not_together,
+        print_run,
+        print_total,
+    )
 
-    several = len(measured) > 1
+    several, data = len(looked_at.sources) > 1, looked_at.data
     if several or of_training:
         page.heading("all of it" if several else "training on it")
-        print_total(page, data.stores, data.plan.rows_per_source.tolist() if of_training else None)
+        if data is None:
+            print_not_together(page, looked_at)
+        else:
+            print_total(page, data.stores, num_empty, data.plan.rows_per_source.tolist() if of_training else None)
+    if data is None:
+        return
     if several:
         whole = joined(measured)
         print_lengths(page, whole)

@@ -198,7 +198,9 @@ def _tokenise(data: TrainData, model: LoadedModel, cache: Cache, world: World, c
     """Have the texts' tokens at hand."""
     require_same_tokenizer(model.tokenizer, world)
     with world.together("tokenising"), console.counted() as told:
-        data.prepare(model.tokenizer, replace(cache, told=told))
+        notes = data.prepare(model.tokenizer, replace(cache, told=told))
+    for note in notes:
+        console.note(note)
 
 
 def _lengths(recipe: Recipe, data: TrainData) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The inspect door: what it counts is what a plain loop over the rows counts, and its exit code can be relied on."""
 
 import gzip
+import json
 import re
 import statistics
 from pathlib import Path
@@ -221,6 +222,50 @@ def test_the_door_tells_what_a_recipe_trains_on(tmp_path):
     assert not (tmp_path / "runs").exists()
     kept = sorted(path.name for path in (tmp_path / "cache").iterdir())
     assert {name.partition("-")[0] for name in kept} >= {"rows", "tokens"}
+
+
+def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
+    write(tmp_path / "one" / "rows.jsonl", *rows(6), *BAD[:1])
+    (tmp_path / "sts.csv").write_text("a,b,score\nx,y,4.5\nu,v,1\n")
+    (tmp_path / "list.json").write_text(json.dumps(rows(3)))
+    arguments = ["data=[one,sts.csv,missing.jsonl,list.json,one/rows.jsonl]", "cache_dir=cache", "examples=1"]
+    told = call("embedtrain.inspect", *arguments, cwd=tmp_path, code=1)
+    assert re.findall(r"^== (.*) ==$", told, re.M) == ["one", "sts", "missing", "list", "rows", "all of it"]
+    one, sts, missing, listed, _, whole = re.split(r"^== .* ==$", told, flags=re.M)[1:]
+    assert "1 row that cannot be used\n" in one
+    assert "✗  sts.csv: column 'score' makes these scored pairs, which loss=infonce has no use for: " in sts
+    assert "losses that use scores: cosent, " in sts
+    assert "as for_loss=cosent reads it" in sts
+    assert re.search(r"^  recognised as +columns a = query, b = positive, score = score$", sts, re.M)
+    assert re.search(r"^  queries +2 +1 ", sts, re.M)
+    assert re.search(r"^  positive 1 \(4\.5\) +1  y$", sts, re.M)
+    assert missing.strip().endswith("✗  missing.jsonl: no such file or folder")
+    assert "as the model sees it: list.json: element 1\n" in listed
+    assert "✗  sts, missing cannot be trained on" in whole
+    alone = call("embedtrain.inspect", "data.train=[sts.csv]", "data.cache_dir=cache", cwd=tmp_path, code=1)
+    assert "as loss=cosent reads it" in alone
+    assert "recognised as" in call("embedtrain.inspect", "data=sts.csv", "for_loss=cosent", "cache_dir=c", cwd=tmp_path)
+
+
+def test_sources_that_do_not_fit_together_are_shown_and_told(tmp_path):
+    for name, count in (("one", 1), ("two", 2)):
+        write(tmp_path / f"{name}.jsonl", *[{"query": "q", "pos": ["p"], "neg": ["n", "m"][:count]}] * 3)
+    arguments = ["data.train=[one.jsonl,two.jsonl]", "data.cache_dir=cache", "loss=sentence_transformers"]
+    told = call("embedtrain.inspect", *arguments, "loss.class_name=TripletLoss", cwd=tmp_path, code=1)
+    assert re.findall(r"^  rows +(\d)$", told, re.M) == ["3", "3"]
+    assert "✗  data.train: one has rows with 1 negatives and two with 2, " in told
+
+
+def test_empty_files_and_equal_names(tmp_path):
+    for folder in ("a", "b"):
+        write(tmp_path / folder / "rows.jsonl", *rows(2))
+    write(tmp_path / "b" / "empty.jsonl")
+    write(tmp_path / "b" / "bad.jsonl", *BAD[:2])
+    told = call("embedtrain.inspect", "data=[a/rows.jsonl,b/*]", "cache_dir=cache", cwd=tmp_path, code=1)
+    assert "\n2 rows that cannot be used and 1 empty file\n" in told
+    assert re.search(r"^  b +2 +2$", told, re.M)
+    told = call("embedtrain.inspect", "data=[a/rows.jsonl,b/rows.jsonl]", "cache_dir=cache", cwd=tmp_path)
+    assert re.findall(r"^== (.*) ==$", told, re.M) == ["rows", "rows-2", "all of it"]
 
 
 @pytest.mark.parametrize(

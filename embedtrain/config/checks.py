@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.schema import EvaluateOptions, Recipe, Strategy
+from embedtrain.config.source_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
 from embedtrain.config.source_losses import batches_by_source, loss_of
 from embedtrain.errors import ConfigError
 
@@ -45,44 +46,8 @@ RULES: list[Rule] = [
         lambda r: "data.train is empty: give it files, such as data.train=[my.jsonl]",
     ),
     (
-        lambda r: not all(_positive(source.weight) for source in r.data.train),
-        lambda r: "data.train: a weight of 0 or less would never be drawn; leave the source out",
-    ),
-    (
-        lambda r: any(source.negatives is not None and source.negatives < 0 for source in r.data.train),
-        lambda r: "data.train: negatives is a number from 0 on, or null for all of a row's",
-    ),
-    (
-        lambda r: not all(_positive(source.score_scale) for source in r.data.train),
-        lambda r: "data.train: score_scale must be above 0: scores are divided by it",
-    ),
-    (
-        lambda r: any(source.max_rows is not None and source.max_rows < 1 for source in r.data.train),
-        lambda r: "data.train: max_rows is a number of rows from 1 on, or null for all",
-    ),
-    (
-        lambda r: any(
-            length is not None and length < 3
-            for source in r.data.train
-            for length in (source.query_max_length, source.document_max_length)
-        ),
-        lambda r: (
-            "data.train: query_max_length and document_max_length must leave room for text between special tokens: "
-            "at least 3"
-        ),
-    ),
-    (
-        lambda r: (
-            not all(
-                _is_format(text)
-                for text in (r.data.instruction_format, *(source.instruction_format for source in r.data.train))
-                if text is not None
-            )
-        ),
-        lambda r: (
-            "data.instruction_format, and that of a source, says where {instruction} and {text} go, each once and in "
-            'this order, such as "Instruct: {instruction}\\nQuery: {text}"'
-        ),
+        lambda r: not is_instruction_format(r.data.instruction_format),
+        lambda r: f"data.instruction_format={r.data.instruction_format!r} {FORMAT_SAYS}",
     ),
     (
         lambda r: not _positive(r.data.mixing_temperature),
@@ -189,12 +154,6 @@ RULES: list[Rule] = [
 ]
 
 
-def _is_format(text: str) -> bool:
-    """Whether `{instruction}` and then `{text}` stand in it, each once."""
-    before, found, after = text.partition("{instruction}")
-    return bool(found) and "{text}" not in before and after.count("{text}") == 1 and "{instruction}" not in after
-
-
 def _positive(value: float) -> bool:
     """Above 0, and neither infinite nor NaN (which every comparison would let pass)."""
     return math.isfinite(value) and value > 0
@@ -209,6 +168,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     for broken, sentence in RULES:
         if broken(recipe):
             raise ConfigError(sentence(recipe))
+    check_train_sources(recipe.data.train)
     check_loss(recipe.loss)
     batches_by_source(recipe.data.batches, [loss_of(source, recipe.loss) for source in recipe.data.train])
     return recipe

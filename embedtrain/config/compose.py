@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,6 @@ from embedtrain.config.schema import (
     EvaluationSet,
     ExportOptions,
     InspectOptions,
-    ModelConfig,
     Recipe,
     SearchOptions,
 )
@@ -68,64 +67,27 @@ def compose_recipes(arguments: list[str]) -> list[Recipe]:
 
 def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
     """The options of `python -m embedtrain.evaluate`."""
-    (config,) = _compose("evaluate", folder("configs") / "doors", arguments)
-    options = _to_dataclass(config, EvaluateOptions)
+    config = compose_one("evaluate", folder("configs") / "doors", arguments)
+    options = to_dataclass(config, EvaluateOptions)
     options.sets = items(options.sets, EvaluationSet, "sets")
     return check_evaluate(options)
 
 
 def compose_export(arguments: list[str]) -> ExportOptions:
     """The options of `python -m embedtrain.export`."""
-    (config,) = _compose("export", folder("configs") / "doors", arguments)
-    options = _to_dataclass(config, ExportOptions)
+    config = compose_one("export", folder("configs") / "doors", arguments)
+    options = to_dataclass(config, ExportOptions)
     if not options.run:
         raise ConfigError("no run: write run=DIR, the output_dir of a training run")
     return options
-
-
-def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
-    """The options of `python -m embedtrain.inspect`, and a recipe that has the data, model and loss that are meant.
-
-    The arguments are those of the door itself, or those of a training (`recipe=NAME ...`): then its data is meant.
-    """
-    if any(argument.startswith(("recipe=", "+recipe=", "--config")) for argument in arguments):
-        (config,) = _compose("config", folder("configs"), arguments)
-        return check_recipe(to_recipe(config)), InspectOptions()
-    (config,) = _compose("inspect", folder("configs") / "doors", [_listed(argument) for argument in arguments])
-    options = _to_dataclass(config, InspectOptions)
-    if not options.data:
-        raise ConfigError("no data: write data=PATH or data=[PATH,...], or recipe=NAME and its options")
-    if options.examples < 0 or options.problems < 0:
-        raise ConfigError(f"examples={options.examples}, problems={options.problems}: numbers of rows, 0 for none")
-    recipe = Recipe(name="inspect", loss=LOSSES[known_name(options.for_loss, "for_loss")]())
-    recipe.train.steps = 1
-    recipe.model.path = options.model
-    recipe.model.max_length = options.max_length
-    recipe.model.query_prompt, recipe.model.document_prompt = options.query_prompt, options.document_prompt
-    recipe.model.trust_remote_code = options.trust_remote_code
-    recipe.data.train = sources_of(options.data, "data", recipe.loss)
-    recipe.data.instruction_format = options.instruction_format
-    recipe.data.cache_dir = options.cache_dir
-    # Without a model lengths are told in characters, so none has to be named.
-    check_recipe(recipe if options.model else replace(recipe, model=ModelConfig(path="none")))
-    return recipe, options
-
-
-def _listed(argument: str) -> str:
-    """`data=` with one path in brackets and quotes: a bare path may hold signs that mean something to Hydra."""
-    path = argument.removeprefix("data=")
-    if path == argument or path[:1] in ("[", "{", "'", '"', ""):
-        return argument
-    quoted = path.replace("\\", "\\\\").replace('"', '\\"')
-    return f'data=["{quoted}"]'
 
 
 def compose_search(arguments: list[str]) -> SearchOptions:
     """The options of `python -m embedtrain.search`."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("search answers one person in one process: start it with python, not with torchrun")
-    (config,) = _compose("search", folder("configs") / "doors", [_quoted(argument) for argument in arguments])
-    options = _to_dataclass(config, SearchOptions)
+    config = compose_one("search", folder("configs") / "doors", [_quoted(argument) for argument in arguments])
+    options = to_dataclass(config, SearchOptions)
     if not options.model or not options.corpus:
         raise ConfigError("write model=DIR corpus=DIR, a model directory and a folder with a corpus.jsonl")
     if options.chunk_tokens < 1:
@@ -145,7 +107,7 @@ def _quoted(argument: str) -> str:
 
 def to_recipe(config: DictConfig) -> Recipe:
     """A composed configuration as a Recipe, its lists of sources and sets as dataclasses too."""
-    recipe = _to_dataclass(config, Recipe)
+    recipe = to_dataclass(config, Recipe)
     recipe.evaluation.sets = items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
     if isinstance(recipe.loss, CombinedConfig):
         recipe.loss.losses = losses_of(recipe.loss.losses, "loss.losses")
@@ -184,6 +146,24 @@ def load_recipe(path: Path) -> Recipe:
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a recipe: {explain(str(error))}") from None
+
+
+def compose_one(name: str, config_dir: Path, arguments: list[str]) -> DictConfig:
+    """What Hydra makes of the command line, where there is to be one configuration of it.
+
+    Args:
+        name: of the YAML file that it begins with.
+        config_dir: the folder of that file.
+        arguments: the command line.
+
+    Raises:
+        ConfigError: as `compose_recipes`, or multirun is asked for.
+        SystemExit: after `--help` and its like.
+    """
+    if {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments):  # before Hydra makes a folder for it
+        raise ConfigError("multirun (-m) is for training: write one value of each option, and call the command again")
+    (config,) = _compose(name, config_dir, arguments)
+    return config
 
 
 def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConfig]:
@@ -293,7 +273,12 @@ def _schema() -> DictConfig:
     return schema_node
 
 
-def _to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
+def to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
+    """A composed configuration as the dataclass it was made from.
+
+    Raises:
+        ConfigError: a value that cannot be resolved, or an option that the dataclass does not have.
+    """
     try:
         options = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
@@ -321,6 +306,8 @@ def _clear_errors(arguments: list[str]) -> Iterator[None]:
     heard = io.StringIO()
 
     def told(text: str) -> str:
+        if "Traceback (most recent call last)" in text:
+            return _of_traceback(text, arguments)
         sentence = explain(text)
         found = re.match(r"unknown option (loss\.\w+)", sentence)
         if found and not any(argument.lstrip("+~").startswith(found[1]) for argument in arguments):
@@ -339,3 +326,17 @@ def _clear_errors(arguments: list[str]) -> Iterator[None]:
         raise ConfigError(told(heard.getvalue())) from None
     except Exception as error:
         raise ConfigError(told(str(error))) from None
+
+
+def _of_traceback(text: str, arguments: list[str]) -> str:
+    """The sentence about what Hydra did not foresee: mostly an option within one that has no options."""
+    for argument in arguments:
+        at: Any = to_plain(Recipe())
+        parts = argument.lstrip("+~").partition("=")[0].split(".")
+        for place, part in enumerate(parts):
+            if not isinstance(at, dict):
+                kind = "a list, which is written whole" if isinstance(at, list) else "a single value"
+                return f"{argument}: {'.'.join(parts[:place])} is {kind}"
+            at = at.get(part, {})
+    *_, last = (line.strip() for line in text.splitlines() if line.strip())
+    return f"{' '.join(arguments)}: cannot be read ({last})"

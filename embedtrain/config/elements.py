@@ -14,8 +14,18 @@ from embedtrain.errors import ConfigError
 Item = TypeVar("Item")
 
 
-def items(given: list[Any], kind: type[Item], option: str) -> list[Item]:
-    """Elements of a list option: a mapping is checked against the dataclass, a bare string is its path."""
+def items(given: Any, kind: type[Item], option: str) -> list[Item]:
+    """Elements of a list option: a mapping is checked against the dataclass, a bare string is its path.
+
+    What is one path or one mapping is a list of one.
+
+    Raises:
+        ConfigError: it is neither, nor a list; or an element is not what the dataclass says.
+    """
+    if isinstance(given, str | dict):
+        given = [given]
+    if not isinstance(given, list):
+        raise ConfigError(f"{option}={given!r} is neither a path, nor a mapping with `path`, nor a list of these")
     items: list[Item] = []
     for index, value in enumerate(given):
         element = {"path": value} if isinstance(value, str) else value
@@ -31,7 +41,7 @@ def items(given: list[Any], kind: type[Item], option: str) -> list[Item]:
     return items
 
 
-def sources_of(given: list[Any], option: str, loss: LossConfig) -> list[TrainSource]:
+def sources_of(given: Any, option: str, loss: LossConfig) -> list[TrainSource]:
     """Training sources, each with its own loss whole where it has one."""
     sources = items(given, TrainSource, option)
     for index, source in enumerate(sources):

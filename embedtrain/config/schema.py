@@ -90,7 +90,8 @@ class DataCache(str, Enum):
     """What is kept on disk of the training data, memory-mapped.
 
     `tokens`: checked rows and the tokens of their texts, so that a step finds them ready. `offsets`: only where
-    each row begins in its file; rows are read and tokenised anew whenever a batch needs them.
+    each row begins in its file, which must be plain JSONL; rows are read and tokenised anew whenever a batch needs
+    them, and each rank encodes the texts of its own rows.
     """
 
     tokens = "tokens"

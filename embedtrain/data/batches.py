@@ -54,28 +54,32 @@ class TrainData:
         """The sources' names."""
         return [store.report.name for store in self.stores]
 
-    def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> None:
+    def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> list[str]:
         """Have every text tokenised, as far as that has not been done before; batches hold tokens from here on.
 
         Processes that call this at the same time share the work. Sources that are read from their files whenever a
         batch needs them stay as they are, and then all do: texts of a batch are tokenised by one way.
 
+        Returns:
+            Lines for the user.
+
         Raises:
             DataError: the tokens cannot be written.
         """
+        wanted = [
+            Wanted(
+                rows=store,
+                query_prompt=given.query_prompt,
+                document_prompt=given.document_prompt,
+                instruction_format=given.instruction_format,
+                query_max_length=given.query_max_length,
+                document_max_length=given.document_max_length,
+            )
+            for store, given in zip(self.stores, self.given, strict=True)
+        ]
         if all(store.has_texts for store in self.stores):
-            wanted = [
-                Wanted(
-                    rows=store,
-                    query_prompt=given.query_prompt,
-                    document_prompt=given.document_prompt,
-                    instruction_format=given.instruction_format,
-                    query_max_length=given.query_max_length,
-                    document_max_length=given.document_max_length,
-                )
-                for store, given in zip(self.stores, self.given, strict=True)
-            ]
             self.tokens = prepare_all(wanted, tokenizer, cache)
+        return [note for one in wanted for note in one.notes(tokenizer)]
 
     def batch(self, k: int) -> GlobalBatch:
         """Global batch k, counted from 0: the same on every rank, whatever was asked for before.
@@ -130,6 +134,7 @@ def load_train_data(
     seed: int,
     global_batch_size: int,
     needs: Needs | Sequence[Needs] = TEXTS_ALONE,
+    losses: Sequence[int] | None = None,
     mixing: Mixing | None = None,
     cache: Cache | None = None,
 ) -> TrainData:
@@ -144,6 +149,7 @@ def load_train_data(
         seed: the run's seed: rows, positives and negatives are drawn with it.
         global_batch_size: rows of a step over all ranks.
         needs: what the loss asks of every row, of all sources or of each; default: a query and a positive.
+        losses: which loss each source has, by any numbers; default: all one. Only rows of one loss must agree.
         mixing: how sources are mixed; default: by their sizes, into each batch.
         cache: where checked rows are kept; default: a folder that goes with the data.
 
@@ -152,7 +158,7 @@ def load_train_data(
         ConfigError: options of a source, or the batch size, that cannot work, or not with this loss.
     """
     mixing = mixing or Mixing()
-    stores = read_sources(sources, on_error, needs, cache)
+    stores = read_sources(sources, on_error, needs, cache, losses=losses)
     sizes = [len(store) for store in stores]
     rows = rows_of_an_epoch(
         sizes,
@@ -185,7 +191,7 @@ def _instructions(store: RowStore, given: Given) -> Iterator[str]:
 
 
 def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mixing: Mixing) -> str:
-    told = f"an epoch: {plan.rows_per_epoch:,} rows in {plan.steps_per_epoch:,} steps of "
+    told = f"an epoch: {plan.rows_per_epoch:,} rows in {_counted(plan.steps_per_epoch, 'step')} of "
     if mixing.by_source and len(stores) > 1:
         told += f"up to {plan.global_batch_size:,}, each of one source"
     else:
@@ -194,6 +200,10 @@ def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mix
         shares = (f"{store.report.name} {count:,}" for store, count in zip(stores, rows, strict=True))
         told += f" ({', '.join(list(shares)[:8])}{', ...' * (len(stores) > 8)})"
     return told
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _first_given(*prompts: str | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.needs import needs_of
 from embedtrain.config.schema import OnError, Recipe, TrainSource
-from embedtrain.config.source_losses import batches_by_source, loss_of
+from embedtrain.config.source_losses import batches_by_source, distinct, loss_of
 from embedtrain.data.batches import Mixing, TrainData, load_train_data
 from embedtrain.data.formats.sources import expand, no_in_batch_negatives
 from embedtrain.data.store.cache import Cache
@@ -52,6 +52,7 @@ def chosen_data(
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
         needs=[needs_of(loss) for loss in losses],
+        losses=distinct(losses)[1],
         mixing=Mixing(
             by_source=batches_by_source(recipe.data.batches, losses),
             weights=recipe.data.weights,

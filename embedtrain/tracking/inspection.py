@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from embedtrain.config.schema import TrainConfig, TrainSource
+from embedtrain.config.schema import TrainConfig
+from embedtrain.data.batches import TrainData
 from embedtrain.data.drawn import Given
 from embedtrain.data.inspection.beside import Beside
 from embedtrain.data.inspection.costs import Cost
 from embedtrain.data.inspection.duplicates import Duplicates
+from embedtrain.data.inspection.looked import Looked, LookedAt
 from embedtrain.data.inspection.measured import Lengths, Measured
 from embedtrain.data.inspection.seen import Seen
 from embedtrain.data.order.plan import BatchPlan
@@ -23,20 +25,25 @@ _FILES, _INSTRUCTIONS, _LABELS = 8, 3, 8  # named of each source
 
 
 def print_source(
-    page: Page, source: TrainSource, store: RowStore, given: Given, beside: Beside, problems: Sequence[str]
+    page: Page, looked: Looked, beside: Beside, problems: Sequence[str], num_empty: int, read_for: str
 ) -> None:
     """What was recognised, and what cannot be used.
 
     Args:
         page: where to print.
-        source: its options.
-        store: its rows.
-        given: what holds for all of them.
-        beside: what lies beside their texts.
-        problems: rows that cannot be used, as many as are named.
+        looked: the source.
+        beside: what lies beside its texts.
+        problems: rows and files that cannot be used, as many as are named.
+        num_empty: how many of its files are empty.
+        read_for: the option that says what rows are read for.
     """
+    assert looked.data is not None
+    store, given = looked.store, looked.data.given[looked.number]
     report = store.report
-    page.heading(report.name)
+    page.heading(looked.name)
+    if looked.error and looked.loss is not None:
+        page.facts([("✗", looked.error)], "red")
+        page.note(f"below it is shown as {read_for}={looked.loss.name} reads it", "bold yellow")
     facts = [("recognised as", report.layout), ("files", _files(report)), ("rows", f"{report.num_rows:,}")]
     if not report.one_text:
         facts.append(("positives", _counts(store.num_positives)))
@@ -47,20 +54,49 @@ def print_source(
         for label, prompt in (("query prompt", given.query_prompt), ("document prompt", given.document_prompt))
         if prompt
     ]
-    if source.in_batch_negatives is not None:
-        says = "" if source.in_batch_negatives else "no "
+    if looked.source.in_batch_negatives is not None:
+        says = "" if looked.source.in_batch_negatives else "no "
         facts.append(("in a batch", f"rows are {says}negatives of each other"))
     if report.num_dropped:
-        facts.append(("left out", f"{report.num_dropped:,} negatives that equal a positive or repeat another"))
+        which = "that equal a positive or repeat another"
+        facts.append(("left out", f"{_counted(report.num_dropped, 'negative')} {which}"))
     if report.num_unscored:
-        facts.append(("without scores", f"{report.num_unscored:,} rows: positives count 1, negatives 0"))
+        facts.append(("without scores", f"{_counted(report.num_unscored, 'row')}: positives count 1, negatives 0"))
     if report.ignored:
         facts.append(("not used", ", ".join(report.ignored)))
     page.facts(facts)
     if report.num_skipped:
-        page.subheading(f"{report.num_skipped:,} row{'s' * (report.num_skipped > 1)} that cannot be used")
+        rows = report.num_skipped - num_empty
+        told = [f"{_counted(rows, 'row')} that cannot be used"] * (rows > 0)
+        page.subheading(" and ".join(told + [_counted(num_empty, "empty file")] * (num_empty > 0)))
         more = report.num_skipped - len(problems)
         page.facts([("✗", problem) for problem in problems] + [("", f"... and {more:,} more")] * (more > 0), "red")
+
+
+def print_unusable(page: Page, looked: Looked) -> None:
+    """A source of which nothing can be read, and why."""
+    page.heading(looked.name)
+    page.facts([("path", looked.source.path)])
+    page.facts([("✗", looked.error)], "red")
+
+
+def print_not_together(page: Page, looked_at: LookedAt) -> None:
+    """Why all sources together cannot be trained on."""
+    if looked_at.error:
+        page.facts([("✗", looked_at.error)], "red")
+        return
+    broken = [one.name for one in looked_at.sources if one.error]
+    told = f"{', '.join(broken[:_FILES])}{', ...' * (len(broken) > _FILES)}"
+    page.facts([("✗", f"{told} cannot be trained on: mend or leave out what is named above")], "red")
+
+
+def print_kept(page: Page, directory: Path, datas: Sequence[TrainData]) -> None:
+    """Where rows and tokens lie on disk, and how much they take."""
+    kept = sum(store.num_bytes for data in datas for store in data.stores)
+    for tokens in (tokens for data in datas for tokens in data.tokens or []):
+        kept += sum(array.nbytes for array in (tokens.offsets, tokens.first, tokens.keys, tokens.values))
+    page.subheading("kept on disk")
+    page.facts([("place", str(directory)), ("size", f"{size(kept)} of this data")])
 
 
 def print_lengths(page: Page, measured: Measured) -> None:
@@ -119,16 +155,23 @@ def print_example(page: Page, place: str, texts: Sequence[Seen], num_left_out: i
         page.note(f"... and {num_left_out:,} more document{'s' * (num_left_out > 1)}", "dim")
 
 
-def print_total(page: Page, stores: Sequence[RowStore], epoch: Sequence[int] | None) -> None:
-    """A row for each source; `epoch`: the rows that an epoch has of each, where there is a recipe."""
+def print_total(page: Page, stores: Sequence[RowStore], num_empty: Sequence[int], epoch: Sequence[int] | None) -> None:
+    """A row for each source.
+
+    Args:
+        page: where to print.
+        stores: their rows.
+        num_empty: how many files of each are empty.
+        epoch: the rows that an epoch has of each, where there is a recipe.
+    """
     rows = []
+    skipped = [store.report.num_skipped - empty for store, empty in zip(stores, num_empty, strict=True)]
     for place, store in enumerate(stores):
-        row = [store.report.name, f"{len(store):,}", f"{store.report.num_skipped:,}"]
+        row = [store.report.name, f"{len(store):,}", f"{skipped[place]:,}"]
         if epoch is not None:
             row += [f"{epoch[place]:,}", f"{epoch[place] / len(store):.2f}", f"{epoch[place] / sum(epoch):.1%}"]
         rows.append(row)
-    skipped = sum(store.report.num_skipped for store in stores)
-    total = ["total", f"{sum(map(len, stores)):,}", f"{skipped:,}"]
+    total = ["total", f"{sum(map(len, stores)):,}", f"{sum(skipped):,}"]
     rows.append(total if epoch is None else [*total, f"{sum(epoch):,}", "", "100.0%"])
     more = [] if epoch is None else ["rows an epoch", "times seen", "share"]
     page.table(["source", "rows", "cannot be used", *more], rows)
@@ -199,7 +242,7 @@ def _negatives(store: RowStore, given: Given) -> str:
         told += f"; {given.negatives:,} drawn each epoch" if given.negatives else "; none used (negatives=0)"
     if store.most_negatives is not None:
         limited = int(np.count_nonzero(store.most_negatives >= 0))
-        told += f"; {limited:,} rows say how many of theirs may be used"
+        told += f"; {_counted(limited, 'row')} with a limit of {'its' if limited == 1 else 'their'} own"
     return told
 
 
@@ -207,7 +250,9 @@ def _beside(beside: Beside) -> list[tuple[str, str]]:
     facts = []
     if beside.scores is not None:
         count, low, high, total = beside.scores
-        facts.append(("scores", f"{low:g} to {high:g}, {total / count:.3g} in the mean, of {count:,} documents"))
+        facts.append(
+            ("scores", f"{low:g} to {high:g}, {total / count:.3g} in the mean, of {_counted(count, 'document')}")
+        )
     if beside.labels:
         common = ", ".join(f"{label}: {count:,}" for label, count in beside.labels.most_common(_LABELS))
         more = ", ..." * (len(beside.labels) > _LABELS)
@@ -224,9 +269,11 @@ def _beside(beside: Beside) -> list[tuple[str, str]]:
 
 def _instructions(label: str, counter: Counter[str], *, many: bool) -> list[tuple[str, str]]:
     shown = counter.most_common(_INSTRUCTIONS)
-    facts = [(label if not place else "", f"{text!r} ({rows:,} rows)") for place, (text, rows) in enumerate(shown)]
+    facts = [
+        (label if not place else "", f"{text!r} ({_counted(rows, 'row')})") for place, (text, rows) in enumerate(shown)
+    ]
     left = len(counter) - len(shown)
-    return facts + [("", f"... and {'more than ' * many}{left:,} others")] * (left > 0)
+    return facts + [("", f"... and {'more than ' * many}{_counted(left, 'other')}")] * (left > 0)
 
 
 def _length_cells(lengths: Lengths, *, with_limit: bool) -> list[str]:

@@ -15,6 +15,7 @@ from embedtrain.config.schema import (
     Strategy,
     TrainSource,
 )
+from embedtrain.config.source_checks import SOURCE_RULES
 from embedtrain.errors import ConfigError
 
 
@@ -50,16 +51,7 @@ BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
     ("no pooling", changed("model", ModelConfig(config={"model_type": "bert"})), "model.pooling"),
     ("short texts", changed("model.max_length", 2), "model.max_length=2"),
     ("no rows", changed("data.train", []), "data.train"),
-    ("weight 0", changed("data.train", [TrainSource(path="a", weight=0.0)]), "weight"),
-    ("weight NaN", changed("data.train", [TrainSource(path="a", weight=float("nan"))]), "weight"),
-    ("weight inf", changed("data.train", [TrainSource(path="a", weight=float("inf"))]), "weight"),
-    ("negatives", changed("data.train", [TrainSource(path="a", negatives=-1)]), "negatives"),
-    ("score scale", changed("data.train", [TrainSource(path="a", score_scale=0.0)]), "score_scale"),
-    ("cap", changed("data.train", [TrainSource(path="a", max_rows=0)]), "max_rows"),
-    ("short query", changed("data.train", [TrainSource(path="a", query_max_length=2)]), "query_max_length"),
-    ("short documents", changed("data.train", [TrainSource(path="a", document_max_length=0)]), "at least 3"),
-    ("no text", changed("data.instruction_format", "{instruction}"), "{text}"),
-    ("text first", changed("data.train", [TrainSource(path="a", instruction_format="{text} {instruction}")]), "{text}"),
+    ("no text", changed("data.instruction_format", "{instruction}"), "data.instruction_format='{instruction}' must"),
     ("mixing", changed("data.mixing_temperature", 0.0), "data.mixing_temperature=0.0"),
     ("workers", changed("data.workers", -1), "data.workers=-1"),
     ("passes", changed("train.pass_tokens", -1), "train.pass_tokens=-1"),
@@ -95,6 +87,19 @@ BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
 ]
 
 
+BROKEN_SOURCES: list[tuple[dict[str, object], str]] = [
+    ({"weight": 0.0}, "weight=0.0: must be above 0"),
+    ({"weight": float("nan")}, "weight=nan"),
+    ({"weight": float("inf")}, "weight=inf"),
+    ({"negatives": -1}, "negatives=-1: a number from 0 on"),
+    ({"score_scale": 0.0}, "score_scale=0.0"),
+    ({"max_rows": 0}, "max_rows=0"),
+    ({"query_max_length": 2}, "query_max_length=2"),
+    ({"document_max_length": 0}, "document_max_length=0"),
+    ({"instruction_format": "{text} {instruction}"}, "instruction_format='{text} {instruction}' must say where"),
+]
+
+
 def test_a_good_recipe_breaks_no_rule():
     recipe = good()
     assert check_recipe(recipe) is recipe
@@ -108,6 +113,28 @@ def test_broken_rules_name_the_option(change, words):
         check_recipe(recipe)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "words"), BROKEN_SOURCES)
+def test_broken_rules_of_sources_name_the_path_and_the_value(options, words):
+    recipe = good()
+    recipe.data.train.append(TrainSource(path="dir/b.jsonl", **options))
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(recipe)
+    assert str(caught.value).startswith(f"data.train, dir/b.jsonl: {words}")
+
+
+def test_every_rule_of_sources_can_break():
+    sources = [TrainSource(path="a", **options) for options, _ in BROKEN_SOURCES]
+    assert all(any(broken(source) for source in sources) for broken, _ in SOURCE_RULES)
+
+
+def test_a_name_is_given_once():
+    recipe = good()
+    recipe.data.train = [TrainSource(path="a", name="x"), TrainSource(path="b/x"), TrainSource(path="c", name="x")]
+    with pytest.raises(ConfigError, match=r"data\.train, c: name=x is the name of a too: give each a name of its own"):
+        check_recipe(recipe)
+    check_recipe(replace(recipe, data=replace(recipe.data, train=recipe.data.train[:2])))
 
 
 def test_epochs_of_zero_are_refused():

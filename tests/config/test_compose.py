@@ -181,6 +181,7 @@ def test_another_loss_on_the_command_line_begins_with_its_own_defaults(tmp_path)
         ("loss=infnce", ["did you mean infonce?"]),
         ("data.train=x.jsonl", ["write data.train=[x.jsonl]"]),
         ("data.train=null", ["data.train"]),
+        ("data.train.path=x", ["data.train.path=x: data.train is a list, which is written whole"]),
         ("data.train=[3]", ["data.train[0]=3", "path"]),
         ("data.train=[x,{name: y}]", ["data.train[1]", "path"]),
         ("data.train=[{path: x, wieght: 2}]", ["data.train[0]", "did you mean weight?"]),
@@ -360,6 +361,7 @@ def test_the_other_doors():
         (compose_search, ["model=m"], "corpus=DIR"),
         (compose_search, ["model=m", "corpus=c", "top=0"], "top=0"),
         (compose_search, ["model=m", "corpus=c", "chunk_tokens=0"], "chunk_tokens=0"),
+        (compose_search, ["-m", "model=m", "corpus=c", "top=1,2"], "multirun (-m) is for training"),
     ]:
         with pytest.raises(ConfigError) as caught:
             compose(arguments)

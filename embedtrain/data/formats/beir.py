@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from embedtrain.data.formats.kinds import Kind, Part
-from embedtrain.data.formats.problems import BadRow, not_utf8, told
+from embedtrain.data.formats.problems import BadRow, counted, not_utf8, told
 from embedtrain.data.formats.streams import lines_of
 from embedtrain.errors import DataError
 
@@ -131,10 +131,8 @@ def _tsv_judgements(name: str) -> Iterator[tuple[int, Judgement | BadRow]]:
         if fields == [""] or (number == 1 and _number(fields[-1]) is None):  # the header, which some sets lack
             continue
         if len(fields) != 3:
-            yield (
-                number,
-                BadRow(f"{len(fields)} fields where a judgement has query-id, corpus-id and score, cut by tabs"),
-            )
+            found = counted(len(fields), "field")
+            yield number, BadRow(f"{found} where a judgement has query-id, corpus-id and score, cut by tabs")
             continue
         yield number, _judgement(*fields)
 

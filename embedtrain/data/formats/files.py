@@ -1,8 +1,7 @@
-"""Rows as text files hold them, unchecked: JSONL, CSV and TSV -> (line, row or problem); and any other part's rows."""
+"""Rows as they are stored, unchecked: those of any part, and of JSONL -> (line, row or problem)."""
 
 import csv
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,10 +9,10 @@ from typing import Any, TypeAlias
 from embedtrain.data.formats.beir import judged_rows
 from embedtrain.data.formats.json_lists import json_list_rows
 from embedtrain.data.formats.kinds import Kind, Part
-from embedtrain.data.formats.problems import BadRow, not_utf8, shortened, told
+from embedtrain.data.formats.problems import BadRow, json_problem, not_utf8, shortened, told
+from embedtrain.data.formats.separated import PlainTsv, table_rows
 from embedtrain.data.formats.streams import lines_of
 from embedtrain.data.formats.tables import arrow_rows, dataset_rows, open_dataset, parquet_rows
-from embedtrain.errors import DataError
 
 __all__ = ["BadRow", "RawRow", "json_row", "json_rows", "lines_of", "not_utf8", "raw_rows", "shortened", "table_rows"]
 
@@ -68,7 +67,7 @@ def json_row(line: bytes) -> dict[str, Any] | BadRow:
     except UnicodeDecodeError as error:
         return BadRow(not_utf8(line, error.start))
     except json.JSONDecodeError as error:
-        return BadRow(f"broken JSON: {error.msg} at column {error.colno}: {shortened(error.doc)}")
+        return BadRow(f"broken JSON: {json_problem(error)} at column {error.colno}: {shortened(error.doc)}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         return BadRow(f"JSON that cannot be read ({error})")
     if isinstance(row, dict):
@@ -86,66 +85,3 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_each_key_once)
-
-
-class PlainTsv(csv.excel_tab):
-    """Tab-separated values as data sets publish them: a quotation mark is a character like any other."""
-
-    quoting = csv.QUOTE_NONE
-
-
-def table_rows(path: Path | str, dialect: type[csv.Dialect]) -> Iterator[RawRow]:
-    """The rows of a CSV or TSV file with a header. An empty cell is None; a row's number is its first line's.
-
-    Raises:
-        DataError: no header, or a header with a name that is empty or given twice.
-    """
-    # The default limit of 128 KiB a cell is less than a long document. It is the process's, and harmless.
-    csv.field_size_limit(sys.maxsize)
-    wrong_bytes: dict[int, str] = {}
-    reader = csv.reader(_decoded(path, wrong_bytes), dialect, strict=True)
-    header: list[str] | None = None
-    while True:
-        first = reader.line_num + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield first, BadRow(f"broken CSV: {error}")
-            continue
-        problem = wrong_bytes.pop(reader.line_num, None) or next(iter(wrong_bytes.values()), None)
-        wrong_bytes.clear()
-        if not cells:
-            continue
-        if header is None:
-            header = _header(path, cells, problem)
-        elif problem:
-            yield first, BadRow(problem)
-        elif len(cells) != len(header):
-            yield first, BadRow(f"{len(cells)} cells where the header has {len(header)}: {shortened(cells)}")
-        else:
-            yield first, {name: cell or None for name, cell in zip(header, cells, strict=True)}
-
-
-def _decoded(path: Path | str, wrong_bytes: dict[int, str]) -> Iterator[str]:
-    """Lines as text; what is wrong with a line's bytes is put in `wrong_bytes` under its number."""
-    for number, line in lines_of(path):
-        try:
-            yield line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            wrong_bytes[number] = not_utf8(line, error.start)
-            yield line.decode("utf-8", "replace")
-
-
-def _header(path: Path | str, cells: list[str], problem: str | None) -> list[str]:
-    if problem:
-        raise DataError(f"{path}:1: {problem}")
-    if len(set(cells)) < len(cells):
-        raise DataError(f"{path}:1: the header names a column twice: {shortened(cells)}")
-    if "" in cells:
-        raise DataError(
-            f"{path}:1: column {cells.index('') + 1} of the header has no name: "
-            "leave the column out (pandas: to_csv(..., index=False)) or give it a name"
-        )
-    return cells

@@ -1,11 +1,11 @@
-"""JSON files that hold one value: a list of rows, or an object whose `data` is one -> (line, row or problem)."""
+"""JSON files that hold one value: a list of rows, or an object whose `data` is one -> (number, row or problem)."""
 
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from embedtrain.data.formats.problems import BadRow, not_utf8, shortened, told
+from embedtrain.data.formats.problems import BadRow, json_problem, not_utf8, shortened, told
 from embedtrain.data.formats.streams import lines_of
 from embedtrain.errors import DataError
 
@@ -34,7 +34,7 @@ def is_json_list(name: str) -> bool:
 
 
 def json_list_rows(name: str, decoder: json.JSONDecoder) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """The rows of the list, each with the line at which it begins.
+    """The elements of the list, numbered from 1: written without line ends, all of them stand on one line.
 
     Args:
         name: path or URL.
@@ -45,21 +45,21 @@ def json_list_rows(name: str, decoder: json.JSONDecoder) -> Iterator[tuple[int, 
     """
     text = _text(name)
     place = _list_start(name, text, decoder)
-    line, counted = 1, 0
+    number = 0
     place = _after_space(text, place + 1)
     while text[place : place + 1] != "]":
-        line, counted = line + text.count("\n", counted, place), place
+        number += 1
         try:
             row, place = decoder.raw_decode(text, place)
         except BadRow as bad:
             # Where the row ends is not known: read it again, without that check.
-            yield line, bad
+            yield number, bad
             _, place = json.JSONDecoder().raw_decode(text, place)
         except (ValueError, RecursionError) as error:
             raise _broken(name, text, error, place) from error
         else:
             is_row = isinstance(row, dict)
-            yield line, row if is_row else BadRow(f"a row must be a JSON object {{...}}, not {told(row)}")
+            yield number, row if is_row else BadRow(f"a row must be a JSON object {{...}}, not {told(row)}")
         place = _after_space(text, place)
         if text[place : place + 1] == ",":
             place = _after_space(text, place + 1)
@@ -118,6 +118,6 @@ def _after_space(text: str, place: int) -> int:
 
 def _broken(name: str, text: str, error: Exception, place: int) -> DataError:
     at = error.pos if isinstance(error, json.JSONDecodeError) else place
-    what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+    what = json_problem(error) if isinstance(error, json.JSONDecodeError) else str(error)
     line = text.count("\n", 0, at) + 1
     return DataError(f"{name}:{line}: broken JSON: {what}: {shortened(text[max(0, at - 20) : at + 20])}")

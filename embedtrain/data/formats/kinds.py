@@ -56,9 +56,14 @@ class Part:
     tables: tuple["Part", ...] = ()
 
     def place(self, line: int) -> str:
-        """Where a row is, for messages: `path:line`, or `path: row N` where a file has no lines."""
+        """Where a row is, for messages: `path:line`, or `path: row N` where a file has no lines.
+
+        Of a list in a file of one JSON value it is `path: element N`.
+        """
         if self.tables:
             return self.tables[0].place(line)
+        if self.kind is Kind.json:
+            return f"{self.name}: element {line}"
         return f"{self.name}: row {line}" if self.kind in _WITHOUT_LINES else f"{self.name}:{line}"
 
 

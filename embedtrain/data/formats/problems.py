@@ -1,5 +1,7 @@
 """What is wrong with a row, and values as sentences to the user show them."""
 
+import json
+
 
 class BadRow(Exception):
     """One row that cannot be used; the text says why, without saying where."""
@@ -7,8 +9,19 @@ class BadRow(Exception):
 
 def not_utf8(data: bytes, position: int) -> str:
     """The sentence about bytes that are no UTF-8, with some text around them."""
-    around = data[max(0, position - 20) : position + 20].decode("utf-8", "backslashreplace").strip()
-    return f"not UTF-8 (byte 0x{data[position]:02x} in {shortened(around)}): save the file as UTF-8"
+    around = data[max(0, position - 20) : position + 20].decode("utf-8", "surrogateescape").strip()
+    shown = shortened(around).replace("\\udc", "\\x")  # how Python writes a byte that is no character
+    return f"not UTF-8 (byte 0x{data[position]:02x} in {shown}): save the file as UTF-8"
+
+
+def json_problem(error: json.JSONDecodeError) -> str:
+    """What JSON's reader says is wrong, to be followed by where."""
+    return error.msg.removesuffix(" at").removesuffix(" starting")
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: `1 cell`, `2 cells`."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def shortened(value: object, length: int = 60) -> str:

@@ -10,7 +10,7 @@ from embedtrain.data.formats.corpora import document_rows
 from embedtrain.data.formats.files import json_row
 from embedtrain.data.formats.layouts import Documents, Layout, choose_layout
 from embedtrain.data.formats.pieces import Parts, Piece
-from embedtrain.data.formats.problems import BadRow
+from embedtrain.data.formats.problems import BadRow, counted
 from embedtrain.data.formats.sources import Kind, Part, find
 from embedtrain.data.formats.streams import changed, line_at, version_of
 from embedtrain.data.types import Texts
@@ -18,7 +18,7 @@ from embedtrain.errors import DataError
 
 __all__ = ["Documents", "Piece", "PieceRows", "Reading", "open_sources", "row_at"]
 
-FORMAT_VERSION = 1  # of what readers make of files; another one makes every cache be built anew
+FORMAT_VERSION = 2  # of what readers make of files; another one makes every cache be built anew
 _WITH_SCHEMA = (Kind.csv, Kind.tsv, Kind.parquet, Kind.arrow, Kind.hub)
 
 
@@ -120,7 +120,7 @@ class Reading:
             DataError: the first row cannot be used and `on_error` is stop, or no row can.
             ConfigError: options that do not fit the layout.
         """
-        num_skipped, first = 0, ""
+        num_rows, num_empty, first = 0, 0, ""
         for part, line, row in self._rows_and_empty_parts():
             try:
                 if isinstance(row, BadRow):
@@ -130,10 +130,11 @@ class Reading:
                 all_alike = part.kind in _WITH_SCHEMA and not isinstance(row, BadRow)
                 if on_error == OnError.stop or all_alike:
                     raise
-                num_skipped, first = num_skipped + 1, first or str(error)
-        raise DataError(
-            f"{self.source.path}: no row that can be trained on ({num_skipped:,} skipped, the first: {first})"
+                num_rows, num_empty, first = num_rows + (line > 0), num_empty + (line == 0), first or str(error)
+        skipped = " and ".join(
+            counted(number, what) for number, what in ((num_rows, "row"), (num_empty, "empty file")) if number
         )
+        raise DataError(f"{self.source.path}: no row that can be trained on ({skipped} skipped, the first: {first})")
 
     def pieces(self, piece_bytes: int) -> list[Piece]:
         """All parts in order, cut into pieces of about so many bytes where they can be cut.

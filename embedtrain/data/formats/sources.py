@@ -112,17 +112,22 @@ def _may_hold_files(path: str) -> bool:
 
 
 def source_names(sources: Sequence[TrainSource]) -> list[str]:
-    """A distinct label for each source: its name, else the end of its path; `-2`, `-3`, ... where two are alike."""
-    names: dict[str, None] = {}
+    """A distinct label for each source: its name, else the end of its path; `-2`, `-3`, ... where two are alike.
+
+    Names that are given come first, so that none of them is changed for the end of another's path.
+    """
+    names: dict[int, str] = {}
+    taken: set[str] = set()
     numbers: dict[str, int] = {}  # so that ten thousand sources of one name are no ten thousand searches each
-    for source in sources:
-        wanted = source.name or _end_of(source.path)
+    for place in sorted(range(len(sources)), key=lambda place: not sources[place].name):
+        wanted = sources[place].name or _end_of(sources[place].path)
         name = wanted
-        while name in names:
+        while name in taken:
             numbers[wanted] = numbers.get(wanted, 1) + 1
             name = f"{wanted}-{numbers[wanted]}"
-        names[name] = None
-    return list(names)
+        taken.add(name)
+        names[place] = name
+    return [names[place] for place in range(len(sources))]
 
 
 def find(source: TrainSource, parts: list[Part] | None = None) -> Found:
@@ -159,7 +164,8 @@ def find(source: TrainSource, parts: list[Part] | None = None) -> Found:
     if not corpus:
         raise DataError(
             f"{source.path}: rows name documents by id, and there is no corpus beside them: "
-            "write documents: and the file, folder or Hub data set that holds their texts"
+            f"write data.train=[{{path: {source.path}, documents: FILE}}], "
+            "where FILE is the file, folder or Hub data set that holds their texts"
         )
     return Found(rows, corpus)
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from embedtrain.data.formats.problems import BadRow, shortened, told
+from embedtrain.data.formats.problems import BadRow, counted, shortened, told
 from embedtrain.data.types import Texts
 
 T = TypeVar("T")
@@ -131,7 +131,8 @@ def one_each(value: object, what: str, texts_name: str, count: int, read: Callab
     if not isinstance(value, list):
         raise BadRow(f"{what} must be a list, one element for each text of {texts_name}, not {told(value)}")
     if len(value) != count:
-        raise BadRow(f"{what} has {len(value)} elements and {texts_name} has {count} texts: give one for each")
+        elements, wanted = counted(len(value), "element"), counted(count, "text")
+        raise BadRow(f"{what} has {elements} and {texts_name} has {wanted}: give one for each")
     return [read(element, f"element {i} of {what}") for i, element in enumerate(value, 1)]
 
 
@@ -180,7 +181,7 @@ def vectors(value: object, what: str, num_texts: int) -> list[Sequence[float]]:
         return [_vector(value, what)]
     if len(value) != num_texts:
         raise BadRow(
-            f"{what} has {len(value)} vectors and the row has {num_texts} texts: "
+            f"{what} has {counted(len(value), 'vector')} and the row has {counted(num_texts, 'text')}: "
             "give one for each, or one list of numbers for all"
         )
     return [_vector(element, f"element {i} of {what}") for i, element in enumerate(value, 1)]
@@ -214,7 +215,7 @@ def scores(value: object, what: str, positives: int, negatives: int, num_columns
         negatives: how many the row has.
         num_columns: text columns, the query's included: a triplet that lacks its negative is no pair.
     """
-    count = positives + negatives
+    count, documents = positives + negatives, f"{counted(positives, 'positive')} and {counted(negatives, 'negative')}"
     if isinstance(value, list):
         given = [number(element, f"element {i} of {what}") for i, element in enumerate(value, 1)]
         if len(given) == count:
@@ -222,7 +223,7 @@ def scores(value: object, what: str, positives: int, negatives: int, num_columns
         if given and positives == 1 and len(given) == negatives:
             return _below_zero(given)
         raise BadRow(
-            f"{what} has {len(given)} numbers and the row has {positives} positives and {negatives} negatives: "
+            f"{what} has {counted(len(given), 'number')} and the row has {documents}: "
             "give the score of each, or its margin over each negative where there is one positive"
         )
     one = number(value, what)
@@ -232,7 +233,7 @@ def scores(value: object, what: str, positives: int, negatives: int, num_columns
         return _below_zero([one])
     raise BadRow(
         f"{what} is one number, the score of one pair or the margin of one positive over one negative, "
-        f"and the row has {positives} positives and {negatives} negatives: give a list"
+        f"and the row has {documents}: give a list"
     )
 
 

@@ -2,12 +2,15 @@
 
 from embedtrain.config.needs import Needs
 from embedtrain.config.schema import OnError, TrainSource
+from embedtrain.data.formats.pieces import Parts
 from embedtrain.data.formats.problems import BadRow
-from embedtrain.data.formats.reading import Reading
+from embedtrain.data.formats.reading import Piece, Reading
+from embedtrain.data.formats.sources import find
 from embedtrain.data.store.cache import Cache
 from embedtrain.data.store.claims import build
 from embedtrain.data.store.documents import DocumentStore, documents_build
 from embedtrain.data.store.needed import RowCheck
+from embedtrain.data.store.table import RowStore
 
 _WHOLE = 2**62  # bytes of a piece: no part is cut, so that lines are counted from its beginning
 
@@ -49,3 +52,18 @@ def first_bad_rows(source: TrainSource, name: str, needs: Needs, most: int, cach
             if len(found) >= most:
                 return found
     return found
+
+
+def num_empty_files(source: TrainSource, store: RowStore) -> int:
+    """How many files of a source hold no row at all, not even one that cannot be used.
+
+    Args:
+        source: an element of `data.train`.
+        store: its rows.
+
+    Raises:
+        DataError: a file is gone or cannot be read.
+    """
+    with_rows, opened = {stretch.part for stretch in store.stretches}, Parts(source)
+    others = [part for number, part in enumerate(find(source).parts) if number not in with_rows]
+    return sum(all(line.row is None for line in opened.lines(Piece(part))) for part in others)

@@ -74,7 +74,8 @@ def below(random: Words, limits: int | Whole) -> Whole:
 def permute(places: Whole, n: int | Whole, key: int | Words) -> Whole:
     """Where a permutation of range(n) puts these places: int64 [N].
 
-    Nothing of length n is made: each element is computed by itself.
+    Nothing of length n is made: each element is computed by itself. Every order occurs, but from five elements to some
+    dozen not all equally often (a few per cent more or less).
 
     Args:
         places: int64 [N], each from 0 to n - 1.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from embedtrain.config.schema import DataCache
 
 # A part of every key: raised whenever files of the cache change their meaning.
-FORMAT = 1
+FORMAT = 2
 # Smaller arrays are read, not mapped: a thousand small sources would need as many maps and open files.
 SMALLEST_MAP = 1 << 14
 

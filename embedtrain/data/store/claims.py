@@ -22,6 +22,7 @@ from typing import TypeAlias
 from filelock import FileLock, Timeout
 
 from embedtrain.data.store.cache import read_facts, write_facts
+from embedtrain.data.store.cannot_write import cannot_write
 from embedtrain.errors import DataError, EmbedtrainError
 
 Task: TypeAlias = Callable[[Path], None]  # writes one file or folder at the path it is given
@@ -124,12 +125,17 @@ class _Builder:
             if error.filename and not Path(error.filename).is_relative_to(self._directory):
                 raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
             if error.errno not in (errno.ENOENT, errno.ESTALE):
-                raise _not_written(self._directory, error) from error
+                raise cannot_write(self._directory, error) from error
             self._lose_patience()  # somebody deleted the folder, or a part of it, while it was being built
             return _State.worked
 
     def _step(self) -> _State:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if Path(error.filename) in self._directory.parents:
+                raise cannot_write(Path(error.filename), error, above=True) from error
+            raise
         if (self._directory / COMPLETE).exists():
             return self._finish()
         if self._tasks is None:
@@ -279,21 +285,3 @@ def _sync_entry(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _not_written(directory: Path, error: OSError) -> DataError:
-    """The sentence about a folder that cannot be written."""
-    elsewhere = "set data.cache_dir or $EMBEDTRAIN_CACHE to a folder"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        there = next(folder for folder in (directory, *directory.parents) if folder.exists())
-        free = shutil.disk_usage(there).free / 1e6
-        return DataError(
-            f"{directory}: no room left to cache the training data, {free:,.1f} MB free: free some, or {elsewhere} "
-            "with more room"
-        )
-    if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-        return DataError(f"{directory}: files cannot be locked in this cache: {elsewhere} on another disk")
-    return DataError(
-        f"{directory}: the training data cannot be cached here ({error.strerror or error}): {elsewhere} that can be "
-        "written"
-    )

@@ -16,6 +16,7 @@ from embedtrain.data.formats.sources import Part
 from embedtrain.data.keys import text_key
 from embedtrain.data.store.cache import FORMAT, Cache, digest_of, mapped, read_facts, write_array, write_facts
 from embedtrain.data.store.claims import JOINED, Build, Task
+from embedtrain.data.store.unchanged import Unchanged
 from embedtrain.errors import DataError
 
 DOCUMENTS_A_BATCH = 4096
@@ -23,32 +24,39 @@ CHARACTERS_A_BATCH = 1 << 24
 _SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string()), ("line", pa.int64())])
 
 
-def documents_build(reading: Reading, content: Mapping[str, Any], on_error: OnError, cache: Cache) -> Build:
+def documents_build(reading: Reading, content: Unchanged | Mapping[str, Any], on_error: OnError, cache: Cache) -> Build:
     """How the corpus of a source is brought into the cache.
 
     Args:
         reading: the source, with `document_parts`.
-        content: what `reading.content` says.
+        content: what `reading.content` says, or what guards that it stays so.
         on_error: stop at a document that cannot be read, or leave it out: rows that name it tell.
         cache: where it is kept.
 
-    The tasks raise DataError: a document that cannot be read, or two of one id, with their lines.
+    The tasks raise DataError: a document that cannot be read, two of one id, with their lines, or a file that is
+    changed meanwhile.
     """
-    directory = cache.directory / f"documents-{digest_of([FORMAT, content['documents'], on_error.value])}"
+    unchanged = content if isinstance(content, Unchanged) else Unchanged(reading, content)
+    directory = cache.directory / f"documents-{digest_of([FORMAT, unchanged.content['documents'], on_error.value])}"
     tasks: dict[str, Task] = {
-        f"part-{number:05}": partial(_write_part, reading, part, on_error)
+        f"part-{number:05}": partial(_write_part, reading, part, on_error, unchanged)
         for number, part in enumerate(reading.document_parts)
     }
     return Build(
         directory,
         lambda: tasks,
-        partial(_join, directory, list(tasks), reading.document_parts),
+        partial(_join, directory, list(tasks), reading.document_parts, unchanged),
         told=partial(cache.told, f"reading documents of {reading.name}"),
     )
 
 
-def _write_part(reading: Reading, part: Part, on_error: OnError, path: Path) -> None:
+def _write_part(reading: Reading, part: Part, on_error: OnError, unchanged: Unchanged, path: Path) -> None:
     path.mkdir()
+    with unchanged.during([part]):
+        _write_documents(reading, part, on_error, path)
+
+
+def _write_documents(reading: Reading, part: Part, on_error: OnError, path: Path) -> None:
     keys, rows = array("q"), list[int]()
     pending: list[tuple[str, str, int]] = []
     characters = 0
@@ -78,8 +86,9 @@ def _write_part(reading: Reading, part: Part, on_error: OnError, path: Path) -> 
     write_facts(path / "facts.json", rows)
 
 
-def _join(directory: Path, names: Sequence[str], parts: Sequence[Part], path: Path) -> None:
+def _join(directory: Path, names: Sequence[str], parts: Sequence[Part], unchanged: Unchanged, path: Path) -> None:
     """Sort the keys of all ids, with the documents' numbers beside them, and refuse an id that stands twice."""
+    unchanged.require(directory, names)
     path.mkdir()
     keys = np.concatenate([mapped(directory / name / "keys.bin", np.int64) for name in names])
     order = np.argsort(keys, kind="stable")

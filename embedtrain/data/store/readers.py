@@ -25,6 +25,8 @@ def read_sources(
     on_error: OnError,
     needs: Needs | Sequence[Needs] = TEXTS_ALONE,
     cache: Cache | None = None,
+    *,
+    losses: Sequence[int] | None = None,
 ) -> list[RowStore]:
     """Read every row of every source, so that what is wrong with any is known before training.
 
@@ -35,6 +37,7 @@ def read_sources(
         on_error: stop at the first row that cannot be used, or pass over such rows and count them.
         needs: what the loss asks of every row; one for all sources, or one for each.
         cache: where rows are kept; default: a temporary folder that lasts as long as the stores.
+        losses: which loss each source has, as a number that is the same for sources of one loss; default: all one.
 
     Returns:
         For each source its rows.
@@ -59,14 +62,16 @@ def read_sources(
     build([one.build for one in new])
     allow_open_files(sum(one.num_files() for one in wanted))
     stores = [one.open(number, temporary, cached=one not in new) for number, one in enumerate(wanted)]
-    _check_widths([one.first_vector() for one in wanted])
+    for loss in dict.fromkeys(losses or [0]):
+        of_loss = [one for i, one in enumerate(wanted) if losses is None or losses[i] == loss]
+        _check_widths([one.first_vector() for one in of_loss])
     for one in dict.fromkeys(each):
         check_even(one, [store.report.counts() for store, its in zip(stores, each, strict=True) if its == one])
     return stores
 
 
 def _check_widths(vectors: Sequence[tuple[int, str] | None]) -> None:
-    """Refuse a teacher's vectors of several widths, of different sources."""
+    """Refuse a teacher's vectors of several widths, of different sources of one loss."""
     found = [vector for vector in vectors if vector is not None]
     for width, place in found[1:]:
         if width != found[0][0]:

@@ -19,6 +19,7 @@ from embedtrain.data.formats.reading import Piece, Reading
 from embedtrain.data.store.cache import read_facts, write_array, write_facts
 from embedtrain.data.store.needed import RowCheck
 from embedtrain.data.store.report import Findings
+from embedtrain.data.store.row_digest import RowDigest
 from embedtrain.data.store.table import BESIDES, TEXTS, ArrowFile, Stretch
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError, DataError
@@ -28,6 +29,7 @@ ROWS_A_BATCH = 4096
 CHARACTERS_A_BATCH = 1 << 24
 COUNTS = ("num_positives", "num_negatives", "most_negatives")
 PLACES = ("offsets", "lines")
+TEXT_COLUMNS = ("query", "positives", "negatives")
 
 
 def write_piece(
@@ -80,7 +82,7 @@ def write_piece(
             writer.add(texts, line, rows.offset)
     findings.found, findings.ignored = list(rows.layout.found), list(rows.layout.ignored)
     facts = {"part": part, "lines": rows.lines, "beside": sorted(writer.beside), "files": writer.files}
-    write_facts(path / "facts.json", facts | {"findings": asdict(findings)})
+    write_facts(path / "facts.json", facts | {"digest": writer.digest.value, "findings": asdict(findings)})
 
 
 class _Writer:
@@ -88,6 +90,7 @@ class _Writer:
 
     def __init__(self, path: Path, keep: DataCache) -> None:
         self.beside: set[str] = set()
+        self.digest = RowDigest()
         self.files: list[tuple[str, list[int], list[int]]] = []  # name, rows and bytes of each batch
         self._path, self._keep = path, keep
         self._pending: list[tuple[Texts, int]] = []
@@ -135,20 +138,16 @@ class _Writer:
             if any(value is not None and value != () for value in values):
                 besides[name] = values
         self.beside.update(besides)
+        texts = [pa.array([getattr(row, name) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_COLUMNS]
+        self.digest.add(texts, besides)
         if self._keep == DataCache.tokens:
-            self._write_batch(besides)
+            self._write_batch(texts, besides)
         self._pending, self._pending_characters = [], 0
 
-    def _write_batch(self, besides: dict[str, list[Any]]) -> None:
+    def _write_batch(self, texts: list[pa.Array], besides: dict[str, list[Any]]) -> None:
         if self._writer is None or not besides.keys() <= set(self._names):
             self._open(list(besides))
-        columns: dict[str, list[Any]] = {
-            "query": [texts.query for texts, _ in self._pending],
-            "positives": [texts.positives for texts, _ in self._pending],
-            "negatives": [texts.negatives for texts, _ in self._pending],
-            "line": [line for _, line in self._pending],
-        }
-        arrays = [pa.array(columns[name], type=kind) for name, kind in TEXTS.items()]
+        arrays = [*texts, pa.array([line for _, line in self._pending], type=TEXTS["line"])]
         arrays += [_column(name, besides.get(name), len(self._pending)) for name in self._names]
         batch = pa.RecordBatch.from_arrays(arrays, names=[*TEXTS, *self._names])
         assert self._writer is not None
@@ -207,7 +206,7 @@ def join_pieces(
         DataError: a part without rows, no row at all, or a teacher's vectors of several widths.
     """
     path.mkdir()
-    findings, beside = Findings(), set[str]()
+    findings, beside, digest = Findings(), set[str](), RowDigest()
     stretches: list[Stretch] = []
     files: list[ArrowFile] = []
     pieces: list[list[tuple[str, dict[str, Any]]]] = [[] for _ in reading.parts]
@@ -225,6 +224,7 @@ def join_pieces(
                 files += [ArrowFile(f"{name}/{file}", *counts) for file, *counts in piece["files"]]
                 beside.update(piece["beside"])
             findings.join(one)
+            digest.join(RowDigest(piece["digest"]), one.num_rows)
             lines += piece["lines"]
         if empty:
             if on_error == OnError.stop:
@@ -247,6 +247,7 @@ def join_pieces(
         "stretches": [astuple(stretch) for stretch in stretches],
         "files": [astuple(file) for file in files],
         "beside": sorted(beside),
+        "content": str(digest),
         "findings": asdict(findings),
     }
     write_facts(path / "facts.json", facts)

@@ -20,6 +20,7 @@ from embedtrain.data.store.needed import RowCheck
 from embedtrain.data.store.report import Findings, SourceReport
 from embedtrain.data.store.row_files import join_pieces, write_piece
 from embedtrain.data.store.table import ArrowFile, ArrowRows, FileRows, RowStore, Stretch
+from embedtrain.data.store.unchanged import Unchanged
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
 
@@ -47,11 +48,12 @@ class StoredRows:
 
     def __init__(self, reading: Reading, on_error: OnError, cache: Cache) -> None:
         self._reading, self._on_error, self._keep = reading, on_error, cache.keep
-        content = reading.content()
-        self._content = digest_of(content)
-        self.key = digest_of([FORMAT, content, on_error.value, cache.keep.value])
+        self._unchanged = Unchanged(reading)
+        self.key = digest_of([FORMAT, self._unchanged.content, on_error.value, cache.keep.value])
         self.directory = cache.directory / f"rows-{self.key}"
-        self.documents = documents_build(reading, content, on_error, cache) if reading.document_parts else None
+        self.documents = None
+        if reading.document_parts:
+            self.documents = documents_build(reading, self._unchanged, on_error, cache)
         self.build = Build(self.directory, self._tasks, self._join, told=partial(cache.told, f"reading {reading.name}"))
         self._layout: Layout | None = None
         self._names: list[str] = []
@@ -69,7 +71,7 @@ class StoredRows:
         return RowStore(
             directory=self.directory,
             key=self.key,
-            content=self._content,
+            content=facts["content"],
             source=number,
             report=self._report(facts, cached=cached),
             files=[part.name for part in self._reading.parts],
@@ -93,14 +95,19 @@ class StoredRows:
 
     def _tasks(self) -> Mapping[str, Task]:
         reading = self._reading
-        layout = self._layout = reading.recognise(self._on_error)
         documents = self._open_documents()
-        pieces = reading.pieces(PIECE_BYTES)
-        if len(pieces) > MOST_PIECES:
-            pieces = reading.pieces(PIECE_BYTES * -(-len(pieces) // MOST_PIECES))
+        with self._unchanged.during(reading.parts):  # else the pieces here would be other ones than elsewhere
+            layout = self._layout = reading.recognise(self._on_error)
+            pieces = reading.pieces(PIECE_BYTES)
+            if len(pieces) > MOST_PIECES:
+                pieces = reading.pieces(PIECE_BYTES * -(-len(pieces) // MOST_PIECES))
 
         def task(piece: Piece) -> Task:
-            return partial(write_piece, reading, layout, piece, documents, self._on_error, self._keep)
+            def write(path: Path) -> None:
+                with self._unchanged.during([piece.part]):
+                    write_piece(reading, layout, piece, documents, self._on_error, self._keep, path)
+
+            return write
 
         tasks = {f"rows-{number:05}": task(piece) for number, piece in enumerate(pieces)}
         self._names = list(tasks)
@@ -108,6 +115,7 @@ class StoredRows:
 
     def _join(self, path: Path) -> None:
         assert self._layout is not None
+        self._unchanged.require(self.directory, self._names)
         join_pieces(self._reading, self._layout, self.directory, self._names, self._on_error, self._keep, path)
 
     def _open_documents(self) -> DocumentStore | None:

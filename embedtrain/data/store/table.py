@@ -159,7 +159,7 @@ class RowStore(Sequence[Example]):
     Attributes:
         directory: where they are kept.
         key: a digest of all they came from, and of how they are kept.
-        content: a digest of what they came from: files, and the options that decide which rows come out.
+        content: a digest of the rows themselves, in their order; the same wherever they came from.
         source: which source of `data.train`.
         report: what was found.
         files: of the source's parts, as messages show them.

@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embedtrain.data.keys import text_key
+from embedtrain.data.keys import asked, text_key
 from embedtrain.data.prompts import prompt_of
 from embedtrain.data.store.cache import mapped
 from embedtrain.data.store.table import ArrowRows, RowStore
@@ -91,29 +91,44 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, wordin
             keys.write(known.keys[texts].data.cast("B"))
 
 
-def _texts(batch: pa.RecordBatch, wording: Wording) -> Iterator[tuple[str, Prompt, int]]:
-    """The texts of a batch of rows in their order: text, what stands around it, tokens that are kept."""
+class _Kind(NamedTuple):
+    """What decides, with a text, about its tokens and its key."""
+
+    prompt: Prompt
+    max_length: int
+    instruction: str | None = None  # of a query, its row's own
+
+
+def _texts(batch: pa.RecordBatch, wording: Wording) -> Iterator[tuple[str, _Kind]]:
+    """The texts of a batch of rows in their order, and the kind of each."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     nothing = [None] * batch.num_rows
     own = [
         columns[name].to_pylist() if name in columns else nothing for name in ("instruction", "document_instruction")
     ]
-    made: dict[tuple[int, str | None], Prompt] = {}  # hundreds of thousands of rows share a few instructions
-    prompts = (wording.query_prompt, wording.document_prompt)
+    queries: dict[str | None, _Kind] = {}  # hundreds of thousands of rows share a few instructions
+    documents: dict[str | None, _Kind] = {}
 
-    def prompt(role: int, instruction: str | None) -> Prompt:
-        if (role, instruction) not in made:
-            made[role, instruction] = prompt_of(instruction, prompts[role], wording.instruction_format)
-        return made[role, instruction]
+    def kind_of_query(instruction: str | None) -> _Kind:
+        prompt = prompt_of(instruction, wording.query_prompt, wording.instruction_format)
+        return _Kind(prompt, wording.query_max_length, instruction or None)
+
+    def kind_of_document(instruction: str | None) -> _Kind:
+        prompt = prompt_of(instruction, wording.document_prompt, wording.instruction_format)
+        return _Kind(prompt, wording.document_max_length)
 
     texts = (columns[name].to_pylist() for name in ("query", "positives", "negatives"))
     for query, positives, negatives, of_query, of_documents in zip(*texts, *own, strict=True):
-        yield query, prompt(0, of_query), wording.query_max_length
-        around = prompt(1, of_documents)
+        if of_query not in queries:
+            queries[of_query] = kind_of_query(of_query)
+        if of_documents not in documents:
+            documents[of_documents] = kind_of_document(of_documents)
+        yield query, queries[of_query]
+        kind = documents[of_documents]
         for text in positives:
-            yield text, around, wording.document_max_length
+            yield text, kind
         for text in negatives:
-            yield text, around, wording.document_max_length
+            yield text, kind
 
 
 class _Known:
@@ -133,16 +148,15 @@ class _Known:
         self.lengths, self.keys = (np.empty(0, dtype=np.int64) for _ in range(2))
         self.offsets = np.zeros(1, dtype=np.int64)
         self._tokenizer = tokenizer
-        self._numbers: dict[tuple[Prompt, int], dict[str, int]] = {}
+        self._numbers: dict[_Kind, dict[str, int]] = {}
 
-    def numbers(self, texts: Sequence[tuple[str, Prompt, int]]) -> NDArray[np.int64]:
+    def numbers(self, texts: Sequence[tuple[str, _Kind]]) -> NDArray[np.int64]:
         """Which of the known texts each is, tokenising those that are new."""
         found = np.empty(len(texts), dtype=np.int64)
-        new: dict[tuple[Prompt, int], list[str]] = {}
+        new: dict[_Kind, list[str]] = {}
         count = len(self.lengths)
-        waiting: list[tuple[int, tuple[Prompt, int], str]] = []
-        for place, (text, prompt, length) in enumerate(texts):
-            kind = (prompt, length)
+        waiting: list[tuple[int, _Kind, str]] = []
+        for place, (text, kind) in enumerate(texts):
             numbers = self._numbers.setdefault(kind, {})
             number = numbers.get(text)
             if number is None:
@@ -153,23 +167,25 @@ class _Known:
                 waiting.append((place, kind, text))
             found[place] = number
         for kind, those in new.items():
-            self._add(*kind, those)
+            self._add(kind, those)
             self._numbers[kind].update(zip(those, range(count, count + len(those)), strict=True))
             count += len(those)
         for place, kind, text in waiting:
             found[place] = self._numbers[kind][text]
         return found
 
-    def _add(self, prompt: Prompt, length: int, texts: list[str]) -> None:
+    def _add(self, kind: _Kind, texts: list[str]) -> None:
         values, lengths = [self.values], [self.lengths]
         for some in _at_once(texts):
-            ids = self._tokenizer.ids([prompt(text) for text in some], length)
+            ids = self._tokenizer.ids([kind.prompt(text) for text in some], kind.max_length)
             lengths.append(np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)))
             flat = itertools.chain.from_iterable(ids)
             values.append(np.fromiter(flat, dtype=self.values.dtype, count=int(lengths[-1].sum())))
         self.values, self.lengths = np.concatenate(values), np.concatenate(lengths)
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        keys = np.fromiter(map(text_key, texts), dtype=np.int64, count=len(texts))
+        keys = np.fromiter(
+            (text_key(asked(text, kind.instruction)) for text in texts), dtype=np.int64, count=len(texts)
+        )
         self.keys = np.concatenate([self.keys, keys])
 
 

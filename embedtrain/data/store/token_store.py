@@ -32,7 +32,8 @@ class TokenStore:
     Attributes:
         offsets: int64 [T + 1], the tokens of text t are `values[offsets[t] : offsets[t + 1]]`.
         first: int64 [R + 1], the texts of row r are first[r] to first[r + 1] - 1: query, positives, negatives.
-        keys: int64 [T], the key of each text without its prompt; see data/keys.py.
+        keys: int64 [T], the key of each text without its prompt, a query's with its row's own instruction; see
+            data/keys.py.
         values: the tokens of all texts, uint16 or int32.
         cached: nothing had to be tokenised: all was there already.
     """
@@ -72,6 +73,16 @@ class Wanted:
     instruction_format: str
     query_max_length: int | None
     document_max_length: int | None
+
+    def notes(self, tokenizer: TextTokenizer) -> list[str]:
+        """Lines for the user: lengths that are asked for, and more than the model takes."""
+        asked = {"query_max_length": self.query_max_length, "document_max_length": self.document_max_length}
+        most = tokenizer.max_length
+        return [
+            f"{self.rows.report.name}: {option}={length} is more than the model's {most} tokens, which are kept"
+            for option, length in asked.items()
+            if length is not None and length > most
+        ]
 
 
 def prepare_all(wanted: Sequence[Wanted], tokenizer: TextTokenizer, cache: Cache) -> list[TokenStore]:

@@ -79,12 +79,12 @@ def test_json_files_of_one_value(tmp_path: Path, layout: str) -> None:
     assert [e.query for e in examples] == ["q0", "q1", "q2"]
     assert "FlagEmbedding rows, 3 rows" in str(report)
     if layout == "indented":
-        assert [e.line for e in examples] == [2, 11, 20]
+        assert [e.line for e in examples] == [1, 2, 3]  # elements
 
 
 BROKEN_JSON = {
-    '[{"query": "a", "pos": ["b"]},\n3]': ":2: a row must be a JSON object {...}, not a number (3)",
-    '[{"query": "a", "pos": ["b"]},\n{"query": "a", "query": "b"}]': ':2: this row has "query" twice',
+    '[{"query": "a", "pos": ["b"]},3]': ": element 2: a row must be a JSON object {...}, not a number (3)",
+    '[{"query": "a", "pos": ["b"]}, {"query": "a", "query": "b"}]': ': element 2: this row has "query" twice',
     '[{"query": "a", "pos": ["b"]},\n{"query": "a"': ":2: broken JSON: Expecting ',' delimiter",
     '[{"query": "a", "pos": ["b"]}\n{"query": "a"}]': ":2: broken JSON: a comma or ] is missing",
     '[{"query": "a", "pos": ["b"]}': ":1: broken JSON: a comma or ] is missing",
@@ -144,18 +144,18 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
 
 
 BAD = {
-    '{"query": "a", "pos": ["b"], "ne': "broken JSON: Unterminated string starting at at column 30",
+    '{"query": "a", "pos": ["b"], "ne': "broken JSON: Unterminated string at column 30: '",
     '{"query": "a", "pos": ""}': "\"pos\" must be a list of texts, not a text (''): put it in brackets",
     '{"query": "a", "pos": []}': '"pos" is empty: a row needs at least one positive',
     '{"query": 7, "pos": ["b"]}': '"query" must be a text, not a number (7)',
-    '{"query": "a", "pos": [["b"]]}': "element 1 of \"pos\" must be a text, not a list (['b'])",
+    '{"query": "a", "pos": [["b"]]}': 'element 1 of "pos" is a list inside a list: write texts alone',
     '{"query": "a", "pos": [null]}': 'element 1 of "pos" must be a text, not nothing (null)',
     '{"query": "a", "pos": null}': '"pos" must be a list of texts, not nothing (null)',
     '{"query": "a", "pos": ["\\udc00"]}': 'element 1 of "pos" holds half a character (a lone surrogate)',
     '{"query": "a", "pos": ["b"], "prompt": "\\ud800"}': '"prompt" holds half a character (a lone surrogate)',
     '{"query": ["\\ud800", "a"], "pos": ["b"]}': '"query" holds half a character (a lone surrogate)',
     "null": "a row must be a JSON object {...}, not nothing (null)",
-    '{"query": "a", "pos": ["b\x00"]}': "broken JSON: Invalid control character at at column 26",
+    '{"query": "a", "pos": ["b\x00"]}': "broken JSON: Invalid control character at column 26: '",
 }
 
 

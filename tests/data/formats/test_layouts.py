@@ -103,7 +103,7 @@ def test_scores_of_pairs_in_one_list(tmp_path: Path) -> None:
     assert only(tmp_path, row, needs=PAIRS).positive_scores == (1.0, 0.25)
     both = only(tmp_path, {**row, "neg": ["c"], "scores": [1, 0.5, 0]}, needs=TEACHER)
     assert (both.positive_scores, both.negative_scores) == ((1.0, 0.5), (0.0,))
-    assert '"scores" has 1 elements and "pos" has 2 texts' in bad(tmp_path, {**row, "scores": [1]}, needs=PAIRS)
+    assert '"scores" has 1 element and "pos" has 2 texts' in bad(tmp_path, {**row, "scores": [1]}, needs=PAIRS)
     path = write(tmp_path / "a.jsonl", row)
     assert error_of(path).startswith(f'{path}: "scores" makes these scored pairs, which loss=infonce has no use for')
     assert read(path, columns=["query", "pos"])[0][0].positives == ("a", "b")
@@ -123,9 +123,22 @@ def test_texts_with_instructions(tmp_path: Path) -> None:
     _, report = read(write(tmp_path / "a.jsonl", medi))
     assert str(report).startswith("a: FlagEmbedding rows with instructions, 1 rows")
     assert "are two texts each" in bad(tmp_path, {**medi, "neg": ["other", "n"]})
-    mixed = {**ROW, "pos": [["x", "p"]], "neg": [["y", "n"]]}
-    assert "has the instruction a text ('x') and another a text ('y')" in bad(tmp_path, mixed)
-    assert "another nothing (null)" in bad(tmp_path, {**ROW, "pos": [["x", "p"]]})
+    mixed = {"query": ["", "q"], "pos": [["x", "p"]], "neg": [["y", "n"]]}
+    told = "the documents of this row have different instructions, {}: give all of them the same"
+    assert bad(tmp_path, mixed) == told.format("'x' and 'y'")
+    assert bad(tmp_path, {**mixed, "neg": ["n"]}) == told.format("'x' and none")
+    assert bad(tmp_path, {**mixed, "pos": ["p"], "neg": [["", "n"]]}) == told.format("'' and none")
+
+
+def test_two_texts_in_a_list_are_an_instruction_only_where_the_query_has_one(tmp_path: Path) -> None:
+    """Two paraphrases in brackets too many would else lose the first in silence."""
+    for key in ("pos", "neg"):
+        row = {**ROW, key: ["a", ["x", "y"]]}
+        assert f'element 2 of "{key}" is a list inside a list' in bad(tmp_path, row)
+    assert only(tmp_path, {**ROW, "query": ["", "q"], "pos": [["x", "y"]], "neg": [["x", "z"]]}).positives == ("y",)
+
+
+def test_gritlm_rows_without_a_query(tmp_path: Path) -> None:
     error = error_of(write(tmp_path / "g.jsonl", {"text": ["ask", "answer"]}))
     assert "gritlm's generative rows" in error
 
@@ -214,7 +227,8 @@ def test_ids_that_no_document_has(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", BY_ID)
     assert error_of(path) == (
         f"{path}: rows name documents by id, and there is no corpus beside them: "
-        "write documents: and the file, folder or Hub data set that holds their texts"
+        f"write data.train=[{{path: {path}, documents: FILE}}], "
+        "where FILE is the file, folder or Hub data set that holds their texts"
     )
     write(tmp_path / "corpus.jsonl", *CORPUS)
     for ids, what in (

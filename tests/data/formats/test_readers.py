@@ -210,7 +210,7 @@ BAD_LINES = {
     line({"query": True, "pos": ["b"]}): '"query" must be a text, not a truth value',
     line({"query": None, "pos": ["b"]}): '"query" must be a text, not nothing (null)',
     line({"query": ["a"], "pos": ["b"]}): "\"query\" must be a text, not a list (['a'])",
-    line({"query": "a", "pos": [["b", "c", "d"]]}): "element 1 of \"pos\" must be a text, not a list (['b', 'c', 'd'])",
+    line({"query": "a", "pos": [["b", "c", "d"]]}): 'element 1 of "pos" is a list inside a list',
     line({"query": "a", "pos": ["b"], "neg": ["c", 4]}): 'element 2 of "neg" must be a text, not a number (4)',
     line({"query": "a", "pos": ["b"], "neg": {"c": 4}}): '"neg" must be a list of texts, not an object',
     line({"query": "a", "pos": "b"}): "\"pos\" must be a list of texts, not a text ('b'): put it in brackets",
@@ -314,7 +314,15 @@ def test_mixed_folder_and_source_without_rows(tmp_path: Path) -> None:
     assert "holds CSV and JSONL files" in error_of(tmp_path)
     path = write(tmp_path / "bad.jsonl", b"{\n")
     error = error_of(path, on_error=OnError.skip)
-    assert "no row that can be trained on (1 skipped, the first: " in error
+    assert "no row that can be trained on (1 row skipped, the first: " in error
+
+
+def test_files_without_rows_are_told_apart_from_bad_rows(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+    told = "no row that can be trained on ({} skipped, the first: "
+    assert told.format("1 empty file") in error_of(tmp_path, on_error=OnError.skip)
+    write(tmp_path / "b.jsonl", b"{\n", b"{\n")
+    assert told.format("2 rows and 1 empty file") in error_of(tmp_path, on_error=OnError.skip)
 
 
 def test_an_empty_file_among_others(tmp_path: Path) -> None:
@@ -329,13 +337,11 @@ def test_an_empty_file_among_others(tmp_path: Path) -> None:
 def test_bad_rows_of_tables(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(b"a,b\nq,p\nq\nq,p,x\nq,caf\xe9\n,p\nq,\nq,p\n")
-    assert error_of(path) == f"{path}:3: 1 cells where the header has 2: ['q']"
+    assert error_of(path) == f"{path}:3: 1 cell where the header has 2: ['q']"
     examples, report = read(path, OnError.skip)
     assert [e.line for e in examples] == [2, 8]
     assert report.num_skipped == 5
-    assert "not UTF-8 (byte 0xe9 in 'q,caf" in report.problems[2]
-    path.write_text('a,b\nq,"open\nq,p\n')
-    assert error_of(path).startswith(f"{path}:2: broken CSV")
+    assert report.problems[2] == rf"{path}:5: not UTF-8 (byte 0xe9 in 'q,caf\xe9'): save the file as UTF-8"
     path.write_text("a,a\nq,p\n")
     assert "names a column twice" in error_of(path)
     path.write_text("a\nq\n")
@@ -371,6 +377,9 @@ def test_sources_keep_their_rows_and_distinct_names(tmp_path: Path) -> None:
         "set",
         "d",
     ]
+    assert str(stores[1].report).startswith("train-2: FlagEmbedding rows")
+    # A name that is given stays, whatever the end of a path before it.
+    assert source_names([TrainSource(path="a/b.tsv"), TrainSource(path="x", name="b")]) == ["b-2", "b"]
     with pytest.raises(ConfigError, match="empty"):
         read_sources([], OnError.stop)
 

@@ -134,7 +134,7 @@ def test_recognising_names_the_first_bad_row(tmp_path: Path) -> None:
         source.recognise(OnError.stop)
     assert source.recognise(OnError.skip).told() == "FlagEmbedding rows"
     source = reading(write(tmp_path / "a.jsonl", b"{\n", {"x": 1}))
-    with pytest.raises(DataError, match=r"no row that can be trained on \(2 skipped, the first: .*:1: broken JSON"):
+    with pytest.raises(DataError, match=r"that can be trained on \(2 rows skipped, the first: .*:1: broken JSON"):
         source.recognise(OnError.skip)
 
 

@@ -83,7 +83,7 @@ BAD_FLAGEMBEDDING = {
         "pos_scores": [1, 2]
     },
     'and this row has no "pos_scores"': {"neg_scores": [1, 2]},
-    '"pos_scores" has 1 elements and "pos" has 2 texts: give one for each': {**SCORES, "pos_scores": [1]},
+    '"pos_scores" has 1 element and "pos" has 2 texts: give one for each': {**SCORES, "pos_scores": [1]},
     '"neg_scores" has 3 elements and "neg" has 2 texts': {**SCORES, "neg_scores": [1, 2, 3]},
     '"pos_scores" must be a list, one element for each text of "pos", not a number (1)': {**SCORES, "pos_scores": 1},
     'element 2 of "pos_scores" must be a number, not a truth value (True)': {**SCORES, "pos_scores": [1, True]},
@@ -162,12 +162,12 @@ BAD_SCORES = [
     (PAIR, "good", "column \"score\" must be a number, not a text ('good')"),
     (PAIR, None, 'column "score" must be a number, not nothing (null)'),
     (PAIR, float("inf"), 'column "score" must be a finite number, not inf'),
-    (PAIR, [], 'column "score" has 0 numbers and the row has 1 positives and 0 negatives: give the score of each'),
-    (FOUR, [1, 2, 3, 4], 'column "score" has 4 numbers and the row has 1 positives and 2 negatives'),
+    (PAIR, [], 'column "score" has 0 numbers and the row has 1 positive and 0 negatives: give the score of each'),
+    (FOUR, [1, 2, 3, 4], 'column "score" has 4 numbers and the row has 1 positive and 2 negatives'),
     (TRIPLE, [1, True], 'element 2 of column "score" must be a number, not a truth value (True)'),
     (FOUR, 1.5, 'column "score" is one number, the score of one pair or the margin of one positive over one negative'),
-    ({**TRIPLE, "bad": [None]}, 1.5, "and the row has 1 positives and 0 negatives: give a list"),
-    ({"q": ["q"], "p": [["a", "b"]], "n": ["n"]}, [1, 2], "has 2 numbers and the row has 2 positives and 1 negatives"),
+    ({**TRIPLE, "bad": [None]}, 1.5, "and the row has 1 positive and 0 negatives: give a list"),
+    ({"q": ["q"], "p": [["a", "b"]], "n": ["n"]}, [1, 2], "has 2 numbers and the row has 2 positives and 1 negative"),
 ]
 
 
@@ -210,7 +210,8 @@ def test_a_score_that_the_loss_has_no_use_for(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", {**PAIR, "score": [1, 0]})
     assert error_of(path, needs=TRIPLET) == (
         f"{path}: column 'score' makes these scored pairs, which loss=triplet has no use for: "
-        "name the columns to train on, such as columns=[sentence1,sentence2], or take the source out"
+        "name the columns to train on, such as columns=[sentence1,sentence2], or take the source out; "
+        "losses that use scores: cosent, angle, cosine_mse, contrastive, online_contrastive"
     )
     assert "which loss=infonce has no use for" in error_of(path)
     assert [e.positives for e in read(path, columns=["sentence1", "score"])[0]] == [("1",), ("0",)]  # as the user says

@@ -231,6 +231,15 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
         assert "data.cache_dir or $EMBEDTRAIN_CACHE" in str(caught.value)
 
 
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        build([wanted(Path("/proc/nope/rows"), tmp_path / "log")])
+    assert str(caught.value) == (
+        "/proc/nope: this folder cannot be made to cache the training data in (No such file or directory): "
+        "set data.cache_dir or $EMBEDTRAIN_CACHE to a folder that can be written"
+    )
+
+
 def test_a_full_disk(small_disk: Path) -> None:
     def task(path: Path) -> None:
         path.write_bytes(b"x" * 400_000)

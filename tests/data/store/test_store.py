@@ -225,6 +225,16 @@ def test_each_source_has_its_own_needs(tmp_path: Path) -> None:
         read_sources(sources, OnError.stop, [even, classes])
 
 
+def test_vectors_are_as_wide_in_all_sources_of_one_loss(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{i}.jsonl", {"text": "t", "label": [1.0] * width}) for i, width in enumerate((3, 4, 3))]
+    sources = [TrainSource(path=str(path)) for path in paths]
+    assert len(read_sources(sources, OnError.stop, VECTORS, losses=[7, 2, 7])) == 3
+    for losses in (None, [1, 1, 2]):
+        with pytest.raises(DataError, match="a vector of 4 numbers, where those before have 3") as caught:
+            read_sources(sources, OnError.stop, VECTORS, losses=losses)
+        assert str(caught.value).startswith(f"{paths[1]}:1: ")
+
+
 # Offsets
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 
 from embedtrain.config.needs import Needs
 from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.keys import text_keys
+from embedtrain.data.keys import asked, text_keys
 from embedtrain.data.prompts import prompt_of
 from embedtrain.data.store import stored, token_files
 from embedtrain.data.store.cache import Cache
@@ -147,7 +147,40 @@ def test_instructions_of_rows_stand_in_for_prompts(tmp_path: Path) -> None:
             assert tokens.ids(tokens.first[i : i + 1]).tolist() == expected
             expected = plain(tokenizer, [around(example.positives[0])], 40)[0]
             assert tokens.ids(tokens.first[i : i + 1] + 1).tolist() == expected
-        assert tokens.keys[tokens.first[:-1]].tolist() == text_keys([e.query for e in rows]).tolist()
+        assert (
+            tokens.keys[tokens.first[:-1]].tolist() == text_keys([asked(e.query, e.instruction) for e in rows]).tolist()
+        )
+
+
+def test_one_text_under_two_instructions_is_two_questions(tmp_path: Path) -> None:
+    cache = Cache(directory=tmp_path / "cache")
+    own: list[dict[str, Any]] = [{"prompt": "gamma"}, {"prompt": "delta"}, {"prompt": ""}, {}, {"prompt": "gamma"}]
+    path = write(tmp_path / "a.jsonl", *({"query": "alpha", "pos": ["alpha"]} | one for one in own))
+    # With the prompt of the source all queries and documents but one look alike to the model.
+    options = PROMPTS | dict.fromkeys(["query_prompt", "document_prompt"], "Instruct: gamma\nQuery: ")
+    lengths = {"query_max_length": None, "document_max_length": None}
+    tokens = prepare_tokens(
+        rows_of(path, cache), TextTokenizer(small_tokenizer(), 16), **options, **lengths, cache=cache
+    )
+    queries, documents = tokens.keys[tokens.first[:-1]], tokens.keys[tokens.first[:-1] + 1]
+    assert documents.tolist() == text_keys(["alpha"] * 5).tolist()
+    assert queries.tolist() == text_keys(["gamma\0alpha", "delta\0alpha", "alpha", "alpha", "gamma\0alpha"]).tolist()
+    first = [tokens.ids(tokens.first[i : i + 1]).tolist() for i in range(5)]
+    assert first[0] == first[3] == first[4]
+
+
+def test_lengths_beyond_the_models_are_told(tmp_path: Path) -> None:
+    rows, tokenizer = rows_of(write(tmp_path / "fe_plain.jsonl", row(1)), Cache(directory=tmp_path / "cache")), 48
+
+    def notes(**lengths: int | None) -> list[str]:
+        wanted = Wanted(rows=rows, **PROMPTS, **LENGTHS | lengths)
+        return wanted.notes(TextTokenizer(small_tokenizer(), tokenizer))
+
+    assert notes() == notes(query_max_length=48, document_max_length=48) == []
+    assert notes(query_max_length=5000, document_max_length=49) == [
+        "fe_plain: query_max_length=5000 is more than the model's 48 tokens, which are kept",
+        "fe_plain: document_max_length=49 is more than the model's 48 tokens, which are kept",
+    ]
 
 
 def test_prompts() -> None:

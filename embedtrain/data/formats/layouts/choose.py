@@ -8,7 +8,7 @@ from embedtrain.data.formats.kinds import Kind
 from embedtrain.data.formats.layouts.columns import choose_columns
 from embedtrain.data.formats.layouts.flagembedding import FlagEmbedding
 from embedtrain.data.formats.layouts.judged import Judged
-from embedtrain.data.formats.layouts.layout import TEXTS_ALONE, Layout, beside
+from embedtrain.data.formats.layouts.layout import TEXTS_ALONE, Layout, beside, losses_of_scores
 from embedtrain.data.formats.layouts.messages import Messages
 from embedtrain.data.formats.layouts.nemo import Nemo
 from embedtrain.data.formats.layouts.tevatron import DocumentIds, Passages
@@ -47,7 +47,8 @@ def choose_layout(source: TrainSource, kind: Kind, row: dict[str, Any], needs: N
     if isinstance(layout, FlagEmbedding) and needs.scores == Scores.none and row.get("scores") is not None:
         raise DataError(
             f'{source.path}: "scores" makes these scored pairs, which loss={needs.loss} has no use for: '
-            'write columns=[query,pos] to take every text of "pos" as a positive, or take the source out'
+            'write columns=[query,pos] to take every text of "pos" as a positive, or take the source out; '
+            f"losses that use scores: {losses_of_scores()}"
         )
     return layout
 

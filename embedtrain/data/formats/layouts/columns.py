@@ -7,7 +7,7 @@ from embedtrain.config.needs import Needs, Scores
 from embedtrain.config.schema import TrainSource
 from embedtrain.data.formats import values
 from embedtrain.data.formats.kinds import Kind
-from embedtrain.data.formats.layouts.layout import TEXTS_ALONE, Documents, beside
+from embedtrain.data.formats.layouts.layout import TEXTS_ALONE, Documents, beside, losses_of_scores
 from embedtrain.data.formats.problems import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError, DataError
@@ -119,7 +119,8 @@ def _chosen_columns(source: TrainSource, row: dict[str, Any], needs: Needs) -> t
     if scores and not wants:
         raise DataError(
             f"{source.path}: column {scores[0]!r} makes these scored pairs, which loss={needs.loss} has no use for: "
-            f"name the columns to train on, such as columns=[{','.join(texts[:2])}], or take the source out"
+            f"name the columns to train on, such as columns=[{','.join(texts[:2])}], or take the source out; "
+            f"losses that use scores: {losses_of_scores()}"
         )
     if len(scores) > 1:
         raise DataError(

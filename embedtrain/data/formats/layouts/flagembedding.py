@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 from embedtrain.config.needs import Needs, Scores
 from embedtrain.data.formats import values
 from embedtrain.data.formats.layouts.layout import TEXTS_ALONE, Documents, beside, require, with_found
-from embedtrain.data.formats.problems import BadRow, told
+from embedtrain.data.formats.problems import BadRow, shortened, told
 from embedtrain.data.types import Texts
 
 # FlagEmbedding's types of rows in which query and document are of one sort and get the same instruction.
@@ -21,7 +21,7 @@ class FlagEmbedding:
 
     Beside them `pos_scores` and `neg_scores` (or `scores`, of the positives and then the negatives) are read if
     the loss needs scores; `pos_id`, `neg_id`, the query's instruction `prompt` (or `prompt_for_query`) and `type`
-    always; other keys are ignored. Any text may also be [instruction, text].
+    always; other keys are ignored. The query may also be [instruction, text], and then documents may be so too.
 
     Sources: https://github.com/FlagOpen/FlagEmbedding/tree/master/examples/finetune/embedder,
     https://github.com/NovaSearch-Team/RAG-Retrieval, https://github.com/ContextualAI/gritlm.
@@ -38,11 +38,12 @@ class FlagEmbedding:
         if query_instruction is not None:
             row = _nested(row)
         of_documents: set[str | None] = set()
-        positives = _texts(row["pos"], '"pos"', of_documents)
+        nested = query_instruction is not None
+        positives = _texts(row["pos"], '"pos"', of_documents, nested=nested)
         if not positives:
             raise BadRow('"pos" is empty: a row needs at least one positive')
         negatives = row.get("neg")
-        negatives = [] if negatives is None else _texts(negatives, '"neg"', of_documents)
+        negatives = [] if negatives is None else _texts(negatives, '"neg"', of_documents, nested=nested)
         document_instruction = _the_only(of_documents)
         if query_instruction is not None or document_instruction is not None:
             self.found["instructions"] = None
@@ -138,9 +139,15 @@ class FlagEmbedding:
         ]
 
 
-def _texts(value: object, what: str, instructions: set[str | None]) -> list[str]:
-    """A list of texts; the instructions that come with them are added to `instructions`."""
-    if not isinstance(value, list) or not any(isinstance(element, list) for element in value):
+def _texts(value: object, what: str, instructions: set[str | None], *, nested: bool) -> list[str]:
+    """A list of texts; the instructions that come with them, if they may, are added to `instructions`."""
+    lists = [i for i, element in enumerate(value, 1) if isinstance(element, list)] if isinstance(value, list) else []
+    if lists and not nested:
+        raise BadRow(
+            f"element {lists[0]} of {what} is a list inside a list: write texts alone, or, if these are "
+            '[instruction, text], "query" like that too'
+        )
+    if not isinstance(value, list) or not lists:
         found = values.text_list(value, what)
         if found:
             instructions.add(None)
@@ -152,11 +159,15 @@ def _texts(value: object, what: str, instructions: set[str | None]) -> list[str]
 
 def _the_only(instructions: set[str | None]) -> str | None:
     if len(instructions) > 1:
-        first, second = sorted(instructions, key=lambda one: (one is None, one))[:2]
+        first, second = ("none" if one is None else shortened(one) for one in _in_order(instructions)[:2])
         raise BadRow(
-            f"one document has the instruction {told(first)} and another {told(second)}: a row's must be equal"
+            f"the documents of this row have different instructions, {first} and {second}: give all of them the same"
         )
     return next(iter(instructions), None)
+
+
+def _in_order(instructions: set[str | None]) -> list[str | None]:
+    return sorted(instructions, key=lambda one: (one is None, one))
 
 
 def _nested(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from typing import Any, Protocol
 
-from embedtrain.config.needs import Needs, Scores
+from embedtrain.config.losses import LOSSES, CombinedConfig, SentenceTransformersConfig
+from embedtrain.config.needs import Needs, Scores, needs_of
 from embedtrain.data.formats.problems import BadRow
 from embedtrain.data.types import Texts
 
@@ -52,6 +53,13 @@ def beside(needs: Needs) -> str:
     if needs.vectors:
         return "a teacher's vectors of every text"
     return "a teacher's score of every document" if needs.scores == Scores.teacher else "a score of every document"
+
+
+def losses_of_scores() -> str:
+    """The losses that use scores of pairs, as they are chosen by `loss`."""
+    kinds = [kind for kind in LOSSES.values() if kind not in (CombinedConfig, SentenceTransformersConfig)]
+    needs = [needs_of(kind()) for kind in kinds]
+    return ", ".join(need.loss for need in needs if need.scores == Scores.pairs)
 
 
 def require(row: dict[str, Any], *keys: str) -> None:

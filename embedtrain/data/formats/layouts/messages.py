@@ -5,7 +5,7 @@ from typing import Any
 
 from embedtrain.config.needs import Needs, Scores
 from embedtrain.data.formats import values
-from embedtrain.data.formats.layouts.layout import TEXTS_ALONE, Documents, require, with_found
+from embedtrain.data.formats.layouts.layout import TEXTS_ALONE, Documents, losses_of_scores, require, with_found
 from embedtrain.data.formats.layouts.named import refuse_images
 from embedtrain.data.formats.problems import BadRow, told
 from embedtrain.data.types import Texts
@@ -68,7 +68,7 @@ class Messages:
         if row[key] != 1:
             raise BadRow(
                 f'"{key}" is {told(row[key])}: loss={self.needs.loss} has no use for scores, and a pair that is '
-                "not worth 1 is no positive"
+                f"not worth 1 is no positive; losses that use scores: {losses_of_scores()}"
             )
         return []
 

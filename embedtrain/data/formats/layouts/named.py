@@ -21,7 +21,8 @@ def looked_up(names: Sequence[str], what: str, documents: Documents | None) -> l
     """
     if documents is None:
         raise BadRow(
-            f"{what} names documents by id, and the source's first rows do not: write documents: for their corpus"
+            f"{what} names documents by id, and the source's first rows do not: "
+            "write data.train=[{path: ..., documents: FILE}], where FILE holds their texts"
         )
     texts = []
     for name in names:

@@ -1,0 +1,78 @@
+"""The command line of inspect: which data is meant, however its path is written, and options of a training."""
+
+import pytest
+
+from embedtrain.config.inspect_options import compose_inspect
+from embedtrain.config.losses import CoSENTConfig
+from embedtrain.config.schema import TrainSource
+from embedtrain.errors import ConfigError
+
+MODEL = "model.path=m"
+
+
+@pytest.mark.parametrize(
+    ("argument", "paths"),
+    [
+        ("data=a b,c.jsonl", ["a b,c.jsonl"]),
+        ("data='/some where/x'", ["/some where/x"]),
+        ('data="/some where/x"', ["/some where/x"]),
+        ("++data=/x", ["/x"]),
+        ("data={path: x}", ["x"]),
+        ("data=[x,'y z',{path: w}]", ["x", "y z", "w"]),
+        ("data=[0-9]*.jsonl", ["[0-9]*.jsonl"]),
+        ("data=rows/{a,b}.jsonl", ["rows/{a,b}.jsonl"]),
+        ("data.train=[x]", ["x"]),
+    ],
+)
+def test_a_path_is_a_path_however_it_is_written(argument, paths):
+    recipe, _ = compose_inspect([argument])
+    assert [source.path for source in recipe.data.train] == paths
+
+
+def test_options_of_a_source():
+    recipe, options = compose_inspect(["data={path: x, columns: [a, b], negatives: null}", "examples=0"])
+    assert recipe.data.train == [TrainSource(path="x", columns=["a", "b"], negatives=None)]
+    assert (recipe.model.path, options.examples) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    "argument", [MODEL, "name=mine", "loss=cosent", "loss.temperature=0.1", "train.steps=3", "optim.lr=1e-3", "seed=1"]
+)
+def test_an_option_of_a_training_is_enough(argument):
+    recipe, options = compose_inspect([argument, "data.train=[x]", "+problems=3", "examples=7"])
+    assert recipe.name == ("mine" if argument == "name=mine" else "inspect")
+    assert [source.path for source in recipe.data.train] == ["x"]
+    assert recipe.model.path == ("m" if argument == MODEL else None)
+    assert recipe.train.epochs == (None if argument == "train.steps=3" else 1.0)
+    assert isinstance(recipe.loss, CoSENTConfig) == (argument == "loss=cosent")
+    assert (options.data, options.examples, options.problems) == ([], 7, 3)
+
+
+def test_a_recipe_and_what_is_shown_of_it():
+    recipe, options = compose_inspect(["recipe=quickstart", "examples=3", "data.train=[x]"])
+    assert (recipe.name, options.examples, options.problems) == ("quickstart", 3, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no data"),
+        (["data="], "no data"),
+        (["data={a: x}"], "data[0] has no `path`"),
+        (["++data=7"], "data=7 is neither a path, nor a mapping with `path`, nor a list of these"),
+        (["data=x", "optim.lr=1"], "data=x does not go with optim.lr=1"),
+        (["recipe=quickstart", "data=[x]"], "write data.train=[PATH,...]"),
+        (["recipe=quickstart", "examples=few"], "examples=few"),
+        (["recipe=quickstart", "examples=-1"], "examples=-1"),
+        (["recipe=quickstart", "data.train.x=a"], "data.train.x=a: data.train is a list, which is written whole"),
+        (["data=x", "examples=1,2", "-m"], "multirun (-m) is for training"),
+        (["data=[x,{path: y, weight: 0}]"], "data.train, y: weight=0"),
+        (["data=x", "for_loss=cosen"], "did you mean cosent?"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, words):
+    with pytest.raises(ConfigError) as caught:
+        compose_inspect(arguments)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)

@@ -53,8 +53,11 @@ def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):
         told = ranks(size, run, *given(workshop, tmp_path / str(size), "train.epochs=1"))[0]
         found[size] = by_source(tmp_path / str(size))
         if size == 1:
-            assert "3 losses, one a batch; train: infonce (temperature=0.2, in_batch_negatives=True); pairs: " in told
-            assert "classes-no_in_batch_neg: no in-batch negatives, for its path says no_in_batch_neg" in told
+            assert (
+                "3 losses, one a batch: infonce (temperature=0.2, in_batch_negatives=True) for train; cosent for pa"
+                in told
+            )
+            assert "classes-no_in_batch_neg: no in-batch negatives, as no_in_batch_neg in the path says" in told
             assert "an epoch: 63 rows in 8 steps of up to 10, each of one source" in told
     names = [next(iter(row)) for row in found[1].values()]
     assert all(len(row) == 1 for row in found[1].values())

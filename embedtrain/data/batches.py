@@ -180,14 +180,21 @@ def load_train_data(
         for source in sources
     ]
     notes = [str(store.report) for store in stores]
-    notes += [note for store, each in zip(stores, given, strict=True) for note in _instructions(store, each)]
+    notes += _instructions(stores, given)
     notes.append(_epoch(stores, rows, plan, mixing))
     return TrainData(stores, plan, given, notes)
 
 
-def _instructions(store: RowStore, given: Given) -> Iterator[str]:
-    if {"instruction", "document_instruction"} & store.beside:
-        yield f"{store.report.name}: instructions of its rows go before texts as {given.instruction_format!r}"
+def _instructions(stores: Sequence[RowStore], given: Sequence[Given]) -> list[str]:
+    """How sources' own instructions stand around their texts."""
+    sources: dict[str, list[str]] = {}
+    for store, each in zip(stores, given, strict=True):
+        if {"instruction", "document_instruction"} & store.beside:
+            sources.setdefault(each.instruction_format, []).append(store.report.name)
+    return [
+        f"{', '.join(names)}: instructions of {'its' if len(names) == 1 else 'their'} rows go before texts as {form!r}"
+        for form, names in sources.items()
+    ]
 
 
 def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mixing: Mixing) -> str:

@@ -60,9 +60,11 @@ def chosen_data(
         ),
         cache=cache,
     )
-    data.notes += [
-        f"{name}: no in-batch negatives, for its path says no_in_batch_neg"
+    alone = [
+        name
         for name, source in zip(data.names, sources, strict=True)
         if source.in_batch_negatives is False and no_in_batch_negatives(source)
     ]
+    if alone:
+        data.notes.append(f"{', '.join(alone)}: no in-batch negatives, as no_in_batch_neg in the path says")
     return data, losses

@@ -141,11 +141,12 @@ def _whole(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, in
 
 def notes_on(configs: Sequence[LossConfig], names: Sequence[str], loss: Loss, dimension: int) -> list[str]:
     """What a user should know of the losses of sources of these names: lines for the terminal."""
-    different, _ = distinct(configs)
+    different, which = distinct(configs)
     notes = []
     if len(different) > 1:
-        of_each = (f"{name}: {_set_apart(config, different)}" for name, config in zip(names, configs, strict=True))
-        notes.append(f"{len(different)} losses, one a batch; {'; '.join(of_each)}")
+        sources = [", ".join(n for n, of in zip(names, which, strict=True) if of == i) for i in range(len(different))]
+        of_each = (f"{_set_apart(config, different)} for {sources[i]}" for i, config in enumerate(different))
+        notes.append(f"{len(different)} losses, one a batch: {'; '.join(of_each)}")
     own = {name: tuple(p.shape) for name, p in loss.named_parameters()}
     if own:
         told = ", ".join(f"{name} {list(shape)}" for name, shape in own.items())

@@ -100,9 +100,8 @@ def test_losses_are_shared_by_sources_that_have_the_same():
     assert alone.of_source(1) is alone
     notes = notes_on(CONFIGS, NAMES, loss, 8)
     assert notes[0] == (
-        "3 losses, one a batch; a: infonce (temperature=0.2, in_batch_negatives=True); "
-        "b: infonce (temperature=0.1, in_batch_negatives=False); "
-        "c: infonce (temperature=0.2, in_batch_negatives=True); d: cosent"
+        "3 losses, one a batch: infonce (temperature=0.2, in_batch_negatives=True) for a, c; "
+        "infonce (temperature=0.1, in_batch_negatives=False) for b; cosent for d"
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.fast_tokens import FastTokens
+from embedtrain.data.padding import padded
 from embedtrain.data.types import Tokens
 
 
@@ -63,13 +64,11 @@ class TextTokenizer:
         """
         chosen = [ids[row] for row in rows]
         lengths = np.array([len(one) for one in chosen], dtype=np.int64)
-        mask = np.arange(max(1, lengths.max())) < lengths[:, None]
-        padded = np.full(mask.shape, int(self.tokenizer.pad_token_id or 0), dtype=np.int64)
         if isinstance(chosen[0], np.ndarray):
-            padded[mask] = np.concatenate(chosen)
+            flat = np.concatenate(chosen)
         else:
-            padded[mask] = np.fromiter(itertools.chain.from_iterable(chosen), dtype=np.int64, count=int(lengths.sum()))
-        return Tokens(torch.from_numpy(padded), torch.from_numpy(mask.astype(np.int64)), tuple(rows))
+            flat = np.fromiter(itertools.chain.from_iterable(chosen), dtype=np.int32, count=int(lengths.sum()))
+        return padded(flat, lengths, rows, int(self.tokenizer.pad_token_id or 0))
 
     def dummy(self) -> Tokens:
         """A chunk that stands for no text: for a rank that has run out of chunks while others go on.

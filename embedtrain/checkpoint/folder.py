@@ -17,8 +17,10 @@ from typing import Any
 from embedtrain.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
-FORMAT = 2  # of what a step folder holds; raised when older versions could no longer read it
-OLDEST_FORMAT = 2  # that this version reads: format 1 had the encoder's weights alone, under other names
+FORMAT = 3  # of what a step folder holds; raised when older versions could no longer read it
+# That this version reads. Format 1 had the encoder's weights alone, under other names; 2 was written when rows came in
+# another order, so what remains of such a run is not known.
+OLDEST_FORMAT = 3
 _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".tmp"
 

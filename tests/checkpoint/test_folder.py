@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from embedtrain.checkpoint.folder import (
+    FORMAT,
     MANIFEST,
     choose_step,
     describe_files,
@@ -30,7 +31,7 @@ def write(root: Path, step: int, content: bytes = b"weights", best_step: int | N
     finish(
         unfinished,
         step_path(root, step),
-        {"format": 2, "step": step, "state": {"best_step": best_step}, "files": files},
+        {"format": FORMAT, "step": step, "state": {"best_step": best_step}, "files": files},
     )
     return step_path(root, step)
 

@@ -1,7 +1,7 @@
 """`torchrun -m embedtrain.evaluate model=DIR sets=[...]`: evaluate a model, sharded over all ranks."""
 
 from embedtrain.config.compose import compose_evaluate
-from embedtrain.config.schema import EvaluateOptions
+from embedtrain.config.door_options import EvaluateOptions
 from embedtrain.door import enter
 
 

@@ -1,7 +1,7 @@
 """`python -m embedtrain.export run=runs/NAME step=latest to=DIR`: any checkpoint to a model directory."""
 
 from embedtrain.config.compose import compose_export
-from embedtrain.config.schema import ExportOptions
+from embedtrain.config.door_options import ExportOptions
 from embedtrain.door import enter
 
 

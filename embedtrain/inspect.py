@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from embedtrain.config.door_options import InspectOptions
 from embedtrain.config.inspect_options import compose_inspect
-from embedtrain.config.schema import InspectOptions, Pooling, Recipe
+from embedtrain.config.schema import Pooling, Recipe
 from embedtrain.door import enter
 from embedtrain.errors import ConfigError
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from embedtrain.config.compose import compose_search
-from embedtrain.config.schema import SearchOptions
+from embedtrain.config.door_options import SearchOptions
 from embedtrain.door import enter
 
 

@@ -6,8 +6,9 @@ Each rule is (is it broken?, the sentence to say). Types and unknown names have 
 import math
 from collections.abc import Callable
 
+from embedtrain.config.door_options import EvaluateOptions
 from embedtrain.config.loss_checks import check_loss
-from embedtrain.config.schema import EvaluateOptions, Recipe, Strategy
+from embedtrain.config.schema import Recipe, Strategy
 from embedtrain.config.source_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
 from embedtrain.config.source_losses import batches_by_source, loss_of
 from embedtrain.errors import ConfigError

@@ -4,11 +4,12 @@ from dataclasses import fields, replace
 
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_one, to_dataclass, to_recipe
+from embedtrain.config.door_options import InspectOptions
 from embedtrain.config.elements import sources_of
 from embedtrain.config.folders import folder
 from embedtrain.config.loss_checks import known_name
 from embedtrain.config.losses import LOSSES
-from embedtrain.config.schema import InspectOptions, Recipe
+from embedtrain.config.schema import Recipe
 from embedtrain.errors import ConfigError
 
 _CONFIG_FLAGS = ("--config", "-cd", "-cp", "-cn")

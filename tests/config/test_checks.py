@@ -6,15 +6,8 @@ from dataclasses import replace
 import pytest
 
 from embedtrain.config.checks import RULES, check_evaluate, check_recipe
-from embedtrain.config.schema import (
-    EvaluateOptions,
-    EvaluationSet,
-    ModelConfig,
-    Pooling,
-    Recipe,
-    Strategy,
-    TrainSource,
-)
+from embedtrain.config.door_options import EvaluateOptions
+from embedtrain.config.schema import EvaluationSet, ModelConfig, Pooling, Recipe, Strategy, TrainSource
 from embedtrain.config.source_checks import SOURCE_RULES
 from embedtrain.errors import ConfigError
 

@@ -86,14 +86,14 @@ def dataset_rows(
 
 
 @contextmanager
-def _open_parquet(name: str) -> Iterator[Any]:
+def _told(name: str, kind: str) -> Iterator[None]:
+    """Turn what reading a file of this kind raises into one sentence."""
     try:
-        with open_url(name) if is_url(name) else pa.OSFile(name) as bytes_, pq.ParquetFile(bytes_) as file:
-            yield file
+        yield
     except FileNotFoundError as error:
         raise DataError(f"{name}: cannot be read: {os.strerror(errno.ENOENT)}") from error
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{name}: cannot be read as Parquet: {' '.join(str(error).split())}") from error
+        raise DataError(f"{name}: cannot be read as {kind}: {' '.join(str(error).split())}") from error
     except DataError:
         raise
     except Exception as error:
@@ -103,26 +103,28 @@ def _open_parquet(name: str) -> Iterator[Any]:
 
 
 @contextmanager
+def _open_parquet(name: str) -> Iterator[Any]:
+    with (
+        _told(name, "Parquet"),
+        open_url(name) if is_url(name) else pa.OSFile(name) as bytes_,
+        pq.ParquetFile(bytes_) as file,
+    ):
+        yield file
+
+
+@contextmanager
 def _open_arrow(name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
     """Schema and record batches of a file in either of Arrow's formats: `datasets` writes streams."""
-    try:
-        # Mapped, so that batches which are passed over cost nothing.
-        with pa.PythonFile(open_url(name), "r") if is_url(name) else pa.memory_map(name) as bytes_:
-            is_file = bytes_.read(6) == b"ARROW1"
-            bytes_.seek(0)
-            reader = pa.ipc.open_file(bytes_) if is_file else pa.ipc.open_stream(bytes_)
-            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-            yield reader.schema, batches
-    except FileNotFoundError as error:
-        raise DataError(f"{name}: cannot be read: {os.strerror(errno.ENOENT)}") from error
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{name}: cannot be read as Arrow: {' '.join(str(error).split())}") from error
-    except DataError:
-        raise
-    except Exception as error:
-        if not is_url(name):
-            raise
-        raise unreachable(name, error) from error
+    # Mapped, so that batches which are passed over cost nothing.
+    with (
+        _told(name, "Arrow"),
+        pa.PythonFile(open_url(name), "r") if is_url(name) else pa.memory_map(name) as bytes_,
+    ):
+        is_file = bytes_.read(6) == b"ARROW1"
+        bytes_.seek(0)
+        reader = pa.ipc.open_file(bytes_) if is_file else pa.ipc.open_stream(bytes_)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+        yield reader.schema, batches
 
 
 def _wanted(name: str, present: Sequence[str], columns: list[str] | None) -> list[str]:

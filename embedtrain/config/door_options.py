@@ -1,0 +1,67 @@
+"""Options of the doors other than training, as dataclasses: type, default, and what each means."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from embedtrain.config.schema import DataConfig, ExportDtype, Pooling, Precision
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions:
+    """Options of `python -m embedtrain.evaluate`."""
+
+    model: str = ""  # model directory or Hub id
+    sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
+    output_dir: str = "runs/evaluate"  # metrics.jsonl is written there
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    max_length: int | None = None
+    query_prompt: str | None = None
+    document_prompt: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    precision: Precision = Precision.fp32
+    chunk_tokens: int = 16384
+    save_runs: bool = False  # write each retrieval set's ranking as a TREC run file
+    depth: int = 100  # documents of each query in a run file; figures are always of the first 100
+    timeout: float = 1800.0
+
+
+@dataclass(kw_only=True)
+class ExportOptions:
+    """Options of `python -m embedtrain.export`."""
+
+    run: str = ""  # output_dir of a run
+    step: str = "latest"  # latest, best, or a step's number
+    to: str | None = None  # default: model/ in the run's directory
+    dtype: ExportDtype | None = None  # default: the recipe's export.dtype
+
+
+@dataclass(kw_only=True)
+class SearchOptions:
+    """Options of `python -m embedtrain.search`."""
+
+    model: str = ""  # model directory or Hub id
+    corpus: str = ""  # BEIR folder, or a corpus.jsonl
+    query: str | None = None  # without it queries are read from the keyboard, or line by line from a pipe
+    top: int = 5
+    precision: Precision = Precision.fp32
+    chunk_tokens: int = 16384
+    trust_remote_code: bool = False
+
+
+@dataclass(kw_only=True)
+class InspectOptions:
+    """Options of `python -m embedtrain.inspect`."""
+
+    data: Any = field(default_factory=list)  # of TrainSource, or of paths; or one path
+    model: str | None = None  # model directory or Hub id: lengths in its tokens, examples as it sees them
+    max_length: int | None = None  # default: the model's
+    query_prompt: str | None = None  # default: the model's
+    document_prompt: str | None = None  # default: the model's
+    instruction_format: str = DataConfig.instruction_format
+    for_loss: str = "infonce"  # what the rows are to be trained with: some losses need scores, classes or vectors
+    examples: int = 2  # rows shown of each source
+    problems: int = 10  # rows that cannot be used, named of each source
+    cache_dir: str | None = None  # as data.cache_dir
+    trust_remote_code: bool = False

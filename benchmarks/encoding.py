@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.inputs import MINILM, minilm, precisions, retrieval_set
 from benchmarks.measure import interleave, markdown, require, speeds, unit
-from embedtrain.config.schema import EvaluationConfig, Precision
+from embedtrain.config.evaluation import EvaluationConfig
+from embedtrain.config.schema import Precision
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.encode import SentenceEncoder
 

@@ -9,7 +9,8 @@ import torch
 from benchmarks.inputs import minilm, retrieval_set
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
-from embedtrain.config.schema import EvaluationConfig, Precision
+from embedtrain.config.evaluation import EvaluationConfig
+from embedtrain.config.schema import Precision
 from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator
 

@@ -15,8 +15,9 @@ def act(options: SearchOptions) -> None:
     from embedtrain.config.schema import ModelConfig, ParallelConfig
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.encode import SentenceEncoder
+    from embedtrain.evaluation.exact import unit_vectors
     from embedtrain.evaluation.retrieval import read_corpus
-    from embedtrain.evaluation.search import ShardedIndex, unit_vectors
+    from embedtrain.evaluation.search import ShardedIndex, trec_order
     from embedtrain.tracking.answers import print_answers
     from embedtrain.tracking.console import Console
     from embedtrain.training.model import load_model
@@ -33,10 +34,10 @@ def act(options: SearchOptions) -> None:
         )
         prompts = model.source.prompts
         encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=options.chunk_tokens)
+        index = ShardedIndex(trec_order(ids), world)
         with console.phase(f"encoding {len(texts):,} texts"):
-            shard = encoder.encode_sharded(texts, prompts.get("document", ""))
-        shard = type(shard)(unit_vectors(shard.vectors), shard.rows)
-        index = ShardedIndex(shard, ids, world)
+            for block in encoder.encode_blocks(texts, prompts.get("document", ""), finish=unit_vectors):
+                index.add(block)
         for query in _queries(options.query):
             vector = unit_vectors(encoder.encode_all([query], prompts.get("query", "")))
             ranking = index.search(vector, options.top)

@@ -28,11 +28,12 @@ from omegaconf.errors import OmegaConfBaseException
 from embedtrain.config.checks import check_evaluate, check_recipe
 from embedtrain.config.door_options import EvaluateOptions, ExportOptions, InspectOptions, SearchOptions
 from embedtrain.config.elements import items, losses_of, sources_of
+from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.folders import choices, folder
 from embedtrain.config.loss_checks import known_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
 from embedtrain.config.messages import explain, one_line, unknown_option
-from embedtrain.config.schema import EvaluationSet, Recipe
+from embedtrain.config.schema import Recipe
 from embedtrain.errors import ConfigError
 
 Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, InspectOptions, SearchOptions)

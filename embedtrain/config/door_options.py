@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from embedtrain.config.evaluation import Gather, IndexConfig
 from embedtrain.config.schema import DataConfig, ExportDtype, Pooling, Precision
 
 
@@ -12,7 +13,9 @@ class EvaluateOptions:
 
     model: str = ""  # model directory or Hub id
     sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
-    output_dir: str = "runs/evaluate"  # metrics.jsonl is written there
+    mteb: list[str] = field(default_factory=list)  # names of mteb's tasks
+    subset: int | None = None  # at most so many queries or rows of each set
+    output_dir: str = "runs/evaluate"  # metrics.jsonl is written there, and mteb's results
     pooling: Pooling | None = None
     normalize: bool | None = None
     max_length: int | None = None
@@ -22,7 +25,10 @@ class EvaluateOptions:
     trust_remote_code: bool = False
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384
-    save_runs: bool = False  # write each retrieval set's ranking as a TREC run file
+    gather: Gather = Gather.block
+    index: IndexConfig = field(default_factory=IndexConfig)
+    vectors_dir: str | None = None  # keep documents' vectors there: an evaluation that was stopped goes on
+    save_runs: bool = False  # write each retrieval set's ranking and judgements as TREC run and qrels files
     depth: int = 100  # documents of each query in a run file; figures are always of the first 100
     timeout: float = 1800.0
 

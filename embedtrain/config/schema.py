@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 
 
@@ -96,14 +97,6 @@ class DataCache(str, Enum):
 
     tokens = "tokens"
     offsets = "offsets"
-
-
-class SetKind(str, Enum):
-    """What an evaluation set is."""
-
-    auto = "auto"
-    retrieval = "retrieval"
-    sts = "sts"
 
 
 class OnError(str, Enum):
@@ -237,28 +230,6 @@ class ParallelConfig:
     activation_checkpointing: bool = False
     compile: bool = False  # torch.compile, block by block
     timeout: float = 1800.0  # seconds a rank waits for the others before all give up
-
-
-@dataclass(kw_only=True)
-class EvaluationSet:
-    """One evaluation set, an element of `evaluation.sets` (a bare string is its `path`)."""
-
-    path: str  # BEIR folder, table of scored pairs, or Hub id
-    kind: SetKind = SetKind.auto
-    name: str | None = None  # default: the end of the path
-    split: str | None = None  # qrels/<split>.tsv, or split of a Hub data set; default: test, then dev, ...
-    query_prompt: str | None = None  # of queries, and of both sentences of a pair; default: model.query_prompt
-    document_prompt: str | None = None  # default: model.document_prompt
-
-
-@dataclass(kw_only=True)
-class EvaluationConfig:
-    """What is measured, and when."""
-
-    every: int = 0  # steps; 0: at the end only
-    at_start: bool = False  # also before the first step
-    sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
-    chunk_tokens: int = 16384  # tokens one forward pass may hold on one rank
 
 
 @dataclass(kw_only=True)

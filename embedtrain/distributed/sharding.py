@@ -6,6 +6,8 @@ own and what is left (embeddings, final norm, heads) the root's. The optimiser i
 one built before holds tensors that are no longer the model's.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,6 +73,36 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+@contextlib.contextmanager
+def gathered_whole(encoder: nn.Module, one_pass: Callable[[], object]) -> Iterator[None]:
+    """Keep all weights gathered during the block: a forward pass is no collective then, and ranks may run any number.
+
+    Every rank holds the whole model meanwhile. Afterwards weights are sharded as before. Without effect on a module
+    that is not sharded.
+
+    Args:
+        encoder: sharded, in evaluation mode, and called without gradient during the block.
+        one_pass: runs one forward pass on every rank; it gathers.
+    """
+    parts = [part for part in encoder.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+    try:
+        if parts:
+            one_pass()
+        yield
+    finally:
+        reshard(encoder)
+        for part in parts:
+            # As `shard_` has set them; only the root stays gathered between forward and backward.
+            part.set_reshard_after_forward(part is not encoder and _has_shards(part), recurse=False)
+
+
+def _has_shards(part: nn.Module) -> bool:
+    first = next(iter(part.parameters()), None)
+    return isinstance(first, DTensor) and first.device_mesh.size(first.device_mesh.ndim - 1) > 1
 
 
 def warm_up(encoder: nn.Module, device: torch.device) -> None:

@@ -4,37 +4,40 @@ Shapes: n texts, n_r of them on rank r, W ranks, D dimensions.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embedtrain.data.tokens import TextTokenizer, cut_by_length
+from embedtrain.config.evaluation import Gather
+from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.distributed.sharding import reshard
+from embedtrain.distributed.sharding import gathered_whole, reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
+from embedtrain.evaluation.passes import Passes, plan_passes
+from embedtrain.evaluation.stored_vectors import StoredVectors
 
-# Texts tokenised at a time when only their lengths are wanted.
-_BLOCK = 8192
-# A set is cut into this many chunks where `chunk_tokens` alone would make fewer and larger ones: texts of a chunk are
-# then of nearly one length, and there is enough to deal evenly. Below so many tokens a pass would only be slower.
-_MANY = 64
-_LEAST_TOKENS = 2048
+# Passes of a rank between two looks at what came out: progress is told, and vectors are stored where that is asked for.
+_PASSES_A_BLOCK = 16
+
+Told = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedShard:
-    """The vectors that lie on this rank.
+    """Vectors that lie on this rank.
 
     Attributes:
-        vectors: float32 [n_r, D] on this rank's device.
-        rows: for each vector, which of the n texts it is of. Every text is on exactly one rank.
+        vectors: [n_r, D] on this rank's device; float32, unless they were finished otherwise.
+        rows: int64 [n_r] on the CPU: for each vector, which of the n texts it is of. Every text is on exactly one rank.
     """
 
     vectors: Tensor
-    rows: list[int]
+    rows: Tensor
 
 
 class SentenceEncoder:
@@ -43,6 +46,9 @@ class SentenceEncoder:
     Every forward pass of a sharded model is a collective. Texts are therefore cut into one list of chunks,
     the same on every rank, and chunk i is rank i % W's; who has run out of chunks runs dummies. A chunk's
     composition does not depend on W, and so neither does a single bit of any vector.
+
+    With `gather=whole` weights are gathered once, all of them, and each rank goes through its own chunks without
+    waiting for another: faster for a model that fits, and the same bits.
 
     All methods are collectives: every rank calls them with the same texts.
 
@@ -53,6 +59,11 @@ class SentenceEncoder:
         chunk_tokens: tokens, padding included, that one forward pass may hold.
         query_prompt: what the model wants before queries.
         document_prompt: what the model wants before documents.
+        gather: how much of sharded weights is whole at a time.
+
+    Attributes:
+        told: called with what is being encoded, how many chunks are done, and of how many; whoever shows progress
+            sets it.
     """
 
     def __init__(
@@ -64,6 +75,7 @@ class SentenceEncoder:
         chunk_tokens: int,
         query_prompt: str = "",
         document_prompt: str = "",
+        gather: Gather = Gather.block,
     ) -> None:
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -71,80 +83,133 @@ class SentenceEncoder:
         self.chunk_tokens = chunk_tokens
         self.query_prompt = query_prompt
         self.document_prompt = document_prompt
+        self.gather = gather
+        self.told: Told = lambda _what, _done, _total: None
 
-    def encode_sharded(self, texts: Sequence[str], prompt: str = "") -> EncodedShard:
+    def encode_sharded(self, texts: Sequence[str], prompt: str = "", *, max_length: int | None = None) -> EncodedShard:
         """Encode n texts and leave each vector on the rank that made it.
 
         Equal texts are encoded once, so their vectors, and with them their scores, are equal to the bit.
 
+        Args:
+            texts: any number of texts.
+            prompt: put before each.
+            max_length: tokens of a text that are kept, where that is less than the model takes.
+
         Raises:
             TrainingError: on every rank, if a vector is not finite on any.
         """
-        copies: dict[str, list[int]] = {}
-        for row, text in enumerate(texts):
-            copies.setdefault(text, []).append(row)
-        vectors, mine = self._encode_distinct(list(copies), prompt)
-        places = list(copies.values())
-        rows = [row for distinct in mine for row in places[distinct]]
-        if len(rows) != len(mine):
-            times = torch.tensor([len(places[distinct]) for distinct in mine], device=vectors.device)
-            with torch.inference_mode(False), torch.no_grad():
-                vectors = vectors.repeat_interleave(times, dim=0)
-        return EncodedShard(vectors, rows)
+        blocks = list(self.encode_blocks(texts, prompt, max_length=max_length))
+        with torch.inference_mode(False):
+            vectors = torch.cat([block.vectors for block in blocks])
+        return EncodedShard(vectors, torch.cat([block.rows for block in blocks]))
 
-    def encode_all(self, texts: Sequence[str], prompt: str = "") -> Tensor:
+    def encode_all(
+        self, texts: Sequence[str], prompt: str = "", *, max_length: int | None = None, what: str = "queries"
+    ) -> Tensor:
         """Encode n texts; every rank gets all vectors, float32 [n, D], in the order of the texts.
 
         Raises:
             TrainingError: on every rank, if a vector is not finite on any.
         """
-        number: dict[str, int] = {}
-        for text in texts:
-            number.setdefault(text, len(number))
-        vectors, mine = self._encode_distinct(list(number), prompt)
+        passes = self._plan(texts, prompt, max_length)
+        blocks = list(self._encode(texts, prompt, max_length, passes, None, what))
         with torch.inference_mode(False), torch.no_grad():
-            everything = gather_rows(vectors)
-            order = gather_rows(torch.tensor(mine, dtype=torch.int64, device=vectors.device))
-            distinct = torch.empty_like(everything)
-            distinct[order] = everything
-            return distinct[torch.tensor([number[text] for text in texts], dtype=torch.int64, device=vectors.device)]
+            mine = torch.cat([vectors for vectors, _ in blocks])
+            everything = gather_rows(mine)
+            kinds = torch.from_numpy(np.concatenate([kinds for _, kinds in blocks])).to(mine.device)
+            rows, counts = passes.expanded(gather_rows(kinds).cpu().numpy())
+            ordered = everything.new_empty((len(rows), everything.shape[1]))
+            ordered[rows.to(mine.device)] = everything.repeat_interleave(counts.to(mine.device), dim=0)
+            return ordered
 
-    def _encode_distinct(self, texts: list[str], prompt: str) -> tuple[Tensor, list[int]]:
-        """The vectors of this rank's chunks, [n_r, D], and which texts they are of."""
-        prompted = [prompt + text for text in texts] if prompt else texts
-        lengths = self._lengths(prompted)
-        chunks = cut_by_length(lengths, min(self.chunk_tokens, max(_LEAST_TOKENS, sum(lengths) // _MANY)))
-        mine = chunks[self.world.rank :: self.world.size]
+    def encode_blocks(
+        self,
+        texts: Sequence[str],
+        prompt: str = "",
+        *,
+        max_length: int | None = None,
+        stored: StoredVectors | None = None,
+        finish: Callable[[Tensor], Tensor] = lambda vectors: vectors,
+        what: str = "documents",
+    ) -> Iterator[EncodedShard]:
+        """The same as `encode_sharded`, a block at a time: at least one, and as many on every rank.
+
+        Args:
+            texts: any number of texts.
+            prompt: put before each.
+            max_length: tokens of a text that are kept, where that is less than the model takes.
+            stored: where vectors are kept on disk, so that encoding that was stopped goes on.
+            finish: what is made of [m, D] vectors, row by row, before they are stored and given out.
+            what: what the texts are, for progress.
+
+        Raises:
+            TrainingError: on every rank, if a vector is not finite on any.
+            DataError: stored vectors cannot be written or read.
+        """
+        passes = self._plan(texts, prompt, max_length)
+        if stored is not None:
+            stored = stored.of(texts, prompt, self.tokenizer, max_length, passes.limit)
+        for raw, kinds in self._encode(texts, prompt, max_length, passes, stored, what, finish):
+            rows, counts = passes.expanded(kinds)
+            with torch.inference_mode(False), torch.no_grad():
+                vectors = raw if len(rows) == len(kinds) else raw.repeat_interleave(counts.to(raw.device), dim=0)
+            yield EncodedShard(vectors, rows)
+
+    def _plan(self, texts: Sequence[str], prompt: str, max_length: int | None) -> Passes:
+        return plan_passes(texts, prompt, self.tokenizer, max_length, self.chunk_tokens, self.world)
+
+    def _encode(
+        self,
+        texts: Sequence[str],
+        prompt: str,
+        max_length: int | None,
+        passes: Passes,
+        stored: StoredVectors | None,
+        what: str,
+        finish: Callable[[Tensor], Tensor] = lambda vectors: vectors,
+    ) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
+        """Vectors of this rank's chunks, [m, D], and the kinds of text that they are of; a block at a time."""
+        left = list(range(len(passes)))
+        if stored is not None:
+            files = stored.files(self.world)
+            done = {number for _, numbers in files for number in numbers}
+            left = [number for number in left if number not in done]
+            for vectors, kinds in stored.share(files, self.world):
+                yield vectors.to(self.world.device), kinds
+            if not left:
+                return
+        total, size = len(passes), self.world.size
         # At least one pass even without texts: only a pass tells how many dimensions there are.
-        turns = max(1, -(-len(chunks) // self.world.size))
-        dummies: list[list[int]] = [[]] * (turns - len(mine))
-        with _evaluating(self.encoder):
-            vectors = torch.cat([self._forward([prompted[row] for row in chunk]) for chunk in mine + dummies])
-        rows = [row for chunk in mine for row in chunk]
-        self._require_finite(vectors, [prompted[row] for row in rows])
-        return vectors, rows
+        for start in range(0, len(left) or 1, _PASSES_A_BLOCK * size):
+            block = left[start : start + _PASSES_A_BLOCK * size]
+            mine = [passes.chunk(number) for number in block[self.world.rank :: size]]
+            rows = [passes.first[kinds].tolist() for kinds in mine]
+            vectors = self._block([[prompt + texts[row] for row in some] for some in rows], block, max_length)
+            self._require_finite(vectors, [texts[row] for some in rows for row in some])
+            kinds = np.concatenate([np.empty(0, dtype=np.int64), *mine])
+            with torch.inference_mode(False), torch.no_grad():
+                vectors = finish(vectors)
+            if stored is not None:
+                stored.write(vectors, kinds, block[self.world.rank :: size], self.world)
+            self.told(f"encoding {what}", total - len(left) + start + len(block), total)
+            yield vectors, kinds
 
-    def _forward(self, texts: list[str]) -> Tensor:
+    def _block(self, chunks: list[list[str]], block: Sequence[int], max_length: int | None) -> Tensor:
+        """One pass over each of this rank's chunks, and over dummies while other ranks have more."""
+        turns = max(1, -(-len(block) // self.world.size))
+        with _evaluating(self.encoder, self.world, self.tokenizer, self.gather):
+            # Where weights are whole nobody waits for anybody; one pass is still needed to know D.
+            dummies = turns - len(chunks) if self.gather is Gather.block or not chunks else 0
+            return torch.cat([self._forward(texts, max_length) for texts in [*chunks, *([[]] * dummies)]])
+
+    def _forward(self, texts: list[str], max_length: int | None) -> Tensor:
         """One pass over one chunk; over a dummy whose vector is dropped where there are no texts."""
-        ids = self.tokenizer.ids(texts)
+        ids = self.tokenizer.ids(texts, max_length)
         tokens = self.tokenizer.pad(ids, range(len(ids))) if ids else self.tokenizer.dummy()
         tokens = tokens.to(self.world.device)
         vectors: Tensor = self.encoder(tokens.ids, tokens.mask)
         return vectors.float()[: len(texts)]
-
-    def _lengths(self, texts: list[str]) -> list[int]:
-        """Every text's number of tokens, on every rank; each rank tokenises every W-th text only."""
-        share = texts[self.world.rank :: self.world.size]
-        mine: list[int] = []
-        with self.world.together("tokenising"):
-            for start in range(0, len(share), _BLOCK):
-                mine += [len(ids) for ids in self.tokenizer.ids(share[start : start + _BLOCK])]
-        counts = [len(range(rank, len(texts), self.world.size)) for rank in range(self.world.size)]
-        gathered = gather_rows(torch.tensor(mine, dtype=torch.int64, device=self.world.device), counts)
-        lengths = [0] * len(texts)
-        for rank, part in enumerate(torch.split(gathered, counts)):
-            lengths[rank :: self.world.size] = part.tolist()
-        return lengths
 
     def _require_finite(self, vectors: Tensor, texts: list[str]) -> None:
         bad = (~torch.isfinite(vectors).all(dim=1)).nonzero().flatten().tolist()
@@ -159,7 +224,7 @@ class SentenceEncoder:
 
 
 @contextlib.contextmanager
-def _evaluating(encoder: nn.Module) -> Iterator[None]:
+def _evaluating(encoder: nn.Module, world: World, tokenizer: TextTokenizer, gather: Gather) -> Iterator[None]:
     """Without gradient and dropout; afterwards every module's mode is as before and weights are sharded.
 
     Not under inference mode, and out of it where the caller is in it: what FSDP gathers weights into is made
@@ -168,8 +233,11 @@ def _evaluating(encoder: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in encoder.modules()]
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
             encoder.eval()
+            if gather is Gather.whole:
+                one = tokenizer.dummy().to(world.device)
+                stack.enter_context(gathered_whole(encoder, lambda: encoder(one.ids, one.mask)))
             yield
     finally:
         for module, training in modes:

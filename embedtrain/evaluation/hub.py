@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import datasets
 
-from embedtrain.config.schema import SetKind
+from embedtrain.config.evaluation import SetKind
 from embedtrain.errors import DataError
 from embedtrain.evaluation.pairs import read_pairs
 from embedtrain.evaluation.retrieval import assemble, choose_split

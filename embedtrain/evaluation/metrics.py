@@ -9,42 +9,80 @@ from scipy import stats
 
 from embedtrain.errors import ConfigError
 
-# Our names, as BEIR and MTEB write them, and trec_eval's. The field's main figure comes first, as it is told.
-_TREC_NAMES = {
-    "ndcg@10": "ndcg_cut_10",
-    "mrr@10": "recip_rank",
-    "map@100": "map_cut_100",
-    "recall@10": "recall_10",
-    "recall@100": "recall_100",
-    "ndcg@3": "ndcg_cut_3",
-}
-_MEASURES = {"ndcg_cut.3,10", "recip_rank", "map_cut.100", "recall.10,100"}
-
-RETRIEVAL_METRICS = tuple(_TREC_NAMES)
-STS_METRICS = ("spearman", "pearson")
-# How deep a ranking must go for all of these figures.
+RETRIEVAL_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@10", "recall@100", "ndcg@3")
+# Families of metrics, written as `ndcg@10` (of the first 10) or `map` (of all that is ranked), and trec_eval's names.
+_CUT = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P", "hit": "success"}
+_WHOLE = {"ndcg": "ndcg", "map": "map", "mrr": "recip_rank"}
+_OWN = ("mrr", "hole")  # trec_eval knows no cut of the first, and does not know the second
+# How deep a ranking goes at least.
 DEPTH = 100
+# And where a metric looks at all of it: as deep as trec_eval's own runs.
+_WHOLE_DEPTH = 1000
 
 Run = Mapping[str, Mapping[str, float]]
 
 
-def retrieval_metrics(judgements: Mapping[str, Mapping[str, int]], run: Run) -> dict[str, float]:
+def retrieval_metrics(
+    judgements: Mapping[str, Mapping[str, int]], run: Run, metrics: Sequence[str] = RETRIEVAL_METRICS
+) -> dict[str, float]:
     """Mean figures over all queries that have judgements; one that is missing in the run counts as 0.
 
     Args:
         judgements: by query id the gain of each judged document.
-        run: by query id the score of each document found; at least `DEPTH` documents where there are as many.
+        run: by query id the score of each document found; as deep as `depth_of(metrics)` where there are as many.
+        metrics: which figures; `hole@k` is the share of the first k that nobody has judged for any query.
     """
     judged = {query: dict(gains) for query, gains in judgements.items() if gains}
-    evaluator = pytrec_eval.RelevanceEvaluator(judged, _MEASURES)
-    each = evaluator.evaluate({query: dict(run.get(query, {})) for query in judged})
+    cuts = {metric: _parsed(metric) for metric in metrics}
+    asked = {
+        _WHOLE[family] if k is None or family == "mrr" else f"{_CUT[family]}.{k}"
+        for family, k in cuts.values()
+        if family != "hole"
+    }
+    each = pytrec_eval.RelevanceEvaluator(judged, asked).evaluate({query: dict(run.get(query, {})) for query in judged})
+    known = {document for gains in judged.values() for document in gains}
     figures: dict[str, float] = {}
-    for name, trec_name in _TREC_NAMES.items():
-        values = [each[query][trec_name] for query in judged]
-        if name == "mrr@10":  # trec_eval knows no cut here: what was found below rank 10 counts as not found
-            values = [value if value >= 1 / 10 else 0.0 for value in values]
-        figures[name] = math.fsum(values) / max(1, len(values))
+    for metric, (family, k) in cuts.items():
+        if family == "hole":
+            values = [_holes(run.get(query, {}), known, k or 1) for query in judged]
+        elif family == "mrr":
+            values = [each[query]["recip_rank"] for query in judged]
+            # What was found below rank k counts as not found.
+            values = [value if k is None or value >= 1 / k else 0.0 for value in values]
+        else:
+            name = _WHOLE[family] if k is None else f"{_CUT[family]}_{k}"
+            values = [each[query][name] for query in judged]
+        figures[metric] = math.fsum(values) / max(1, len(values))
     return figures
+
+
+def depth_of(metrics: Sequence[str]) -> int:
+    """How many documents of each query these metrics look at."""
+    return max(_WHOLE_DEPTH if k is None else k for _, k in map(_parsed, metrics))
+
+
+def check_retrieval_metrics(metrics: Sequence[str], option: str) -> None:
+    """Refuse names of which no metric is known.
+
+    Raises:
+        ConfigError: with the option and what is allowed.
+    """
+    for metric in metrics:
+        family, _, cut = metric.partition("@")
+        known = family in _WHOLE if not cut else family in (*_CUT, *_OWN) and cut.isdigit() and int(cut) > 0
+        if not known:
+            allowed = ", ".join([*(f"{name}@K" for name in dict.fromkeys((*_CUT, *_OWN))), *_WHOLE])
+            raise ConfigError(f"{option}: {metric!r} is no metric of rankings: allowed are {allowed}, such as ndcg@10")
+
+
+def _parsed(metric: str) -> tuple[str, int | None]:
+    family, _, cut = metric.partition("@")
+    return family, int(cut) if cut else None
+
+
+def _holes(found: Mapping[str, float], known: set[str], k: int) -> float:
+    first = sorted(found.items(), key=lambda item: (item[1], item[0]), reverse=True)[:k]
+    return sum(document not in known for document, _ in first) / k
 
 
 def sts_metrics(cosines: Sequence[float], gold: Sequence[float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from embedtrain.errors import DataError
 from embedtrain.evaluation.rows import Row, id_field, number_field, read_rows, text_field, tsv_fields
-from embedtrain.evaluation.types import RetrievalSet
+from embedtrain.evaluation.types import Corpus, RetrievalSet
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 _ID = ("_id", "id")
@@ -118,7 +118,7 @@ def assemble(
             f"{name}: {len(missing)} judgements are of documents that are not in {sources[0]}; they count as "
             f"relevant and never found, as in trec_eval (the first: {missing[0]})"
         )
-    return RetrievalSet(name, texts, documents, judgements), notes
+    return RetrievalSet(name, texts, Corpus.of(documents), judgements), notes
 
 
 def _require_usable(

@@ -1,7 +1,11 @@
-"""Rankings as TREC run files: `query Q0 document rank score tag`, what trec_eval and its relatives read."""
+"""Rankings and judgements as TREC files, what trec_eval and its relatives read.
+
+A run file holds `query Q0 document rank score tag`, a qrels file `query 0 document gain`.
+"""
 
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,7 +16,12 @@ _TAG = "embedtrain"
 
 def run_path(folder: Path, name: str) -> Path:
     """Where the run of the set `name` is written; what cannot stand in a file name becomes `_`."""
-    return folder / (re.sub(r"[^\w.@+-]", "_", name) + ".run")
+    return folder / f"{_file_name(name)}.run"
+
+
+def qrels_path(folder: Path, name: str) -> Path:
+    """Where its judgements are written."""
+    return folder / f"{_file_name(name)}.qrels"
 
 
 def write_run(path: Path, run: Run, depth: int) -> None:
@@ -21,13 +30,38 @@ def write_run(path: Path, run: Run, depth: int) -> None:
     The format has no quoting, so white space within an id is written as in a URL (`%20`). Scores have nine
     digits: read as float32 they are the same bits, and trec_eval finds the same ties.
     """
+    _write(
+        path,
+        (
+            f"{_word(query)} Q0 {_word(document)} {rank} {score:.9g} {_TAG}\n"
+            for query, found in run.items()
+            for rank, (document, score) in enumerate(list(found.items())[:depth], start=1)
+        ),
+    )
+
+
+def write_qrels(path: Path, judgements: Mapping[str, Mapping[str, int]]) -> None:
+    """Write every judgement; ids as in the run."""
+    _write(
+        path,
+        (
+            f"{_word(query)} 0 {_word(document)} {gain}\n"
+            for query, gains in judgements.items()
+            for document, gain in gains.items()
+        ),
+    )
+
+
+def _write(path: Path, lines: Iterator[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
     with unfinished.open("w", encoding="utf-8") as file:
-        for query, found in run.items():
-            for rank, (document, score) in enumerate(list(found.items())[:depth], start=1):
-                file.write(f"{_word(query)} Q0 {_word(document)} {rank} {score:.9g} {_TAG}\n")
+        file.writelines(lines)
     os.replace(unfinished, path)
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.@+-]", "_", name)
 
 
 def _word(text: str) -> str:

@@ -1,6 +1,6 @@
 """Exact top-k search over documents that are sharded over the ranks.
 
-Shapes: Q queries, T of them at a time, N documents, n on this rank, D dimensions, K results kept.
+Shapes: Q queries, T of them at a time, N documents, n on this rank, D dimensions, K results kept, W ranks.
 
 Scores are found in two stages. Matrix products in fp32 pick candidates; their rounding depends on the
 shape of the tile and thus on the number of ranks. Each candidate's score is then computed anew on its own,
@@ -13,20 +13,24 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from embedtrain.distributed.collectives import gather_rows
+from embedtrain.config.evaluation import IndexConfig
+from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.encode import EncodedShard
+from embedtrain.evaluation.exact import NOTHING, PAIR_NUMBERS, best, norms, pack, sum_of_products, unpack
+from embedtrain.evaluation.tiles import VectorTiles
 
 _QUERIES_AT_A_TIME = 512
-_DOCUMENTS_AT_A_TIME = 16384
-# Numbers of float64 in one block of pair scores: 128 MiB.
-_PAIR_NUMBERS = 1 << 24
+# Queries that visit a tile before the next tile is fetched: vectors on the host travel once for all of them.
+_QUERIES_A_VISIT = 8192
 # Candidates kept beyond K, so that rounding hardly ever asks for the second look.
 _SLACK = 32
-_NOTHING = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Ranking:
 
     Attributes:
         scores: float32 [Q, K'], on the CPU.
-        documents: int64 [Q, K'], places in the list of document ids, on the CPU.
+        documents: int64 [Q, K'], numbers of documents, on the CPU.
     """
 
     scores: Tensor
@@ -45,29 +49,33 @@ class Ranking:
 class ShardedIndex:
     """Documents that lie on the ranks where they were encoded, ready to be searched by inner product.
 
-    Equal scores are ordered as trec_eval does, by document id downwards, so that a ranking is one thing,
-    whatever the number of ranks.
+    Documents of equal scores come in a given order, so that a ranking is one thing, whatever the number of ranks,
+    the tiles, or where vectors lie.
 
     Args:
-        shard: this rank's vectors and their places in `ids`; any number, none included.
-        ids: the ids of all N documents, the same on every rank.
+        places: int64 [N], for each document its place among all in the order of ties, the first in a ranking having
+            the highest; the same on every rank. `trec_order` makes it of ids.
         world: the ranks.
+        config: as what vectors are kept, and where. Scores are those of the vectors as kept.
     """
 
-    def __init__(self, shard: EncodedShard, ids: Sequence[str], world: World) -> None:
-        device = shard.vectors.device
-        # Places in the list of ids sorted upwards. trec_eval compares bytes; Python's order of code points
-        # is that of their UTF-8 bytes.
-        self._by_id = sorted(range(len(ids)), key=ids.__getitem__)
-        place = torch.empty(len(ids), dtype=torch.int64)
-        place[self._by_id] = torch.arange(len(ids))
+    def __init__(self, places: Tensor, world: World, config: IndexConfig | None = None) -> None:
         self.world = world
-        self.vectors = shard.vectors.float()
-        self.places = place[shard.rows].to(device)
-        self.num_documents = len(ids)
-        self._longest = _norms(self.vectors).max().item() if len(shard.rows) else 0.0
+        self.num_documents = len(places)
+        self._places = places
+        self._by_place = torch.empty_like(places)
+        self._by_place[places] = torch.arange(len(places))
+        self._vectors = VectorTiles(config or IndexConfig(), world.device, -(-len(places) // world.size))
+        self._rows: list[Tensor] = []
+        self._longest = 0.0
 
-    @torch.no_grad()
+    def add(self, shard: EncodedShard) -> None:
+        """Take in some of this rank's documents: their vectors, and their numbers, each on one rank once."""
+        kept = self._vectors.add(shard.vectors)
+        self._rows.append(shard.rows)
+        if len(kept):
+            self._longest = max(self._longest, norms(kept).max().item())
+
     def search(self, queries: Tensor, k: int) -> Ranking:
         """The K documents with the largest inner product. A collective: the same queries on every rank.
 
@@ -75,72 +83,129 @@ class ShardedIndex:
             queries: float32 [Q, D].
             k: how many documents to keep, at least 1; all, where there are fewer.
         """
-        assert k > 0, "a ranking holds at least one document"
         k = min(k, self.num_documents)
-        found = [torch.empty((0, k), dtype=torch.int64)]
-        for tile in torch.split(queries.to(self.vectors.device, torch.float32), _QUERIES_AT_A_TIME):
-            if not tile.shape[0]:
-                continue
-            with _full_precision(tile.device):
-                mine = self._search_shard(tile, min(k, self.vectors.shape[0]))
-            # [T, k_r] travels as [k_r, T]: rows may differ in number between the ranks, columns may not.
-            found.append(_best(gather_rows(mine.T.contiguous()).T, k).cpu())
-        scores, places = _unpack(torch.cat(found))
-        return Ranking(scores, torch.tensor(self._by_id, dtype=torch.int64)[places])
+        visits = [visit for visit in torch.split(queries, _QUERIES_A_VISIT) if len(visit)]
+        found = [gather_rows(self._mine(visit, k), self._counts(len(visit))).cpu() for visit in visits]
+        return self._ranking(torch.cat([torch.empty((0, k), dtype=torch.int64), *found]))
+
+    def search_mine(self, queries: Tensor, k: int) -> tuple[range, Ranking]:
+        """The same for this rank's share of the queries alone: which of the Q they are, and their ranking."""
+        assert len(queries) <= _QUERIES_A_VISIT, "more queries than are searched at a time"
+        k = min(k, self.num_documents)
+        counts = self._counts(len(queries))
+        first = sum(counts[: self.world.rank])
+        mine = self._mine(queries, k) if len(queries) else torch.empty((0, k), dtype=torch.int64)
+        return range(first, first + counts[self.world.rank]), self._ranking(mine.cpu())
+
+    @torch.no_grad()
+    def scores_of(self, queries: Tensor, documents: Tensor) -> Tensor:
+        """Scores of given documents, float32 [Q, M] on the CPU, as `search` would give them. A collective.
+
+        Args:
+            queries: float32 [Q, D], the same on every rank.
+            documents: int64 [Q, M] on the CPU, numbers of documents, the same on every rank; -1 where there is none,
+                whose score is minus infinity.
+        """
+        rows, numbers = self._own_rows().sort()
+        at = torch.searchsorted(rows, documents.flatten()).clamp(max=max(0, len(rows) - 1))
+        here = (rows[at] == documents.flatten()).nonzero().flatten() if len(rows) else torch.empty(0, dtype=torch.int64)
+        scores = torch.full((documents.numel(),), -torch.inf, device=self.world.device)
+        if len(here):
+            device, width = self.world.device, documents.shape[1]
+            own = queries.to(device, torch.float32)
+            scores[here.to(device)] = self._scores(own, (here // width).to(device), numbers[at[here]].to(device))
+        dist.all_reduce(scores, op=dist.ReduceOp.MAX)
+        return scores.view(documents.shape).cpu()
+
+    def _ranking(self, keys: Tensor) -> Ranking:
+        scores, places = unpack(keys)
+        return Ranking(scores, self._by_place[places])
+
+    def _counts(self, queries: int) -> list[int]:
+        """How many of the queries each rank merges the results of: one run of queries after another."""
+        size = self.world.size
+        return [queries * (rank + 1) // size - queries * rank // size for rank in range(size)]
+
+    @torch.no_grad()
+    def _mine(self, queries: Tensor, k: int) -> Tensor:
+        """Keys of the best `k` documents of all ranks for this rank's share of the queries, [t, k]."""
+        assert k > 0, "a ranking holds at least one document"
+        queries = queries.to(self.world.device, torch.float32)
+        with _full_precision(self.world.device):
+            here = self._search_shard(queries, k)
+        counts = self._counts(len(queries))
+        mine = counts[self.world.rank]
+        came = exchange_rows(here, counts, [mine] * self.world.size)
+        return best(came.view(self.world.size, mine, k).transpose(0, 1).reshape(mine, self.world.size * k), k)
 
     def _search_shard(self, queries: Tensor, k: int) -> Tensor:
-        """Keys of the best `k` documents of this rank, int64 [T, k], best first."""
-        rough, candidates = self._candidates(queries, min(k + _SLACK, self.vectors.shape[0]))
-        rows = torch.arange(queries.shape[0], device=queries.device).repeat_interleave(candidates.shape[1])
-        best = _best(self._keys(queries, rows, candidates.flatten()).view(candidates.shape), k)
-        if candidates.shape[1] == self.vectors.shape[0]:
-            return best
-        # What was not kept scores at most the last one kept, give or take the error of both roundings.
-        last = _unpack(best[:, -1])[0].double()
-        error = self._rounding(queries)
-        unsure = (last <= rough.min(dim=1).values.double() + error).nonzero().flatten()
-        if unsure.numel():
-            best[unsure] = self._second_look(queries[unsure], k, (last - error)[unsure])
-        return best
+        """Keys of the best `k` documents of this rank, int64 [Q, k], best first; NOTHING where there are fewer."""
+        found = torch.full((len(queries), k), NOTHING, dtype=torch.int64, device=queries.device)
+        num, tiles = len(self._vectors), torch.split(queries, _QUERIES_AT_A_TIME)
+        if not num:
+            return found
+        keep = min(k, num)
+        for start, (tile, rough, candidates) in zip(
+            range(0, len(queries), _QUERIES_AT_A_TIME), self._candidates(tiles, min(k + _SLACK, num)), strict=True
+        ):
+            rows = torch.arange(len(tile), device=tile.device).repeat_interleave(candidates.shape[1])
+            of_tile = best(self._keys(tile, rows, candidates.flatten()).view(candidates.shape), keep)
+            if candidates.shape[1] < num:
+                # What was not kept scores at most the last one kept, give or take the error of both roundings.
+                last = unpack(of_tile[:, -1])[0].double()
+                error = self._rounding(tile)
+                unsure = (last <= rough.min(dim=1).values.double() + error).nonzero().flatten()
+                if unsure.numel():
+                    of_tile[unsure] = self._second_look(tile[unsure], keep, (last - error)[unsure])
+            found[start : start + len(tile), :keep] = of_tile
+        return found
 
-    def _candidates(self, queries: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-        """The `keep` documents with the largest fp32 scores: scores and rows of the shard, [T, keep]."""
-        scores = queries.new_empty((queries.shape[0], 0))
-        rows = torch.empty((queries.shape[0], 0), dtype=torch.int64, device=queries.device)
-        for start, tile in self._tiles():
-            places = torch.arange(start, start + tile.shape[0], device=queries.device)
-            scores = torch.cat([scores, queries @ tile.T], dim=1)
-            rows = torch.cat([rows, places.expand(queries.shape[0], -1)], dim=1)
-            scores, kept = scores.topk(min(keep, scores.shape[1]), dim=1, sorted=False)
-            rows = rows.gather(1, kept)
-        return scores, rows
+    def _candidates(self, queries: Sequence[Tensor], keep: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each tile of queries [T, D]: itself, the `keep` largest fp32 scores, and their rows, both [T, keep]."""
+        scores = [tile.new_empty((len(tile), 0)) for tile in queries]
+        rows = [torch.empty((len(tile), 0), dtype=torch.int64, device=tile.device) for tile in queries]
+        for start, vectors in self._vectors.tiles():
+            numbers = torch.arange(start, start + len(vectors), device=vectors.device)
+            for i, tile in enumerate(queries):
+                wide = torch.cat([scores[i], tile @ vectors.T], dim=1)
+                scores[i], kept = wide.topk(min(keep, wide.shape[1]), dim=1, sorted=False)
+                rows[i] = torch.cat([rows[i], numbers.expand(len(tile), -1)], dim=1).gather(1, kept)
+        return list(zip(queries, scores, rows, strict=True))
 
     def _second_look(self, queries: Tensor, k: int, least: Tensor) -> Tensor:
         """Keys of the best `k` among all documents whose fp32 score is `least` [T] or more, [T, k].
 
         Many documents with the same vector, or a model that gives every text nearly the same one, lead here.
         """
-        best = torch.empty((queries.shape[0], 0), dtype=torch.int64, device=queries.device)
-        for start, tile in self._tiles():
-            rough = (queries @ tile.T).double()
+        found = torch.empty((len(queries), 0), dtype=torch.int64, device=queries.device)
+        for start, vectors in self._vectors.tiles():
+            rough = (queries @ vectors.T).double()
             rows, columns = (rough >= least.unsqueeze(1)).nonzero(as_tuple=True)
-            keys = torch.full_like(rough, _NOTHING, dtype=torch.int64)
+            keys = torch.full_like(rough, NOTHING, dtype=torch.int64)
             keys[rows, columns] = self._keys(queries, rows, columns + start)
-            best = _best(torch.cat([best, keys], dim=1), k)
-        return best
-
-    def _tiles(self) -> Iterator[tuple[int, Tensor]]:
-        for start in range(0, self.vectors.shape[0], _DOCUMENTS_AT_A_TIME):
-            yield start, self.vectors[start : start + _DOCUMENTS_AT_A_TIME]
+            found = best(torch.cat([found, keys], dim=1), k)
+        return found
 
     def _keys(self, queries: Tensor, rows: Tensor, documents: Tensor) -> Tensor:
         """Keys of pairs (row of `queries`, row of this shard), [P]."""
-        block = max(1, _PAIR_NUMBERS // max(1, self.vectors.shape[1]))
-        scores = [
-            _sum_of_products(queries[r], self.vectors[d])
-            for r, d in zip(torch.split(rows, block), torch.split(documents, block), strict=True)
-        ]
-        return _pack(torch.cat(scores).float(), self.places[documents])
+        places = self._places[self._own_rows()[documents.cpu()]].to(queries.device)
+        return pack(self._scores(queries, rows, documents), places)
+
+    def _scores(self, queries: Tensor, rows: Tensor, documents: Tensor) -> Tensor:
+        """Scores of pairs (row of `queries`, row of this shard), float32 [P]."""
+        scores = torch.empty(len(rows), device=queries.device)
+        block = max(1, PAIR_NUMBERS // max(1, queries.shape[1]))
+        for some in torch.split(torch.arange(len(rows), device=queries.device), block):
+            for of, vectors in self._vectors.pick(documents[some]):
+                which = some[of]
+                scores[which] = sum_of_products(queries[rows[which]], vectors).float()
+        return scores
+
+    def _own_rows(self) -> Tensor:
+        """The numbers of this rank's documents, int64 [n] on the CPU."""
+        if len(self._rows) != 1:
+            self._rows = [torch.cat([torch.empty(0, dtype=torch.int64), *self._rows])]
+        return self._rows[0]
 
     def _rounding(self, queries: Tensor) -> Tensor:
         """Bound, [T], on how far an fp32 score and a score rounded to float32 can lie apart.
@@ -149,59 +214,18 @@ class ShardedIndex:
         in any order, and a little for the rounding of the exact score.
         """
         unit = torch.finfo(torch.float32).eps / 2
-        return (self.vectors.shape[1] + 8) * unit * self._longest * _norms(queries)
+        return (self._vectors.dimension + 8) * unit * self._longest * norms(queries)
 
 
-def unit_vectors(vectors: Tensor) -> Tensor:
-    """Vectors [n, D] scaled to length 1, float32; a zero vector stays. The same bits however they are batched."""
-    parts = torch.split(vectors, _DOCUMENTS_AT_A_TIME)
-    return torch.cat([(part / _norms(part).clamp(min=1e-12).unsqueeze(1)).float() for part in parts])
+def trec_order(ids: Sequence[str]) -> Tensor:
+    """Places among equal scores as trec_eval orders them, by document id downwards: int64 [N].
 
-
-def cosines(first: Tensor, second: Tensor) -> Tensor:
-    """Cosine of each row of two [P, D], float64 [P]; 0 where a vector is zero."""
-    return _sum_of_products(first, second) / (_norms(first) * _norms(second)).clamp(min=1e-24)
-
-
-def _norms(vectors: Tensor) -> Tensor:
-    """Length of each vector, float64 [n]."""
-    block = max(1, _PAIR_NUMBERS // max(1, vectors.shape[1]))
-    return torch.cat([_sum_of_products(part, part).sqrt() for part in torch.split(vectors, block)])
-
-
-def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
-    """Inner product of each row of two [P, D], float64 [P].
-
-    The products of float32 are exact in float64, and halves are added to halves: a library's sum may add in
-    another order for another P, on another device or with another number of threads.
+    trec_eval compares bytes, and so does Arrow.
     """
-    terms = left.double() * right.double()
-    while terms.shape[1] > 1:
-        half = terms.shape[1] // 2
-        odd = terms[:, 2 * half :]
-        terms = torch.cat([terms[:, :half] + terms[:, half : 2 * half], odd], dim=1)
-    return terms[:, 0]
-
-
-def _pack(scores: Tensor, places: Tensor) -> Tensor:
-    """A float32 score and a document's place among the sorted ids as one integer of the same order.
-
-    The largest keys are then the best documents, ties and all, and one topk finds them.
-    """
-    # Adding 0 turns -0.0 into 0.0. The bits of a negative float count the wrong way round.
-    bits = (scores + 0.0).view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return (ordered << 32) + places
-
-
-def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
-    ordered = (keys >> 32).int()
-    bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-    return bits.view(torch.float32), keys & 0xFFFFFFFF
-
-
-def _best(keys: Tensor, k: int) -> Tensor:
-    return keys.topk(min(k, keys.shape[1]), dim=1).values
+    order = torch.from_numpy(pc.sort_indices(pa.array(ids, pa.large_string())).to_numpy().astype("int64"))
+    places = torch.empty(len(ids), dtype=torch.int64)
+    places[order] = torch.arange(len(ids))
+    return places
 
 
 @contextlib.contextmanager

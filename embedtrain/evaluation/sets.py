@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from embedtrain.config.schema import EvaluationSet, SetKind
+from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.formats.sources import SUFFIXES_IN_FOLDERS, may_be_hub_id, stem_of, suffix_of
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
@@ -59,7 +59,7 @@ def read_set(config: EvaluationSet) -> LoadedSet:
         DataError: it is not there, is not of the kind said, or cannot be read.
     """
     data, notes = _read(config, set_name(config))
-    return LoadedSet(data, config.query_prompt, config.document_prompt, tuple(notes))
+    return LoadedSet(data, config.query_prompt, config.document_prompt, notes=tuple(notes))
 
 
 def _read(config: EvaluationSet, name: str) -> tuple[RetrievalSet | ScoredPairs, list[str]]:

@@ -7,7 +7,8 @@ import pytest
 
 from embedtrain.config.checks import RULES, check_evaluate, check_recipe
 from embedtrain.config.door_options import EvaluateOptions
-from embedtrain.config.schema import EvaluationSet, ModelConfig, Pooling, Recipe, Strategy, TrainSource
+from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.schema import ModelConfig, Pooling, Recipe, Strategy, TrainSource
 from embedtrain.config.source_checks import SOURCE_RULES
 from embedtrain.errors import ConfigError
 

@@ -17,14 +17,13 @@ from embedtrain.config.compose import (
     load_recipe,
     to_plain,
 )
+from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.losses import LOSSES, CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig
 from embedtrain.config.schema import (
     DataFormat,
-    EvaluationSet,
     Pooling,
     Precision,
     ScheduleKind,
-    SetKind,
     Strategy,
     TrainSource,
 )

@@ -27,7 +27,7 @@ def encode_all(world, texts, prompt="", chunk_tokens=40):
 
 def encode_sharded(world, texts):
     shard = sentence_encoder(world).encode_sharded(texts)
-    return shard.rows, shard.vectors.tolist()
+    return shard.rows.tolist(), shard.vectors.tolist()
 
 
 def test_the_same_bits_on_any_number_of_ranks(ranks):
@@ -102,10 +102,10 @@ def fail_between_two_passes(world):
     encoder = sentence_encoder(world)
     model, ids = encoder.encoder.train(), encoder.tokenizer.ids
 
-    def ids_until_the_first_pass(texts):
+    def ids_until_the_first_pass(texts, max_length=None):
         if model.forwards == 1:
             raise Breaks
-        return ids(texts)
+        return ids(texts, max_length)
 
     encoder.tokenizer.ids = ids_until_the_first_pass
     with pytest.raises(Breaks):

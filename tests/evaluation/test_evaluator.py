@@ -9,7 +9,7 @@ import torch
 from embedtrain.errors import EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, retrieval_metrics
-from embedtrain.evaluation.types import LoadedSet, RetrievalSet, ScoredPairs
+from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet, ScoredPairs
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import text
 
@@ -23,7 +23,7 @@ def small_set(num_queries=7, num_documents=11):
     }
     judgements["q0"] = {"nowhere": 1}
     del judgements["q1"]
-    return RetrievalSet("small", queries, documents, judgements)
+    return RetrievalSet("small", queries, Corpus.of(documents), judgements)
 
 
 def pairs():
@@ -67,7 +67,7 @@ def test_the_same_figures_on_any_number_of_ranks_and_those_of_trec_eval(ranks, t
 
 
 def test_fewer_documents_than_ranks(ranks):
-    data = RetrievalSet("two", {"q": "alpha"}, {"d0": "alpha", "d1": "beta gamma"}, {"q": {"d0": 1}})
+    data = RetrievalSet("two", {"q": "alpha"}, Corpus.of({"d0": "alpha", "d1": "beta gamma"}), {"q": {"d0": 1}})
     assert ranks(3, evaluate, [LoadedSet(data)]) == [{"two": dict.fromkeys(RETRIEVAL_METRICS, 1.0)}] * 3
 
 
@@ -97,7 +97,7 @@ def test_a_sets_own_prompts_come_before_the_models(ranks, tmp_path):
     by_hand = RetrievalSet(
         data.name,
         {query: "alpha beta " + words for query, words in data.queries.items()},
-        {document: "nu " + words for document, words in data.documents.items()},
+        Corpus(data.documents.ids, ["nu " + words for words in data.documents.texts]),
         data.judgements,
     )
     assert run_of(ranks, tmp_path, LoadedSet(by_hand)) == prompted

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embedtrain.config.schema import EvaluationSet, SetKind
+from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.errors import DataError
 from embedtrain.evaluation.sets import read_set
 

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, AutoTokenizer
 
-from embedtrain.config.schema import EvaluationSet
+from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator

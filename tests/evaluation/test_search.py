@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from embedtrain.evaluation import search
+from embedtrain.evaluation import search, tiles
 from embedtrain.evaluation.encode import EncodedShard
-from embedtrain.evaluation.search import ShardedIndex, cosines, unit_vectors
+from embedtrain.evaluation.exact import cosines, unit_vectors
+from embedtrain.evaluation.search import ShardedIndex, trec_order
 
 
 def exact_ranking(queries, documents, ids, k):
@@ -28,12 +29,15 @@ def search_sharded(world, queries, documents, ids, k, tile=None, queries_tile=No
     """Documents dealt out to the ranks, or all to the rank `share`."""
     rows = list(range(world.rank, len(ids), world.size)) if share is None else []
     rows = list(range(len(ids)))[::-1] if share == world.rank else rows
-    before = search._DOCUMENTS_AT_A_TIME, search._QUERIES_AT_A_TIME
-    search._DOCUMENTS_AT_A_TIME, search._QUERIES_AT_A_TIME = tile or before[0], queries_tile or before[1]
+    before = tiles.TILE, search._QUERIES_AT_A_TIME
+    tiles.TILE, search._QUERIES_AT_A_TIME = tile or before[0], queries_tile or before[1]
     try:
-        ranking = ShardedIndex(EncodedShard(documents[rows], rows), ids, world).search(queries, k)
+        index = ShardedIndex(trec_order(ids), world)
+        for some in torch.tensor(rows, dtype=torch.int64).split(5):
+            index.add(EncodedShard(documents[some], some))
+        ranking = index.search(queries, k)
     finally:
-        search._DOCUMENTS_AT_A_TIME, search._QUERIES_AT_A_TIME = before
+        tiles.TILE, search._QUERIES_AT_A_TIME = before
     return [
         list(zip(scores, places, strict=True))
         for scores, places in zip(ranking.scores.tolist(), ranking.documents.tolist(), strict=True)

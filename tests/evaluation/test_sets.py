@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embedtrain.config.schema import EvaluationSet, SetKind
+from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.errors import DataError
 from embedtrain.evaluation.rows import read_rows
 from embedtrain.evaluation.sets import load_sets, read_set, set_name

@@ -1,0 +1,65 @@
+"""Options of `python -m embedtrain.mine`."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from embedtrain.config.evaluation import Gather, IndexConfig
+from embedtrain.config.schema import DataConfig, Pooling, Precision
+
+
+class Sampling(str, Enum):
+    """Which of the documents that qualify become negatives: the best, or any, drawn by the seed."""
+
+    top = "top"
+    random = "random"
+
+
+class AgainstPositive(str, Enum):
+    """The positive whose score margins are taken from, where a row has several."""
+
+    lowest = "lowest"
+    highest = "highest"
+
+
+@dataclass(kw_only=True)
+class MineOptions:
+    """Options of `python -m embedtrain.mine`."""
+
+    model: str = ""  # model directory or Hub id
+    data: Any = field(default_factory=list)  # of TrainSource, or of paths; or one path
+    corpus: Any = field(default_factory=list)  # more documents to find negatives in: BEIR folders, corpus files, tables
+    to: str = ""  # folder for the mined rows: a file for each source, and summary.json
+
+    negatives: int = 15  # of each row at most
+    rank_min: int = 0  # so many of the best documents are passed over
+    rank_max: int = 100  # none beyond this rank is taken
+    relative_margin: float | None = 0.05  # at most (1 - this) of the positive's score: the positive-aware 95 % rule
+    absolute_margin: float | None = None  # at most the positive's score less this
+    max_score: float | None = None
+    min_score: float | None = None
+    against: AgainstPositive = AgainstPositive.lowest
+    sampling: Sampling = Sampling.top
+    seed: int = 42
+    keep_own_negatives: bool = False  # negatives that rows have already stay, before those found
+
+    teacher: str | None = None  # bi-encoder or cross-encoder whose scores are written, and margins are taken by
+    teacher_batch_size: int = 32  # pairs a cross-encoder scores at a time
+    teacher_max_length: int | None = None
+    scores: bool = True  # write pos_scores and neg_scores
+
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    max_length: int | None = None
+    query_prompt: str | None = None
+    document_prompt: str | None = None
+    instruction_format: str = DataConfig.instruction_format
+    revision: str | None = None
+    trust_remote_code: bool = False
+    precision: Precision = Precision.bf16
+    chunk_tokens: int = 16384
+    gather: Gather = Gather.block
+    index: IndexConfig = field(default_factory=IndexConfig)
+    queries_at_a_time: int = 4096  # rows mined, and written, between two places to resume from
+    cache_dir: str | None = None  # as data.cache_dir
+    timeout: float = 1800.0

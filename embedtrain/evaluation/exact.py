@@ -1,0 +1,67 @@
+"""Inner products whose bits depend on the two vectors alone, and keys that order scores with their ties.
+
+Shapes: n vectors, P pairs, D dimensions.
+"""
+
+import torch
+from torch import Tensor
+
+# Numbers of float64 in one block of pair scores: 128 MiB.
+PAIR_NUMBERS = 1 << 24
+# Below every key of a document.
+NOTHING = torch.iinfo(torch.int64).min
+_VECTORS_AT_A_TIME = 16384
+
+
+def unit_vectors(vectors: Tensor) -> Tensor:
+    """Vectors [n, D] scaled to length 1, float32; a zero vector stays. The same bits however they are batched."""
+    parts = torch.split(vectors, _VECTORS_AT_A_TIME)
+    return torch.cat([(part / norms(part).clamp(min=1e-12).unsqueeze(1)).float() for part in parts])
+
+
+def cosines(first: Tensor, second: Tensor) -> Tensor:
+    """Cosine of each row of two [P, D], float64 [P]; 0 where a vector is zero."""
+    return sum_of_products(first, second) / (norms(first) * norms(second)).clamp(min=1e-24)
+
+
+def norms(vectors: Tensor) -> Tensor:
+    """Length of each vector, float64 [n]."""
+    block = max(1, PAIR_NUMBERS // max(1, vectors.shape[1]))
+    return torch.cat([sum_of_products(part, part).sqrt() for part in torch.split(vectors, block)])
+
+
+def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """Inner product of each row of two [P, D], float64 [P].
+
+    The products of float32 are exact in float64, and halves are added to halves: a library's sum may add in
+    another order for another P, on another device or with another number of threads.
+    """
+    terms = left.double() * right.double()
+    while terms.shape[1] > 1:
+        half = terms.shape[1] // 2
+        odd = terms[:, 2 * half :]
+        terms = torch.cat([terms[:, :half] + terms[:, half : 2 * half], odd], dim=1)
+    return terms[:, 0]
+
+
+def pack(scores: Tensor, places: Tensor) -> Tensor:
+    """A float32 score and a document's place among equal scores as one integer of the same order.
+
+    The largest keys are then the best documents, ties and all, and one topk finds them.
+    """
+    # Adding 0 turns -0.0 into 0.0. The bits of a negative float count the wrong way round.
+    bits = (scores + 0.0).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (ordered << 32) + places
+
+
+def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores and the places of keys."""
+    ordered = (keys >> 32).int()
+    bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    return bits.view(torch.float32), keys & 0xFFFFFFFF
+
+
+def best(keys: Tensor, k: int) -> Tensor:
+    """The `k` largest keys of each row, largest first."""
+    return keys.topk(min(k, keys.shape[1]), dim=1).values

@@ -1,0 +1,66 @@
+"""Measuring: what every kind of evaluation works with, and how its texts become vectors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from embedtrain.config.evaluation import IndexConfig
+from embedtrain.distributed.world import World
+from embedtrain.evaluation.encode import SentenceEncoder
+from embedtrain.evaluation.exact import unit_vectors
+from embedtrain.evaluation.search import ShardedIndex, trec_order
+from embedtrain.evaluation.stored_vectors import StoredVectors
+from embedtrain.evaluation.tiles import dtype_of
+from embedtrain.evaluation.types import LoadedSet
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """One set on one model.
+
+    Attributes:
+        encoder: the live model; its prompts hold where the set has none of its own.
+        world: the ranks.
+        loaded: the set, with its prompts and lengths.
+        metrics: which figures are wanted.
+        index: how documents' vectors are kept.
+        stored: where documents' vectors are kept on disk, if they are.
+        save_runs: a folder for rankings as TREC files, or None.
+        depth: documents of each query in a run file.
+    """
+
+    encoder: SentenceEncoder
+    world: World
+    loaded: LoadedSet
+    metrics: tuple[str, ...]
+    index: IndexConfig
+    stored: StoredVectors | None
+    save_runs: Path | None
+    depth: int
+
+    def queries(self, texts: Sequence[str]) -> Tensor:
+        """Unit vectors of queries, or of texts that are no documents: float32 [n, D], on every rank. A collective."""
+        prompt = self.encoder.query_prompt if self.loaded.query_prompt is None else self.loaded.query_prompt
+        return unit_vectors(self.encoder.encode_all(texts, prompt, max_length=self.loaded.query_max_length))
+
+    def raw(self, texts: Sequence[str]) -> Tensor:
+        """The same as the model gives them, of whatever length."""
+        prompt = self.encoder.query_prompt if self.loaded.query_prompt is None else self.loaded.query_prompt
+        return self.encoder.encode_all(texts, prompt, max_length=self.loaded.query_max_length)
+
+    def indexed(self, texts: Sequence[str], ids: Sequence[str]) -> ShardedIndex:
+        """Documents, each on one rank, to be searched by cosine; ties in the order of trec_eval. A collective."""
+        prompt = self.encoder.document_prompt if self.loaded.document_prompt is None else self.loaded.document_prompt
+        index = ShardedIndex(trec_order(ids), self.world, self.index)
+        dtype = dtype_of(self.index)
+        for block in self.encoder.encode_blocks(
+            texts,
+            prompt,
+            max_length=self.loaded.document_max_length,
+            stored=self.stored,
+            finish=lambda vectors: unit_vectors(vectors).to(dtype),
+        ):
+            index.add(block)
+        return index

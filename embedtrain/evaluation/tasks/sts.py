@@ -1,0 +1,19 @@
+"""Semantic textual similarity: do cosines order pairs as people do?"""
+
+from embedtrain.evaluation.exact import cosines
+from embedtrain.evaluation.metrics import sts_metrics
+from embedtrain.evaluation.tasks.measuring import Measuring
+from embedtrain.evaluation.types import ScoredPairs
+
+METRICS = ("spearman", "pearson")
+
+
+def measure(data: ScoredPairs, measuring: Measuring) -> dict[str, float]:
+    """Rank and linear correlation of cosines with gold scores, the same floats on every rank. A collective."""
+    vectors = measuring.raw([*data.first, *data.second])
+    first, second = vectors[: len(data.first)], vectors[len(data.first) :]
+    figures: dict[str, float] = {}
+    with measuring.world.together(f"computing the metrics of {data.name}"):
+        if measuring.world.is_main:
+            figures = sts_metrics(cosines(first, second).tolist(), data.scores)
+    return measuring.world.broadcast(figures)

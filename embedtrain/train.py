@@ -119,7 +119,7 @@ def train(recipe: Recipe, world: World) -> Path:
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
     state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
     if state.best_by != recipe.checkpoint.best:
-        state.best_by, state.best, state.best_step = recipe.checkpoint.best, None, None
+        state.best_by, state.best, state.best_step, state.not_better = recipe.checkpoint.best, None, None, 0
     encoder = SentenceEncoder(
         model.encoder,
         model.tokenizer,
@@ -127,8 +127,9 @@ def train(recipe: Recipe, world: World) -> Path:
         chunk_tokens=recipe.evaluation.chunk_tokens,
         query_prompt=prompts.get("query", ""),
         document_prompt=prompts.get("document", ""),
+        gather=recipe.evaluation.gather,
     )
-    evaluator = Evaluator(sets, encoder, world)
+    evaluator = Evaluator(sets, encoder, world, index=recipe.evaluation.index)
     with world.together("writing the run directory"):
         if world.is_main:
             run_dir.write_recipe(recipe, world.size)
@@ -171,8 +172,7 @@ def train(recipe: Recipe, world: World) -> Path:
             total_steps=total_steps,
             total_batches=total_batches,
         )
-        if state.step < total_steps:
-            loop.go()
+        loop.go()
         exported = _export(recipe, model, trained, encoder, state, run_dir, world, tracker)
         for line in before_and_after(run_dir.path):
             tracker.note(line)

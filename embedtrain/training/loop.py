@@ -38,7 +38,18 @@ class Loop:
     total_batches: int  # the last step has what is left of them
 
     def go(self) -> None:
-        """Train from where the state stands to the last step."""
+        """Train from where the state stands to the last step, or to where nothing gets better any more."""
+        if not self._over:
+            self._train()
+        if self.run.state.step < self.total_steps:
+            self.tracker.note(self._why_stopped())
+
+    def save(self) -> None:
+        """Write a checkpoint of the present step."""
+        self.run.state.wandb_id = self.run.world.broadcast(self.tracker.wandb_id)
+        self.checkpoints.save(self.run.trained, self.run.optimizer, as_dict(self.run.state))
+
+    def _train(self) -> None:
         state, recipe = self.run.state, self.recipe
         each = recipe.train.accumulation
         batches = Prefetcher(self._batch, state.step * each, self.total_batches, workers=recipe.data.workers)
@@ -46,7 +57,7 @@ class Loop:
         with self.tracker.training(self.total_steps, state.step), contextlib.closing(iter(batches)) as stream:
             if state.step == 0 and recipe.evaluation.at_start:
                 self._evaluate()
-            while state.step < self.total_steps:
+            while not self._over:
                 report = train_step(self.run, *itertools.islice(stream, each))
                 since.add(report, batches.take_waited())
                 last = state.step == self.total_steps
@@ -57,13 +68,24 @@ class Loop:
                 improved = False
                 if last or _due(state.step, recipe.evaluation.every):
                     improved = self._evaluate()
-                if last or improved or _due(state.step, recipe.checkpoint.every):
+                if self._over or improved or _due(state.step, recipe.checkpoint.every):
                     self.save()
 
-    def save(self) -> None:
-        """Write a checkpoint of the present step."""
-        self.run.state.wandb_id = self.run.world.broadcast(self.tracker.wandb_id)
-        self.checkpoints.save(self.run.trained, self.run.optimizer, as_dict(self.run.state))
+    @property
+    def _over(self) -> bool:
+        """Whether all steps are done, or `evaluation.patience` has run out."""
+        patience = self.recipe.evaluation.patience
+        return self.run.state.step >= self.total_steps or (
+            patience is not None and self.run.state.not_better >= patience
+        )
+
+    def _why_stopped(self) -> str:
+        state = self.run.state
+        times = "1 evaluation" if state.not_better == 1 else f"{state.not_better} evaluations"
+        return (
+            f"stopped at step {state.step} of {self.total_steps}: {times} without a better {state.best_by} than "
+            f"{state.best:.4f} at step {state.best_step} (evaluation.patience)"
+        )
 
     def _batch(self, number: int) -> RankBatch:
         world, batch = self.run.world, self.data.batch(number)
@@ -91,8 +113,9 @@ class Loop:
         name, metric = self.best
         value = figures[name][metric]
         if state.best is not None and value <= state.best:
+            state.not_better += 1
             return False
-        state.best, state.best_step = value, state.step
+        state.best, state.best_step, state.not_better = value, state.step, 0
         return True
 
 

@@ -18,6 +18,7 @@ class TrainState:
     best_by: str | None = None  # `checkpoint.best`, and
     best: float | None = None  # the best value of it so far
     best_step: int | None = None
+    not_better: int = 0  # evaluations since the best one
     wandb_id: str | None = None
 
 

@@ -1,11 +1,16 @@
 """Encoding over ranks: the same bits on any number of them, and a model that can go on training."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from embedtrain.config.evaluation import Gather
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import EmbedtrainError, TrainingError
+from embedtrain.evaluation import encode
+from embedtrain.evaluation.stored_vectors import StoredVectors
 from tests.evaluation.tiny import TinyEncoder, sentence_encoder, sharded_encoder
 from tests.small import small_tokenizer, text
 
@@ -139,6 +144,101 @@ def test_vectors_that_are_not_finite_stop_all_ranks(ranks):
     kind, message = answers[0]
     assert kind is TrainingError
     assert message.startswith("1 vectors on rank 0 are not finite, the first of the text 'gamma nu'")
+
+
+def gathered_at_a_time(world, gather):
+    """The most blocks of four that are whole while one of them computes, how often, the vectors, and all after it."""
+    encoder = sentence_encoder(world, chunk_tokens=1, gather=gather)
+    layers = encoder.encoder.backbone.encoder.layer
+    whole = []
+
+    def look(*_):
+        whole.append(sum(not isinstance(next(layer.parameters()), DTensor) for layer in layers))
+
+    for layer in layers:
+        next(layer.children()).register_forward_pre_hook(look)
+    vectors = encoder.encode_all(TEXTS[:7])
+    sharded = all(isinstance(parameter, DTensor) for parameter in encoder.encoder.parameters())
+    counts = len(whole), max(whole)
+    encoder.gather = Gather.block
+    whole.clear()
+    encoder.encode_all(TEXTS[:7])
+    return counts, vectors.tolist(), sharded, max(whole)
+
+
+def test_no_more_than_a_block_is_gathered_unless_all_is_asked_for(ranks):
+    results = {gather: ranks(3, gathered_at_a_time, gather) for gather in Gather}
+    vectors = [result[1] for of in results.values() for result in of]
+    assert all(result == vectors[0] for result in vectors)
+    assert [(most, sharded, after) for (_, most), _, sharded, after in results[Gather.block]] == [(1, True, 1)] * 3
+    assert [(most, sharded, after) for (_, most), _, sharded, after in results[Gather.whole]] == [(2, True, 1)] * 3
+    # Seven chunks, two layers: block by block three passes on every rank; whole its own, and one that gathers.
+    assert [result[0][0] for result in results[Gather.block]] == [6, 6, 6]
+    assert [result[0][0] for result in results[Gather.whole]] == [8, 6, 6]
+
+
+def stored_encoding(world, folder, texts, stop_after=None):
+    """Encode with vectors kept in `folder`; perhaps fail after some forward passes, as a killed run would."""
+    encoder = sentence_encoder(world, chunk_tokens=16)
+    forward, passes = encoder._forward, []
+
+    def counted(*arguments):
+        if stop_after is not None and len(passes) == stop_after:
+            raise Breaks
+        passes.append(1)
+        return forward(*arguments)
+
+    encoder._forward = counted
+    stored = StoredVectors(Path(folder), {"model": "tiny"})
+    found = {}
+    try:
+        for block in encoder.encode_blocks(texts, "alpha ", stored=stored, finish=lambda v: v.to(torch.bfloat16)):
+            found |= dict(zip(block.rows.tolist(), block.vectors.float().tolist(), strict=True))
+    except Breaks:
+        return None
+    return found, len(passes)
+
+
+def test_encoding_that_was_stopped_goes_on(ranks, tmp_path, monkeypatch):
+    texts = [text(i, 1 + i % 13) for i in range(150)] + [text(3, 4)] * 3
+    whole = ranks(1, in_small_blocks, tmp_path / "whole", texts)[0]
+    assert ranks(2, in_small_blocks, tmp_path / "again", texts, 9) == [None, None]
+    kept = len(list((tmp_path / "again").rglob("*.safetensors")))
+    assert kept == 2 * 4, "four blocks of two passes on each of two ranks"
+    results = ranks(3, in_small_blocks, tmp_path / "again", texts)
+    rows = [row for found, _ in results for row in found]
+    assert sorted(rows) == list(range(len(texts))), "each text on one rank"
+    assert {row: vector for found, _ in results for row, vector in found.items()} == whole[0]
+    assert sum(passes for _, passes in results) < whole[1] - 12
+    assert sum(passes for _, passes in ranks(2, in_small_blocks, tmp_path / "again", texts)[0:1]) == 0
+    # Other texts, or another model, are another place.
+    assert ranks(1, in_small_blocks, tmp_path / "again", texts[1:])[0][1] > 20
+
+
+def in_small_blocks(world, folder, texts, stop_after=None):
+    before, encode._PASSES_A_BLOCK = encode._PASSES_A_BLOCK, 2
+    try:
+        return stored_encoding(world, folder, texts, stop_after)
+    finally:
+        encode._PASSES_A_BLOCK = before
+
+
+def spoiled(world, folder):
+    try:
+        in_small_blocks(world, folder, TEXTS)
+    except EmbedtrainError as error:
+        return str(error)
+    return None
+
+
+def test_stored_vectors_that_are_damaged_are_named(ranks, tmp_path):
+    ranks(2, in_small_blocks, tmp_path, TEXTS)
+    path = next(tmp_path.rglob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-10])
+    answers = ranks(2, spoiled, tmp_path)
+    assert str(path) in answers[0]
+    assert "delete" in answers[0]
+    assert answers[0] in answers[1]
 
 
 def count_forwards(world):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from embedtrain.config.evaluation import IndexConfig, Place, VectorDtype
 from embedtrain.evaluation import search, tiles
 from embedtrain.evaluation.encode import EncodedShard
 from embedtrain.evaluation.exact import cosines, unit_vectors
@@ -119,6 +120,45 @@ def search_in_low_precision(world, queries, documents, ids):
 def test_a_callers_autocast_changes_nothing(ranks):
     queries, documents, ids = vectors(1, 7), vectors(2, 200), numbered(200)
     assert ranks(1, search_in_low_precision, queries, documents, ids)[0] == exact_ranking(queries, documents, ids, 3)
+
+
+def kept_otherwise(world, queries, documents, ids, k, config, visit):
+    """Vectors kept as `config` says, `visit` queries at a time; all rankings, this rank's, and scores one by one."""
+    before = tiles.TILE, search._QUERIES_A_VISIT, search._QUERIES_AT_A_TIME
+    tiles.TILE, search._QUERIES_A_VISIT, search._QUERIES_AT_A_TIME = 7, visit, 2
+    try:
+        index = ShardedIndex(trec_order(ids), world, config)
+        mine = torch.arange(len(ids))[world.rank :: world.size]
+        for some in mine.split(4):
+            index.add(EncodedShard(documents[some], some))
+        ranking = index.search(queries, k)
+        share, own = index.search_mine(queries[:visit], k)
+        asked = torch.cat([ranking.documents, torch.full((len(queries), 1), -1)], dim=1)
+        return ranking.scores, ranking.documents, list(share), own.documents, index.scores_of(queries, asked)
+    finally:
+        tiles.TILE, search._QUERIES_A_VISIT, search._QUERIES_AT_A_TIME = before
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", list(VectorDtype))
+def test_vectors_on_the_host_in_passes_as_fp32_or_bf16(ranks, size, dtype):
+    """Scores are those of the vectors as they are kept, in fp32, whatever is searched at a time."""
+    queries, documents, ids = vectors(1, 9), vectors(2, 47)[torch.arange(50) % 47], numbered(50)
+    stored = documents if dtype is VectorDtype.fp32 else documents.bfloat16().float()
+    expected = exact_ranking(queries, stored, ids, 6)
+    results = ranks(size, kept_otherwise, queries, documents, ids, 6, IndexConfig(dtype=dtype, place=Place.host), 4)
+    for scores, places, _, _, again in results:
+        assert [list(zip(*row, strict=True)) for row in zip(scores.tolist(), places.tolist(), strict=True)] == expected
+        assert again[:, :-1].equal(scores)
+        assert again[:, -1].eq(-torch.inf).all()
+    assert [row for result in results for row in result[2]] == [0, 1, 2, 3], "each query's results on one rank"
+    assert torch.cat([result[3] for result in results]).equal(results[0][1][:4])
+
+
+def test_fewer_documents_than_ranks_one_by_one(ranks):
+    results = ranks(3, kept_otherwise, vectors(1, 2), vectors(2, 1), ["d"], 6, IndexConfig(), 2)
+    assert all(result[1].tolist() == [[0], [0]] for result in results)
+    assert all(result[4][:, :-1].equal(result[0]) for result in results)
 
 
 def test_no_queries(ranks):

@@ -1,5 +1,7 @@
 """A small sharded encoder for tests of evaluation, untouched: no forward pass has run on it yet."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,6 +43,6 @@ def sharded_encoder(world: World) -> TinyEncoder:
     return encoder
 
 
-def sentence_encoder(world: World, *, chunk_tokens: int = 40, **prompts: str) -> SentenceEncoder:
+def sentence_encoder(world: World, *, chunk_tokens: int = 40, **options: Any) -> SentenceEncoder:
     tokenizer = TextTokenizer(small_tokenizer(), 16)
-    return SentenceEncoder(sharded_encoder(world), tokenizer, world, chunk_tokens=chunk_tokens, **prompts)
+    return SentenceEncoder(sharded_encoder(world), tokenizer, world, chunk_tokens=chunk_tokens, **options)

@@ -29,7 +29,7 @@ def measure() -> str:
 
 
 def _rows(world: World, precision: Precision) -> list[list[object]]:
-    texts = list(retrieval_set(100, DOCUMENTS).data.documents.values())
+    texts = list(retrieval_set(100, DOCUMENTS).data.documents.texts)
     model = minilm(world, precision)
     dtype = torch.bfloat16 if precision is Precision.bf16 else torch.float32
     reference = SentenceTransformer(MINILM, device=str(world.device), model_kwargs={"dtype": dtype})

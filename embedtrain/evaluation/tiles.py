@@ -60,15 +60,14 @@ class VectorTiles:
             yield start, tile.to(self._device, non_blocking=True).float()
             start += len(tile)
 
-    def pick(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Vectors by their numbers, [P] on the device, a tile's at a time: which of the P, and float32 [p, D]."""
+    def pick(self, rows: Tensor, at_a_time: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Vectors by their numbers, [P] on the device, in portions: which of the P they are, and float32 [p, D]."""
         self._seal()
         order = rows.argsort()
         edges = torch.tensor([0, *(len(tile) for tile in self._tiles)]).cumsum(0)
         cuts = torch.searchsorted(rows[order].cpu(), edges).tolist()
         for tile, edge, start, stop in zip(self._tiles, edges.tolist(), cuts, cuts[1:], strict=False):
-            if stop > start:
-                of = order[start:stop]
+            for of in torch.split(order[start:stop], at_a_time) if stop > start else ():
                 wanted = (rows[of] - edge).to(tile.device)
                 yield of, tile[wanted].to(self._device).float()
 

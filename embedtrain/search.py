@@ -16,14 +16,14 @@ def act(options: SearchOptions) -> None:
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.encode import SentenceEncoder
     from embedtrain.evaluation.exact import unit_vectors
-    from embedtrain.evaluation.retrieval import read_corpus
+    from embedtrain.evaluation.reading.beir import read_corpus
     from embedtrain.evaluation.search import ShardedIndex, trec_order
     from embedtrain.tracking.answers import print_answers
     from embedtrain.tracking.console import Console
     from embedtrain.training.model import load_model
 
     corpus = read_corpus(Path(options.corpus))
-    ids, texts = list(corpus), list(corpus.values())
+    ids, texts = corpus.ids, corpus.texts
     console = Console()
     with joined_world() as world:
         model = load_model(

@@ -71,7 +71,7 @@ def train(recipe: Recipe, world: World) -> Path:
         data, losses = chosen_data(recipe, prompts, cache)
         total_steps, total_batches = _lengths(recipe, data)
     require_same_data(data, world)
-    sets = load_sets(recipe.evaluation.sets, world)
+    sets = load_sets(recipe.evaluation.sets, world, subset=recipe.evaluation.subset, cache=cache)
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
     for note in (*data.notes, *(note for loaded in sets for note in loaded.notes)):
         console.note(note)
@@ -166,7 +166,7 @@ def train(recipe: Recipe, world: World) -> Path:
             tokenizer=model.tokenizer,
             cutting=_cutting(recipe, model, world),
             checkpoints=checkpoints,
-            evaluate=evaluator.evaluate,
+            evaluator=evaluator,
             best=best,
             tracker=tracker,
             total_steps=total_steps,

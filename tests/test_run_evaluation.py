@@ -1,8 +1,12 @@
 """Evaluation within whole runs: early stopping, weights gathered whole or block by block, sets of every kind."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 
-from tests.small import save_small, small_model
+from tests.small import save_small, small_model, text, write_beir
 from tests.test_run import figures, losses, options, rows, run, workshop  # noqa: F401
 
 # One document of each query's is found by any model, so recall@100 of twenty documents never gets better than 1.
@@ -53,3 +57,53 @@ def test_gathering_whole_or_block_by_block_changes_nothing(ranks, workshop, tmp_
     assert found["never"][0] == found["block"][0] == found["whole"][0]
     assert found["block"][1] == found["whole"][1]
     assert list(found["whole"][1]) == [0, 1, 2, 3, 4]
+
+
+def every_kind(folder: Path) -> list[str]:
+    """A set of each kind, in files, as the entries of `evaluation.sets`."""
+    folder.mkdir()
+    texts = [text(i, 2 + i % 5) for i in range(24)]
+    pairs = list(zip(texts[:12], texts[12:], strict=True))
+
+    def table(name: str, rows: list[dict[str, object]]) -> str:
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return str(path)
+
+    table("topics/train", [{"text": t, "label": i % 3} for i, t in enumerate(texts)])
+    table("topics/test", [{"text": t + " mu", "label": i % 3} for i, t in enumerate(texts)])
+    return [
+        table("sts", [{"sentence1": a, "sentence2": b, "score": i % 5} for i, (a, b) in enumerate(pairs)]),
+        table("same", [{"sentence1": a, "sentence2": b, "label": i % 2} for i, (a, b) in enumerate(pairs)]),
+        table("bitext", [{"sentence1": a, "sentence2": b} for a, b in pairs]),
+        table(
+            "rerank", [{"query": a, "positive": [b], "negative": texts[i : i + 3]} for i, (a, b) in enumerate(pairs)]
+        ),
+        table("clusters", [{"sentences": t, "labels": i % 4} for i, t in enumerate(texts)]),
+        str(folder / "topics"),
+    ]
+
+
+def test_every_kind_of_set_leaves_training_as_it_was(ranks, workshop, tmp_path):  # noqa: F811
+    """Bit for bit with dropout, although some kinds draw at random; the same figures on two and on three ranks."""
+    sets = [*every_kind(tmp_path / "sets"), str(workshop / "dev")]
+    common = ("train.steps=3", "evaluation.every=1", "evaluation.at_start=true")
+    ranks(2, run, *options(workshop, tmp_path / "plain", *common, model="dropout"))
+    for size in (2, 3):
+        more = (*common, f"evaluation.sets=[{','.join(sets)}]")
+        ranks(size, run, *options(workshop, tmp_path / str(size), *more, model="dropout"))
+    assert losses(tmp_path / "2") == losses(tmp_path / "plain")
+    at_start = [[row for row in rows(tmp_path / size) if row.get("step") == 0] for size in ("2", "3")]
+    assert at_start[0] == at_start[1]
+    assert {row["set"] for row in at_start[0]} == {"sts", "same", "bitext", "rerank", "clusters", "topics", "dev"}
+    assert all(math.isfinite(value) for row in at_start[0] for value in row.values() if isinstance(value, float))
+
+
+def test_the_best_by_the_mean_of_several_sets(ranks, workshop, tmp_path):  # noqa: F811
+    write_beir(tmp_path / "other", 12)
+    sets = f"evaluation.sets=[{workshop / 'dev'},{tmp_path / 'other'}]"
+    common = ("train.steps=2", "evaluation.every=1", sets, "checkpoint.best=mean/ndcg@10")
+    ranks(2, run, *options(workshop, tmp_path / "run", *common))
+    of = {row["set"]: row for row in rows(tmp_path / "run") if row.get("set") and row["step"] == 2}
+    assert of["mean"]["ndcg@10"] == pytest.approx((of["dev"]["ndcg@10"] + of["other"]["ndcg@10"]) / 2)

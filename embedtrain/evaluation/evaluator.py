@@ -1,16 +1,39 @@
 """The evaluation of a live model on its sets, all ranks together."""
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from embedtrain.config.evaluation import IndexConfig
-from embedtrain.distributed.world import World
-from embedtrain.evaluation.encode import SentenceEncoder
-from embedtrain.evaluation.metrics import DEPTH
+from embedtrain.distributed.world import World, doing
+from embedtrain.errors import ConfigError
+from embedtrain.evaluation.encode import SentenceEncoder, Told
+from embedtrain.evaluation.metrics import DEPTH, check_retrieval_metrics
 from embedtrain.evaluation.stored_vectors import StoredVectors
-from embedtrain.evaluation.tasks import retrieval, sts
+from embedtrain.evaluation.tasks import (
+    bitext,
+    classification,
+    clustering,
+    pair_classification,
+    reranking,
+    retrieval,
+    sts,
+)
 from embedtrain.evaluation.tasks.measuring import Measuring
-from embedtrain.evaluation.types import LoadedSet, RetrievalSet, ScoredPairs
+from embedtrain.evaluation.types import (
+    Bitext,
+    ClassificationSet,
+    ClusteringSet,
+    EvaluationData,
+    LabelledPairs,
+    LoadedSet,
+    RetrievalSet,
+    ScoredPairs,
+)
+
+# What the means over all sets are reported under.
+MEAN = "mean"
 
 
 class Evaluator:
@@ -44,16 +67,29 @@ class Evaluator:
         self.index = index or IndexConfig()
         self.stored = stored
 
-    def evaluate(self, *, save_runs: Path | None = None) -> dict[str, dict[str, float]]:
+    def evaluate(self, *, save_runs: Path | None = None, told: Told | None = None) -> dict[str, dict[str, float]]:
         """Figures by set and metric, the same floats on every rank. A collective.
 
+        Where there are several sets, `mean` has the means of the metrics that all of them have.
+
         Args:
-            save_runs: a folder; each retrieval set's ranking and judgements are written there by rank 0 as TREC files.
+            save_runs: a folder; the ranking and judgements of each set with queries and documents are written there
+                by rank 0 as TREC files.
+            told: called as `SentenceEncoder.told` is, with the name of the set before what is being encoded.
 
         Raises:
             TrainingError: on every rank, if the model gives vectors that are not finite.
+            DataError: a set cannot be measured.
         """
-        return {loaded.data.name: self._measure(loaded, save_runs) for loaded in self.sets}
+        figures: dict[str, dict[str, float]] = {}
+        for loaded in self.sets:
+            with doing(f"evaluating {loaded.data.name}"), _telling(self.encoder, loaded.data.name, told):
+                figures[loaded.data.name] = self._measure(loaded, save_runs)
+        shared = _shared(metrics_of_each(self.sets))
+        if shared:
+            mean = {metric: math.fsum(of[metric] for of in figures.values()) / len(figures) for metric in shared}
+            figures[MEAN] = mean
+        return figures
 
     def _measure(self, loaded: LoadedSet, save_runs: Path | None) -> dict[str, float]:
         measuring = Measuring(
@@ -67,26 +103,96 @@ class Evaluator:
             self.depth,
         )
         match loaded.data:
-            case RetrievalSet() as data:
+            case RetrievalSet(candidates=None) as data:
                 figures = retrieval.measure(data, measuring)
+            case RetrievalSet() as data:
+                figures = reranking.measure(data, measuring)
             case ScoredPairs() as data:
                 figures = sts.measure(data, measuring)
+            case LabelledPairs() as data:
+                figures = pair_classification.measure(data, measuring)
+            case Bitext() as data:
+                figures = bitext.measure(data, measuring)
+            case ClassificationSet() as data:
+                figures = classification.measure(data, measuring)
+            case ClusteringSet() as data:
+                figures = clustering.measure(data, measuring)
         return {metric: figures[metric] for metric in measuring.metrics}
+
+
+@contextlib.contextmanager
+def _telling(encoder: SentenceEncoder, name: str, told: Told | None) -> Iterator[None]:
+    """Tell of the encoding of one set; afterwards the encoder tells whom it told before."""
+    before = encoder.told
+    if told is not None:
+        encoder.told = lambda what, done, total: told(f"{name}: {what}", done, total)
+    try:
+        yield
+    finally:
+        encoder.told = before
 
 
 def metrics_of_set(loaded: LoadedSet) -> tuple[str, ...]:
     """Which metrics a set is measured by, the main one first."""
-    if loaded.metrics is not None:
-        return loaded.metrics
-    match loaded.data:
-        case RetrievalSet():
-            return retrieval.METRICS
-        case ScoredPairs():
-            return sts.METRICS
-        case other:
-            raise NotImplementedError(type(other).__name__)
+    return _metrics_of_kind(loaded.data)[1] if loaded.metrics is None else loaded.metrics
+
+
+def metrics_of_each(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
+    """Which metrics each set has, by the set's name."""
+    return {loaded.data.name: metrics_of_set(loaded) for loaded in sets}
 
 
 def metrics_of(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
-    """Which metrics each set has, by the set's name."""
-    return {loaded.data.name: metrics_of_set(loaded) for loaded in sets}
+    """Which figures an evaluation has: the metrics of each set by its name, and of `mean` those that all have."""
+    each = metrics_of_each(sets)
+    shared = _shared(each)
+    return each | {MEAN: shared} if shared else each
+
+
+def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> None:
+    """Refuse metrics that a set does not have.
+
+    Args:
+        data: the set.
+        metrics: what is wanted.
+        option: the name of the option that says so.
+
+    Raises:
+        ConfigError: with the option, its value and what is allowed.
+    """
+    kind, allowed = _metrics_of_kind(data)
+    if not metrics:
+        raise ConfigError(f"{option}=[] asks for nothing: name metrics, or write null for those of {kind}")
+    if isinstance(data, RetrievalSet):
+        check_retrieval_metrics(metrics, option)
+        return
+    for metric in metrics:
+        if metric not in allowed:
+            raise ConfigError(f"{option}: {metric!r} is no metric of {kind}: allowed are {', '.join(allowed)}")
+
+
+def _metrics_of_kind(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
+    """What a kind of set is called, and its metrics, the main one first."""
+    match data:
+        case RetrievalSet(candidates=None):
+            return "retrieval", retrieval.METRICS
+        case RetrievalSet():
+            return "reranking", reranking.METRICS
+        case ScoredPairs():
+            return "semantic textual similarity", sts.METRICS
+        case LabelledPairs():
+            return "pair classification", pair_classification.METRICS
+        case Bitext():
+            return "bitext mining", bitext.METRICS
+        case ClassificationSet():
+            return "classification", classification.metrics_of_classes(data)
+        case ClusteringSet():
+            return "clustering", clustering.METRICS
+
+
+def _shared(metrics: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The metrics that all of several sets have; none where a set is itself called `mean`."""
+    if len(metrics) < 2 or MEAN in metrics:
+        return ()
+    first, *others = metrics.values()
+    return tuple(metric for metric in first if all(metric in other for other in others))

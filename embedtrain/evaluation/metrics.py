@@ -2,9 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
+import numpy as np
 import pytrec_eval
+from numpy.typing import NDArray
 from scipy import stats
 
 from embedtrain.errors import ConfigError
@@ -30,19 +32,32 @@ def retrieval_metrics(
     Args:
         judgements: by query id the gain of each judged document.
         run: by query id the score of each document found; as deep as `depth_of(metrics)` where there are as many.
-        metrics: which figures; `hole@k` is the share of the first k that nobody has judged for any query.
+        metrics: which figures.
+    """
+    return mean_figures(each_query(judgements, run, metrics, judged_documents(judgements)), metrics)
+
+
+def each_query(
+    judgements: Mapping[str, Mapping[str, int]], run: Run, metrics: Sequence[str], known: Set[str]
+) -> NDArray[np.float64]:
+    """Figures of each query that has judgements, in their order: float64 [Q, M].
+
+    Args:
+        judgements: as for `retrieval_metrics`.
+        run: as for `retrieval_metrics`.
+        metrics: the M figures; `hole@k` is the share of the first k that nobody has judged for any query, as in MTEB.
+        known: all documents that somebody has judged.
     """
     judged = {query: dict(gains) for query, gains in judgements.items() if gains}
-    cuts = {metric: _parsed(metric) for metric in metrics}
+    cuts = [_parsed(metric) for metric in metrics]
     asked = {
         _WHOLE[family] if k is None or family == "mrr" else f"{_CUT[family]}.{k}"
-        for family, k in cuts.values()
+        for family, k in cuts
         if family != "hole"
     }
     each = pytrec_eval.RelevanceEvaluator(judged, asked).evaluate({query: dict(run.get(query, {})) for query in judged})
-    known = {document for gains in judged.values() for document in gains}
-    figures: dict[str, float] = {}
-    for metric, (family, k) in cuts.items():
+    figures = np.empty((len(judged), len(cuts)))
+    for column, (family, k) in enumerate(cuts):
         if family == "hole":
             values = [_holes(run.get(query, {}), known, k or 1) for query in judged]
         elif family == "mrr":
@@ -52,8 +67,20 @@ def retrieval_metrics(
         else:
             name = _WHOLE[family] if k is None else f"{_CUT[family]}_{k}"
             values = [each[query][name] for query in judged]
-        figures[metric] = math.fsum(values) / max(1, len(values))
+        figures[:, column] = values
     return figures
+
+
+def mean_figures(each: NDArray[np.float64], metrics: Sequence[str]) -> dict[str, float]:
+    """Means over queries of figures [Q, M]: the same floats however the queries were dealt to ranks; 0 of none."""
+    return {
+        metric: math.fsum(values) / max(1, len(values)) for metric, values in zip(metrics, each.T.tolist(), strict=True)
+    }
+
+
+def judged_documents(judgements: Mapping[str, Mapping[str, int]]) -> set[str]:
+    """All documents that somebody has judged for any query."""
+    return {document for gains in judgements.values() for document in gains}
 
 
 def depth_of(metrics: Sequence[str]) -> int:
@@ -80,7 +107,7 @@ def _parsed(metric: str) -> tuple[str, int | None]:
     return family, int(cut) if cut else None
 
 
-def _holes(found: Mapping[str, float], known: set[str], k: int) -> float:
+def _holes(found: Mapping[str, float], known: Set[str], k: int) -> float:
     first = sorted(found.items(), key=lambda item: (item[1], item[0]), reverse=True)[:k]
     return sum(document not in known for document, _ in first) / k
 

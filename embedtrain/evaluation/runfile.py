@@ -5,11 +5,10 @@ A run file holds `query Q0 document rank score tag`, a qrels file `query 0 docum
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
-
-from embedtrain.evaluation.metrics import Run
 
 _TAG = "embedtrain"
 
@@ -24,8 +23,8 @@ def qrels_path(folder: Path, name: str) -> Path:
     return folder / f"{_file_name(name)}.qrels"
 
 
-def write_run(path: Path, run: Run, depth: int) -> None:
-    """Write the first `depth` documents of each query, best first.
+def write_run(path: Path, rankings: Iterable[tuple[str, Mapping[str, float]]], depth: int) -> None:
+    """Write the first `depth` documents of each query: its id, and scores by document id, best first.
 
     The format has no quoting, so white space within an id is written as in a URL (`%20`). Scores have nine
     digits: read as float32 they are the same bits, and trec_eval finds the same ties.
@@ -34,8 +33,8 @@ def write_run(path: Path, run: Run, depth: int) -> None:
         path,
         (
             f"{_word(query)} Q0 {_word(document)} {rank} {score:.9g} {_TAG}\n"
-            for query, found in run.items()
-            for rank, (document, score) in enumerate(list(found.items())[:depth], start=1)
+            for query, found in rankings
+            for rank, (document, score) in enumerate(islice(found.items(), depth), start=1)
         ),
     )
 

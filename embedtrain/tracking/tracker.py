@@ -1,7 +1,7 @@
 """What training holds to tell how it goes: the terminal, metrics.jsonl and wandb behind one object."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,6 +85,10 @@ class Tracker:
     def phase(self, text: str) -> contextlib.AbstractContextManager[None]:
         """Show what is going on while the block runs, and say how long it took."""
         return self.console.phase(text)
+
+    def counted(self) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
+        """Show how far work has come that tells (what, parts done, of how many)."""
+        return self.console.counted()
 
     def advance(self, step: int) -> None:
         """Move the bar to `step`, which is done but not logged; costs nothing."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from embedtrain.checkpoint.store import Checkpoints
@@ -11,13 +11,12 @@ from embedtrain.config.losses import LossConfig
 from embedtrain.config.schema import Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, RankBatch, cut
 from embedtrain.training.prefetch import Prefetcher
 from embedtrain.training.state import as_dict
 from embedtrain.training.step import StepReport, Trainable, train_step
-
-Figures = dict[str, dict[str, float]]
 
 
 @dataclass(kw_only=True)
@@ -31,7 +30,7 @@ class Loop:
     tokenizer: TextTokenizer
     cutting: Cutting
     checkpoints: Checkpoints
-    evaluate: Callable[[], Figures]
+    evaluator: Evaluator
     best: tuple[str, str] | None  # set and metric by which a step is the best
     tracker: Tracker
     total_steps: int
@@ -103,7 +102,8 @@ class Loop:
 
     def _evaluate(self) -> bool:
         """Measure, tell, and say whether this is the best step so far by `checkpoint.best`."""
-        figures = self.evaluate()
+        with self.tracker.counted() as told:
+            figures = self.evaluator.evaluate(told=told)
         if not figures:
             return False
         state = self.run.state

@@ -10,6 +10,7 @@ import pytest
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.errors import DataError
 from embedtrain.evaluation.sets import read_set
+from embedtrain.evaluation.types import Corpus
 
 CORPUS = [{"_id": "d1", "title": "Title", "text": "text"}, {"_id": "d2", "title": "", "text": "other"}]
 QUERIES = [{"_id": "q1", "text": "one"}, {"_id": "q2", "text": "two"}]
@@ -63,7 +64,7 @@ def test_mteb_layout(tmp_path, judgements):
     })  # fmt: skip
     data = read(folder).data
     assert data.name == "mteb-set"
-    assert data.documents == {"d1": "Title text", "d2": "other"}
+    assert data.documents == Corpus(["d1", "d2"], ["Title text", "other"])
     assert data.queries == {"q1": "one", "q2": "two"}
     assert data.judgements == {"q1": {"d2": 1}}
     assert read(folder, split="dev").data.judgements == {"q2": {"d1": 2}}
@@ -80,7 +81,7 @@ def test_c_mteb_layout(tmp_path):
     write_parquet(tmp_path / "crosslingual-qrels", "dev", [{"qid": "q", "pid": "8", "score": 1}])
     for kind in (SetKind.auto, SetKind.retrieval):
         data = read(folder, kind=kind).data
-        assert data.documents == {"7": "中文", "8": "english"}
+        assert data.documents == Corpus(["7", "8"], ["中文", "english"])
         assert data.judgements == {"q": {"8": 1}}
     write_parquet(tmp_path / "crosslingual-qrels", "dev", [{"qid": "q", "pid": 9, "score": 1}])
     assert f"{folder}-qrels, judgements: none of its 1 documents is in {folder}, corpus" in refused(folder)

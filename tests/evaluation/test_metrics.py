@@ -49,7 +49,7 @@ def test_a_run_file_has_six_columns_and_the_same_figures(tmp_path):
     run = {"q 1": {"d 1": 0.12345678806304932, "d2": 0.12345678061246872, "d3": -1e-20}, "q2": {}}
     path = run_path(tmp_path / "new folder", "owner/set one")
     assert path.name == "owner_set_one.run"
-    write_run(path, run, depth=3)
+    write_run(path, run.items(), depth=3)
     lines = [line.split(" ") for line in path.read_text().splitlines()]
     assert lines[0] == ["q%201", "Q0", "d%201", "1", "0.123456788", "embedtrain"]
     assert [(fields[2], fields[3]) for fields in lines] == [("d%201", "1"), ("d2", "2"), ("d3", "3")]
@@ -60,7 +60,7 @@ def test_a_run_file_has_six_columns_and_the_same_figures(tmp_path):
         q.replace(" ", "%20"): {d.replace(" ", "%20"): g for d, g in judged.items()} for q, judged in judgements.items()
     }
     assert retrieval_metrics(quoted, read) == retrieval_metrics(judgements, run)
-    write_run(path, run, depth=1)
+    write_run(path, run.items(), depth=1)
     assert len(path.read_text().splitlines()) == 1
 
 

@@ -23,7 +23,8 @@ def run_evaluators(world, folder):
     scored, data = pairs(), small_set()
     relevant = {query: {d for d, gain in judged.items() if gain} for query, judged in data.judgements.items()}
     similarity = st.EmbeddingSimilarityEvaluator(scored.first, scored.second, scored.scores, name="pairs")
-    retrieval = st.InformationRetrievalEvaluator(data.queries, data.documents, relevant, name="small")
+    documents = dict(zip(data.documents.ids, data.documents.texts, strict=True))
+    retrieval = st.InformationRetrievalEvaluator(data.queries, documents, relevant, name="small")
     triplets = st.TripletEvaluator(scored.first, scored.second, scored.second[::-1])
     path = str(folder) if world.is_main else None
     results = [similarity(model, path), retrieval(model, path), triplets(model)]

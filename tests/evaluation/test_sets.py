@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.errors import DataError
-from embedtrain.evaluation.rows import read_rows
+from embedtrain.errors import ConfigError, DataError
+from embedtrain.evaluation.reading.rows import table_of
 from embedtrain.evaluation.sets import load_sets, read_set, set_name
+from embedtrain.evaluation.types import Corpus
 
 CORPUS = [
     {"_id": "d1", "title": "Title", "text": "text"},
@@ -51,7 +52,7 @@ def test_beir_folder(beir):
     loaded = read(f"{beir}/", query_prompt="q: ", document_prompt="")
     data = loaded.data
     assert data.name == "my-set"
-    assert data.documents == {"d1": "Title text", "2": "no title", "d3": "no title either", "d4": ""}
+    assert data.documents == Corpus(["d1", "2", "d3", "d4"], ["Title text", "no title", "no title either", ""])
     assert list(data.queries.items()) == [("q2", "two"), ("q1", "one"), ("q3", "not judged")]
     assert data.judgements == {"q1": {"d1": 1, "2": 0}, "q2": {"d3": 2}}
     assert data.judged_queries == ["q2", "q1"]
@@ -212,12 +213,11 @@ def test_a_parquet_text_that_is_not_utf8(tmp_path):
 
 
 BROKEN_TABLES = [
-    ("t.tsv", "sentence1\tsentence2\nA\tB\n", "t.tsv:2: there is no score, only sentence1, sentence2"),
     ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\n", "t.tsv:2: 2 cells where the header has 3"),
     ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t\n", "t.tsv:2: score must be a number, not ''"),
     ("t.jsonl", '{"sentence1": "A", "sentence2": "B", "score": NaN}\n', "t.jsonl:1: score must be a number, not nan"),
     ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t1\nC\tD\t1\n", "t.tsv: 2 pairs with 1 different scores, so no corr"),
-    ("t.tsv", "", "t.tsv: 0 pairs with 0 different scores"),
+    ("t.tsv", "", "t.tsv is empty"),
     ("t.csv", 'sentence1,sentence2,score\n"A,B,1\n', "t.csv:2: broken CSV: unexpected end of data"),
     ("t.parquet", "PAR", "t.parquet: cannot be read as Parquet: "),
     (
@@ -249,20 +249,34 @@ def test_broken_tables(tmp_path, name, content, says):
 @pytest.mark.parametrize("name", ["gone.tsv", "gone.jsonl", "gone.parquet"])
 def test_a_file_that_goes_away(tmp_path, name):
     with pytest.raises(DataError, match=rf"{name}: cannot be read"):
-        list(read_rows(tmp_path / name))
+        list(table_of(tmp_path / name).rows())
 
 
 def test_what_is_not_a_set(beir, tmp_path):
     assert refused(tmp_path / "nothing") == f"{tmp_path}/nothing is not there"
     assert refused("nothing.tsv") == "nothing.tsv is not there"
-    assert "BEIR" in refused(beir, kind=SetKind.sts)
+    assert refused(beir, kind=SetKind.sts) == f"{beir} is a retrieval set (BEIR folder), but kind=sts was said"
+    with pytest.raises(
+        ConfigError, match=r"^config=en is of Hub data sets, and .*my-set is a BEIR folder: leave it out"
+    ):
+        read(beir, config="en")
+    with pytest.raises(ConfigError, match=r"^experiments=3 has no use with .*my-set, which is a retrieval set: leave"):
+        read(beir, experiments=3)
+    with pytest.raises(ConfigError, match=r"^metrics of my-set: 'spearman' is no metric of rankings: "):
+        read(beir, metrics=["spearman"])
     assert "is one file" in refused(beir / "corpus.jsonl", kind=SetKind.retrieval)
     (tmp_path / "empty").mkdir()
     assert "is no evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
     (tmp_path / "empty" / "zzz.json").write_text("{}")  # in a folder more often a configuration
     assert "is no evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
     (tmp_path / "empty" / "test.tsv.gz").write_bytes(gzip.compress(b""))
-    assert refused(tmp_path / "empty").endswith(f"give one of them, such as {tmp_path}/empty/test.tsv.gz")
+    assert refused(tmp_path / "empty") == f"{tmp_path}/empty/test.tsv.gz is empty"
+    assert "is no retrieval set: expected corpus.jsonl" in refused(tmp_path / "empty", kind=SetKind.retrieval)
+    for name in ("one.csv", "two.csv"):
+        (tmp_path / "empty" / name).write_text("a,b\n1,2\n")
+    (tmp_path / "empty" / "test.tsv.gz").unlink()
+    assert refused(tmp_path / "empty").endswith(f"give one of them, such as {tmp_path}/empty/two.csv")
+    assert refused(tmp_path / "empty", split="x") == f"{tmp_path}/empty holds no split 'x', only one, two"
 
 
 @pytest.mark.parametrize(

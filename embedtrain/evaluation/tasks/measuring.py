@@ -41,14 +41,19 @@ class Measuring:
     depth: int
 
     def queries(self, texts: Sequence[str]) -> Tensor:
-        """Unit vectors of queries, or of texts that are no documents: float32 [n, D], on every rank. A collective."""
-        prompt = self.encoder.query_prompt if self.loaded.query_prompt is None else self.loaded.query_prompt
-        return unit_vectors(self.encoder.encode_all(texts, prompt, max_length=self.loaded.query_max_length))
+        """Unit vectors of queries: float32 [n, D], on every rank. A collective."""
+        return unit_vectors(self._encoded(texts, "queries"))
 
     def raw(self, texts: Sequence[str]) -> Tensor:
-        """The same as the model gives them, of whatever length."""
+        """Vectors of texts that are neither queries nor documents, as the model gives them, of whatever length.
+
+        They get the prompt and the length of queries. Float32 [n, D], on every rank. A collective.
+        """
+        return self._encoded(texts, "texts")
+
+    def _encoded(self, texts: Sequence[str], what: str) -> Tensor:
         prompt = self.encoder.query_prompt if self.loaded.query_prompt is None else self.loaded.query_prompt
-        return self.encoder.encode_all(texts, prompt, max_length=self.loaded.query_max_length)
+        return self.encoder.encode_all(texts, prompt, max_length=self.loaded.query_max_length, what=what)
 
     def indexed(self, texts: Sequence[str], ids: Sequence[str]) -> ShardedIndex:
         """Documents, each on one rank, to be searched by cosine; ties in the order of trec_eval. A collective."""

@@ -1,0 +1,84 @@
+"""Bitext mining against MTEB and sentence-transformers, on the same vectors, and known figures of a real model."""
+
+import csv
+
+import pytest
+from mteb.abstasks.text.bitext_mining import AbsTaskBitextMining
+from sentence_transformers.sentence_transformer.evaluation import TranslationEvaluator
+from transformers import AutoTokenizer
+
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.evaluation.encode import SentenceEncoder
+from embedtrain.evaluation.evaluator import Evaluator
+from embedtrain.evaluation.types import Bitext, LoadedSet
+from tests.evaluation.tasks.theirs import encoded, figures_of, on_any_ranks, splits, task_of, unit
+from tests.evaluation.test_real import MeanPooled
+from tests.small import text
+
+
+def bitext(number=17):
+    """Rows whose second sentence is nearly the first; sentences stand twice, here or there or on both sides."""
+    first = [text(i, 4 + i % 3) for i in range(number)]
+    second = [text(i + (i % 5 == 0), 5 + i % 2) for i in range(number)]
+    first[6], second[9], second[12] = first[2], second[3], second[3]
+    first[14], second[14] = first[8], second[8]
+    return Bitext("bitext", first, second)
+
+
+class TheirModel:
+    def __init__(self, vectors):
+        self.vectors = vectors
+
+    def encode(self, texts, **_options):
+        return list(unit([self.vectors[text] for text in texts]))
+
+
+def test_figures_are_those_of_the_fields_tools(ranks):
+    data = bitext()
+    figures = on_any_ranks(ranks, LoadedSet(data))["bitext"]
+    vectors = ranks(1, encoded, [*data.first, *data.second])[0]
+    task = task_of(
+        AbsTaskBitextMining, "BitextMining", "f1", splits(test={"sentence1": data.first, "sentence2": data.second})
+    )
+    mteb = figures_of(task, vectors)
+    for name in ("f1", "precision", "recall", "accuracy"):
+        assert figures[name] == pytest.approx(mteb[name], abs=1e-6), name
+
+    class Evaluated(TranslationEvaluator):
+        def store_metrics_in_model_card_data(self, *_args, **_kwargs):
+            pass
+
+    theirs = Evaluated(list(data.first), list(data.second))(TheirModel(vectors))
+    assert figures["accuracy_back"] == pytest.approx(theirs["trg2src_accuracy"], abs=1e-6)
+    assert figures["accuracy_mean"] == pytest.approx(theirs["mean_accuracy"], abs=1e-6)
+    assert 0.2 < figures["f1"] < figures["accuracy"] < 1
+
+
+def test_of_equally_near_sentences_the_earlier_row_is_found(ranks):
+    same = Bitext("same", ["alpha"] * 5, ["beta"] * 5)
+    figures = on_any_ranks(ranks, LoadedSet(same))["same"]
+    assert figures["accuracy"] == 0.2
+    assert figures["precision"] == pytest.approx(0.2 / 5)
+    assert (figures["accuracy_back"], figures["accuracy_mean"]) == (1.0, 1.0)
+
+
+def test_one_pair_on_three_ranks(ranks):
+    assert set(on_any_ranks(ranks, LoadedSet(Bitext("one", ["alpha"], ["beta"])))["one"].values()) == {1.0}
+
+
+def evaluate_real(world, directory, data):
+    """Figures of all-MiniLM-L6-v2, unsharded: only the search is dealt to ranks."""
+    tokenizer = TextTokenizer(AutoTokenizer.from_pretrained(directory), 256)
+    encoder = SentenceEncoder(MeanPooled(directory), tokenizer, world, chunk_tokens=4096)
+    return Evaluator([LoadedSet(data)], encoder, world).evaluate()[data.name]
+
+
+def test_minilm_has_its_known_figures(ranks, minilm_dir, shared_data):
+    path = shared_data / "tatoeba" / "deu-eng.tsv"
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    data = Bitext("deu-eng", [row["deu"] for row in rows], [row["eng"] for row in rows])
+    results = ranks(2, evaluate_real, minilm_dir, data)
+    assert results[0] == results[1]
+    assert results[0]["accuracy"] == pytest.approx(0.0860, abs=5e-4)
+    assert results[0]["accuracy_back"] == pytest.approx(0.1670, abs=5e-4)

@@ -1,0 +1,175 @@
+"""What every kind has in common: odd models and sets, random states, metrics that are asked for, progress."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from embedtrain.config.evaluation import Classifier
+from embedtrain.errors import ConfigError, EmbedtrainError
+from embedtrain.evaluation.evaluator import Evaluator, check_metrics, metrics_of
+from embedtrain.evaluation.metrics import split_best
+from embedtrain.evaluation.types import (
+    Bitext,
+    ClassificationSet,
+    ClusteringSet,
+    Corpus,
+    LabelledPairs,
+    LoadedSet,
+    RetrievalSet,
+    ScoredPairs,
+)
+from tests.evaluation.tasks.theirs import on_any_ranks
+from tests.evaluation.tiny import sentence_encoder
+from tests.small import text
+
+
+def one_of_each(num_texts=6):
+    """A small set of each kind."""
+    texts = [text(i, 3 + i % 3) for i in range(num_texts)]
+    labels = [i % 2 for i in range(num_texts)]
+    documents = Corpus([f"d{i}" for i in range(num_texts)], texts)
+    queries = {f"q{i}": text(i + 30, 3) for i in range(num_texts)}
+    judgements = {query: {f"d{i}": 1} for i, query in enumerate(queries)}
+    candidates = {query: list(range(num_texts)) for query in queries}
+    clusters = [[label] for label in labels]
+    return [
+        RetrievalSet("retrieval", queries, documents, judgements),
+        RetrievalSet("reranking", queries, documents, judgements, candidates),
+        ScoredPairs("sts", texts, texts[::-1], [float(i) for i in range(num_texts)]),
+        LabelledPairs("pair_classification", texts, texts[::-1], labels),
+        Bitext("bitext", texts, texts[::-1]),
+        ClassificationSet("logistic", texts, labels, texts, labels, experiments=2),
+        ClassificationSet("knn", texts, labels, texts, labels, Classifier.knn, None),
+        ClusteringSet("drawn", texts, clusters, experiments=1),
+        ClusteringSet("grouped", texts, clusters, [list(range(num_texts))]),
+    ]
+
+
+def constant(world, sets, value):
+    """Figures, or the error, of a model that gives every text the same vector."""
+    encoder = sentence_encoder(world)
+    encoder.encoder.register_forward_hook(lambda _module, _inputs, vectors: torch.full_like(vectors, value))
+    try:
+        return Evaluator(sets, encoder, world).evaluate()
+    except EmbedtrainError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("value", [0.5, 0.0])
+def test_a_model_that_knows_nothing_has_figures(ranks, value):
+    results = ranks(2, constant, [LoadedSet(data) for data in one_of_each()], value)
+    assert results[0] == results[1]
+    assert all(np.isfinite(figure) for of in results[0].values() for figure in of.values())
+    assert results[0]["sts"] == {"spearman": 0.0, "pearson": 0.0}
+    assert results[0]["logistic"]["accuracy"] == results[0]["pair_classification"]["ap"] == 0.5
+    assert results[0]["drawn"]["v_measure"] == results[0]["grouped"]["v_measure"] == 0.0
+
+
+@pytest.mark.parametrize("data", one_of_each(), ids=lambda data: data.name)
+def test_vectors_that_are_no_numbers_stop_all_ranks(ranks, data):
+    answers = ranks(2, constant, [LoadedSet(data)], float("nan"))
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("TrainingError: ")
+    assert "not finite" in answers[0]
+
+
+def test_fewer_texts_than_ranks(ranks):
+    figures = on_any_ranks(ranks, *map(LoadedSet, one_of_each(2)))
+    assert all(np.isfinite(figure) for of in figures.values() for figure in of.values())
+    assert figures["logistic"]["accuracy"] == 1.0
+
+
+def test_one_text(ranks):
+    sets = [data for data in one_of_each(1) if not isinstance(data, ClassificationSet | ScoredPairs)]
+    figures = on_any_ranks(ranks, *map(LoadedSet, sets))
+    assert figures["drawn"] == figures["grouped"] == {"v_measure": 1.0, "v_measure_std": 0.0, "ami": 1.0}
+    assert figures["bitext"]["f1"] == figures["retrieval"]["mrr@10"] == figures["reranking"]["map"] == 1.0
+
+
+def states(world):
+    """Global random states and numbers of threads, before and after an evaluation of all kinds."""
+
+    def now():
+        return (
+            random.getstate(), [str(part) for part in np.random.get_state()], torch.get_rng_state().tolist(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    encoder = sentence_encoder(world)
+    torch.set_num_threads(2)
+    try:
+        random.seed(5 + world.rank)
+        np.random.seed(6 + world.rank)
+        torch.manual_seed(7 + world.rank)
+        before = now()
+        Evaluator([LoadedSet(data) for data in one_of_each()], encoder, world).evaluate()
+        return before == now()
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_an_evaluation_draws_no_global_random_number(ranks):
+    assert ranks(2, states) == [True] * 2
+
+
+def test_metrics_that_a_kind_does_not_have_are_refused():
+    sets = {data.name: data for data in one_of_each()}
+    for data in sets.values():
+        check_metrics(data, metrics_of([LoadedSet(data)])[data.name], "metrics")
+    for name, metric, says in [
+        ("sts", "ndcg@10", "sets[0].metrics: 'ndcg@10' is no metric of semantic textual similarity: "
+                           "allowed are spearman, pearson"),
+        ("bitext", "ap", "'ap' is no metric of bitext mining: allowed are f1, precision, recall, accuracy, "),
+        ("pair_classification", "v_measure", "no metric of pair classification: allowed are ap, accuracy, f1"),
+        ("drawn", "nmi", "'nmi' is no metric of clustering: allowed are v_measure, v_measure_std, ami"),
+        ("knn", "auc", "'auc' is no metric of classification: allowed are accuracy, f1, f1_weighted, "),
+        ("retrieval", "ndcg@0", "sets[0].metrics: 'ndcg@0' is no metric of rankings: allowed are ndcg@K"),
+        ("reranking", "accuracy", "'accuracy' is no metric of rankings"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            check_metrics(sets[name], [metric], "sets[0].metrics")
+        assert says in str(caught.value)
+    three = replace(sets["knn"], labels=[0, 1, 2, 0, 1, 2])
+    check_metrics(sets["knn"], ["ap"], "metrics")
+    with pytest.raises(ConfigError, match="'ap' is no metric of classification"):
+        check_metrics(three, ["ap"], "metrics")
+    with pytest.raises(ConfigError, match=r"metrics=\[\] asks for nothing"):
+        check_metrics(three, [], "metrics")
+
+
+def progress(world, sets):
+    encoder = sentence_encoder(world)
+    before = encoder.told
+    seen = []
+    Evaluator(sets, encoder, world).evaluate(told=lambda what, done, total: seen.append((what, done, total)))
+    assert encoder.told is before
+    Evaluator(sets, encoder, world).evaluate()
+    return seen
+
+
+def test_progress_names_the_set_and_what_is_encoded(ranks):
+    seen = ranks(2, progress, [LoadedSet(data) for data in one_of_each()])[0]
+    said = list(dict.fromkeys(what for what, _, _ in seen))
+    assert said[:5] == [
+        "retrieval: encoding queries", "retrieval: encoding documents",
+        "reranking: encoding queries", "reranking: encoding documents", "sts: encoding texts",
+    ]  # fmt: skip
+    assert {what: (done, total) for what, done, total in seen}["retrieval: encoding documents"][0] > 0
+    assert all(0 < done <= total for _, done, total in seen)
+
+
+def test_means_of_what_all_sets_have(ranks):
+    retrieval, reranking, sts, *_ = one_of_each()
+    figures = on_any_ranks(ranks, LoadedSet(retrieval), LoadedSet(reranking))
+    assert list(figures) == ["retrieval", "reranking", "mean"]
+    assert list(figures["mean"]) == ["ndcg@10", "mrr@10"]
+    metrics = metrics_of([LoadedSet(retrieval), LoadedSet(reranking)])
+    assert split_best("mean/ndcg@10", metrics) == ("mean", "ndcg@10")
+    for metric, value in figures["mean"].items():
+        assert value == pytest.approx((figures["retrieval"][metric] + figures["reranking"][metric]) / 2, abs=1e-12)
+    assert list(on_any_ranks(ranks, LoadedSet(retrieval), LoadedSet(sts))) == ["retrieval", "sts"]
+    assert list(metrics_of([LoadedSet(retrieval), LoadedSet(replace(retrieval, name="mean"))])) == ["retrieval", "mean"]
+    assert list(metrics_of([LoadedSet(retrieval)])) == ["retrieval"]

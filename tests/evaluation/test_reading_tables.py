@@ -1,0 +1,182 @@
+"""Tables of every kind but retrieval: which kind they are, what is read of them, and what is wrong with them."""
+
+import gzip
+import json
+
+import pytest
+
+from embedtrain.config.evaluation import Classifier, SetKind
+from embedtrain.evaluation.types import Bitext, ClassificationSet, ClusteringSet, LabelledPairs, ScoredPairs
+from tests.evaluation.files import jsonl, parquet, read, refused
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def labelled(first="sentence1", second="sentence2", label="label"):
+    return [{first: "a", second: "b", label: 1}, {first: "c", second: "d", label: 0}]
+
+
+@pytest.mark.parametrize("names", [(), ("sent1", "sent2", "labels")])
+def test_labelled_pairs(tmp_path, names):
+    rows = labelled(*names)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    tsv = "\t".join(rows[0]) + "\n" + "".join("\t".join(map(str, row.values())) + "\n" for row in rows)
+    (tmp_path / "t.tsv").write_text(tsv)
+    files = [
+        tmp_path / "t.tsv",
+        jsonl(tmp_path / "t.jsonl", rows),
+        parquet(tmp_path / "t.parquet", rows),
+        jsonl(tmp_path / "one.jsonl", [columns]),  # all pairs in one row, as in MTEB's first version
+        tmp_path / "list.json",
+    ]
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
+    for path in files:
+        for kind in (SetKind.auto, SetKind.pair_classification):
+            assert read(path, kind=kind, name="t").data == LabelledPairs("t", ["a", "c"], ["b", "d"], [1, 0])
+
+
+def test_a_score_beside_a_label_is_what_is_measured(tmp_path):
+    rows = [{**row, "score": row["label"] * 2.5} for row in labelled()]
+    assert read(jsonl(tmp_path / "t.jsonl", rows)).data == ScoredPairs("t", ["a", "c"], ["b", "d"], [2.5, 0.0])
+    data = read(tmp_path / "t.jsonl", kind=SetKind.pair_classification).data
+    assert isinstance(data, LabelledPairs)
+
+
+def test_translations(tmp_path, shared_data):
+    (tmp_path / "t.tsv").write_text("cmn\teng\n一\tone\n二\ttwo\n")
+    assert read(tmp_path / "t.tsv").data == Bitext("t", ["一", "二"], ["one", "two"])
+    pairs = [{"sentence1": "eins", "sentence2": "one", "lang": "de"}]
+    assert read(jsonl(tmp_path / "p.jsonl", pairs)).data == Bitext("p", ["eins"], ["one"])
+    data = read(shared_data / "tatoeba" / "cmn-eng.tsv").data
+    assert isinstance(data, Bitext) and len(data.first) == len(data.second) == 1000
+    assert data.second[0] == "Let's have a look."
+
+
+def test_classification(tmp_path):
+    train = [{"text": f"t{i}", "label": i % 2, "label_text": "x"} for i in range(4)]
+    test = [{"text": "u", "label": 1, "label_text": "x"}, {"text": "v", "label": 0, "label_text": "x"}]
+    jsonl(tmp_path / "set" / "train.jsonl", train)
+    jsonl(tmp_path / "set" / "test.jsonl", test)
+    expected = ClassificationSet("set", ["t0", "t1", "t2", "t3"], [0, 1, 0, 1], ["u", "v"], [1, 0])
+    assert read(tmp_path / "set").data == expected
+    assert read(tmp_path / "set" / "test.jsonl", name="set").data == expected
+    jsonl(tmp_path / "other.jsonl", test)
+    assert read(tmp_path / "other.jsonl", name="set", train=str(tmp_path / "set" / "train.jsonl")).data == expected
+    assert read(tmp_path / "set", split="train", train="test").data.texts == ["t0", "t1", "t2", "t3"]
+    data = read(tmp_path / "set", classifier=Classifier.knn, samples_per_label=None, experiments=3).data
+    assert (data.classifier, data.samples_per_label, data.experiments) == (Classifier.knn, None, 3)
+    assert refused(tmp_path / "other.jsonl") == (
+        f"{tmp_path}/other.jsonl: classes are learnt from other texts, and there is no table called train beside this "
+        f"one: write {{path: {tmp_path}/other.jsonl, train: FILE}}"
+    )
+    assert refused(tmp_path / "set" / "train.jsonl").startswith(f"{tmp_path}/set/train.jsonl: classes are learnt from")
+    assert refused(tmp_path / "set", train="dev") == "train=dev is neither a file nor one of the splits test, train"
+
+
+def test_classes_are_the_same_in_files_of_another_kind(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label\na,7\nb,8\n")
+    parquet(tmp_path / "test.parquet", [{"text": "c", "label": 8}])
+    data = read(tmp_path).data
+    assert (data.train_labels, data.labels) == ([7, 8], [8])
+    (tmp_path / "train.csv").write_text("text,label\na,07\nb,8\n")
+    assert read(tmp_path).data.train_labels == ["07", "8"]
+
+
+def test_a_class_that_nothing_can_be_learnt_of(tmp_path):
+    jsonl(tmp_path / "train.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+    jsonl(tmp_path / "test.jsonl", [{"text": "c", "label": "z"}, {"text": "d", "label": "x"}])
+    loaded = read(tmp_path, name="n")
+    assert loaded.data.labels == ["z", "x"]
+    assert loaded.notes == (
+        f"n: 1 classes of {tmp_path}/test.jsonl are not in {tmp_path}/train.jsonl, so 1 of its 2 texts cannot be told "
+        "(the first: z)",
+    )
+
+
+def test_clustering(tmp_path):
+    groups = [
+        {"sentences": ["a", "b"], "labels": ["x", "y"]},
+        {"sentences": ["c", "d", "e"], "labels": ["x", "x", "z"]},
+    ]
+    data = read(jsonl(tmp_path / "g.jsonl", groups)).data
+    assert data.texts == ["a", "b", "c", "d", "e"]
+    assert data.labels == [("x",), ("y",), ("x",), ("x",), ("z",)]
+    assert [list(group) for group in data.groups] == [[0, 1], [2, 3, 4]]
+    flat = [{"sentences": "a", "labels": 3}, {"sentences": "b", "labels": 4}]
+    data = read(parquet(tmp_path / "f.parquet", flat), experiments=4).data
+    assert data == ClusteringSet("f", ["a", "b"], [(3,), (4,)], None, 4)
+    nested = [{"text": "a", "labels": ["p", 1]}, {"text": "b", "labels": ["q"]}, {"text": "c", "labels": ["q", 2]}]
+    data = read(jsonl(tmp_path / "n.jsonl", nested), kind=SetKind.clustering).data
+    assert data.labels == [("p", 1), ("q",), ("q", 2)]
+    (tmp_path / "c.csv").write_text("text,label\na,1\nb,2\n")
+    assert read(tmp_path / "c.csv", kind=SetKind.clustering).data.labels == [(1,), (2,)]
+
+
+def test_a_folder_of_tables_and_what_datasets_saved(tmp_path, shared_data):
+    import datasets
+
+    data = read(shared_data / "stsb" / "en").data
+    assert data.name == "en" and data == read(shared_data / "stsb" / "en" / "test.tsv", name="en").data
+    assert len(read(shared_data / "stsb" / "en", split="dev").data.first) == 1500
+    both = {"validation": datasets.Dataset.from_list(labelled()), "train": datasets.Dataset.from_list(labelled()[:1])}
+    datasets.DatasetDict(both).save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved").data == LabelledPairs("saved", ["a", "c"], ["b", "d"], [1, 0])
+    both["validation"].save_to_disk(tmp_path / "one")
+    assert read(tmp_path / "one").data.labels == [1, 0]
+
+
+# File, its rows or text, options, and what is said; {} stands for the folder.
+BROKEN = [
+    ("t.jsonl", labelled(label="score")[:1], {}, "{}/t.jsonl: 1 pairs with 1 different scores, so no correlation"),
+    ("t.jsonl", [{"sentence1": "a", "sentence2": "b", "label": 2}], {}, "{}/t.jsonl:1: label must be 0 or 1, not 2"),
+    ("t.jsonl", labelled()[:1], {}, "{}/t.jsonl: 1 pairs and all have the label 1, so there is nothing to tell apart"),
+    ("t.jsonl", labelled(), {"kind": SetKind.sts}, "{}/t.jsonl:1: there is no score, only sentence1, sentence2, label"),
+    ("t.jsonl", [{"sentence1": ["a"], "sentence2": ["b", "c"]}], {}, "{}/t.jsonl:1: its lists must be of one length"),
+    ("t.jsonl", [{"a": 1, "b": "x"}], {}, "{}/t.jsonl: the columns a, b are those of no set: expected sentence1, "),
+    ("t.jsonl", [{"text": "a", "labels": 1}], {}, "{}/t.jsonl: the columns text, labels may be those of kind=class"),
+    ("t.jsonl", [], {}, "{}/t.jsonl is empty"),
+    ("t.jsonl", [], {"kind": SetKind.bitext}, "{}/t.jsonl is empty"),
+    ("t.tsv", b"a\tb\nx\t\xff\n", {}, "{}/t.tsv:2: not UTF-8 (byte 0xff in "),
+    ("t.jsonl", [{"text": "a", "label": 1}], {"train": "{}/t.jsonl"}, "{}/t.jsonl: all 1 texts to learn from have the"),
+    ("t.jsonl", [{"text": "a", "label": None}], {"train": "{}/t.jsonl"}, "{}/t.jsonl:1: label must be a whole number"),
+    ("t.jsonl", [{"sentences": "a", "labels": []}], {}, "{}/t.jsonl:1: labels is an empty list"),
+    ("t.jsonl", [{"sentences": ["a"], "labels": [1, 2]}], {}, "{}/t.jsonl:1: 1 texts need a list of as many labels"),
+    (
+        "t.jsonl",
+        [{"sentences": ["a"], "labels": [1]}, {"sentences": "b", "labels": 2}],
+        {},
+        "{}/t.jsonl:2: sentences holds a single text, and rows before hold lists",
+    ),
+    ("t.jsonl", [{"sentences": ["a", "b"], "labels": [1, 1]}], {}, "{}/t.jsonl: 2 texts without two clusters, so"),
+    ("t.jsonl", [{"query": "q", "positive": ["a"], "negative": []}], {}, "{}/t.jsonl: none of its 1 rows has both pos"),
+    ("t.jsonl", [{"query": "q", "positive": 3, "negative": []}], {}, "{}/t.jsonl:1: positive must be a text, not 3"),
+    ("t.jsonl", labelled(), {"split": "test"}, "split=test chooses a part of a folder or Hub data set, and {}/t.jsonl"),
+    ("t.jsonl", labelled(), {"config": "en"}, "config=en chooses a part of a folder or Hub data set, and {}/t.jsonl"),
+    ("t.jsonl", labelled(), {"train": "x"}, "train=x has no use with {}/t.jsonl, which is a set of labelled pairs"),
+    ("t.jsonl", labelled(), {"candidates": "x"}, "candidates=x has no use with {}/t.jsonl, which is a set of labelled"),
+    ("t.jsonl", labelled(), {"metrics": ["ndcg@10"]}, "metrics of t: 'ndcg@10' is no metric of "),
+    ("t.jsonl", labelled(), {"subset": 1}, "{}/t.jsonl with subset=1: 1 pairs and all have the label "),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "options", "says"), BROKEN, ids=[says for *_, says in BROKEN])
+def test_what_is_wrong_with_a_table(tmp_path, name, content, options, says):
+    (tmp_path / name).write_bytes(content) if isinstance(content, bytes) else jsonl(tmp_path / name, content)
+    options = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in options.items()}
+    assert refused(tmp_path / name, **options).startswith(says.format(tmp_path))
+
+
+def test_what_has_no_use_with_pairs_is_told(tmp_path):
+    path = jsonl(tmp_path / "t.jsonl", labelled())
+    loaded = read(path, query_prompt="q: ", query_max_length=9, document_max_length=7, metrics=["f1", "ap"])
+    assert loaded.notes == ("t: document_max_length has no use, since a set of labelled pairs has no documents",)
+    assert (loaded.query_prompt, loaded.query_max_length, loaded.metrics) == ("q: ", 9, ("f1", "ap"))
+
+
+def test_packed_tables(tmp_path):
+    path = jsonl(tmp_path / "t.jsonl", labelled())
+    (tmp_path / "u.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read(tmp_path / "u.jsonl.gz", name="t").data == read(path).data

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from embedtrain.errors import EmbedtrainError, FailedElsewhere
+from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact
 
 Options = TypeVar("Options")
 
@@ -37,6 +37,7 @@ def _in_plain_words(do: Callable[[], Options], *, patience: float) -> Options:
 
     Most errors arise on all ranks alike, and torchrun ends the others as soon as one has left. So the first
     rank of a node speaks and leaves; the rest wait to be ended, and speak only if that does not happen.
+    Who lost contact speaks at once: the first rank may be the one that is gone.
 
     Args:
         do: what to do.
@@ -45,7 +46,7 @@ def _in_plain_words(do: Callable[[], Options], *, patience: float) -> Options:
     try:
         return do()
     except EmbedtrainError as error:
-        if _environment("LOCAL_RANK") != 0:
+        if _environment("LOCAL_RANK") != 0 and not isinstance(error, LostContact):
             time.sleep(patience)
         if not isinstance(error, FailedElsewhere) or _environment("RANK") == 0:
             rank = _environment("RANK")

@@ -27,3 +27,19 @@ class TrainingError(EmbedtrainError):
 
 class FailedElsewhere(TrainingError):
     """Another rank failed and said why; this one only follows."""
+
+
+class LostContact(TrainingError):
+    """Another rank ended or stopped answering, and this one cannot go on without it.
+
+    Args:
+        reason: what the network said.
+        what: was being done, if that is known.
+    """
+
+    def __init__(self, reason: str, what: str | None = None) -> None:
+        super().__init__(
+            f"lost contact with another rank{f' while {what}' if what else ''}: "
+            f"it ended or stopped answering ({reason}); its own output says why"
+        )
+        self.reason = reason

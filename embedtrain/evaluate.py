@@ -1,68 +1,129 @@
-"""`torchrun -m embedtrain.evaluate model=DIR sets=[...]`: evaluate a model, sharded over all ranks."""
+"""`torchrun -m embedtrain.evaluate model=DIR sets=[...] mteb=[...]`: evaluate a model, sharded over all ranks."""
+
+from typing import TYPE_CHECKING
 
 from embedtrain.config.compose import compose_evaluate
 from embedtrain.config.door_options import EvaluateOptions
 from embedtrain.door import enter
 
+if TYPE_CHECKING:  # `--help` waits for no torch
+    from embedtrain.distributed.world import World
+    from embedtrain.tracking.console import Console
+    from embedtrain.training.model import LoadedModel
+
+Figures = dict[str, dict[str, float]]
+
 
 def act(options: EvaluateOptions) -> None:
-    """Load the model onto the ranks, measure it on every set, print a table, add rows to metrics.jsonl."""
+    """Load the model onto the ranks, measure it on every set and task, print tables, add rows to metrics.jsonl."""
     from pathlib import Path
 
-    from embedtrain.config.schema import ModelConfig, ParallelConfig
     from embedtrain.distributed.world import joined_world
+    from embedtrain.errors import DataError
     from embedtrain.evaluation.encode import SentenceEncoder
     from embedtrain.evaluation.evaluator import Evaluator
+    from embedtrain.evaluation.identity import model_identity
+    from embedtrain.evaluation.mteb_client.client import Outcome, run_tasks
+    from embedtrain.evaluation.mteb_client.tasks import find_tasks
     from embedtrain.evaluation.sets import load_sets
+    from embedtrain.evaluation.stored_vectors import StoredVectors
     from embedtrain.tracking.console import Console
-    from embedtrain.tracking.metrics import MetricsFile
-    from embedtrain.tracking.tracker import METRICS_FILE
-    from embedtrain.training.model import load_model
 
     with joined_world(options.timeout) as world:
         console = Console(speaks=world.is_main)
-        sets = load_sets(options.sets, world)
+        sets = load_sets(options.sets, world, subset=options.subset)
         for note in (note for loaded in sets for note in loaded.notes):
             console.note(note)
-        model = load_model(
-            ModelConfig(
-                path=options.model,
-                pooling=options.pooling,
-                normalize=options.normalize,
-                max_length=options.max_length,
-                query_prompt=options.query_prompt,
-                document_prompt=options.document_prompt,
-                revision=options.revision,
-                trust_remote_code=options.trust_remote_code,
-            ),
-            ParallelConfig(precision=options.precision),
-            world,
-            seed=0,
-        )
-        for note in model.notes:
-            console.note(note)
+        with world.together("looking up mteb's tasks"):
+            taken = [loaded.data.name for loaded in sets]
+            tasks = find_tasks(options.mteb, taken) if options.mteb and world.is_main else []
+        output_dir = Path(options.output_dir)
+        with world.together("making the output directory"):
+            output_dir.mkdir(parents=True, exist_ok=True)
+        model = _load(options, world, console)
+        prompts = model.source.prompts
         encoder = SentenceEncoder(
             model.encoder,
             model.tokenizer,
             world,
             chunk_tokens=options.chunk_tokens,
-            query_prompt=model.source.prompts.get("query", ""),
-            document_prompt=model.source.prompts.get("document", ""),
+            query_prompt=prompts.get("query", ""),
+            document_prompt=prompts.get("document", ""),
+            gather=options.gather,
         )
-        output_dir = Path(options.output_dir)
-        with world.together("making the output directory"):
-            output_dir.mkdir(parents=True, exist_ok=True)
-        evaluator = Evaluator(sets, encoder, world, depth=options.depth)
-        with console.phase(f"evaluating {options.model}"):
-            figures = evaluator.evaluate(save_runs=output_dir / "runs" if options.save_runs else None)
-        console.evaluation(0, figures, title=f"evaluation of {options.model}")
-        with world.together("writing metrics.jsonl"):
-            if world.is_main:
-                metrics = MetricsFile(output_dir / METRICS_FILE)
-                for name, values in figures.items():
-                    metrics.append({"step": 0, "set": name, "model": options.model, **values})
-                metrics.close()
-                console.note(f"rows added to {output_dir / METRICS_FILE}")
+        identity = {**model_identity(model.source, options.precision, world), "index": options.index.dtype.value}
+        stored = StoredVectors(Path(options.vectors_dir).expanduser(), identity) if options.vectors_dir else None
+        figures: Figures = {}
+        outcome = Outcome()
+        with console.counted() as told:
+            if sets:
+                evaluator = Evaluator(sets, encoder, world, depth=options.depth, index=options.index, stored=stored)
+                with console.phase(f"evaluating {options.model}"):
+                    runs = output_dir / "runs" if options.save_runs else None
+                    figures = evaluator.evaluate(save_runs=runs, told=told)
+            if options.mteb:
+                outcome = run_tasks(
+                    tasks,
+                    encoder,
+                    world,
+                    console,
+                    name=options.model,
+                    source=model.source,
+                    identity=identity,
+                    folder=output_dir / "mteb",
+                    index=options.index,
+                    stored=stored,
+                    told=told,
+                )
+        _report(options, figures | outcome.figures, world, console)
+        if outcome.failed:
+            raise DataError(f"{len(outcome.failed)} of mteb's tasks could not be run: {'; '.join(outcome.failed)}")
+
+
+def _load(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
+    """The model on the ranks, and what was found of it."""
+    from embedtrain.config.schema import ModelConfig, ParallelConfig
+    from embedtrain.training.model import load_model
+
+    model = load_model(
+        ModelConfig(
+            path=options.model,
+            pooling=options.pooling,
+            normalize=options.normalize,
+            max_length=options.max_length,
+            query_prompt=options.query_prompt,
+            document_prompt=options.document_prompt,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+        ),
+        ParallelConfig(precision=options.precision),
+        world,
+        seed=0,
+    )
+    for note in model.notes:
+        console.note(note)
+    return model
+
+
+def _report(options: EvaluateOptions, figures: Figures, world: "World", console: "Console") -> None:
+    """Tables, what it took, and a row in metrics.jsonl for each set."""
+    from pathlib import Path
+
+    from embedtrain.tracking.memory import peak_memory_gib
+    from embedtrain.tracking.metrics import MetricsFile
+    from embedtrain.tracking.tracker import METRICS_FILE
+
+    console.evaluation(0, figures, title=f"evaluation of {options.model}")
+    peak = max(world.gather(peak_memory_gib(world.device)))
+    console.note(f"{world.size} rank{'s' * (world.size > 1)}, at most {peak:.2f} GiB of memory on each")
+    path = Path(options.output_dir) / METRICS_FILE
+    with world.together("writing metrics.jsonl"):
+        if world.is_main and figures:
+            metrics = MetricsFile(path)
+            for name, values in figures.items():
+                metrics.append({"step": 0, "set": name, "model": options.model, **values})
+            metrics.close()
+            console.note(f"rows added to {path}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from embedtrain.config.door_options import EvaluateOptions
+from embedtrain.config.evaluation_checks import EVALUATION_RULES, check_sets
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.schema import Recipe, Strategy
 from embedtrain.config.source_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
@@ -74,8 +75,8 @@ RULES: list[Rule] = [
         lambda r: f"train.global_batch_size={r.train.global_batch_size}: a contrastive loss needs at least 2 rows",
     ),
     (
-        lambda r: r.train.chunk_tokens < 1 or r.evaluation.chunk_tokens < 1,
-        lambda r: "train.chunk_tokens and evaluation.chunk_tokens must be above 0",
+        lambda r: r.train.chunk_tokens < 1,
+        lambda r: f"train.chunk_tokens={r.train.chunk_tokens}: must be above 0",
     ),
     (
         lambda r: r.train.keep_tokens is not None and r.train.keep_tokens < 0,
@@ -133,8 +134,8 @@ RULES: list[Rule] = [
         lambda r: f"parallel.timeout={r.parallel.timeout}: seconds, above 0",
     ),
     (
-        lambda r: r.evaluation.every < 0 or r.checkpoint.every < 0,
-        lambda r: "evaluation.every and checkpoint.every are numbers of steps; 0 means at the end only",
+        lambda r: r.checkpoint.every < 0,
+        lambda r: f"checkpoint.every={r.checkpoint.every}: a number of steps; 0 saves at the end only",
     ),
     (
         lambda r: r.checkpoint.keep < 1,
@@ -152,6 +153,7 @@ RULES: list[Rule] = [
         lambda r: any(name not in EXPORT_FORMATS for name in r.export.formats),
         lambda r: f"export.formats={r.export.formats}: allowed is {', '.join(EXPORT_FORMATS)}",
     ),
+    *EVALUATION_RULES,
 ]
 
 
@@ -169,6 +171,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     for broken, sentence in RULES:
         if broken(recipe):
             raise ConfigError(sentence(recipe))
+    check_sets(recipe.evaluation.sets, "evaluation.sets")
     check_train_sources(recipe.data.train)
     check_loss(recipe.loss)
     batches_by_source(recipe.data.batches, [loss_of(source, recipe.loss) for source in recipe.data.train])
@@ -183,8 +186,13 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     """
     if not options.model:
         raise ConfigError("no model: write model=DIR, a model directory or a Hub id")
-    if not options.sets:
-        raise ConfigError("no evaluation set: write sets=[PATH,...], BEIR folders or tables of scored pairs")
+    if not options.sets and not options.mteb:
+        raise ConfigError(
+            "nothing to evaluate on: write sets=[PATH,...] (folders, tables or Hub data sets), or mteb=[TASK,...]"
+        )
+    check_sets(options.sets, "sets")
+    if options.subset is not None and options.subset < 1:
+        raise ConfigError(f"subset={options.subset}: at least 1 query or row of each set; null takes all")
     if options.chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
     if options.depth < 1:

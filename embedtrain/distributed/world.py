@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,9 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere
+from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
 
 T = TypeVar("T")
+
+# What gloo (torch 2.13), NCCL and the store say when another rank is gone or silent.
+_LOST = re.compile(
+    r"Connection (closed|reset|refused)[\w ]*|Broken pipe|Socket closed|failed to (recv|send)[\w ,]*|"
+    r"Timed out waiting \w+|wait timeout after \w+|(client socket|operation|collective)[\w ]* timed out|"
+    r"NCCL communicator was aborted|remote process (has )?exit\w*|ncclRemoteError",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class World:
                 error.__cause__ = caught
         except Exception as caught:
             error = caught
-        failures = self.gather(None if error is None else (type(error).__name__, str(error)))
+        with doing(phase):
+            failures = self.gather(None if error is None else (type(error).__name__, str(error)))
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
         if not failed:
             return
@@ -80,6 +90,27 @@ class World:
             raise error
         name, text = failures[failed[0]] or ("", "")
         raise FailedElsewhere(f"rank {failed[0]} failed while {phase}: {name}: {text}") from error
+
+
+@contextlib.contextmanager
+def doing(what: str | None = None) -> Iterator[None]:
+    """Turn what a collective raises when another rank is gone into one sentence.
+
+    Args:
+        what: is being done, such as "evaluating dev"; None where nobody knows.
+
+    Raises:
+        LostContact: another rank ended or stopped answering.
+    """
+    try:
+        yield
+    except LostContact as error:  # from within: what the user asked for says more than a step of it
+        raise LostContact(error.reason, what) if what else error from error.__cause__
+    except RuntimeError as error:
+        found = _LOST.search(str(error))
+        if found is None:
+            raise
+        raise LostContact(found[0].strip(), what) from error
 
 
 def rank_from_environment() -> int:
@@ -95,7 +126,9 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
         timeout: seconds that a rank waits in a collective before it gives up.
 
     Raises:
-        ConfigError: the launcher's variables contradict each other, or there are fewer GPUs than local ranks.
+        ConfigError: the launcher's variables contradict each other, or there are fewer GPUs than local
+            ranks, or the port is taken.
+        LostContact: another rank ended or stopped answering meanwhile.
     """
     rank, size = rank_from_environment(), _number("WORLD_SIZE", 1)
     local_rank, local_size = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
@@ -113,12 +146,25 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
         return
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+        try:
+            with doing(f"meeting the others at {place}"):
+                dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise ConfigError(f"{place} is in use by another program: set another MASTER_PORT") from error
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
-        yield World(rank, size, local_rank, local_size, device)
-    finally:
+        with doing():
+            yield World(rank, size, local_rank, local_size, device)
+    except LostContact:
+        raise  # a group in which a rank is missing may wait for it while it is taken down; the process ends anyway
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    else:
         dist.destroy_process_group()
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from embedtrain.config.checks import RULES, check_evaluate, check_recipe
 from embedtrain.config.door_options import EvaluateOptions
-from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.config.evaluation_checks import SET_RULES
 from embedtrain.config.schema import ModelConfig, Pooling, Recipe, Strategy, TrainSource
 from embedtrain.config.source_checks import SOURCE_RULES
 from embedtrain.errors import ConfigError
@@ -27,6 +28,14 @@ def changed(path: str, value: object) -> Callable[[Recipe], None]:
         for parent in parents:
             holder = getattr(holder, parent)
         setattr(holder, name, value)
+
+    return change
+
+
+def patient(every: int, best: str | None) -> Callable[[Recipe], None]:
+    def change(recipe: Recipe) -> None:
+        recipe.evaluation.sets = [EvaluationSet(path="dev")]
+        recipe.evaluation.patience, recipe.evaluation.every, recipe.checkpoint.best = 3, every, best
 
     return change
 
@@ -57,8 +66,8 @@ BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
     ("the loss's lr", changed("optim.loss_lr", 0.0), "optim.loss_lr=0"),
     ("-1 steps", changed("train.steps", -1), "train.steps=-1"),
     ("batch of 1", changed("train.global_batch_size", 1), "train.global_batch_size=1"),
-    ("chunk 0", changed("train.chunk_tokens", 0), "chunk_tokens"),
-    ("evaluation chunk 0", changed("evaluation.chunk_tokens", 0), "chunk_tokens"),
+    ("chunk 0", changed("train.chunk_tokens", 0), "train.chunk_tokens=0"),
+    ("evaluation chunk 0", changed("evaluation.chunk_tokens", 0), "evaluation.chunk_tokens=0"),
     ("log 0", changed("train.log_every", 0), "train.log_every=0"),
     ("lr 0", changed("optim.lr", 0.0), "optim.lr=0.0"),
     ("lr NaN", changed("optim.lr", float("nan")), "optim.lr=nan"),
@@ -72,8 +81,12 @@ BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
     ("shards without hsdp", changed("parallel.shard_size", 2), "parallel.shard_size=2"),
     ("timeout", changed("parallel.timeout", 0.0), "parallel.timeout=0.0"),
     ("infinite timeout", changed("parallel.timeout", float("inf")), "parallel.timeout=inf"),
-    ("evaluation every", changed("evaluation.every", -1), "evaluation.every"),
-    ("checkpoint every", changed("checkpoint.every", -1), "checkpoint.every"),
+    ("evaluation every", changed("evaluation.every", -1), "evaluation.every=-1"),
+    ("evaluation subset", changed("evaluation.subset", 0), "evaluation.subset=0"),
+    ("no patience", changed("evaluation.patience", 0), "evaluation.patience=0"),
+    ("patience for nothing", patient(10, None), "set checkpoint.best to set/metric"),
+    ("patience without evaluations", patient(0, "dev/ndcg@10"), "set evaluation.every"),
+    ("checkpoint every", changed("checkpoint.every", -1), "checkpoint.every=-1"),
     ("keep", changed("checkpoint.keep", 0), "checkpoint.keep=0"),
     ("best of nothing", changed("checkpoint.best", "dev/ndcg@10"), "evaluation.sets is empty"),
     ("best without set", best_without_set, "checkpoint.best=ndcg@10"),
@@ -91,6 +104,20 @@ BROKEN_SOURCES: list[tuple[dict[str, object], str]] = [
     ({"query_max_length": 2}, "query_max_length=2"),
     ({"document_max_length": 0}, "document_max_length=0"),
     ({"instruction_format": "{text} {instruction}"}, "instruction_format='{text} {instruction}' must say where"),
+]
+
+
+BROKEN_SETS: list[tuple[dict[str, object], str]] = [
+    ({"path": ""}, "path is empty"),
+    ({"subset": 0}, "subset=0: at least 1 query or row"),
+    ({"subset_documents": 0}, "subset_documents=0: at least 1 document"),
+    ({"query_max_length": 2}, "query_max_length=2 leaves no room"),
+    ({"document_max_length": 2}, "document_max_length=2 leaves no room"),
+    ({"metrics": []}, "metrics=[] measures nothing"),
+    ({"candidates": "bm25.run", "kind": SetKind.retrieval}, "candidates=bm25.run is for kind=reranking, not retrieval"),
+    ({"train": "train.tsv", "kind": SetKind.sts}, "train=train.tsv is for kind=classification, not sts"),
+    ({"samples_per_label": 0}, "samples_per_label=0: at least 1"),
+    ({"experiments": 0}, "experiments=0: at least 1"),
 ]
 
 
@@ -121,6 +148,24 @@ def test_broken_rules_of_sources_name_the_path_and_the_value(options, words):
 def test_every_rule_of_sources_can_break():
     sources = [TrainSource(path="a", **options) for options, _ in BROKEN_SOURCES]
     assert all(any(broken(source) for source in sources) for broken, _ in SOURCE_RULES)
+
+
+@pytest.mark.parametrize(("options", "words"), BROKEN_SETS)
+def test_broken_rules_of_sets_name_the_element(options, words):
+    recipe = good()
+    recipe.evaluation.sets = [EvaluationSet(path="dev"), EvaluationSet(**{"path": "test", **options})]
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(recipe)
+    assert str(caught.value).startswith(f"evaluation.sets[1].{words}")
+    with pytest.raises(ConfigError) as caught:
+        check_evaluate(EvaluateOptions(model="m", sets=recipe.evaluation.sets))
+    assert str(caught.value).startswith(f"sets[1].{words}")
+
+
+def test_every_rule_of_sets_can_break():
+    sets = [EvaluationSet(**{"path": "a", **options}) for options, _ in BROKEN_SETS]
+    assert all(any(broken(one) for one in sets) for broken, _ in SET_RULES)
+    assert not any(broken(EvaluationSet(path="a", kind=SetKind.reranking, candidates="b")) for broken, _ in SET_RULES)
 
 
 def test_a_name_is_given_once():
@@ -166,7 +211,8 @@ def test_every_rule_can_break():
     ("changes", "words"),
     [
         ({"model": ""}, "model=DIR"),
-        ({"sets": []}, "sets="),
+        ({"sets": []}, r"sets=\[PATH,...\] .* mteb=\[TASK,...\]"),
+        ({"subset": 0}, "subset=0"),
         ({"chunk_tokens": 0}, "chunk_tokens=0"),
         ({"depth": 0}, "depth=0"),
         ({"max_length": 1}, "max_length=1"),
@@ -176,5 +222,6 @@ def test_every_rule_can_break():
 def test_evaluate_options(changes, words):
     options = EvaluateOptions(model="m", sets=[EvaluationSet(path="s")], pooling=Pooling.cls)
     assert check_evaluate(options) is options
+    check_evaluate(replace(options, sets=[], mteb=["STS12"]))
     with pytest.raises(ConfigError, match=words):
         check_evaluate(replace(options, **changes))

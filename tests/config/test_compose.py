@@ -350,11 +350,14 @@ def test_the_other_doors():
     options = compose_evaluate(["model=m", "sets=[a,{path: b, name: c}]", "precision=bf16"])
     assert [entry.path for entry in options.sets] == ["a", "b"]
     assert options.precision is Precision.bf16
+    assert compose_evaluate(["model=m", 'mteb=["MTEB(eng, v2)",STS12]']).mteb == ["MTEB(eng, v2)", "STS12"]
     assert compose_export(["run=r", "step=12"]).step == "12"
     assert compose_search(["model=m", "corpus=c"]).top == 5
     for compose, arguments, words in [
         (compose_evaluate, ["sets=[a]"], "model=DIR"),
         (compose_evaluate, ["model=m"], "sets="),
+        (compose_evaluate, ["model=m", "mteb=STS12"], "mteb=STS12: it is a list, write mteb=[STS12]"),
+        (compose_evaluate, ["model=m", "sets=[a,{path: b, subset: 0}]"], "sets[1].subset=0"),
         (compose_evaluate, ["model=m", "sets=[a]", "detph=20"], "did you mean depth?"),
         (compose_export, [], "run=DIR"),
         (compose_search, ["model=m"], "corpus=DIR"),

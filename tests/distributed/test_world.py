@@ -1,11 +1,12 @@
 """Ranks agree, and fail together."""
 
+import socket
 import time
 
 import pytest
 
-from embedtrain.distributed.world import FailedElsewhere, World, joined_world
-from embedtrain.errors import ConfigError, DataError, EmbedtrainError
+from embedtrain.distributed.world import FailedElsewhere, World, doing, joined_world
+from embedtrain.errors import ConfigError, DataError, EmbedtrainError, LostContact
 
 
 def caught(world: World, failures: dict[int, Exception]) -> tuple[str, str]:
@@ -89,3 +90,43 @@ def test_a_launcher_that_contradicts_itself(no_launcher, variables, words):
         no_launcher.setenv(name, value)
     with pytest.raises(ConfigError, match=words), joined_world(5.0):
         pass
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:3441", "Connection closed by peer"),
+        ("[pair.cc:538] Read error [127.0.0.1]:62: Connection reset by peer", "Connection reset by peer"),
+        ("[unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation to complete", "Timed out waiting 8000ms"),
+        ("NCCL communicator was aborted on rank 1.", "NCCL communicator was aborted"),
+        (
+            "ncclRemoteError: A call failed possibly due to a network error",
+            "ncclRemoteError",
+        ),
+    ],
+)
+def test_another_rank_is_gone(said, reason):
+    with pytest.raises(LostContact) as caught, doing("evaluating dev"):
+        raise RuntimeError(said)
+    assert str(caught.value) == (
+        f"lost contact with another rank while evaluating dev: it ended or stopped answering ({reason}); "
+        f"its own output says why"
+    )
+
+
+def test_other_errors_stay_what_they_are():
+    for error in (RuntimeError("mat1 and mat2 cannot be multiplied"), DataError("Connection closed by peer")):
+        with pytest.raises(type(error)) as caught, doing("evaluating dev"):
+            raise error
+        assert caught.value is error
+
+
+def test_a_port_that_is_taken(no_launcher):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            no_launcher.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use by another program"), joined_world(5.0):
+            pass

@@ -31,12 +31,14 @@ from embedtrain.config.elements import items, losses_of, sources_of
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.folders import choices, folder
 from embedtrain.config.loss_checks import known_name
-from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
+from embedtrain.config.losses import LOSSES, CombinedConfig, InfoNCEConfig, LossConfig
 from embedtrain.config.messages import explain, one_line, unknown_option
+from embedtrain.config.mining import MineOptions
+from embedtrain.config.mining_checks import check_mine
 from embedtrain.config.schema import Recipe
 from embedtrain.errors import ConfigError
 
-Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, InspectOptions, SearchOptions)
+Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, InspectOptions, MineOptions, SearchOptions)
 
 
 def compose_recipes(arguments: list[str]) -> list[Recipe]:
@@ -75,6 +77,13 @@ def compose_export(arguments: list[str]) -> ExportOptions:
     if not options.run:
         raise ConfigError("no run: write run=DIR, the output_dir of a training run")
     return options
+
+
+def compose_mine(arguments: list[str]) -> MineOptions:
+    """The options of `python -m embedtrain.mine`."""
+    options = to_dataclass(compose_one("mine", folder("configs") / "doors", arguments), MineOptions)
+    options.data = sources_of(options.data or [], "data", InfoNCEConfig())
+    return check_mine(options)
 
 
 def compose_search(arguments: list[str]) -> SearchOptions:
@@ -228,6 +237,7 @@ def _register(arguments: list[str], *, with_recipes: bool) -> None:
     store.store(name="evaluate_schema", node=EvaluateOptions)
     store.store(name="export_schema", node=ExportOptions)
     store.store(name="inspect_schema", node=InspectOptions)
+    store.store(name="mine_schema", node=MineOptions)
     store.store(name="search_schema", node=SearchOptions)
     for name, kind in LOSSES.items():
         store.store(group="loss", name=f"{name}_schema", node=kind)

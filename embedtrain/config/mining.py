@@ -16,7 +16,7 @@ class Sampling(str, Enum):
 
 
 class AgainstPositive(str, Enum):
-    """The positive whose score margins are taken from, where a row has several."""
+    """The positive whose score margins are taken from, where a question has several, in one row or in many."""
 
     lowest = "lowest"
     highest = "highest"
@@ -27,23 +27,24 @@ class MineOptions:
     """Options of `python -m embedtrain.mine`."""
 
     model: str = ""  # model directory or Hub id
-    data: Any = field(default_factory=list)  # of TrainSource, or of paths; or one path
-    corpus: Any = field(default_factory=list)  # more documents to find negatives in: BEIR folders, corpus files, tables
+    data: Any = None  # list of TrainSource, or of paths; or one path
+    corpus: Any = None  # more documents to find negatives in, one path or a list: BEIR folders, corpus files, tables
     to: str = ""  # folder for the mined rows: a file for each source, and summary.json
 
-    negatives: int = 15  # of each row at most
-    rank_min: int = 0  # so many of the best documents are passed over
-    rank_max: int = 100  # none beyond this rank is taken
+    negatives: int = 15  # of each row at most, those that it keeps among them
+    rank_min: int = 0  # so many of the best documents that qualify are passed over
+    rank_max: int = 100  # so many of the best documents that may be negatives are looked at
     relative_margin: float | None = 0.05  # at most (1 - this) of the positive's score: the positive-aware 95 % rule
     absolute_margin: float | None = None  # at most the positive's score less this
-    max_score: float | None = None
+    max_score: float | None = None  # of a negative; the teacher's score, where there is a teacher
     min_score: float | None = None
     against: AgainstPositive = AgainstPositive.lowest
     sampling: Sampling = Sampling.top
     seed: int = 42
-    keep_own_negatives: bool = False  # negatives that rows have already stay, before those found
+    keep_own_negatives: bool = False  # all negatives that rows have stay, before those found
 
-    teacher: str | None = None  # bi-encoder or cross-encoder whose scores are written, and margins are taken by
+    # Bi-encoder or cross-encoder whose scores are written, and margins and ranks of negatives taken by.
+    teacher: str | None = None
     teacher_batch_size: int = 32  # pairs a cross-encoder scores at a time
     teacher_max_length: int | None = None
     scores: bool = True  # write pos_scores and neg_scores
@@ -62,4 +63,4 @@ class MineOptions:
     index: IndexConfig = field(default_factory=IndexConfig)
     queries_at_a_time: int = 4096  # rows mined, and written, between two places to resume from
     cache_dir: str | None = None  # as data.cache_dir
-    timeout: float = 1800.0
+    timeout: float = 1800.0  # seconds a rank waits for the others, and for rank 0 to collect the documents

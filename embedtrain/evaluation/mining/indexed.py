@@ -1,0 +1,50 @@
+"""The pool as vectors that can be searched, each on one rank."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from embedtrain.config.evaluation import IndexConfig
+from embedtrain.evaluation.encode import SentenceEncoder
+from embedtrain.evaluation.exact import unit_vectors
+from embedtrain.evaluation.mining.documents import Told
+from embedtrain.evaluation.mining.window import pool_order
+from embedtrain.evaluation.search import ShardedIndex
+from embedtrain.evaluation.stored_vectors import StoredVectors
+from embedtrain.evaluation.tiles import dtype_of
+
+
+def indexed(
+    encoder: SentenceEncoder,
+    texts: Sequence[str],
+    max_length: int | None,
+    config: IndexConfig,
+    stored: StoredVectors,
+    told: Told,
+    what: str = "documents",
+) -> ShardedIndex:
+    """Encode documents to be searched by cosine; what was stored before is not encoded again. A collective.
+
+    Args:
+        encoder: of the model.
+        texts: all documents, as the model is to see them; equal scores come in their order.
+        max_length: tokens kept of each; None: the model's.
+        config: as what vectors are kept, and where.
+        stored: where they are kept on disk.
+        told: called with what is encoded, how far it has come, and of how much.
+        what: they are.
+
+    Raises:
+        TrainingError: on every rank, if a vector is not finite.
+    """
+    index = ShardedIndex(pool_order(len(texts)), encoder.world, config)
+    dtype = dtype_of(config)
+
+    def finish(vectors: Tensor) -> Tensor:
+        return unit_vectors(vectors).to(dtype)
+
+    before, encoder.told = encoder.told, told
+    for block in encoder.encode_blocks(texts, max_length=max_length, stored=stored, finish=finish, what=what):
+        index.add(block)
+    encoder.told = before
+    return index

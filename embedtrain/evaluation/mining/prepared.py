@@ -1,0 +1,226 @@
+"""What mining needs to know of all rows at once: the pool, what answers which question, how documents are seen.
+
+T documents as often as they stand somewhere, N distinct ones, R rows of a source.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from embedtrain.data.formats.sources import Part
+from embedtrain.data.keys import asked, text_keys
+from embedtrain.data.store.cache import mapped, read_facts, write_array, write_facts
+from embedtrain.data.store.table import ArrowRows
+from embedtrain.distributed.world import World
+from embedtrain.errors import DataError
+from embedtrain.evaluation.mining.documents import NOBODY, Documents, Told, all_documents
+from embedtrain.evaluation.mining.pool import Pool, number_documents, write_pool
+from embedtrain.evaluation.mining.relation import Relation, joined, numbered, write_relation
+from embedtrain.evaluation.mining.sources import MinedSource, Wording
+
+Whole = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that was made of the rows, mapped into memory.
+
+    Attributes:
+        pool: the distinct documents.
+        answers: question (key of `asked`) -> documents that are positives of a row that asks it, of any source.
+        no_negatives: question -> these, and all that share an id with one of them.
+        wordings: the ways in which documents are seen.
+        wording_of: for each source, int64 [R], which of `wordings` a row's documents have.
+        ids: for each source the ids of documents, by their numbers; None where it has none.
+    """
+
+    pool: Pool
+    answers: Relation
+    no_negatives: Relation
+    wordings: Sequence[Wording]
+    wording_of: Sequence[Whole]
+    ids: Sequence["DocumentIds | None"]
+
+    @classmethod
+    def open(cls, directory: Path) -> "Prepared":
+        """What `prepare` wrote."""
+        facts = read_facts(directory / "facts.json")
+        return cls(
+            pool=Pool(directory),
+            answers=Relation(directory, "answers"),
+            no_negatives=Relation(directory, "no-negatives"),
+            wordings=[Wording(*wording) for wording in facts["wordings"]],
+            wording_of=[mapped(directory / f"wording-{i}.bin", np.int64) for i in range(len(facts["has_ids"]))],
+            ids=[DocumentIds(directory / f"ids-{i}.arrow") if has else None for i, has in enumerate(facts["has_ids"])],
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the user."""
+        notes = [f"{len(self.pool):,} distinct documents to find negatives among"]
+        if len(self.wordings) > 1:
+            notes.append(
+                f"they are encoded {len(self.wordings)} times, once for each prompt, instruction or length that rows "
+                "see them with"
+            )
+        return notes
+
+
+class DocumentIds:
+    """What a source calls documents."""
+
+    def __init__(self, path: Path) -> None:
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        self._numbers = table.column("number").to_numpy()
+        self._ids = table.column("id")
+
+    def of(self, number: int) -> str:
+        """The id of a document; "" where the source has none for it."""
+        at = int(self._numbers.searchsorted(number))
+        found = at < len(self._numbers) and self._numbers[at] == number
+        return str(self._ids[at].as_py()) if found else ""
+
+
+def prepare(
+    directory: Path, sources: Sequence[MinedSource], corpus: Sequence[Part], world: World, told: Told
+) -> Prepared:
+    """Collect documents and questions, as far as that has not been done before. A collective.
+
+    Args:
+        directory: where they are kept, seen by all ranks.
+        sources: what is mined.
+        corpus: what is searched besides.
+        world: the ranks.
+        told: called with what is done, how far it has come, and of how much.
+
+    Raises:
+        DataError: a document that cannot be read, or a row that cannot be written as it is.
+    """
+    with world.together("collecting documents"):
+        if world.is_main and not directory.is_dir():
+            _prepare(directory, sources, corpus, told)
+    with world.together("opening what was collected"):
+        return Prepared.open(directory)
+
+
+def _prepare(directory: Path, sources: Sequence[MinedSource], corpus: Sequence[Part], told: Told) -> None:
+    unfinished = directory.with_suffix(".part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+    def documents() -> Iterator[Documents]:
+        return all_documents(sources, corpus, told)
+
+    wordings: dict[Wording, int] = {}
+    questions = [_questions(source, wordings) for source in sources]
+    for number, (_, wording_of) in enumerate(questions):
+        write_array(unfinished / f"wording-{number}.bin", wording_of)
+    named = _Named()
+    numbers, first = number_documents(named.seen(documents()))
+    write_pool(unfinished, documents(), first)
+    asked_by, positives = _positives(sources, [keys for keys, _ in questions])
+    write_relation(unfinished, "answers", asked_by, numbers[positives])
+    named.write(unfinished, numbers)
+    id_keys, places = named.keys(), np.array(named.places, dtype=np.int64)
+    has_id = np.isin(positives, places)
+    of_positive = id_keys[np.searchsorted(places, positives[has_id])]
+    more = joined(asked_by[has_id], of_positive, id_keys, numbers[places])
+    write_relation(
+        unfinished,
+        "no-negatives",
+        np.concatenate([asked_by, more[0]]),
+        np.concatenate([numbers[positives], more[1]]),
+    )
+    facts = {
+        "wordings": [[one.before, one.after, one.max_length] for one in wordings],
+        "has_ids": [(unfinished / f"ids-{number}.arrow").is_file() for number in range(len(sources))],
+    }
+    write_facts(unfinished / "facts.json", facts)
+    os.replace(unfinished, directory)
+
+
+def _questions(source: MinedSource, wordings: dict[Wording, int]) -> tuple[Whole, Whole]:
+    """Of each row the key of what it asks, and which wording its documents have; new wordings are added."""
+    store = source.store
+    assert isinstance(store.rows, ArrowRows)
+    keys: list[Whole] = [np.empty(0, dtype=np.int64)]
+    wording_of: list[int] = []
+    for place in range(len(store.rows.batch_starts) - 1):
+        batch = store.rows.batch(place)
+        queries, instructions, of_documents = (
+            batch.column(name).to_pylist() if name in batch.schema.names else [None] * batch.num_rows
+            for name in ("query", "instruction", "document_instruction")
+        )
+        keys.append(text_keys([asked(*each) for each in zip(queries, instructions, strict=True)]).numpy())
+        for own, of_document in zip(instructions, of_documents, strict=True):
+            if of_document is not None and own is None:
+                row = store[len(wording_of)]
+                raise DataError(
+                    f"{row.file}:{row.line}: its documents have an instruction and its query has none, which the "
+                    'rows that are written cannot say: give the query one ("" for none)'
+                )
+            wording = source.wording(of_document)
+            wording_of.append(wordings.setdefault(wording, len(wordings)))
+    return np.concatenate(keys), np.array(wording_of, dtype=np.int64)
+
+
+def _positives(sources: Sequence[MinedSource], questions: Sequence[Whole]) -> tuple[Whole, Whole]:
+    """For each positive of each row the key of what the row asks, and which of the T documents it is; ascending."""
+    keys: list[Whole] = [np.empty(0, dtype=np.int64)]
+    places: list[Whole] = [np.empty(0, dtype=np.int64)]
+    start = 0
+    for source, asked_by in zip(sources, questions, strict=True):
+        positives, negatives = (
+            counts.astype(np.int64) for counts in (source.store.num_positives, source.store.num_negatives)
+        )
+        both = positives + negatives
+        begins = start + np.cumsum(both) - both
+        keys.append(np.repeat(asked_by, positives))
+        places.append(np.repeat(begins, positives) + numbered(positives))
+        start += int(both.sum())
+    return np.concatenate(keys), np.concatenate(places)
+
+
+class _Named:
+    """Documents that have an id: which of the T they are, ascending, their ids, and whose."""
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self._names: list[str] = []
+        self._sources: list[int] = []
+
+    def seen(self, documents: Iterator[Documents]) -> Iterator[Documents]:
+        """The documents, noted as they pass."""
+        start = 0
+        for some in documents:
+            if some.source != NOBODY:
+                for place, name in enumerate(some.ids, start):
+                    if name:
+                        self.places.append(place)
+                        self._names.append(name)
+                        self._sources.append(some.source)
+            start += len(some.texts)
+            yield some
+
+    def keys(self) -> Whole:
+        """Of each id, which is a source's own: another's "7" is another document."""
+        pairs = zip(self._sources, self._names, strict=True)
+        return text_keys([f"{source} {name}" for source, name in pairs]).numpy()
+
+    def write(self, directory: Path, numbers: Whole) -> None:
+        """Write for each source that names documents the first id that it has for each."""
+        at, owners = np.array(self.places, dtype=np.int64), np.array(self._sources, dtype=np.int64)
+        for source in np.unique(owners).tolist():
+            mine = np.flatnonzero(owners == source)
+            distinct, first = np.unique(numbers[at[mine]], return_index=True)
+            names = [self._names[place] for place in mine[first].tolist()]
+            table = pa.table({"number": distinct, "id": pa.array(names, pa.large_string())})
+            path = str(directory / f"ids-{source}.arrow")
+            with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)

@@ -1,0 +1,194 @@
+"""A teacher: another model whose scores are written, and margins taken by; a bi-encoder or a cross-encoder.
+
+Q queries, P pairs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from sentence_transformers import CrossEncoder
+
+from embedtrain.config.mining import MineOptions
+from embedtrain.config.schema import ModelConfig, ParallelConfig, Pooling
+from embedtrain.distributed.collectives import gather_rows
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError, ModelError, TrainingError
+from embedtrain.evaluation.encode import SentenceEncoder
+from embedtrain.evaluation.exact import unit_vectors
+from embedtrain.evaluation.identity import model_identity
+from embedtrain.evaluation.mining.documents import Told
+from embedtrain.evaluation.mining.indexed import indexed
+from embedtrain.evaluation.mining.pool import Pool
+from embedtrain.evaluation.mining.window import Floats, Pairs, scores_of
+from embedtrain.evaluation.search import ShardedIndex
+from embedtrain.evaluation.stored_vectors import StoredVectors
+from embedtrain.models.source import ModelSource, open_source
+from embedtrain.training.model import load_model
+
+
+class Teacher(Protocol):
+    """What scores pairs of queries and documents of the pool."""
+
+    def prepare(self, pool: Pool, directory: Path, told: Told) -> None:
+        """Do what is to be done once. A collective.
+
+        Args:
+            pool: the documents.
+            directory: where vectors are kept on disk.
+            told: called with what is done, how far it has come, and of how much.
+        """
+        ...
+
+    def scores(self, queries: Sequence[str], pairs: Pairs) -> Floats:
+        """The score of each pair, float32 [P], on every rank. A collective.
+
+        Args:
+            queries: Q texts without prompts.
+            pairs: the same on every rank.
+
+        Raises:
+            TrainingError: on every rank, if a score is not finite.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FoundTeacher:
+    """A teacher that was found, but not loaded yet.
+
+    Attributes:
+        source: what its directory says.
+        is_cross: whether it reads query and document together.
+        model: how it is loaded.
+    """
+
+    source: ModelSource
+    is_cross: bool
+    model: ModelConfig
+
+
+def find_teacher(options: MineOptions) -> FoundTeacher:
+    """Tell what `options.teacher` is by its files.
+
+    Raises:
+        ConfigError: it is not there, or is neither a bi-encoder nor a cross-encoder of one score.
+    """
+    model = ModelConfig(
+        path=options.teacher, max_length=options.teacher_max_length, trust_remote_code=options.trust_remote_code
+    )
+    path = str(options.teacher)
+    try:
+        try:
+            return FoundTeacher(open_source(model), False, model)
+        except ConfigError:  # nothing says how it pools
+            model.pooling = Pooling.mean
+            source = open_source(model)
+    except ModelError as error:
+        raise ConfigError(f"teacher={path}: {str(error).removeprefix(f'model.path={path}').lstrip(': ')}") from None
+    kinds = [str(kind) for kind in source.config.architectures or [source.config.model_type]]
+    is_classifier = any(kind.endswith("ForSequenceClassification") for kind in kinds)
+    num_labels = source.config.num_labels
+    if is_classifier and num_labels == 1:
+        return FoundTeacher(source, True, model)
+    classes = f" of {num_labels} classes" if is_classifier else ""
+    raise ConfigError(
+        f"teacher={path}: it is a {', '.join(kinds)}{classes}; a teacher is a sentence-transformers "
+        "directory that says how it pools, or a cross-encoder, a "
+        "...ForSequenceClassification with num_labels 1"
+    )
+
+
+def load_teacher(found: FoundTeacher, options: MineOptions, world: World) -> tuple[Teacher, tuple[str, ...]]:
+    """Load it; and lines for the user about it. A collective.
+
+    Raises:
+        ConfigError, ModelError: on every rank alike.
+    """
+    if not found.is_cross:
+        loaded = load_model(found.model, ParallelConfig(precision=options.precision), world, seed=0)
+        encoder = SentenceEncoder(
+            loaded.encoder,
+            loaded.tokenizer,
+            world,
+            chunk_tokens=options.chunk_tokens,
+            query_prompt=loaded.source.prompts.get("query", ""),
+            document_prompt=loaded.source.prompts.get("document", ""),
+            gather=options.gather,
+        )
+        identity = model_identity(loaded.source, options.precision, world)
+        return _BiEncoder(encoder, options, identity), loaded.notes[:1]
+    with world.together("loading the teacher"):
+        try:
+            cross = CrossEncoder(
+                str(found.source.directory),
+                device=str(world.device),
+                trust_remote_code=options.trust_remote_code,
+                max_length=options.teacher_max_length,
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise ModelError(f"teacher={options.teacher} cannot be loaded: {str(error).splitlines()[0]}") from error
+    length = cross.max_seq_length
+    return _CrossEncoder(cross, options, world), (f"a cross-encoder, {length} tokens",)
+
+
+class _BiEncoder:
+    """Cosines, exact. Texts have the teacher's own prompts, as those that a loss's teacher sees have."""
+
+    def __init__(self, encoder: SentenceEncoder, options: MineOptions, identity: dict[str, Any]) -> None:
+        self._encoder, self._options, self._identity = encoder, options, identity
+        self._index: ShardedIndex | None = None
+
+    def prepare(self, pool: Pool, directory: Path, told: Told) -> None:
+        """See Teacher."""
+        prompt = self._encoder.document_prompt
+        stored = StoredVectors(directory, {**self._identity, "dtype": self._options.index.dtype.value})
+        texts = pool.seen_as(lambda text: prompt + text)
+        self._index = indexed(
+            self._encoder, texts, None, self._options.index, stored, told, what="documents by the teacher"
+        )
+
+    def scores(self, queries: Sequence[str], pairs: Pairs) -> Floats:
+        """See Teacher."""
+        assert self._index is not None
+        vectors = self._encoder.encode_all(queries, self._encoder.query_prompt, what="queries by the teacher")
+        return scores_of(self._index, unit_vectors(vectors), pairs)
+
+
+class _CrossEncoder:
+    """A cross-encoder's scores, through its own activation; each rank reads the pairs of its share of the queries.
+
+    It computes in the precision that its weights are stored in: margins are finer than what bf16 can tell.
+    """
+
+    def __init__(self, cross: CrossEncoder, options: MineOptions, world: World) -> None:
+        self._cross, self._batch_size, self._world = cross, options.teacher_batch_size, world
+        self._pool: Pool | None = None
+
+    def prepare(self, pool: Pool, directory: Path, told: Told) -> None:
+        """See Teacher."""
+        self._pool = pool
+
+    def scores(self, queries: Sequence[str], pairs: Pairs) -> Floats:
+        """See Teacher."""
+        assert self._pool is not None
+        world = self._world
+        edges = [len(queries) * rank // world.size for rank in range(world.size + 1)]
+        found: list[Floats] = [np.empty(0, dtype=np.float32)]
+        with world.together("scoring by the teacher"):
+            # Query by query: what is padded together, and with it a score's last bit, is the same on any number of
+            # ranks.
+            for query in range(edges[world.rank], edges[world.rank + 1]):
+                texts = [self._pool[number] for number in pairs.documents[pairs.of(query)].tolist()]
+                if texts:
+                    both = [(queries[query], text) for text in texts]
+                    scores = self._cross.predict(both, batch_size=self._batch_size, show_progress_bar=False)
+                    found.append(np.asarray(scores, dtype=np.float32))
+            mine = np.concatenate(found)
+            if not np.isfinite(mine).all():
+                raise TrainingError("the teacher's scores are not finite: its weights hold NaN or infinity")
+        counts = np.diff(np.searchsorted(pairs.owners, edges)).tolist()
+        return gather_rows(torch.from_numpy(mine).to(world.device), counts).cpu().numpy()

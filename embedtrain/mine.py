@@ -1,0 +1,108 @@
+"""`torchrun -m embedtrain.mine model=DIR data=[PATH,...] to=DIR`: hard negatives for training rows, over all ranks."""
+
+from typing import TYPE_CHECKING
+
+from embedtrain.config.compose import compose_mine
+from embedtrain.config.mining import MineOptions
+from embedtrain.config.schema import ModelConfig, ParallelConfig
+from embedtrain.door import enter
+
+if TYPE_CHECKING:  # what imports torch: `--help` is to answer at once
+    from embedtrain.distributed.world import World
+    from embedtrain.evaluation.encode import SentenceEncoder
+    from embedtrain.evaluation.mining.teacher import FoundTeacher, Teacher
+    from embedtrain.tracking.console import Console
+
+
+def act(options: MineOptions) -> None:
+    """Read the rows, encode all documents, find each row's candidates, choose, write, and tell what was found."""
+    from pathlib import Path
+
+    from embedtrain.data.store.cache import Cache, cache_directory
+    from embedtrain.distributed.world import joined_world
+    from embedtrain.evaluation.identity import model_identity
+    from embedtrain.evaluation.mining.documents import corpus_parts
+    from embedtrain.evaluation.mining.finished import finish
+    from embedtrain.evaluation.mining.identity import identity_of, require_same_data
+    from embedtrain.evaluation.mining.miner import Miner
+    from embedtrain.evaluation.mining.prepared import prepare
+    from embedtrain.evaluation.mining.sources import read_mined
+    from embedtrain.evaluation.mining.teacher import find_teacher
+    from embedtrain.evaluation.mining.work import Work
+    from embedtrain.evaluation.stored_vectors import StoredVectors
+    from embedtrain.models.source import open_source
+    from embedtrain.tracking.console import Console
+    from embedtrain.tracking.mining import print_mined
+    from embedtrain.tracking.page import Page
+    from embedtrain.training.model import quiet_libraries
+
+    quiet_libraries()
+    with joined_world(options.timeout) as world:
+        console = Console(speaks=world.is_main)
+        # What a user may have got wrong comes first: the models, the rows, the folder.
+        with world.together("opening the models"):
+            model = open_source(_model(options))
+            teacher = None if options.teacher is None else find_teacher(options)
+        with world.together("reading rows"), console.counted() as told:
+            cache = Cache(directory=cache_directory(options.cache_dir), told=told)
+            sources = read_mined(options, model.prompts, cache)
+            corpus = corpus_parts(options.corpus)
+        for source in sources:
+            console.note(str(source.store.report))
+        of_model = model_identity(model, options.precision, world)
+        of_teacher = None if teacher is None else model_identity(teacher.source, options.precision, world)
+        with world.together("looking at corpora"):
+            identity = identity_of(options, sources, corpus, of_model, of_teacher)
+        require_same_data(identity, world)
+        work = Work(Path(options.to), identity, world)
+        if not work.begin([source.name for source in sources]):
+            console.note(f"{options.to} holds all that this command finds: nothing was done")
+            return
+
+        with console.counted() as told:
+            prepared = prepare(work.prepared, sources, corpus, world, told)
+        for note in prepared.notes:
+            console.note(note)
+        encoder, judge = _loaded(options, teacher, world, console)
+        stored = StoredVectors(work.vectors, {**of_model, "dtype": options.index.dtype.value})
+        miner = Miner(sources, prepared, encoder, stored, judge, work, options)
+        with console.counted() as told:
+            miner.mine(told)
+        summary = finish(miner)
+        if world.is_main:
+            print_mined(Page(), summary, options.to)
+
+
+def _model(options: MineOptions) -> ModelConfig:
+    return ModelConfig(
+        path=options.model,
+        pooling=options.pooling,
+        normalize=options.normalize,
+        max_length=options.max_length,
+        query_prompt=options.query_prompt,
+        document_prompt=options.document_prompt,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _loaded(
+    options: MineOptions, teacher: "FoundTeacher | None", world: "World", console: "Console"
+) -> tuple["SentenceEncoder", "Teacher | None"]:
+    """The model that finds candidates, and the teacher that scores them, if there is one."""
+    from embedtrain.evaluation.encode import SentenceEncoder
+    from embedtrain.evaluation.mining.teacher import load_teacher
+    from embedtrain.training.model import load_model
+
+    loaded = load_model(_model(options), ParallelConfig(precision=options.precision), world, seed=0)
+    encoder = SentenceEncoder(
+        loaded.encoder, loaded.tokenizer, world, chunk_tokens=options.chunk_tokens, gather=options.gather
+    )
+    judge, told = (None, ()) if teacher is None else load_teacher(teacher, options, world)
+    for note in (*loaded.notes, *(f"teacher: {note}" for note in told)):
+        console.note(note)
+    return encoder, judge
+
+
+if __name__ == "__main__":
+    enter(compose_mine, act)

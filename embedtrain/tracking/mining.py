@@ -1,0 +1,84 @@
+"""How mined rows are told of: what each source got, how its scores lie, and which labels may be wrong."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from embedtrain.tracking.page import Page
+
+_SHOWN = 3  # suspects of each kind; the summary has more
+
+
+def print_mined(page: Page, summary: Mapping[str, Any], to: str) -> None:
+    """Tell what was mined.
+
+    Args:
+        page: where to print.
+        summary: what `embedtrain.evaluation.mining.finished.finish` returns.
+        to: the folder that holds the rows.
+    """
+    for name, figures in summary["sources"].items():
+        page.heading(name)
+        page.facts(_facts(figures, summary, f"{to}/{figures['file']}"))
+        _print_quantiles(page, figures)
+    _print_suspects(
+        page,
+        "nearest candidates that are no negatives by the margin: perhaps they answer the query",
+        summary["suspected_false_negatives"],
+    )
+    _print_suspects(
+        page,
+        f"positives that are not among the {summary['rank_max']} best: perhaps they do not answer the query",
+        summary["suspected_wrong_labels"],
+    )
+    page.subheading(f"{to}/summary.json has all of this, and more suspects")
+
+
+def _facts(figures: Mapping[str, Any], summary: Mapping[str, Any], path: str) -> list[tuple[str, str]]:
+    rows, wanted = figures["rows"], summary["negatives_wanted"]
+    facts = [("rows", f"{rows:,} in {path}"), ("negatives", f"{figures['negatives']:,}, {wanted} a row wanted")]
+    fewer, none = figures["rows_with_fewer_negatives"], figures["rows_without_negatives"]
+    if fewer:
+        facts.append(("", f"{_share(fewer, rows)} of rows have fewer, {_share(none, rows)} none"))
+    candidates = figures["candidates"]
+    for key, what in (
+        ("candidates_above_margin", "above the margin: they are left out, and may be false negatives"),
+        ("candidates_above_positive", "above the positive itself"),
+    ):
+        if figures[key]:
+            facts.append(("candidates", f"{_share(figures[key], candidates)} {what}"))
+    lost = figures["positives_beyond_rank_max"]
+    if lost:
+        facts.append(("positives", f"{_share(lost, figures['positives'])} not among the {summary['rank_max']} best"))
+    return facts
+
+
+def _print_quantiles(page: Page, figures: Mapping[str, Any]) -> None:
+    kinds = (
+        ("positive scores", "positive_scores", ".4f"),
+        ("negative scores", "negative_scores", ".4f"),
+        ("positive ranks", "positive_ranks", ".0f"),
+        ("negative ranks", "negative_ranks", ".0f"),
+        ("negatives a row", "negatives_a_row", ".0f"),
+    )
+    there = [(what, figures[key], form) for what, key, form in kinds if figures[key] is not None]
+    rows = [[what, *(format(value, form) for value in values.values())] for what, values, form in there]
+    if rows:
+        page.table(["", *there[0][1]], rows)
+
+
+def _print_suspects(page: Page, title: str, suspects: Sequence[Mapping[str, Any]]) -> None:
+    if not suspects:
+        return
+    page.subheading(title)
+    for suspect in suspects[:_SHOWN]:
+        page.texts(
+            [
+                ("query", "", suspect["query"]),
+                ("positive", f"{suspect['positive_score']:.4f}", suspect["positive"]),
+                ("candidate", f"{suspect['score']:.4f}", suspect["document"]),
+            ]
+        )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({part / max(1, whole):.1%})"

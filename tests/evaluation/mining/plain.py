@@ -1,0 +1,77 @@
+"""The definition of mining, plainly: all scores in one process, one row after the other, texts compared as texts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Score = Callable[[str, Sequence[str]], np.ndarray]
+
+
+def documents_of(sources: Sequence[Sequence[Mapping[str, Any]]], corpus: Sequence[str]) -> list[str]:
+    """Every distinct document in the order in which it is first met."""
+    texts = [text for rows in sources for row in rows for text in (*row["pos"], *row.get("neg", ()))]
+    return list(dict.fromkeys([*texts, *corpus]))
+
+
+def plainly(
+    sources: Sequence[Sequence[Mapping[str, Any]]],
+    corpus: Sequence[str],
+    found_by: Score,
+    *,
+    negatives: int,
+    rank_max: int,
+    rank_min: int = 0,
+    relative: float | None = None,
+    absolute: float | None = None,
+    highest: bool = False,
+    keep_own: bool = False,
+    judged_by: Score | None = None,
+) -> list[list[tuple[list[str], list[float], list[float]]]]:
+    """For each row of each source its negatives, their scores, and those of its positives."""
+    documents = documents_of(sources, corpus)
+    everything = [row for rows in sources for row in rows]
+    mined = []
+    for number, rows in enumerate(sources):
+        mined.append([_row(row, number, sources, everything, documents, found_by, judged_by or found_by,
+                           negatives, rank_min, rank_max, relative, absolute, highest, keep_own)
+                      for row in rows])  # fmt: skip
+    return mined
+
+
+def _row(row, number, sources, everything, documents, found_by, judged_by,
+         negatives, rank_min, rank_max, relative, absolute, highest, keep_own):  # fmt: skip
+    def same(other: Mapping[str, Any]) -> bool:
+        return other["query"] == row["query"] and (other.get("prompt") or "") == (row.get("prompt") or "")
+
+    answers = list(dict.fromkeys(text for other in everything if same(other) for text in other["pos"]))
+    ids = [{name for other in rows if same(other) for name in other.get("pos_id", ()) if name} for rows in sources]
+    named = {
+        text
+        for of_source, rows in zip(ids, sources, strict=True)
+        for other in rows
+        for kind in ("pos", "neg")
+        for text, name in zip(other.get(kind, ()), other.get(f"{kind}_id", ()), strict=False)
+        if name in of_source
+    }
+    struck = {*answers, *named, row["query"]}
+    found = found_by(row["query"], documents)
+    order = sorted(range(len(documents)), key=lambda place: (-found[place], place))
+    window = [place for place in order if documents[place] not in struck][:rank_max]
+    scores = judged_by(row["query"], documents)
+    of_answers = [scores[documents.index(text)] for text in answers]
+    reference = max(of_answers) if highest else min(of_answers)
+    most = np.inf
+    if relative is not None:
+        most = min(most, reference - relative * abs(reference))
+    if absolute is not None:
+        most = min(most, reference - absolute)
+    qualified = sorted((place for place in window if scores[place] <= most), key=lambda place: -scores[place])
+    own = [documents.index(text) for text in row.get("neg", ()) if text not in {*answers, *named}] if keep_own else []
+    others = [place for place in qualified[rank_min:] if place not in own]
+    chosen = [*own, *others[: max(0, negatives - len(own))]]
+    return (
+        [documents[place] for place in chosen],
+        [float(scores[place]) for place in chosen],
+        [float(scores[documents.index(text)]) for text in row["pos"]],
+    )

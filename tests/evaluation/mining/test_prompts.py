@@ -1,0 +1,98 @@
+"""Rows are scored as training sees them: instructions, prompts and lengths, of the row, the source or the model."""
+
+import json
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from tests.evaluation.mining.mined import (
+    arguments,
+    attempt,
+    more_documents,
+    positive,
+    query,
+    read_jsonl,
+    save_model,
+    write_jsonl,
+)
+
+PLAIN = [{"query": query(i), "pos": [positive(i)]} for i in range(5)]
+OWN = [
+    {"query": query(10), "pos": [positive(10)], "prompt": "gamma theta"},
+    {"query": query(11), "pos": [positive(11)], "prompt": "eta", "type": "symmetric_sts"},
+    {"query": query(12), "pos": [positive(12)], "prompt": ""},
+    {"query": query(13), "pos": [positive(13)]},
+    {"query": query(14), "pos": [positive(14)], "prompt": "eta", "type": "symmetric_sts"},
+]
+CORPUS = more_documents(20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompts")
+    directory = save_model(folder / "model")
+    settings = json.loads((directory / "config_sentence_transformers.json").read_text())
+    settings["prompts"] = {"query": "nu nu ", "document": "mu "}
+    (directory / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    write_jsonl(folder / "plain.jsonl", PLAIN)
+    write_jsonl(folder / "own.jsonl", OWN)
+    write_jsonl(folder / "pool.jsonl", [{"text": text} for text in CORPUS])
+    return folder
+
+
+def test_prompts_are_those_of_training(ranks, folder):
+    source = f"{{path: '{folder / 'own.jsonl'}', document_prompt: 'delta ', query_max_length: 6}}"
+    command = arguments(
+        folder / "model" / "guide", [folder / "plain.jsonl", source], folder / "to", corpus=folder / "pool.jsonl",
+        negatives=4, rank_max=15, instruction_format="'{instruction} kappa {text}'",
+    )  # fmt: skip
+    told, error = ranks(2, attempt, folder, command)[0]
+    assert error == ""
+    assert "they are encoded 3 times" in told
+    model = SentenceTransformer(str(folder / "model" / "guide"), device="cpu")
+
+    def vectors(texts, length):
+        model.max_seq_length = length
+        return model.encode(texts, prompt="", batch_size=1)
+
+    seen = {
+        "plain": [("nu nu ", "mu ", 48)] * len(PLAIN),
+        "own": [
+            ("gamma theta kappa ", "delta ", 6),
+            ("eta kappa ", "eta kappa ", 6),
+            ("", "delta ", 6),
+            ("nu nu ", "delta ", 6),
+            ("eta kappa ", "eta kappa ", 6),
+        ],
+    }
+    for name, given in (("plain", PLAIN), ("own", OWN)):
+        rows = read_jsonl(folder / "to" / f"{name}.jsonl")
+        assert [row["query"] for row in rows] == [row["query"] for row in given]
+        for row, before, (query_prompt, document_prompt, length) in zip(rows, given, seen[name], strict=True):
+            assert {key: row.get(key) for key in ("prompt", "type")} == {
+                key: before.get(key) for key in ("prompt", "type")
+            }
+            of_query = vectors([query_prompt + row["query"]], length)[0]
+            scores = vectors([document_prompt + text for text in (*row["pos"], *row["neg"])], 48) @ of_query
+            assert [*row["pos_scores"], *row["neg_scores"]] == pytest.approx(scores, abs=2e-6)
+            best = np.sort(vectors([document_prompt + text for text in _pool()], 48) @ of_query)[::-1]
+            assert row["neg_scores"][0] in (pytest.approx(best[0], abs=2e-6), pytest.approx(best[1], abs=2e-6))
+
+
+def _pool():
+    return list(dict.fromkeys([*(text for row in (*PLAIN, *OWN) for text in row["pos"]), *CORPUS]))
+
+
+def test_an_instruction_of_documents_alone_is_refused(ranks, folder):
+    def told(role, text):
+        return {"role": role, "content": text}
+
+    row = {
+        "messages": [told("user", "alpha")],
+        "positive_messages": [[told("system", "Stored"), told("user", "beta")]],
+    }
+    write_jsonl(folder / "messages.jsonl", [row])
+    command = arguments(folder / "model" / "guide", ["messages.jsonl"], folder / "never")
+    ((_, error),) = ranks(1, attempt, folder, command)
+    assert "messages.jsonl:1: its documents have an instruction and its query has none" in error

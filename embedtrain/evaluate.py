@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from embedtrain.config.compose import compose_evaluate
+from embedtrain.config.door_model import model_of
 from embedtrain.config.door_options import EvaluateOptions
 from embedtrain.door import enter
 
@@ -82,20 +83,11 @@ def act(options: EvaluateOptions) -> None:
 
 def _load(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
     """The model on the ranks, and what was found of it."""
-    from embedtrain.config.schema import ModelConfig, ParallelConfig
+    from embedtrain.config.schema import ParallelConfig
     from embedtrain.training.model import load_model
 
     model = load_model(
-        ModelConfig(
-            path=options.model,
-            pooling=options.pooling,
-            normalize=options.normalize,
-            max_length=options.max_length,
-            query_prompt=options.query_prompt,
-            document_prompt=options.document_prompt,
-            revision=options.revision,
-            trust_remote_code=options.trust_remote_code,
-        ),
+        model_of(options),
         ParallelConfig(precision=options.precision),
         world,
         seed=0,

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from embedtrain.config.compose import compose_mine
+from embedtrain.config.door_model import model_of
 from embedtrain.config.mining import MineOptions
-from embedtrain.config.schema import ModelConfig, ParallelConfig
+from embedtrain.config.schema import ParallelConfig, Precision
 from embedtrain.door import enter
 
 if TYPE_CHECKING:  # what imports torch: `--help` is to answer at once
@@ -39,9 +40,10 @@ def act(options: MineOptions) -> None:
     quiet_libraries()
     with joined_world(options.timeout) as world:
         console = Console(speaks=world.is_main)
+        precision = options.precision or (Precision.bf16 if world.device.type == "cuda" else Precision.fp32)
         # What a user may have got wrong comes first: the models, the rows, the folder.
         with world.together("opening the models"):
-            model = open_source(_model(options))
+            model = open_source(model_of(options))
             teacher = None if options.teacher is None else find_teacher(options)
         with world.together("reading rows"), console.counted() as told:
             cache = Cache(directory=cache_directory(options.cache_dir), told=told)
@@ -49,8 +51,8 @@ def act(options: MineOptions) -> None:
             corpus = corpus_parts(options.corpus)
         for source in sources:
             console.note(str(source.store.report))
-        of_model = model_identity(model, options.precision, world)
-        of_teacher = None if teacher is None else model_identity(teacher.source, options.precision, world)
+        of_model = model_identity(model, precision, world)
+        of_teacher = None if teacher is None else model_identity(teacher.source, precision, world)
         with world.together("looking at corpora"):
             identity = identity_of(options, sources, corpus, of_model, of_teacher)
         require_same_data(identity, world)
@@ -63,7 +65,7 @@ def act(options: MineOptions) -> None:
             prepared = prepare(work.prepared, sources, corpus, world, told)
         for note in prepared.notes:
             console.note(note)
-        encoder, judge = _loaded(options, teacher, world, console)
+        encoder, judge = _loaded(options, teacher, precision, world, console)
         stored = StoredVectors(work.vectors, {**of_model, "dtype": options.index.dtype.value})
         miner = Miner(sources, prepared, encoder, stored, judge, work, options)
         with console.counted() as told:
@@ -73,32 +75,19 @@ def act(options: MineOptions) -> None:
             print_mined(Page(), summary, options.to)
 
 
-def _model(options: MineOptions) -> ModelConfig:
-    return ModelConfig(
-        path=options.model,
-        pooling=options.pooling,
-        normalize=options.normalize,
-        max_length=options.max_length,
-        query_prompt=options.query_prompt,
-        document_prompt=options.document_prompt,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-    )
-
-
 def _loaded(
-    options: MineOptions, teacher: "FoundTeacher | None", world: "World", console: "Console"
+    options: MineOptions, teacher: "FoundTeacher | None", precision: Precision, world: "World", console: "Console"
 ) -> tuple["SentenceEncoder", "Teacher | None"]:
     """The model that finds candidates, and the teacher that scores them, if there is one."""
     from embedtrain.evaluation.encode import SentenceEncoder
     from embedtrain.evaluation.mining.teacher import load_teacher
     from embedtrain.training.model import load_model
 
-    loaded = load_model(_model(options), ParallelConfig(precision=options.precision), world, seed=0)
+    loaded = load_model(model_of(options), ParallelConfig(precision=precision), world, seed=0)
     encoder = SentenceEncoder(
         loaded.encoder, loaded.tokenizer, world, chunk_tokens=options.chunk_tokens, gather=options.gather
     )
-    judge, told = (None, ()) if teacher is None else load_teacher(teacher, options, world)
+    judge, told = (None, ()) if teacher is None else load_teacher(teacher, options, precision, world)
     for note in (*loaded.notes, *(f"teacher: {note}" for note in told)):
         console.note(note)
     return encoder, judge

@@ -57,7 +57,7 @@ class MineOptions:
     instruction_format: str = DataConfig.instruction_format
     revision: str | None = None
     trust_remote_code: bool = False
-    precision: Precision = Precision.bf16
+    precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
     chunk_tokens: int = 16384
     gather: Gather = Gather.block
     index: IndexConfig = field(default_factory=IndexConfig)

@@ -13,7 +13,7 @@ import torch
 from sentence_transformers import CrossEncoder
 
 from embedtrain.config.mining import MineOptions
-from embedtrain.config.schema import ModelConfig, ParallelConfig, Pooling
+from embedtrain.config.schema import ModelConfig, ParallelConfig, Pooling, Precision
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError, TrainingError
@@ -102,14 +102,16 @@ def find_teacher(options: MineOptions) -> FoundTeacher:
     )
 
 
-def load_teacher(found: FoundTeacher, options: MineOptions, world: World) -> tuple[Teacher, tuple[str, ...]]:
+def load_teacher(
+    found: FoundTeacher, options: MineOptions, precision: Precision, world: World
+) -> tuple[Teacher, tuple[str, ...]]:
     """Load it; and lines for the user about it. A collective.
 
     Raises:
         ConfigError, ModelError: on every rank alike.
     """
     if not found.is_cross:
-        loaded = load_model(found.model, ParallelConfig(precision=options.precision), world, seed=0)
+        loaded = load_model(found.model, ParallelConfig(precision=precision), world, seed=0)
         encoder = SentenceEncoder(
             loaded.encoder,
             loaded.tokenizer,
@@ -119,7 +121,7 @@ def load_teacher(found: FoundTeacher, options: MineOptions, world: World) -> tup
             document_prompt=loaded.source.prompts.get("document", ""),
             gather=options.gather,
         )
-        identity = model_identity(loaded.source, options.precision, world)
+        identity = model_identity(loaded.source, precision, world)
         return _BiEncoder(encoder, options, identity), loaded.notes[:1]
     with world.together("loading the teacher"):
         try:

@@ -32,7 +32,7 @@ def act(options: EvaluateOptions) -> None:
 
     with joined_world(options.timeout) as world:
         console = Console(speaks=world.is_main)
-        sets = load_sets(options.sets, world, subset=options.subset)
+        sets = load_sets(options.sets, world, subset=options.subset, option="sets")
         for note in (note for loaded in sets for note in loaded.notes):
             console.note(note)
         with world.together("looking up mteb's tasks"):

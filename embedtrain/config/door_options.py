@@ -29,7 +29,7 @@ class EvaluateOptions:
     index: IndexConfig = field(default_factory=IndexConfig)
     vectors_dir: str | None = None  # keep documents' vectors there: an evaluation that was stopped goes on
     save_runs: bool = False  # write each retrieval set's ranking and judgements as TREC run and qrels files
-    depth: int = 100  # documents of each query in a run file; figures are always of the first 100
+    depth: int = 100  # documents of each query in a run file; figures go as deep as their metrics
     timeout: float = 1800.0
 
 

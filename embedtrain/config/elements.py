@@ -1,5 +1,6 @@
 """Elements of a recipe's lists: mappings and bare paths -> dataclasses, each checked against its own."""
 
+import re
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -37,8 +38,16 @@ def items(given: Any, kind: type[Item], option: str) -> list[Item]:
             merged = OmegaConf.merge(OmegaConf.structured(kind), element)
             items.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{option}[{index}]: {explain(str(error))}") from None
+            raise ConfigError(f"{option}[{index}]: {_of_list(str(error), element) or explain(str(error))}") from None
     return items
+
+
+def _of_list(message: str, element: dict[str, Any]) -> str | None:
+    """What to write where one value stands for a list."""
+    key = re.search(r"full_key: (\w+)", message)
+    if "is not a ListConfig" not in message or key is None:
+        return None
+    return f"{key[1]}={element[key[1]]}: it is a list, write {key[1]}: [{element[key[1]]}]"
 
 
 def sources_of(given: Any, option: str, loss: LossConfig) -> list[TrainSource]:

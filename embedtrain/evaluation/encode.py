@@ -181,27 +181,34 @@ class SentenceEncoder:
                 return
         total, size = len(passes), self.world.size
         # At least one pass even without texts: only a pass tells how many dimensions there are.
-        for start in range(0, len(left) or 1, _PASSES_A_BLOCK * size):
-            block = left[start : start + _PASSES_A_BLOCK * size]
-            mine = [passes.chunk(number) for number in block[self.world.rank :: size]]
-            rows = [passes.first[kinds].tolist() for kinds in mine]
-            vectors = self._block([[prompt + texts[row] for row in some] for some in rows], block, max_length)
-            self._require_finite(vectors, [texts[row] for some in rows for row in some])
-            kinds = np.concatenate([np.empty(0, dtype=np.int64), *mine])
-            with torch.inference_mode(False), torch.no_grad():
-                vectors = finish(vectors)
-            if stored is not None:
-                stored.write(vectors, kinds, block[self.world.rank :: size], self.world)
-            self.told(f"encoding {what}", total - len(left) + start + len(block), total)
-            yield vectors, kinds
+        with self._gathered():
+            for start in range(0, len(left) or 1, _PASSES_A_BLOCK * size):
+                block = left[start : start + _PASSES_A_BLOCK * size]
+                mine = [passes.chunk(number) for number in block[self.world.rank :: size]]
+                rows = [passes.first[kinds].tolist() for kinds in mine]
+                vectors = self._block([[prompt + texts[row] for row in some] for some in rows], block, max_length)
+                self._require_finite(vectors, [texts[row] for some in rows for row in some])
+                kinds = np.concatenate([np.empty(0, dtype=np.int64), *mine])
+                with torch.inference_mode(False), torch.no_grad():
+                    vectors = finish(vectors)
+                if stored is not None:
+                    stored.write(vectors, kinds, block[self.world.rank :: size], self.world)
+                self.told(f"encoding {what}", total - len(left) + start + len(block), total)
+                yield vectors, kinds
 
     def _block(self, chunks: list[list[str]], block: Sequence[int], max_length: int | None) -> Tensor:
         """One pass over each of this rank's chunks, and over dummies while other ranks have more."""
         turns = max(1, -(-len(block) // self.world.size))
-        with _evaluating(self.encoder, self.world, self.tokenizer, self.gather):
+        with _evaluating(self.encoder, reshard_after=self.gather is Gather.block):
             # Where weights are whole nobody waits for anybody; one pass is still needed to know D.
             dummies = turns - len(chunks) if self.gather is Gather.block or not chunks else 0
             return torch.cat([self._forward(texts, max_length) for texts in [*chunks, *([[]] * dummies)]])
+
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+        """All weights, where that was asked for."""
+        if self.gather is Gather.block:
+            return contextlib.nullcontext()
+        return gathered_whole(self.encoder, lambda: self._block([[]], [0] * self.world.size, None))
 
     def _forward(self, texts: list[str], max_length: int | None) -> Tensor:
         """One pass over one chunk; over a dummy whose vector is dropped where there are no texts."""
@@ -224,8 +231,8 @@ class SentenceEncoder:
 
 
 @contextlib.contextmanager
-def _evaluating(encoder: nn.Module, world: World, tokenizer: TextTokenizer, gather: Gather) -> Iterator[None]:
-    """Without gradient and dropout; afterwards every module's mode is as before and weights are sharded.
+def _evaluating(encoder: nn.Module, *, reshard_after: bool) -> Iterator[None]:
+    """Without gradient and dropout; afterwards every module's mode is as before, and weights are sharded if asked for.
 
     Not under inference mode, and out of it where the caller is in it: what FSDP gathers weights into is made
     once, and made there it could never be trained with ("Inplace update to inference tensor").
@@ -233,13 +240,11 @@ def _evaluating(encoder: nn.Module, world: World, tokenizer: TextTokenizer, gath
     """
     modes = [(module, module.training) for module in encoder.modules()]
     try:
-        with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as stack:
+        with torch.inference_mode(False), torch.no_grad():
             encoder.eval()
-            if gather is Gather.whole:
-                one = tokenizer.dummy().to(world.device)
-                stack.enter_context(gathered_whole(encoder, lambda: encoder(one.ids, one.mask)))
             yield
     finally:
         for module, training in modes:
             module.training = training
-        reshard(encoder)
+        if reshard_after:
+            reshard(encoder)

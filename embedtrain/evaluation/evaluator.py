@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World, doing
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.encode import SentenceEncoder, Told
-from embedtrain.evaluation.metrics import DEPTH, check_retrieval_metrics
+from embedtrain.evaluation.metrics import DEPTH, MEAN, check_retrieval_metrics
 from embedtrain.evaluation.stored_vectors import StoredVectors
 from embedtrain.evaluation.tasks import (
     bitext,
@@ -31,9 +32,6 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-
-# What the means over all sets are reported under.
-MEAN = "mean"
 
 
 class Evaluator:
@@ -70,7 +68,7 @@ class Evaluator:
     def evaluate(self, *, save_runs: Path | None = None, told: Told | None = None) -> dict[str, dict[str, float]]:
         """Figures by set and metric, the same floats on every rank. A collective.
 
-        Where there are several sets, `mean` has the means of the metrics that all of them have.
+        `mean` has the means of the metrics that two sets or more have, over these sets.
 
         Args:
             save_runs: a folder; the ranking and judgements of each set with queries and documents are written there
@@ -87,8 +85,8 @@ class Evaluator:
                 figures[loaded.data.name] = self._measure(loaded, save_runs)
         shared = _shared(metrics_of_each(self.sets))
         if shared:
-            mean = {metric: math.fsum(of[metric] for of in figures.values()) / len(figures) for metric in shared}
-            figures[MEAN] = mean
+            values = {metric: [of[metric] for of in figures.values() if metric in of] for metric in shared}
+            figures[MEAN] = {metric: math.fsum(each) / len(each) for metric, each in values.items()}
         return figures
 
     def _measure(self, loaded: LoadedSet, save_runs: Path | None) -> dict[str, float]:
@@ -143,7 +141,7 @@ def metrics_of_each(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
 
 
 def metrics_of(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
-    """Which figures an evaluation has: the metrics of each set by its name, and of `mean` those that all have."""
+    """Which figures an evaluation has: the metrics of each set by its name, and of `mean` those that several have."""
     each = metrics_of_each(sets)
     shared = _shared(each)
     return each | {MEAN: shared} if shared else each
@@ -191,8 +189,8 @@ def _metrics_of_kind(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
 
 
 def _shared(metrics: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The metrics that all of several sets have; none where a set is itself called `mean`."""
-    if len(metrics) < 2 or MEAN in metrics:
+    """The metrics that several sets have; none where a set is itself called `mean`."""
+    if MEAN in metrics:
         return ()
-    first, *others = metrics.values()
-    return tuple(metric for metric in first if all(metric in other for other in others))
+    times = Counter(metric for each in metrics.values() for metric in each)
+    return tuple(metric for metric, count in times.items() if count > 1)

@@ -16,6 +16,8 @@ RETRIEVAL_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@10", "recall@100", 
 _CUT = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P", "hit": "success"}
 _WHOLE = {"ndcg": "ndcg", "map": "map", "mrr": "recip_rank"}
 _OWN = ("mrr", "hole")  # trec_eval knows no cut of the first, and does not know the second
+# What means over several sets are reported under.
+MEAN = "mean"
 # How deep a ranking goes at least.
 DEPTH = 100
 # And where a metric looks at all of it: as deep as trec_eval's own runs.
@@ -96,10 +98,14 @@ def check_retrieval_metrics(metrics: Sequence[str], option: str) -> None:
     """
     for metric in metrics:
         family, _, cut = metric.partition("@")
-        known = family in _WHOLE if not cut else family in (*_CUT, *_OWN) and cut.isdigit() and int(cut) > 0
+        known = family in _WHOLE if not cut else family in (*_CUT, *_OWN) and _is_cut(cut)
         if not known:
             allowed = ", ".join([*(f"{name}@K" for name in dict.fromkeys((*_CUT, *_OWN))), *_WHOLE])
             raise ConfigError(f"{option}: {metric!r} is no metric of rankings: allowed are {allowed}, such as ndcg@10")
+
+
+def _is_cut(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) > 0
 
 
 def _parsed(metric: str) -> tuple[str, int | None]:
@@ -139,6 +145,11 @@ def split_best(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, st
         ConfigError: there is no such set, or it has no such metric.
     """
     name, _, metric = best.rpartition("/")
+    if name == MEAN and name not in metrics:
+        raise ConfigError(
+            f"checkpoint.best={best}: the mean is over the sets that have a metric in common, and no two of "
+            f"{', '.join(metrics) or 'evaluation.sets, which is empty,'} have one"
+        )
     if name not in metrics:
         known = ", ".join(f"{known}/{metrics[known][0]}" for known in metrics) or "none: evaluation.sets is empty"
         raise ConfigError(f"checkpoint.best={best} must be set/metric with a set of evaluation.sets: {known}")

@@ -14,7 +14,7 @@ _TAG = "embedtrain"
 
 
 def run_path(folder: Path, name: str) -> Path:
-    """Where the run of the set `name` is written; what cannot stand in a file name becomes `_`."""
+    """Where the run of the set `name` is written; what cannot stand in a file name is written as in a URL."""
     return folder / f"{_file_name(name)}.run"
 
 
@@ -60,7 +60,8 @@ def _write(path: Path, lines: Iterator[str]) -> None:
 
 
 def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.@+-]", "_", name)
+    # Two names never become one. Letters of all languages stay.
+    return re.sub(r"[^\w.@+-]", lambda found: quote(found[0], safe=""), name)
 
 
 def _word(text: str) -> str:

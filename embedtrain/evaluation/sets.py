@@ -24,7 +24,12 @@ Read = tuple[EvaluationData, list[str]]
 
 
 def load_sets(
-    configs: Sequence[EvaluationSet], world: World, *, subset: int | None = None, cache: Cache | None = None
+    configs: Sequence[EvaluationSet],
+    world: World,
+    *,
+    subset: int | None = None,
+    cache: Cache | None = None,
+    option: str = "evaluation.sets",
 ) -> list[LoadedSet]:
     """Read all sets on every rank; what fails on one fails on all, with the same words.
 
@@ -33,18 +38,19 @@ def load_sets(
         world: the ranks.
         subset: of sets that do not say their own.
         cache: where large corpora are kept; default: where data.cache_dir is by default.
+        option: what the list is called where the user wrote it.
 
     Raises:
         ConfigError: two sets have the same name, or an option does not fit a set.
         DataError: a set cannot be read.
     """
     with world.together("reading evaluation sets"):
-        check_names(configs)
+        check_names(configs, option)
         return [read_set(config, subset=subset, cache=cache) for config in configs]
 
 
-def check_names(configs: Sequence[EvaluationSet]) -> None:
-    """Refuse two sets of the same name: their figures could not be told apart.
+def check_names(configs: Sequence[EvaluationSet], option: str) -> None:
+    """Refuse two sets of the same name, in the list called `option`: their figures could not be told apart.
 
     Raises:
         ConfigError: with the two paths.
@@ -54,7 +60,7 @@ def check_names(configs: Sequence[EvaluationSet]) -> None:
         name = set_name(config)
         if name in seen:
             raise ConfigError(
-                f"evaluation.sets: {seen[name]} and {config.path} are both called {name!r}; "
+                f"{option}: {seen[name]} and {config.path} are both called {name!r}; "
                 f"write {{path: {config.path}, name: ...}} for one of them"
             )
         seen[name] = config.path
@@ -111,7 +117,8 @@ def _read(config: EvaluationSet, name: str, cache: Cache) -> Read:
     if path.is_dir():
         return _read_folder(path, config, name, cache)
     if not may_be_hub_id(config.path):
-        raise DataError(f"{config.path} is not there")
+        quoted = " (that is a text: quote the whole list, not the mapping in it)" if config.path.startswith("{") else ""
+        raise DataError(f"{config.path} is not there{quoted}")
     try:
         return _read_repository(config.path, config, name, cache)
     except DataError as error:

@@ -177,6 +177,26 @@ def test_no_more_than_a_block_is_gathered_unless_all_is_asked_for(ranks):
     assert [result[0][0] for result in results[Gather.whole]] == [8, 6, 6]
 
 
+def several_blocks(world):
+    """Whether weights are sharded between two of five blocks, how many follow, and whether all is as before after."""
+    encoder = sentence_encoder(world, chunk_tokens=1, gather=Gather.whole)
+    layer = encoder.encoder.backbone.encoder.layer[0]
+    before, encode._PASSES_A_BLOCK = encode._PASSES_A_BLOCK, 1
+    try:
+        blocks = encoder.encode_blocks(TEXTS[:10])
+        next(blocks)
+        between = isinstance(next(layer.parameters()), DTensor)
+        rest = len(list(blocks))
+    finally:
+        encode._PASSES_A_BLOCK = before
+    after = all(isinstance(parameter, DTensor) for parameter in encoder.encoder.parameters())
+    return between, rest, after, torch.is_grad_enabled()
+
+
+def test_weights_stay_whole_from_block_to_block(ranks):
+    assert ranks(2, several_blocks) == [(False, 4, True, True)] * 2
+
+
 def stored_encoding(world, folder, texts, stop_after=None):
     """Encode with vectors kept in `folder`; perhaps fail after some forward passes, as a killed run would."""
     encoder = sentence_encoder(world, chunk_tokens=16)

@@ -48,7 +48,7 @@ def test_a_run_file_has_six_columns_and_the_same_figures(tmp_path):
     judgements = {"q 1": {"d 1": 1, "d3": 1}, "q2": {"d0": 1}}
     run = {"q 1": {"d 1": 0.12345678806304932, "d2": 0.12345678061246872, "d3": -1e-20}, "q2": {}}
     path = run_path(tmp_path / "new folder", "owner/set one")
-    assert path.name == "owner_set_one.run"
+    assert path.name == "owner%2Fset%20one.run"
     write_run(path, run.items(), depth=3)
     lines = [line.split(" ") for line in path.read_text().splitlines()]
     assert lines[0] == ["q%201", "Q0", "d%201", "1", "0.123456788", "embedtrain"]

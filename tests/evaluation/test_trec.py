@@ -20,12 +20,28 @@ def test_judgements_of_four_columns(tmp_path, name, separator):
     assert loaded.notes == ()
 
 
+@pytest.mark.parametrize("gain", ["1", "1.0", "+1", " 1"])
+def test_a_first_line_that_is_no_header_is_a_judgement(tmp_path, gain):
+    loaded = read(beir(tmp_path / "s", CORPUS, QUERIES, f"q1\td1\t{gain}\nq3\td4\t1.0\n"))
+    assert loaded.data.judgements == {"q1": {"d1": 1}, "q3": {"d4": 1}}
+
+
 def test_judgements_as_a_table(tmp_path):
     folder = beir(tmp_path / "s", CORPUS, QUERIES, "q1\td1\t1\n")
     expected = read(folder).data
     (folder / "qrels" / "test.tsv").unlink()
     jsonl(folder / "qrels" / "test.jsonl", [{"query-id": "q1", "corpus-id": "d1", "score": 1}])
     assert read(folder).data == expected
+
+
+def test_what_every_model_scores_0_on(tmp_path):
+    folder = beir(tmp_path / "s", CORPUS, QUERIES, "q1\td1\t1\nq3\td2\t1\n")
+    (tmp_path / "of-q1.run").write_text("q1 Q0 d1 1 0.5 x\nq1 Q0 d2 2 0.4 x\n")
+    (tmp_path / "of-q3.run").write_text("q3 Q0 d1 1 0.5 x\n")
+    (kept,) = read(folder, subset=1).data.judged_queries
+    other = tmp_path / f"of-{'q1' if kept == 'q3' else 'q3'}.run"
+    said = refused(folder, kind=SetKind.reranking, candidates=str(other), subset=1)
+    assert said.endswith("no query has a relevant document and candidates, so every model would have the figure 0")
 
 
 def test_wrong_judgements(tmp_path):

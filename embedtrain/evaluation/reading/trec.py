@@ -31,9 +31,17 @@ def judgement_rows(path: Path) -> Iterator[Row]:
                 )
             fields = [trec[0], *trec[2:]]
         # Some sets come without the header; skipping their first line would lose a judgement in silence.
-        if place == 0 and not fields[2].strip().lstrip("-").isdigit():
+        if place == 0 and not _is_number(fields[2]):
             continue
         yield where, dict(zip((QUERY_ID[0], DOCUMENT_ID[0], GAIN[0]), fields, strict=True))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def read_run(path: Path) -> dict[str, dict[str, str]]:

@@ -70,6 +70,13 @@ def require_usable(data: EvaluationData, source: str) -> None:
         DataError: with what is missing in it.
     """
     match data:
+        case RetrievalSet() if not any(
+            gain > 0 and (data.candidates is None or data.candidates.get(query))
+            for query, gains in data.judgements.items()
+            for gain in gains.values()
+        ):
+            what = "a relevant document" if data.candidates is None else "a relevant document and candidates"
+            raise DataError(f"{source}: no query has {what}, so every model would have the figure 0")
         case ScoredPairs() if len(set(data.scores)) < 2:
             count = len(data.scores)
             raise DataError(f"{source}: {count} pairs with {len(set(data.scores))} different scores, so no correlation")

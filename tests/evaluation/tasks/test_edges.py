@@ -161,7 +161,7 @@ def test_progress_names_the_set_and_what_is_encoded(ranks):
     assert all(0 < done <= total for _, done, total in seen)
 
 
-def test_means_of_what_all_sets_have(ranks):
+def test_means_of_what_several_sets_have(ranks):
     retrieval, reranking, sts, *_ = one_of_each()
     figures = on_any_ranks(ranks, LoadedSet(retrieval), LoadedSet(reranking))
     assert list(figures) == ["retrieval", "reranking", "mean"]
@@ -173,3 +173,8 @@ def test_means_of_what_all_sets_have(ranks):
     assert list(on_any_ranks(ranks, LoadedSet(retrieval), LoadedSet(sts))) == ["retrieval", "sts"]
     assert list(metrics_of([LoadedSet(retrieval), LoadedSet(replace(retrieval, name="mean"))])) == ["retrieval", "mean"]
     assert list(metrics_of([LoadedSet(retrieval)])) == ["retrieval"]
+    three = [LoadedSet(retrieval), LoadedSet(sts), LoadedSet(reranking)]
+    assert metrics_of(three)["mean"] == ("ndcg@10", "mrr@10"), "over the two that have them"
+    assert on_any_ranks(ranks, *three)["mean"] == figures["mean"]
+    with pytest.raises(ConfigError, match=r"best=mean/ndcg@10: the mean is over .*, and no two of retrieval, sts have"):
+        split_best("mean/ndcg@10", metrics_of([LoadedSet(retrieval), LoadedSet(sts)]))

@@ -59,7 +59,7 @@ def act(options: EvaluateOptions) -> None:
         with console.counted() as told:
             if sets:
                 evaluator = Evaluator(sets, encoder, world, depth=options.depth, index=options.index, stored=stored)
-                with console.phase(f"evaluating {options.model}"):
+                with console.phase("evaluating"):
                     runs = output_dir / "runs" if options.save_runs else None
                     figures = evaluator.evaluate(save_runs=runs, told=told)
             if options.mteb:

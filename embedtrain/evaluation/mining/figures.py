@@ -25,6 +25,7 @@ class Suspect:
         positive_score: its score.
         document: a candidate that is nearer than it may be, or the best of all.
         score: its score.
+        written: whether it is among the negatives that the row got.
     """
 
     source: str
@@ -34,11 +35,12 @@ class Suspect:
     positive_score: float
     document: str
     score: float
+    written: bool
 
     @property
     def order(self) -> tuple[Any, ...]:
         """The worst come first."""
-        return self.positive_score - self.score, self.query, self.document, self.positive
+        return self.positive_score - self.score, self.query, self.document, self.positive, not self.written
 
     @property
     def pair(self) -> tuple[str, str]:

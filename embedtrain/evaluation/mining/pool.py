@@ -29,11 +29,13 @@ class Pool(Sequence[str]):
 
     Attributes:
         keys: int64 [N], of each text; see `text_keys`.
+        bare_keys: int64 [N], of each text without blanks at its ends; see `bare_keys`.
     """
 
     def __init__(self, directory: Path) -> None:
         self._reader = pa.ipc.open_file(pa.memory_map(str(directory / "documents.arrow")))
         self.keys = mapped(directory / "keys.bin", np.int64)
+        self.bare_keys = mapped(directory / "bare-keys.bin", np.int64)
         self._order = mapped(directory / "order.bin", np.int64)
         self._sorted = mapped(directory / "sorted.bin", np.int64)
         # Looking up a batch takes ten times as long as a text of it.
@@ -84,6 +86,11 @@ class _Worded(Sequence[str]):
             yield from self[start : start + _DOCUMENTS_A_BATCH]
 
 
+def bare_keys(texts: Iterable[str]) -> NDArray[np.int64]:
+    """The key of each text without blanks at its ends, int64 [n]: those are no difference that a reader would see."""
+    return text_keys([text.strip() for text in texts]).numpy()
+
+
 def number_documents(documents: Iterable[Documents]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Number distinct texts as they come.
 
@@ -107,13 +114,16 @@ def write_pool(directory: Path, documents: Iterable[Documents], first: NDArray[n
         first: what it returned.
     """
     keys: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
+    bare: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
     with pa.OSFile(str(directory / "documents.arrow"), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
         for texts in _batches(_firsts(documents, first)):
             writer.write_batch(pa.RecordBatch.from_arrays([pa.array(texts, pa.large_string())], schema=_SCHEMA))
             keys.append(text_keys(texts).numpy())
+            bare.append(bare_keys(texts))
     whole = np.concatenate(keys)
     order = np.argsort(whole, kind="stable")
     write_array(directory / "keys.bin", whole)
+    write_array(directory / "bare-keys.bin", np.concatenate(bare))
     write_array(directory / "order.bin", order)
     write_array(directory / "sorted.bin", whole[order])
 

@@ -5,7 +5,7 @@ T documents as often as they stand somewhere, N distinct ones, R rows of a sourc
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from embedtrain.data.store.cache import mapped, read_facts, write_array, write_f
 from embedtrain.data.store.table import ArrowRows
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.evaluation.mining.documents import NOBODY, Documents, Told, all_documents
-from embedtrain.evaluation.mining.pool import Pool, number_documents, write_pool
+from embedtrain.evaluation.mining.documents import Documents, Told, all_documents
+from embedtrain.evaluation.mining.named import Named
+from embedtrain.evaluation.mining.pool import Pool, bare_keys, number_documents, write_pool
 from embedtrain.evaluation.mining.relation import Relation, joined, numbered, write_relation
 from embedtrain.evaluation.mining.sources import MinedSource, Wording
 
@@ -34,7 +35,9 @@ class Prepared:
     Attributes:
         pool: the distinct documents.
         answers: question (key of `asked`) -> documents that are positives of a row that asks it, of any source.
-        no_negatives: question -> these, and all that share an id with one of them.
+        no_negatives: query (key of `bare_keys`, whatever its instruction) -> documents that are positives of a row with
+            this query, all that equal one of them by id or but for blanks, and the query itself. An instruction may
+            turn a wrong document into an answer; one too many that is left out does no harm, a wrong negative does.
         wordings: the ways in which documents are seen.
         wording_of: for each source, int64 [R], which of `wordings` a row's documents have.
         ids: for each source the ids of documents, by their numbers; None where it has none.
@@ -119,24 +122,16 @@ def _prepare(directory: Path, sources: Sequence[MinedSource], corpus: Sequence[P
 
     wordings: dict[Wording, int] = {}
     questions = [_questions(source, wordings) for source in sources]
-    for number, (_, wording_of) in enumerate(questions):
+    for number, (_, _, wording_of) in enumerate(questions):
         write_array(unfinished / f"wording-{number}.bin", wording_of)
-    named = _Named()
+    named = Named()
     numbers, first = number_documents(named.seen(documents()))
     write_pool(unfinished, documents(), first)
-    asked_by, positives = _positives(sources, [keys for keys, _ in questions])
-    write_relation(unfinished, "answers", asked_by, numbers[positives])
+    owners, places = _positives(sources)
+    write_relation(unfinished, "answers", _joint(keys for keys, _, _ in questions)[owners], numbers[places])
     named.write(unfinished, numbers)
-    id_keys, places = named.keys(), np.array(named.places, dtype=np.int64)
-    has_id = np.isin(positives, places)
-    of_positive = id_keys[np.searchsorted(places, positives[has_id])]
-    more = joined(asked_by[has_id], of_positive, id_keys, numbers[places])
-    write_relation(
-        unfinished,
-        "no-negatives",
-        np.concatenate([asked_by, more[0]]),
-        np.concatenate([numbers[positives], more[1]]),
-    )
+    queries = _joint(keys for _, keys, _ in questions)
+    write_relation(unfinished, "no-negatives", *_no_negatives(queries, owners, places, numbers, named, Pool(unfinished)))
     facts = {
         "wordings": [[one.before, one.after, one.max_length] for one in wordings],
         "has_ids": [(unfinished / f"ids-{number}.arrow").is_file() for number in range(len(sources))],
@@ -145,11 +140,38 @@ def _prepare(directory: Path, sources: Sequence[MinedSource], corpus: Sequence[P
     os.replace(unfinished, directory)
 
 
-def _questions(source: MinedSource, wordings: dict[Wording, int]) -> tuple[Whole, Whole]:
-    """Of each row the key of what it asks, and which wording its documents have; new wordings are added."""
+def _no_negatives(
+    queries: Whole, owners: Whole, places: Whole, numbers: Whole, named: Named, pool: Pool
+) -> tuple[Whole, Whole]:
+    """Pairs of a query's key and a document that is no negative of it.
+
+    Args:
+        queries: of each row, without blanks and instruction.
+        owners: of each positive, the row.
+        places: of each positive, which of the T documents it is.
+        numbers: int64 [T], which distinct document each is.
+        named: those that have ids.
+        pool: the distinct documents.
+    """
+    asked_by, with_id, id_keys = queries[owners], named.places(), named.keys()
+    has_id = np.isin(places, with_id)
+    of_positive = id_keys[np.searchsorted(with_id, places[has_id])]
+    by_id = joined(asked_by[has_id], of_positive, id_keys, numbers[with_id])
+    keys, answers = np.concatenate([asked_by, by_id[0]]), np.concatenate([numbers[places], by_id[1]])
+    distinct = np.unique(queries)
+    bare = np.concatenate([pool.bare_keys[answers], distinct])
+    return joined(np.concatenate([keys, distinct]), bare, pool.bare_keys, np.arange(len(pool)))
+
+
+def _questions(source: MinedSource, wordings: dict[Wording, int]) -> tuple[Whole, Whole, Whole]:
+    """Of each row the keys of what it asks, with its instruction and bare, and which wording its documents have.
+
+    New wordings are added to `wordings`.
+    """
     store = source.store
     assert isinstance(store.rows, ArrowRows)
-    keys: list[Whole] = [np.empty(0, dtype=np.int64)]
+    keys: list[Whole] = []
+    bare: list[Whole] = []
     wording_of: list[int] = []
     for place in range(len(store.rows.batch_starts) - 1):
         batch = store.rows.batch(place)
@@ -158,6 +180,7 @@ def _questions(source: MinedSource, wordings: dict[Wording, int]) -> tuple[Whole
             for name in ("query", "instruction", "document_instruction")
         )
         keys.append(text_keys([asked(*each) for each in zip(queries, instructions, strict=True)]).numpy())
+        bare.append(bare_keys(queries))
         for own, of_document in zip(instructions, of_documents, strict=True):
             if of_document is not None and own is None:
                 row = store[len(wording_of)]
@@ -167,60 +190,26 @@ def _questions(source: MinedSource, wordings: dict[Wording, int]) -> tuple[Whole
                 )
             wording = source.wording(of_document)
             wording_of.append(wordings.setdefault(wording, len(wordings)))
-    return np.concatenate(keys), np.array(wording_of, dtype=np.int64)
+    return _joint(keys), _joint(bare), np.array(wording_of, dtype=np.int64)
 
 
-def _positives(sources: Sequence[MinedSource], questions: Sequence[Whole]) -> tuple[Whole, Whole]:
-    """For each positive of each row the key of what the row asks, and which of the T documents it is; ascending."""
-    keys: list[Whole] = [np.empty(0, dtype=np.int64)]
-    places: list[Whole] = [np.empty(0, dtype=np.int64)]
-    start = 0
-    for source, asked_by in zip(sources, questions, strict=True):
+def _positives(sources: Sequence[MinedSource]) -> tuple[Whole, Whole]:
+    """Of each positive which row of all has it, and which of the T documents it is; both ascending."""
+    owners: list[Whole] = []
+    places: list[Whole] = []
+    start = first_row = 0
+    for source in sources:
         positives, negatives = (
             counts.astype(np.int64) for counts in (source.store.num_positives, source.store.num_negatives)
         )
         both = positives + negatives
         begins = start + np.cumsum(both) - both
-        keys.append(np.repeat(asked_by, positives))
+        owners.append(first_row + np.repeat(np.arange(len(positives)), positives))
         places.append(np.repeat(begins, positives) + numbered(positives))
         start += int(both.sum())
-    return np.concatenate(keys), np.concatenate(places)
+        first_row += len(positives)
+    return _joint(owners), _joint(places)
 
 
-class _Named:
-    """Documents that have an id: which of the T they are, ascending, their ids, and whose."""
-
-    def __init__(self) -> None:
-        self.places: list[int] = []
-        self._names: list[str] = []
-        self._sources: list[int] = []
-
-    def seen(self, documents: Iterator[Documents]) -> Iterator[Documents]:
-        """The documents, noted as they pass."""
-        start = 0
-        for some in documents:
-            if some.source != NOBODY:
-                for place, name in enumerate(some.ids, start):
-                    if name:
-                        self.places.append(place)
-                        self._names.append(name)
-                        self._sources.append(some.source)
-            start += len(some.texts)
-            yield some
-
-    def keys(self) -> Whole:
-        """Of each id, which is a source's own: another's "7" is another document."""
-        pairs = zip(self._sources, self._names, strict=True)
-        return text_keys([f"{source} {name}" for source, name in pairs]).numpy()
-
-    def write(self, directory: Path, numbers: Whole) -> None:
-        """Write for each source that names documents the first id that it has for each."""
-        at, owners = np.array(self.places, dtype=np.int64), np.array(self._sources, dtype=np.int64)
-        for source in np.unique(owners).tolist():
-            mine = np.flatnonzero(owners == source)
-            distinct, first = np.unique(numbers[at[mine]], return_index=True)
-            names = [self._names[place] for place in mine[first].tolist()]
-            table = pa.table({"number": distinct, "id": pa.array(names, pa.large_string())})
-            path = str(directory / f"ids-{source}.arrow")
-            with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
+def _joint(parts: Iterable[Whole]) -> Whole:
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])

@@ -50,20 +50,25 @@ def write_relation(directory: Path, name: str, keys: Whole, items: Whole) -> Non
         keys: int64 [P].
         items: int64 [P].
     """
-    order = np.lexsort((items, keys))
-    keys, items = keys[order], items[order]
-    new = np.ones(len(keys), dtype=bool)
-    new[1:] = (keys[1:] != keys[:-1]) | (items[1:] != items[:-1])
-    keys, items = keys[new], items[new]
+    keys, items = distinct_pairs(keys, items)
     distinct, starts = np.unique(keys, return_index=True)
     for part, values in (("keys", distinct), ("starts", np.append(starts, len(keys))), ("items", items)):
         write_array(directory / f"{name}-{part}.bin", values.astype(np.int64))
 
 
+def distinct_pairs(keys: Whole, items: Whole) -> tuple[Whole, Whole]:
+    """Each pair once, ascending by key, then by item."""
+    order = np.lexsort((items, keys))
+    keys, items = keys[order], items[order]
+    new = np.ones(len(keys), dtype=bool)
+    new[1:] = (keys[1:] != keys[:-1]) | (items[1:] != items[:-1])
+    return keys[new], items[new]
+
+
 def joined(keys: Whole, links: Whole, linked: Whole, items: Whole) -> tuple[Whole, Whole]:
     """All pairs (key, item) that a link leads to: (key, link) of the first two, (link, item) of the others."""
-    order = np.argsort(linked, kind="stable")
-    linked, items = linked[order], items[order]
+    # What many rows repeat counts once, or the pairs would be as many as its repetitions squared.
+    (keys, links), (linked, items) = distinct_pairs(keys, links), distinct_pairs(linked, items)
     starts = np.searchsorted(linked, links, side="left")
     counts = np.searchsorted(linked, links, side="right") - starts
     owners = np.repeat(np.arange(len(links)), counts)

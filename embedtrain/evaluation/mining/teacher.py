@@ -23,11 +23,14 @@ from embedtrain.evaluation.identity import model_identity
 from embedtrain.evaluation.mining.documents import Told
 from embedtrain.evaluation.mining.indexed import indexed
 from embedtrain.evaluation.mining.pool import Pool
+from embedtrain.evaluation.mining.relation import numbered
 from embedtrain.evaluation.mining.window import Floats, Pairs, scores_of
 from embedtrain.evaluation.search import ShardedIndex
 from embedtrain.evaluation.stored_vectors import StoredVectors
 from embedtrain.models.source import ModelSource, open_source
 from embedtrain.training.model import load_model
+
+_PAIRS_AT_A_TIME = 256  # of one query, that a cross-encoder sorts by length; progress is told after them
 
 
 class Teacher(Protocol):
@@ -43,12 +46,13 @@ class Teacher(Protocol):
         """
         ...
 
-    def scores(self, queries: Sequence[str], pairs: Pairs) -> Floats:
+    def scores(self, queries: Sequence[str], pairs: Pairs, told: Told) -> Floats:
         """The score of each pair, float32 [P], on every rank. A collective.
 
         Args:
             queries: Q texts without prompts.
             pairs: the same on every rank.
+            told: called with what is done, how far it has come, and of how much.
 
         Raises:
             TrainingError: on every rank, if a score is not finite.
@@ -153,7 +157,7 @@ class _BiEncoder:
             self._encoder, texts, None, self._options.index, stored, told, what="documents by the teacher"
         )
 
-    def scores(self, queries: Sequence[str], pairs: Pairs) -> Floats:
+    def scores(self, queries: Sequence[str], pairs: Pairs, told: Told) -> Floats:
         """See Teacher."""
         assert self._index is not None
         vectors = self._encoder.encode_all(queries, self._encoder.query_prompt, what="queries by the teacher")
@@ -161,7 +165,7 @@ class _BiEncoder:
 
 
 class _CrossEncoder:
-    """A cross-encoder's scores, through its own activation; each rank reads the pairs of its share of the queries.
+    """A cross-encoder's scores, through its own activation; each rank reads its share of the pairs.
 
     It computes in the precision that its weights are stored in: margins are finer than what bf16 can tell.
     """
@@ -174,23 +178,29 @@ class _CrossEncoder:
         """See Teacher."""
         self._pool = pool
 
-    def scores(self, queries: Sequence[str], pairs: Pairs) -> Floats:
+    def scores(self, queries: Sequence[str], pairs: Pairs, told: Told) -> Floats:
         """See Teacher."""
         assert self._pool is not None
-        world = self._world
-        edges = [len(queries) * rank // world.size for rank in range(world.size + 1)]
-        found: list[Floats] = [np.empty(0, dtype=np.float32)]
+        world, num_pairs = self._world, len(pairs.owners)
+        # What is padded together, and with it a score's last bit, is the same on any number of ranks: pieces of one
+        # query's pairs, dealt so that every rank has about as many pairs.
+        starts = np.flatnonzero(numbered(pairs.counts(len(queries))) % _PAIRS_AT_A_TIME == 0)
+        ends = np.append(starts[1:], num_pairs)
+        edges = np.searchsorted(starts, num_pairs * np.arange(world.size + 1) // world.size)
+        mine = range(edges[world.rank], edges[world.rank + 1])
+        scores: Floats = np.empty(int((ends - starts)[mine].sum()), dtype=np.float32)
+        done = 0
         with world.together("scoring by the teacher"):
-            # Query by query: what is padded together, and with it a score's last bit, is the same on any number of
-            # ranks.
-            for query in range(edges[world.rank], edges[world.rank + 1]):
-                texts = [self._pool[number] for number in pairs.documents[pairs.of(query)].tolist()]
-                if texts:
-                    both = [(queries[query], text) for text in texts]
-                    scores = self._cross.predict(both, batch_size=self._batch_size, show_progress_bar=False)
-                    found.append(np.asarray(scores, dtype=np.float32))
-            mine = np.concatenate(found)
-            if not np.isfinite(mine).all():
+            for piece in mine:
+                some = slice(starts[piece], ends[piece])
+                query = queries[pairs.owners[starts[piece]]]
+                both = [(query, self._pool[number]) for number in pairs.documents[some].tolist()]
+                scores[done : done + len(both)] = self._cross.predict(
+                    both, batch_size=self._batch_size, show_progress_bar=False
+                )
+                done += len(both)
+                told("scoring this rank's pairs by the teacher", done, len(scores))
+            if not np.isfinite(scores).all():
                 raise TrainingError("the teacher's scores are not finite: its weights hold NaN or infinity")
-        counts = np.diff(np.searchsorted(pairs.owners, edges)).tolist()
-        return gather_rows(torch.from_numpy(mine).to(world.device), counts).cpu().numpy()
+        counts = np.diff(np.append(starts, num_pairs)[edges]).tolist()
+        return gather_rows(torch.from_numpy(scores).to(world.device), counts).cpu().numpy()

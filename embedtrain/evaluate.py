@@ -91,6 +91,7 @@ def _load(options: EvaluateOptions, world: "World", console: "Console") -> "Load
         ParallelConfig(precision=options.precision),
         world,
         seed=0,
+        trains=False,
     )
     for note in model.notes:
         console.note(note)

@@ -31,6 +31,7 @@ def act(options: SearchOptions) -> None:
             ParallelConfig(precision=options.precision),
             world,
             seed=0,
+            trains=False,
         )
         prompts = model.source.prompts
         encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=options.chunk_tokens)

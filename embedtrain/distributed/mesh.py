@@ -12,7 +12,9 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 
 # Master weight, gradient and two Adam moments in fp32.
-_BYTES_PER_PARAMETER = 16
+_BYTES_IN_TRAINING = 16
+# Master weight, and the copy that is computed with.
+_BYTES_IN_EVALUATION = 6
 # A replicated model may take this share of a rank's memory; the rest is for activations and the batch.
 _REPLICATED_SHARE = 0.35
 # Unreduced gradients of the whole model, in fp32, may take this share while a step has chunks to come.
@@ -36,7 +38,9 @@ class Layout:
         return init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
 
 
-def choose_layout(parallel: ParallelConfig, world: World, num_parameters: int, memory: int) -> Layout:
+def choose_layout(
+    parallel: ParallelConfig, world: World, num_parameters: int, memory: int, *, trains: bool = True
+) -> Layout:
     """Turn `parallel.strategy` into a shape of the mesh.
 
     `auto` replicates where weights, gradients and Adam's moments of the whole model take at most a third of
@@ -47,6 +51,7 @@ def choose_layout(parallel: ParallelConfig, world: World, num_parameters: int, m
         world: the ranks.
         num_parameters: of the whole model.
         memory: `memory_of_rank` of the rank that has least, so that all ranks choose alike.
+        trains: whether there will be gradients and Adam's moments.
 
     Raises:
         ConfigError: `parallel.shard_size` does not divide the number of ranks, or is set without hsdp.
@@ -56,8 +61,9 @@ def choose_layout(parallel: ParallelConfig, world: World, num_parameters: int, m
             f"parallel.shard_size={parallel.shard_size} is only for parallel.strategy=hsdp, "
             f"not {parallel.strategy.value}"
         )
-    need, have = num_parameters * _BYTES_PER_PARAMETER, memory
-    told = f"{_gib(need)} of weights, gradients and Adam moments, {_gib(have)} of memory a rank"
+    need, have = num_parameters * (_BYTES_IN_TRAINING if trains else _BYTES_IN_EVALUATION), memory
+    what = "weights, gradients and Adam moments" if trains else "weights"
+    told = f"{_gib(need)} of {what}, {_gib(have)} of memory a rank"
     match parallel.strategy:
         case Strategy.ddp:
             return Layout(Strategy.ddp, world.size, 1, f"asked for; {told}")

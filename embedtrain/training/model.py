@@ -53,6 +53,7 @@ def load_model(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     read_weights: bool = True,
+    trains: bool = True,
 ) -> LoadedModel:
     """Build on the meta device, shard, then read each rank's part of the weights.
 
@@ -63,6 +64,7 @@ def load_model(
         seed: random weights are a function of it.
         tokenizer: a tokenizer made on the spot, for a model without one; its ids go into the configuration.
         read_weights: false where a checkpoint's weights follow.
+        trains: false where it will only encode, which takes less memory.
 
     Raises:
         ConfigError, ModelError: on every rank alike, before any weight is read where that is possible.
@@ -78,7 +80,7 @@ def load_model(
         length = text_length(source, loaded)
         encoder = build_encoder(source)
         num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
-        layout = choose_layout(parallel, world, num_parameters, memory)
+        layout = choose_layout(parallel, world, num_parameters, memory, trains=trains)
         blocks, notes = _blocks(encoder, parallel, required=layout.strategy is not Strategy.ddp)
         places = find_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
     notes.append(
@@ -95,7 +97,7 @@ def load_model(
     warm_up(encoder, world.device)
     source = replace(source, max_length=length)
     whole = keeps_gradients_whole(parallel, layout, num_parameters, memory)
-    if not whole:
+    if trains and not whole:
         size = 4 * num_parameters / 2**30
         notes.append(f"gradients are reduced after every chunk: whole ones would take {size:.1f} GiB on every rank")
     return LoadedModel(encoder, source, TextTokenizer(loaded, length), layout, tuple(notes), whole)

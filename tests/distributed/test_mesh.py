@@ -41,6 +41,13 @@ def test_auto_replicates_what_fits_and_says_why():
     assert "16.0 GiB" in large.reason
 
 
+def test_a_model_that_only_encodes_takes_less():
+    options = ParallelConfig(strategy=Strategy.auto)
+    found = choose_layout(options, world(8), GIB // 2, memory=16 * GIB, trains=False)
+    assert found.strategy is Strategy.ddp
+    assert "3.0 GiB of weights, 16.0 GiB of memory" in found.reason
+
+
 @pytest.mark.parametrize("shard_size", [0, -1, 3, 16])
 def test_a_shard_size_that_does_not_divide(shard_size):
     with pytest.raises(ConfigError, match=rf"parallel\.shard_size={shard_size} .* 1, 2, 4, 8"):

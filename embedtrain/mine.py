@@ -20,12 +20,13 @@ def act(options: MineOptions) -> None:
     from pathlib import Path
 
     from embedtrain.data.store.cache import Cache, cache_directory
-    from embedtrain.distributed.world import joined_world
+    from embedtrain.distributed.world import doing, joined_world
     from embedtrain.evaluation.identity import model_identity
     from embedtrain.evaluation.mining.documents import corpus_parts
     from embedtrain.evaluation.mining.finished import finish
     from embedtrain.evaluation.mining.identity import identity_of, require_same_data
     from embedtrain.evaluation.mining.miner import Miner
+    from embedtrain.evaluation.mining.option_names import OF_MODEL, naming
     from embedtrain.evaluation.mining.prepared import prepare
     from embedtrain.evaluation.mining.sources import read_mined
     from embedtrain.evaluation.mining.teacher import find_teacher
@@ -43,7 +44,8 @@ def act(options: MineOptions) -> None:
         precision = options.precision or (Precision.bf16 if world.device.type == "cuda" else Precision.fp32)
         # What a user may have got wrong comes first: the models, the rows, the folder.
         with world.together("opening the models"):
-            model = open_source(model_of(options))
+            with naming(OF_MODEL):
+                model = open_source(model_of(options))
             teacher = None if options.teacher is None else find_teacher(options)
         with world.together("reading rows"), console.counted() as told:
             cache = Cache(directory=cache_directory(options.cache_dir), told=told)
@@ -61,7 +63,7 @@ def act(options: MineOptions) -> None:
             console.note(f"{options.to} holds all that this command finds: nothing was done")
             return
 
-        with console.counted() as told:
+        with console.counted() as told, doing("collecting documents"):
             prepared = prepare(work.prepared, sources, corpus, world, told)
         for note in prepared.notes:
             console.note(note)
@@ -70,9 +72,11 @@ def act(options: MineOptions) -> None:
         miner = Miner(sources, prepared, encoder, stored, judge, work, options)
         with console.counted() as told:
             miner.mine(told)
-        summary = finish(miner)
+        console.note(f"mined {sum(len(source.store) for source in sources):,} rows")
+        with doing("writing mined files"):
+            summary = finish(miner)
         if world.is_main:
-            print_mined(Page(), summary, options.to)
+            print_mined(Page(), summary, options)
 
 
 def _loaded(
@@ -80,14 +84,17 @@ def _loaded(
 ) -> tuple["SentenceEncoder", "Teacher | None"]:
     """The model that finds candidates, and the teacher that scores them, if there is one."""
     from embedtrain.evaluation.encode import SentenceEncoder
+    from embedtrain.evaluation.mining.option_names import OF_MODEL, OF_TEACHER, naming
     from embedtrain.evaluation.mining.teacher import load_teacher
     from embedtrain.training.model import load_model
 
-    loaded = load_model(model_of(options), ParallelConfig(precision=precision), world, seed=0)
+    with naming(OF_MODEL):
+        loaded = load_model(model_of(options), ParallelConfig(precision=precision), world, seed=0)
     encoder = SentenceEncoder(
         loaded.encoder, loaded.tokenizer, world, chunk_tokens=options.chunk_tokens, gather=options.gather
     )
-    judge, told = (None, ()) if teacher is None else load_teacher(teacher, options, precision, world)
+    with naming(OF_TEACHER):
+        judge, told = (None, ()) if teacher is None else load_teacher(teacher, options, precision, world)
     for note in (*loaded.notes, *(f"teacher: {note}" for note in told)):
         console.note(note)
     return encoder, judge

@@ -172,7 +172,7 @@ def test_beir_folders_are_mined_out_of_their_corpus(workshop, mined):
         (["teacher=nowhere/at/all"], "teacher=nowhere/at/all: there is no such directory"),
         (["teacher=model/guide/../backbone"], "a teacher is a sentence-transformers directory that says how it pools"),
         (["teacher=classes"], "teacher=classes: it is a BertForSequenceClassification of 3 classes"),
-        (["model=nowhere/at/all"], "model.path=nowhere/at/all: there is no such directory"),
+        (["model=nowhere/at/all"], "model=nowhere/at/all: there is no such directory"),
         (["data=[no.jsonl]"], "no.jsonl: no such file or folder"),
         (["data=[bad.jsonl]"], 'bad.jsonl:2: no "pos" in this row'),
         (["corpus=[bad-pool.jsonl]"], 'bad-pool.jsonl:2: a document needs a "text", and this one has: txt'),

@@ -38,14 +38,16 @@ class MineOptions:
     absolute_margin: float | None = None  # at most the positive's score less this
     max_score: float | None = None  # of a negative; the teacher's score, where there is a teacher
     min_score: float | None = None
-    against: AgainstPositive = AgainstPositive.lowest
+    against: AgainstPositive = AgainstPositive.highest
     sampling: Sampling = Sampling.top
     seed: int = 42
-    keep_own_negatives: bool = False  # all negatives that rows have stay, before those found
+    keep_own_negatives: bool = False  # negatives that rows have stay, before those found; but positives are left out
 
     # Bi-encoder or cross-encoder whose scores are written, and margins and ranks of negatives taken by.
     teacher: str | None = None
-    teacher_batch_size: int = 32  # pairs a cross-encoder scores at a time
+    # Pairs a cross-encoder scores at a time. Mining that was stopped may go on with fewer, as with other `chunk_tokens`,
+    # `gather` or `index.place`, where memory ran out: only the last bits of scores differ.
+    teacher_batch_size: int = 32
     teacher_max_length: int | None = None
     scores: bool = True  # write pos_scores and neg_scores
 
@@ -58,7 +60,7 @@ class MineOptions:
     revision: str | None = None
     trust_remote_code: bool = False
     precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
-    chunk_tokens: int = 16384
+    chunk_tokens: int = 16384  # of a forward pass, padding included
     gather: Gather = Gather.block
     index: IndexConfig = field(default_factory=IndexConfig)
     queries_at_a_time: int = 4096  # rows mined, and written, between two places to resume from

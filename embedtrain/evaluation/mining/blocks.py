@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from embedtrain.errors import DataError
 from embedtrain.evaluation.mining.relation import Whole
 
 
@@ -55,6 +56,15 @@ def in_rows_order(wordings: Whole, lines: dict[int, Iterator[str]]) -> Iterator[
     Args:
         wordings: int64 [R], of each row.
         lines: by wording those of its rows.
+
+    Raises:
+        DataError: there are fewer lines than rows.
     """
-    for wording in wordings.tolist():
-        yield next(lines[wording])
+    for done, wording in enumerate(wordings.tolist()):
+        line = next(lines[wording], None)
+        if line is None:
+            raise DataError(
+                f"mined rows are missing after the first {done:,} of {len(wordings):,}: delete the folder .mining "
+                "below to=, and mine again"
+            )
+        yield line

@@ -15,15 +15,17 @@ def finish(miner: Miner) -> dict[str, Any]:
     """
     work, world, prepared, options = miner.work, miner.world, miner.prepared, miner.options
     blocks = blocks_of(prepared.wording_of, options.queries_at_a_time)
-    with world.together("writing mined files"):
-        for number in range(world.rank, len(miner.sources), world.size):
-            own = [block for block in blocks if block.source == number]
-            lines = {
-                wording: work.lines([block.name for block in own if block.wording == wording])
-                for wording in {block.wording for block in own}
-            }
-            work.put(miner.sources[number].name, in_rows_order(prepared.wording_of[number], lines))
     summary: dict[str, Any] = {}
+    # One rank alone: what another has just written may not be in a rank's view of a network's file system yet.
+    with world.together("writing mined files"):
+        if world.is_main:
+            for number, source in enumerate(miner.sources):
+                own = [block for block in blocks if block.source == number]
+                lines = {
+                    wording: work.lines([block.name for block in own if block.wording == wording])
+                    for wording in {block.wording for block in own}
+                }
+                work.put(source.name, in_rows_order(prepared.wording_of[number], lines))
     with world.together("writing the summary"):
         if world.is_main:
             each = [

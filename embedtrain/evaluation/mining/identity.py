@@ -11,7 +11,7 @@ from embedtrain.errors import DataError
 from embedtrain.evaluation.mining.documents import corpus_digests
 from embedtrain.evaluation.mining.sources import MinedSource
 
-# Where things lie and how fast they go; what these name is told by its content.
+# Where things lie, how fast they go and how much memory they take; what these name is told by its content.
 _WITHOUT = {
     "to",
     "data",
@@ -22,6 +22,8 @@ _WITHOUT = {
     "cache_dir",
     "timeout",
     "gather",
+    "chunk_tokens",
+    "teacher_batch_size",
     "trust_remote_code",
 }
 

@@ -131,7 +131,9 @@ def _prepare(directory: Path, sources: Sequence[MinedSource], corpus: Sequence[P
     write_relation(unfinished, "answers", _joint(keys for keys, _, _ in questions)[owners], numbers[places])
     named.write(unfinished, numbers)
     queries = _joint(keys for _, keys, _ in questions)
-    write_relation(unfinished, "no-negatives", *_no_negatives(queries, owners, places, numbers, named, Pool(unfinished)))
+    write_relation(
+        unfinished, "no-negatives", *_no_negatives(queries, owners, places, numbers, named, Pool(unfinished))
+    )
     facts = {
         "wordings": [[one.before, one.after, one.max_length] for one in wordings],
         "has_ids": [(unfinished / f"ids-{number}.arrow").is_file() for number in range(len(sources))],

@@ -96,4 +96,3 @@ def mine_row(found: FoundRow, prepared: Prepared, options: MineOptions, name: st
         wrong_labels=[suspect(int(lost[of.answer_scores[lost].argmin()]), best)] if len(lost) else [],
     )
     return MinedRow(line, figures)
-

@@ -1,5 +1,6 @@
 """What is mined: training sources as they are read, and what stands around their texts."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from embedtrain.data.store.cache import Cache
 from embedtrain.data.store.readers import read_sources
 from embedtrain.data.store.table import RowStore
 from embedtrain.data.types import Example
+from embedtrain.errors import DataError
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -88,7 +90,10 @@ def read_mined(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -
     """
     # What a step draws of a row's negatives does not matter here, and would only be told.
     sources = [replace(source, negatives=None) for source in expand(options.data)]
-    stores = read_sources(sources, OnError.stop, TEXTS_ALONE, cache)
+    try:
+        stores = read_sources(sources, OnError.stop, TEXTS_ALONE, cache)
+    except DataError as error:
+        raise _with_split(error, sources) from error.__cause__
 
     def first(own: str | None, name: str) -> str:
         return prompts.get(name, "") if own is None else own
@@ -106,6 +111,15 @@ def read_mined(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -
         )
         for name, source, store in zip(_names(sources), sources, stores, strict=True)
     ]
+
+
+def _with_split(error: DataError, sources: Sequence[TrainSource]) -> DataError:
+    """The error, and what to write where only the split of a BEIR folder is another than `train`."""
+    other = re.search(r"holds no judgements of split=\S+, only of (\w+)", str(error))
+    path = next((source.path for source in sources if str(error).startswith(f"{source.path}: ")), None)
+    if other is None or path is None:
+        return error
+    return DataError(f"{error}; write data=[{{path: {path}, split: {other[1]}}}]")
 
 
 def _names(sources: Sequence[TrainSource]) -> list[str]:

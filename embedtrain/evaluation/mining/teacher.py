@@ -22,6 +22,7 @@ from embedtrain.evaluation.exact import unit_vectors
 from embedtrain.evaluation.identity import model_identity
 from embedtrain.evaluation.mining.documents import Told
 from embedtrain.evaluation.mining.indexed import indexed
+from embedtrain.evaluation.mining.option_names import OF_TEACHER, naming
 from embedtrain.evaluation.mining.pool import Pool
 from embedtrain.evaluation.mining.relation import numbered
 from embedtrain.evaluation.mining.window import Floats, Pairs, scores_of
@@ -86,13 +87,14 @@ def find_teacher(options: MineOptions) -> FoundTeacher:
     )
     path = str(options.teacher)
     try:
-        try:
-            return FoundTeacher(open_source(model), False, model)
-        except ConfigError:  # nothing says how it pools
-            model.pooling = Pooling.mean
-            source = open_source(model)
+        with naming(OF_TEACHER):
+            try:
+                return FoundTeacher(open_source(model), False, model)
+            except ConfigError:  # nothing says how it pools
+                model.pooling = Pooling.mean
+                source = open_source(model)
     except ModelError as error:
-        raise ConfigError(f"teacher={path}: {str(error).removeprefix(f'model.path={path}').lstrip(': ')}") from None
+        raise ConfigError(f"teacher={path}: {str(error).removeprefix(f'teacher={path}').lstrip(': ')}") from None
     kinds = [str(kind) for kind in source.config.architectures or [source.config.model_type]]
     is_classifier = any(kind.endswith("ForSequenceClassification") for kind in kinds)
     num_labels = source.config.num_labels
@@ -187,11 +189,11 @@ class _CrossEncoder:
         starts = np.flatnonzero(numbered(pairs.counts(len(queries))) % _PAIRS_AT_A_TIME == 0)
         ends = np.append(starts[1:], num_pairs)
         edges = np.searchsorted(starts, num_pairs * np.arange(world.size + 1) // world.size)
-        mine = range(edges[world.rank], edges[world.rank + 1])
-        scores: Floats = np.empty(int((ends - starts)[mine].sum()), dtype=np.float32)
+        bounds = np.append(starts, num_pairs)[edges]
+        scores: Floats = np.empty(bounds[world.rank + 1] - bounds[world.rank], dtype=np.float32)
         done = 0
         with world.together("scoring by the teacher"):
-            for piece in mine:
+            for piece in range(edges[world.rank], edges[world.rank + 1]):
                 some = slice(starts[piece], ends[piece])
                 query = queries[pairs.owners[starts[piece]]]
                 both = [(query, self._pool[number]) for number in pairs.documents[some].tolist()]
@@ -202,5 +204,4 @@ class _CrossEncoder:
                 told("scoring this rank's pairs by the teacher", done, len(scores))
             if not np.isfinite(scores).all():
                 raise TrainingError("the teacher's scores are not finite: its weights hold NaN or infinity")
-        counts = np.diff(np.append(starts, num_pairs)[edges]).tolist()
-        return gather_rows(torch.from_numpy(scores).to(world.device), counts).cpu().numpy()
+        return gather_rows(torch.from_numpy(scores).to(world.device), np.diff(bounds).tolist()).cpu().numpy()

@@ -9,7 +9,9 @@ A block is whole or not there: its folder gets its name when every rank has writ
 
 import json
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from embedtrain.errors import DataError
 from embedtrain.evaluation.mining.figures import Figures
 
 SUMMARY = "summary.json"
+_UNFINISHED = ".part"
 
 
 class Work:
@@ -29,14 +32,15 @@ class Work:
         to: seen by all ranks.
         identity: what decides about what is found, as JSON; the same on every rank.
         world: the ranks.
+        patience: seconds for which a rank looks for what rank 0 wrote; network file systems show it late.
 
     Attributes:
         prepared: where what is made of all rows lies.
         vectors: where documents' vectors lie.
     """
 
-    def __init__(self, to: Path, identity: Mapping[str, Any], world: World) -> None:
-        self.to, self.world = to, world
+    def __init__(self, to: Path, identity: Mapping[str, Any], world: World, *, patience: float = 40.0) -> None:
+        self.to, self.world, self._patience = to, world, patience
         self.identity: dict[str, Any] = json.loads(json.dumps(identity))
         self._own = to / ".mining"
         self.prepared, self.vectors, self._blocks = (self._own / name for name in ("prepared", "vectors", "blocks"))
@@ -48,18 +52,38 @@ class Work:
             names: of the files that will be written, without their ending.
 
         Raises:
-            DataError: the folder holds what was mined by other means, or files that are not ours.
+            DataError: the folder holds what was mined by other means, or files that are not ours, or is not the same
+                on all ranks.
         """
-        found = False
+        is_left, sign = False, f"seen-{secrets.token_hex(8)}"
         with self.world.together("opening the folder to mine into"):
             if self.world.is_main:
-                found = self._begin(names)
-        return self.world.broadcast(found)
+                is_left = self._begin(names)
+                if is_left:
+                    (self._own / sign).touch()
+        is_left, sign = self.world.broadcast((is_left, sign))
+        if is_left:
+            with self.world.together("looking for the folder to mine into"):
+                self._require_seen(self._own / sign)
+            if self.world.is_main:
+                (self._own / sign).unlink()
+        return is_left
+
+    def _require_seen(self, sign: Path) -> None:
+        end = time.monotonic() + self._patience
+        while not sign.is_file():
+            if time.monotonic() > end:
+                raise DataError(
+                    f"to={self.to}: rank {self.world.rank} does not see what rank 0 wrote there; "
+                    "it must be on a file system that all ranks share"
+                )
+            time.sleep(min(0.5, self._patience / 10))
 
     def _begin(self, names: Sequence[str]) -> bool:
         summary, identity = self.to / SUMMARY, self._own / "identity.json"
         if summary.is_file():
-            before = _read(summary).get("identity")
+            read = _read(summary)
+            before = read.get("identity") if isinstance(read, dict) else None
             if not isinstance(before, dict):
                 raise DataError(
                     f"{summary} is there already, and is not that of mined rows: write another folder as to="
@@ -69,7 +93,7 @@ class Work:
             return False
         if identity.is_file() and self.prepared.is_dir():  # else nothing was done yet that another command could harm
             self._require_same(_read(identity), "the beginning of mined rows")
-            for unfinished in self._blocks.glob("*.part"):
+            for unfinished in self._blocks.glob(f"*{_UNFINISHED}"):
                 shutil.rmtree(unfinished)
             return True
         for name in names:
@@ -89,16 +113,20 @@ class Work:
                 "write the same options to go on, or another folder, or delete this one"
             )
 
-    def has(self, block: str) -> bool:
-        """Whether a block is done."""
-        return (self._blocks / block).is_dir()
+    def done(self) -> set[str]:
+        """The blocks that are done. A collective: rank 0 says so, for ranks may see different ages of a folder."""
+        there: list[str] = []
+        with self.world.together("looking at what is mined already"):
+            if self.world.is_main:
+                there = sorted(path.name for path in self._blocks.iterdir() if path.is_dir())
+        return {name for name in self.world.broadcast(there) if not name.endswith(_UNFINISHED)}
 
     def write(self, block: str, lines: Sequence[str], figures: Figures) -> None:
         """Keep this rank's share of a block, whose rows follow those of the ranks before. A collective."""
-        unfinished = self._blocks / f"{block}.part"
+        unfinished = self._blocks / f"{block}{_UNFINISHED}"
         with self.world.together("writing mined rows"):
             unfinished.mkdir(parents=True, exist_ok=True)
-            path = unfinished / f"{self.world.rank:06}.jsonl"
+            path = unfinished / f"{self.world.rank:06}-of-{self.world.size:06}.jsonl"
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             figures.write(path)
         with self.world.together("writing mined rows"):
@@ -106,16 +134,31 @@ class Work:
                 os.replace(unfinished, self._blocks / block)
 
     def lines(self, blocks: Sequence[str]) -> Iterator[str]:
-        """The lines of some blocks, with their ends."""
-        for block in blocks:
-            for path in sorted((self._blocks / block).glob("*.jsonl")):
-                with path.open(encoding="utf-8", newline="\n") as file:
-                    yield from file
+        """The lines of some blocks, with their ends.
+
+        Raises:
+            DataError: a part of one is gone.
+        """
+        for path in self._parts(blocks):
+            with path.open(encoding="utf-8", newline="\n") as file:
+                yield from file
 
     def figures(self, blocks: Sequence[str]) -> Figures:
-        """What was found in some blocks."""
-        paths = [path for block in blocks for path in sorted((self._blocks / block).glob("*.jsonl"))]
-        return Figures.joined([Figures.read(path) for path in paths])
+        """What was found in some blocks.
+
+        Raises:
+            DataError: a part of one is gone.
+        """
+        return Figures.joined([Figures.read(path) for path in self._parts(blocks)])
+
+    def _parts(self, blocks: Sequence[str]) -> Iterator[Path]:
+        for block in blocks:
+            paths = sorted((self._blocks / block).glob("*.jsonl"))
+            if not paths or len(paths) != int(paths[0].stem.rpartition("-")[2]):
+                raise DataError(
+                    f"{self._blocks / block} is not whole: delete it, and the same command mines its rows again"
+                )
+            yield from paths
 
     def put(self, name: str, lines: Iterator[str]) -> None:
         """Write a source's file, whole or not at all; on one rank."""
@@ -143,9 +186,9 @@ def _told(value: object) -> str:
     return "nothing" if value is None else shortened(value, 40)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> object:
     try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        facts: object = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path} cannot be read ({error}): write another folder as to=") from None
     return facts

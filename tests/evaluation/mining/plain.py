@@ -44,8 +44,12 @@ def _row(row, number, sources, everything, documents, found_by, judged_by,
     def same(other: Mapping[str, Any]) -> bool:
         return other["query"] == row["query"] and (other.get("prompt") or "") == (row.get("prompt") or "")
 
+    def same_text(other: Mapping[str, Any]) -> bool:
+        return other["query"].strip() == row["query"].strip()
+
     answers = list(dict.fromkeys(text for other in everything if same(other) for text in other["pos"]))
-    ids = [{name for other in rows if same(other) for name in other.get("pos_id", ()) if name} for rows in sources]
+    no_negatives = {text for other in everything if same_text(other) for text in other["pos"]}
+    ids = [{name for other in rows if same_text(other) for name in other.get("pos_id", ()) if name} for rows in sources]
     named = {
         text
         for of_source, rows in zip(ids, sources, strict=True)
@@ -54,7 +58,8 @@ def _row(row, number, sources, everything, documents, found_by, judged_by,
         for text, name in zip(other.get(kind, ()), other.get(f"{kind}_id", ()), strict=False)
         if name in of_source
     }
-    struck = {*answers, *named, row["query"]}
+    bare = {text.strip() for text in (*no_negatives, *named, row["query"])}
+    struck = {text for text in documents if text.strip() in bare}
     found = found_by(row["query"], documents)
     order = sorted(range(len(documents)), key=lambda place: (-found[place], place))
     window = [place for place in order if documents[place] not in struck][:rank_max]
@@ -67,7 +72,7 @@ def _row(row, number, sources, everything, documents, found_by, judged_by,
     if absolute is not None:
         most = min(most, reference - absolute)
     qualified = sorted((place for place in window if scores[place] <= most), key=lambda place: -scores[place])
-    own = [documents.index(text) for text in row.get("neg", ()) if text not in {*answers, *named}] if keep_own else []
+    own = [documents.index(text) for text in row.get("neg", ()) if text not in struck] if keep_own else []
     others = [place for place in qualified[rank_min:] if place not in own]
     chosen = [*own, *others[: max(0, negatives - len(own))]]
     return (

@@ -26,6 +26,8 @@ FIRST = [
     {"query": words(1, 2, 3, 4), "pos": [query(3)], "neg": [words(5, 6), words(5, 6, 7), positive(9)]},
     {"query": SAME, "pos": [positive(5)], "pos_id": ["d1"], "neg": [positive(7), words(3, 3)], "neg_id": ["d1", "d2"]},
     {"query": SAME, "prompt": "Find the opposite", "pos": [words(9, 9, 1)]},
+    # Nothing but blanks makes it another: what answers one is no negative of the other.
+    {"query": f"{query(4)} ", "pos": [positive(70)], "neg": [f"{positive(4)} ", positive(62), f"{positive(62)} "]},
 ]  # fmt: skip
 SECOND = [
     *({"query": query(i), "pos": [positive(i + 100)]} for i in range(18, 30)),
@@ -75,16 +77,16 @@ def mined(ranks, folder, to, size, **options):
     ("to", "options", "same"),
     [
         ("plain", {"negatives": 6, "rank_max": 9}, {}),
-        ("margins", {"rank_min": 2, "relative_margin": 0.005, "absolute_margin": 0.003, "negatives": 6},
+        ("margins", {"rank_min": 2, "relative_margin": 0.005, "absolute_margin": 0.003, "negatives": 6, "against": "lowest"},
          {"rank_min": 2, "relative": 0.005, "absolute": 0.003}),
-        ("highest", {"relative_margin": 0.002, "against": "highest", "negatives": 4},
+        ("highest", {"relative_margin": 0.002, "negatives": 4},
          {"relative": 0.002, "highest": True}),
         ("own", {"keep_own_negatives": "true", "negatives": 3, "rank_max": 20}, {"keep_own": True}),
         ("bi", {"teacher": "other/guide", "relative_margin": 0.01, "negatives": 5, "rank_max": 30},
-         {"relative": 0.01, "judge": cosines_of}),
+         {"relative": 0.01, "highest": True, "judge": cosines_of}),
         ("cross", {"teacher": "cross", "relative_margin": 0.0005, "negatives": 5, "rank_max": 30,
                    "keep_own_negatives": "true"},
-         {"relative": 0.0005, "judge": pairs_of, "keep_own": True}),
+         {"relative": 0.0005, "highest": True, "judge": pairs_of, "keep_own": True}),
     ],
 )  # fmt: skip
 def test_rows_are_those_of_the_definition(ranks, folder, to, options, same):

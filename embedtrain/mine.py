@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # what imports torch: `--help` is to answer at once
     from embedtrain.distributed.world import World
     from embedtrain.evaluation.encode import SentenceEncoder
     from embedtrain.evaluation.mining.teacher import FoundTeacher, Teacher
+    from embedtrain.models.source import ModelSource
     from embedtrain.tracking.console import Console
 
 
@@ -26,13 +27,10 @@ def act(options: MineOptions) -> None:
     from embedtrain.evaluation.mining.finished import finish
     from embedtrain.evaluation.mining.identity import identity_of, require_same_data
     from embedtrain.evaluation.mining.miner import Miner
-    from embedtrain.evaluation.mining.option_names import OF_MODEL, naming
     from embedtrain.evaluation.mining.prepared import prepare
     from embedtrain.evaluation.mining.sources import read_mined
-    from embedtrain.evaluation.mining.teacher import find_teacher
     from embedtrain.evaluation.mining.work import Work
     from embedtrain.evaluation.stored_vectors import StoredVectors
-    from embedtrain.models.source import open_source
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.mining import print_mined
     from embedtrain.tracking.page import Page
@@ -44,9 +42,7 @@ def act(options: MineOptions) -> None:
         precision = options.precision or (Precision.bf16 if world.device.type == "cuda" else Precision.fp32)
         # What a user may have got wrong comes first: the models, the rows, the folder.
         with world.together("opening the models"):
-            with naming(OF_MODEL):
-                model = open_source(model_of(options))
-            teacher = None if options.teacher is None else find_teacher(options)
+            model, teacher = _opened(options)
         with world.together("reading rows"), console.counted() as told:
             cache = Cache(directory=cache_directory(options.cache_dir), told=told)
             sources = read_mined(options, model.prompts, cache)
@@ -63,11 +59,12 @@ def act(options: MineOptions) -> None:
             console.note(f"{options.to} holds all that this command finds: nothing was done")
             return
 
+        # Before documents are collected: what is wrong with a model shall not leave half of another command's work.
+        encoder, judge = _loaded(options, teacher, precision, world, console)
         with console.counted() as told, doing("collecting documents"):
             prepared = prepare(work.prepared, sources, corpus, world, told)
         for note in prepared.notes:
             console.note(note)
-        encoder, judge = _loaded(options, teacher, precision, world, console)
         stored = StoredVectors(work.vectors, {**of_model, "dtype": options.index.dtype.value})
         miner = Miner(sources, prepared, encoder, stored, judge, work, options)
         with console.counted() as told:
@@ -77,6 +74,17 @@ def act(options: MineOptions) -> None:
             summary = finish(miner)
         if world.is_main:
             print_mined(Page(), summary, options)
+
+
+def _opened(options: MineOptions) -> tuple["ModelSource", "FoundTeacher | None"]:
+    """What the directories of the model and of the teacher say."""
+    from embedtrain.evaluation.mining.option_names import OF_MODEL, naming
+    from embedtrain.evaluation.mining.teacher import find_teacher
+    from embedtrain.models.source import open_source
+
+    with naming(OF_MODEL):
+        model = open_source(model_of(options))
+    return model, None if options.teacher is None else find_teacher(options)
 
 
 def _loaded(
@@ -89,7 +97,7 @@ def _loaded(
     from embedtrain.training.model import load_model
 
     with naming(OF_MODEL):
-        loaded = load_model(model_of(options), ParallelConfig(precision=precision), world, seed=0)
+        loaded = load_model(model_of(options), ParallelConfig(precision=precision), world, seed=0, trains=False)
     encoder = SentenceEncoder(
         loaded.encoder, loaded.tokenizer, world, chunk_tokens=options.chunk_tokens, gather=options.gather
     )

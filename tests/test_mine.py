@@ -28,6 +28,7 @@ def workshop(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mine")
     save_model(folder / "model")
     write_jsonl(folder / "train.jsonl", ROWS)
+    write_beir(folder / "judged", 5)
     write_jsonl(folder / "pool.jsonl", [{"text": text} for text in more_documents(60)])
     return folder
 
@@ -76,7 +77,7 @@ def test_mined_rows_are_trained_on(workshop):
 
 
 def test_killed_at_any_moment_it_goes_on_on_another_number_of_ranks(workshop, mined):
-    """SIGKILL to all ranks, again and again; the files are those of an undisturbed run."""
+    """SIGKILL to all ranks, then to one, whom the other misses; the files are those of an undisturbed run."""
     common = [*OPTIONS, "queries_at_a_time=3", "chunk_tokens=256"]
     assert mined(*common, "to=whole")[1] == ""
     to = workshop / "killed"
@@ -86,14 +87,17 @@ def test_killed_at_any_moment_it_goes_on_on_another_number_of_ranks(workshop, mi
         lambda: len(list(blocks.glob("*[0-9]"))) >= 5,
     ]
     for number, is_time in enumerate(wanted):
-        run = start([*TORCHRUN, str(2 - number), "-m", "embedtrain.mine", *common, "to=killed"], cwd=workshop)
+        run = start([*TORCHRUN, "2", "-m", "embedtrain.mine", *common, "to=killed"], cwd=workshop)
         deadline = time.monotonic() + 120
         while not is_time() and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
-        for process in [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]:
+        everyone = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
+        its_ranks = [process for process in everyone[:-1] if "embedtrain.mine" in process.cmdline()]
+        for process in its_ranks[1:2] if number else everyone:
             os.kill(process.pid, signal.SIGKILL)
-        run.wait(timeout=60)
+        told = run.communicate(timeout=60)[0]
         assert (to / ".mining").is_dir(), "it was over before it could be killed"
+    assert "lost contact with another rank while mining train" in told
     assert not (to / "summary.json").exists()
     assert len(list(blocks.glob("*[0-9]"))) >= 5
     other = "to=killed holds the beginning of mined rows of another command: negatives was 4, and is 3 now"
@@ -126,7 +130,7 @@ def test_the_end_is_written_again_where_it_was_cut_short(ranks, workshop, mined)
     assert error == "stopped"
     kept = shutil.copytree(workshop / "end" / ".mining", workshop / "kept")
     (workshop / "end" / "train.jsonl").write_text("cut sho")
-    assert mined(*OPTIONS, "to=end", size=2)[1] == ""
+    assert mined(*OPTIONS, "to=end", "chunk_tokens=99", "teacher_batch_size=2", size=2)[1] == ""
     assert contents(workshop / "end") == contents(workshop / "undisturbed")
     shutil.move(kept, workshop / "end" / ".mining")
     assert "nothing was done" in mined(*OPTIONS, "to=end")[0]
@@ -173,6 +177,9 @@ def test_beir_folders_are_mined_out_of_their_corpus(workshop, mined):
         (["teacher=model/guide/../backbone"], "a teacher is a sentence-transformers directory that says how it pools"),
         (["teacher=classes"], "teacher=classes: it is a BertForSequenceClassification of 3 classes"),
         (["model=nowhere/at/all"], "model=nowhere/at/all: there is no such directory"),
+        (["max_length=999"], "max_length=999 is more than the 64 tokens that this"),
+        (["teacher=cross", "teacher_max_length=999"], "teacher_max_length=999 is more than"),
+        (["data=[judged]"], "split=train, only of test; write data=[{path: judged, split: test}]"),
         (["data=[no.jsonl]"], "no.jsonl: no such file or folder"),
         (["data=[bad.jsonl]"], 'bad.jsonl:2: no "pos" in this row'),
         (["corpus=[bad-pool.jsonl]"], 'bad-pool.jsonl:2: a document needs a "text", and this one has: txt'),
@@ -183,6 +190,7 @@ def test_beir_folders_are_mined_out_of_their_corpus(workshop, mined):
 )
 def test_a_mistake_is_one_sentence(workshop, mined, arguments, sentence):
     save_cross_encoder(workshop / "classes", num_labels=3)
+    save_cross_encoder(workshop / "cross")
     write_jsonl(workshop / "bad.jsonl", [ROWS[0], {"query": "a"}])
     write_jsonl(workshop / "bad-pool.jsonl", [{"text": "a"}, {"txt": "b"}])
     write_jsonl(workshop / "precious" / "train.jsonl", ROWS[:1])
@@ -192,6 +200,7 @@ def test_a_mistake_is_one_sentence(workshop, mined, arguments, sentence):
     _, error = mined(*OPTIONS, "to=never", *arguments, size=2)
     assert sentence in error
     assert "\n" not in error
+    assert "model." not in error
     assert not (workshop / "never" / "summary.json").exists()
     assert contents(workshop / "precious") == before
 
@@ -212,6 +221,27 @@ def test_rows_that_are_no_negatives_of_each_other_stay_so(workshop, mined):
     assert error == ""
     names = ["pairs-no_in_batch_neg.jsonl", "summary.json", "train-2-no_in_batch_neg.jsonl", "train.jsonl"]
     assert sorted(contents(workshop / "three")) == names
+
+
+def test_suspects_say_whether_they_were_written(workshop, mined):
+    told, error = mined(*OPTIONS, "relative_margin=null", "to=trusting")
+    assert error == ""
+    assert "score above the positive and are written as negatives" in told
+    assert "margin" not in told
+    negatives = {row["query"]: row["neg"] for row in read_jsonl(workshop / "trusting" / "train.jsonl")}
+    summary = json.loads((workshop / "trusting" / "summary.json").read_text())
+    suspects = [*summary["suspected_false_negatives"], *summary["suspected_wrong_labels"]]
+    assert [one["written"] for one in suspects] == [one["document"] in negatives[one["query"]] for one in suspects]
+    triples = [line for line in told.splitlines() if line.startswith(("  query", "  positive  ", "  candidate  "))]
+    triples = [tuple(triples[place : place + 3]) for place in range(0, len(triples), 3)]
+    assert len(set(triples)) == len(triples) > 2
+
+
+def test_rows_without_negatives_are_told_what_to_write(mined):
+    told, _ = mined(*OPTIONS, "relative_margin=0.5", "against=lowest", "to=strict")
+    advice = "write against=highest, rank_max=120 or relative_margin=0.25 or null"
+    assert f"many rows got no negative: {advice}" in told
+    assert "many rows" not in mined(*OPTIONS, "relative_margin=null", "to=loose")[0]
 
 
 def _break(directory: Path) -> None:

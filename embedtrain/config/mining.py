@@ -45,8 +45,8 @@ class MineOptions:
 
     # Bi-encoder or cross-encoder whose scores are written, and margins and ranks of negatives taken by.
     teacher: str | None = None
-    # Pairs a cross-encoder scores at a time. Mining that was stopped may go on with fewer, as with other `chunk_tokens`,
-    # `gather` or `index.place`, where memory ran out: only the last bits of scores differ.
+    # Pairs a cross-encoder scores at a time. Where memory ran out, mining goes on with fewer, as with another
+    # `chunk_tokens`, `gather` or `index.place`: only the last bits of scores may differ.
     teacher_batch_size: int = 32
     teacher_max_length: int | None = None
     scores: bool = True  # write pos_scores and neg_scores

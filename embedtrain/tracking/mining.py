@@ -71,7 +71,7 @@ def _facts(figures: Mapping[str, Any], summary: Mapping[str, Any], path: str) ->
         facts.append(("", f"{_share(fewer, rows)} of rows have fewer, {_share(none, rows)} none"))
     candidates = figures["candidates"]
     for key, what in (
-        ("candidates_above_margin", "above the margin: they are left out, and may be false negatives"),
+        ("candidates_above_margin", "above the margin: they are not taken, and may be false negatives"),
         ("candidates_above_positive", "above the positive itself"),
     ):
         if figures[key]:

@@ -1,4 +1,4 @@
-"""Mining: block by block each question's candidates are found, scored, and the negatives among them chosen and written."""
+"""Mining: block by block each question's candidates are found and scored, and each row's negatives chosen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -182,7 +182,7 @@ def _questions(source: MinedSource, wordings: dict[Wording, int]) -> tuple[Whole
             for name in ("query", "instruction", "document_instruction")
         )
         keys.append(text_keys([asked(*each) for each in zip(queries, instructions, strict=True)]).numpy())
-        bare.append(bare_keys(queries))
+        bare.append(bare_keys(map(str, queries)))
         for own, of_document in zip(instructions, of_documents, strict=True):
             if of_document is not None and own is None:
                 row = store[len(wording_of)]

@@ -47,7 +47,7 @@ def mine_row(found: FoundRow, prepared: Prepared, options: MineOptions, name: st
     """
     pool, row, of = prepared.pool, found.row, found.question
     positive = of.positive
-    taken = np.isin(of.candidates, found.own)
+    taken = np.isin(pool.bare_keys[of.candidates], pool.bare_keys[found.own])
     chosen = choose(of.scores, pool.keys[of.candidates], positive, len(found.own), taken, of.key, options)
     negatives = np.concatenate([found.own, of.candidates[chosen]])
     scores = np.concatenate([of.own_scores[np.searchsorted(of.own, found.own)], of.scores[chosen]])

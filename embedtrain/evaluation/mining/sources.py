@@ -89,11 +89,11 @@ def read_mined(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -
         ConfigError: options of a source that contradict each other.
     """
     # What a step draws of a row's negatives does not matter here, and would only be told.
-    sources = [replace(source, negatives=None) for source in expand(options.data)]
     try:
-        stores = read_sources(sources, OnError.stop, TEXTS_ALONE, cache)
+        sources = [replace(source, negatives=None) for source in expand(options.data)]
     except DataError as error:
-        raise _with_split(error, sources) from error.__cause__
+        raise _with_split(error, options.data) from error.__cause__
+    stores = read_sources(sources, OnError.stop, TEXTS_ALONE, cache)
 
     def first(own: str | None, name: str) -> str:
         return prompts.get(name, "") if own is None else own

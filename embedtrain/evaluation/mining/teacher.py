@@ -29,6 +29,7 @@ from embedtrain.evaluation.mining.window import Floats, Pairs, scores_of
 from embedtrain.evaluation.search import ShardedIndex
 from embedtrain.evaluation.stored_vectors import StoredVectors
 from embedtrain.models.source import ModelSource, open_source
+from embedtrain.models.tokenizer import text_length
 from embedtrain.training.model import load_model
 
 _PAIRS_AT_A_TIME = 256  # of one query, that a cross-encoder sorts by length; progress is told after them
@@ -117,7 +118,7 @@ def load_teacher(
         ConfigError, ModelError: on every rank alike.
     """
     if not found.is_cross:
-        loaded = load_model(found.model, ParallelConfig(precision=precision), world, seed=0)
+        loaded = load_model(found.model, ParallelConfig(precision=precision), world, seed=0, trains=False)
         encoder = SentenceEncoder(
             loaded.encoder,
             loaded.tokenizer,
@@ -139,6 +140,7 @@ def load_teacher(
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ModelError(f"teacher={options.teacher} cannot be loaded: {str(error).splitlines()[0]}") from error
+        text_length(found.source, cross.tokenizer)  # a length beyond its positions is refused
     length = cross.max_seq_length
     return _CrossEncoder(cross, options, world), (f"a cross-encoder, {length} tokens",)
 

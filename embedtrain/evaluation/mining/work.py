@@ -63,21 +63,23 @@ class Work:
                     (self._own / sign).touch()
         is_left, sign = self.world.broadcast((is_left, sign))
         if is_left:
-            with self.world.together("looking for the folder to mine into"):
-                self._require_seen(self._own / sign)
-            if self.world.is_main:
-                (self._own / sign).unlink()
+            self._require_seen(self._own / sign)
         return is_left
 
     def _require_seen(self, sign: Path) -> None:
-        end = time.monotonic() + self._patience
-        while not sign.is_file():
-            if time.monotonic() > end:
-                raise DataError(
-                    f"to={self.to}: rank {self.world.rank} does not see what rank 0 wrote there; "
-                    "it must be on a file system that all ranks share"
-                )
-            time.sleep(min(0.5, self._patience / 10))
+        is_seen = False
+        with self.world.together("looking for the folder to mine into"):
+            end = time.monotonic() + self._patience
+            while not (is_seen := sign.is_file()) and time.monotonic() < end:
+                time.sleep(min(0.5, self._patience / 10))
+        seen = self.world.gather(is_seen)
+        if not all(seen):
+            raise DataError(
+                f"to={self.to}: rank {seen.index(False)} does not see what rank 0 wrote there; "
+                "it must be on a file system that all ranks share"
+            )
+        if self.world.is_main:
+            sign.unlink(missing_ok=True)
 
     def _begin(self, names: Sequence[str]) -> bool:
         summary, identity = self.to / SUMMARY, self._own / "identity.json"

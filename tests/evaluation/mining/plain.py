@@ -72,8 +72,9 @@ def _row(row, number, sources, everything, documents, found_by, judged_by,
     if absolute is not None:
         most = min(most, reference - absolute)
     qualified = sorted((place for place in window if scores[place] <= most), key=lambda place: -scores[place])
-    own = [documents.index(text) for text in row.get("neg", ()) if text not in struck] if keep_own else []
-    others = [place for place in qualified[rank_min:] if place not in own]
+    kept = {text.strip(): text for text in reversed(row.get("neg", ())) if text not in struck} if keep_own else {}
+    own = [documents.index(text) for text in row.get("neg", ()) if text in kept.values()]
+    others = [place for place in qualified[rank_min:] if documents[place].strip() not in kept]
     chosen = [*own, *others[: max(0, negatives - len(own))]]
     return (
         [documents[place] for place in chosen],

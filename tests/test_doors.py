@@ -137,7 +137,7 @@ def test_help_lists_recipes_and_options():
     told = call("embedtrain", "--help")
     assert "recipe=bce_xlmr" in told
     assert "temperature: 0.02" in told
-    for door in ("evaluate", "export", "search"):
+    for door in ("evaluate", "export", "inspect", "mine", "search"):
         assert f"embedtrain.{door}" in call(f"embedtrain.{door}", "--help")
 
 

@@ -76,6 +76,7 @@ def test_mined_rows_are_trained_on(workshop):
     assert (workshop / "run" / "model" / "modules.json").is_file()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_on_another_number_of_ranks(workshop, mined):
     """SIGKILL to all ranks, then to one, whom the other misses; the files are those of an undisturbed run."""
     common = [*OPTIONS, "queries_at_a_time=3", "chunk_tokens=256"]

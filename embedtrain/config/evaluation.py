@@ -21,7 +21,8 @@ class SetKind(str, Enum):
 class Gather(str, Enum):
     """How much of sharded weights a rank holds while it encodes.
 
-    `block`: one layer at a time, gathered anew for every pass. `whole`: all of them, gathered once.
+    `block`: one layer at a time, gathered anew for every pass. `whole`: all of them, gathered before
+    a set of texts is encoded.
     """
 
     block = "block"

@@ -47,8 +47,8 @@ class SentenceEncoder:
     the same on every rank, and chunk i is rank i % W's; who has run out of chunks runs dummies. A chunk's
     composition does not depend on W, and so neither does a single bit of any vector.
 
-    With `gather=whole` weights are gathered once, all of them, and each rank goes through its own chunks without
-    waiting for another: faster for a model that fits, and the same bits.
+    With `gather=whole` all weights are gathered before a set of texts is encoded, and between two looks at what came
+    out each rank goes through its own chunks without waiting for another: faster for a model that fits, the same bits.
 
     All methods are collectives: every rank calls them with the same texts.
 

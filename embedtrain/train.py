@@ -3,18 +3,14 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.card import model_card
 from embedtrain.checkpoint.directory import write_architecture
-from embedtrain.checkpoint.export import PROBES, Exported, export_dtype, export_model, tolerance_of
+from embedtrain.checkpoint.export import PROBES, Exported, export_dtype, live_pieces, plan_export, tolerance_of
 from embedtrain.checkpoint.folder import StepFolder, read_manifest, step_path
 from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.checkpoint.tensors import read_tensors
@@ -37,7 +33,13 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after, figures_at
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, cost_of_a_pass
-from embedtrain.training.course import identity_of, require_same_data, require_same_tokenizer
+from embedtrain.training.course import (
+    changes_since,
+    identity_of,
+    require_same_course,
+    require_same_data,
+    require_same_tokenizer,
+)
 from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.loop import Loop
@@ -77,16 +79,20 @@ def train(recipe: Recipe, world: World) -> Path:
         console.note(note)
     with world.together("making the run directory"):
         run_dir.path.mkdir(parents=True, exist_ok=True)
+    identity = identity_of(recipe, data, losses, prompts)
     checkpoints = Checkpoints(
         run_dir.checkpoints,
         recipe.checkpoint,
         world,
-        identity=identity_of(recipe, data, losses, prompts),
+        about={"identity": identity, "recipe": to_plain(recipe)},
         say=console.warn,
+        timeout=recipe.parallel.timeout,
     )
     found = checkpoints.newest()
     if found is not None:
-        checkpoints.require_same_course(found)
+        require_same_course(found, identity)
+        for line in changes_since(found, recipe, identity):
+            console.warn(line)
 
     model = load_model(
         recipe.model,
@@ -117,6 +123,7 @@ def train(recipe: Recipe, world: World) -> Path:
             console.note(note)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
+    checkpoints.require_room(trained)
     state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
     if state.best_by != recipe.checkpoint.best:
         state.best_by, state.best, state.best_step, state.not_better = recipe.checkpoint.best, None, None, 0
@@ -140,7 +147,7 @@ def train(recipe: Recipe, world: World) -> Path:
         tracker = Tracker.open(
             recipe, world, run_dir.path, resumed_step=resumed, wandb_id=state.wandb_id, console=console
         )
-    with tracker:
+    with tracker, checkpoints:
         loop = Loop(
             recipe=recipe,
             run=Trainable(
@@ -173,6 +180,7 @@ def train(recipe: Recipe, world: World) -> Path:
             total_batches=total_batches,
         )
         loop.go()
+        checkpoints.wait()
         exported = _export(recipe, model, trained, encoder, state, run_dir, world, tracker)
         for line in before_and_after(run_dir.path):
             tracker.note(line)
@@ -278,26 +286,21 @@ def _export(
         step = int(state.best_step or 0)
         with world.together("opening the best checkpoint"):
             folder = read_manifest(step_path(run_dir.checkpoints, step))
-        read_tensors(folder.path, trained, None)
+        read_tensors(folder, trained, None)
         tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best} ({state.best:.4f})")
     dtype = export_dtype(recipe.export.dtype, model.source)
     expected = encoder.encode_all(PROBES)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = cast("dict[str, Tensor]", get_model_state_dict(model.encoder, options=options))
-    make = partial(
-        export_model,
-        run_dir.model,
-        run_dir.architecture,
-        weights,
-        dtype=dtype,
-        expected=expected,
-        trust_remote_code=recipe.model.trust_remote_code,
-        tolerance=tolerance_of(dtype, exact_encoder=recipe.parallel.precision is Precision.fp32),
-    )
+    specs, pieces = live_pieces(model.encoder)
     exported: Exported | None = None
     with world.together("exporting the model"):
+        export = plan_export(run_dir.model, run_dir.architecture, specs, dtype)
         if world.is_main:
-            with tracker.phase("exporting the model and reopening it with sentence-transformers"):
+            export.begin()
+    with world.together("exporting the model"), tracker.phase("exporting the model"):
+        export.write(pieces, main=world.is_main)
+    with world.together("exporting the model"):
+        if world.is_main:
+            with tracker.phase("reopening the export with sentence-transformers"):
                 card = model_card(
                     to_plain(recipe),
                     figures_at(run_dir.path, step),
@@ -306,5 +309,10 @@ def _export(
                     max_length=model.tokenizer.max_length,
                     prompts=model.source.prompts,
                 )
-                exported = make(card=card)
+                exported = export.finish(
+                    card,
+                    expected=expected,
+                    tolerance=tolerance_of(dtype, exact_encoder=recipe.parallel.precision is Precision.fp32),
+                    trust_remote_code=recipe.model.trust_remote_code,
+                )
     return world.broadcast(exported)  # type: ignore[return-value]

@@ -109,17 +109,17 @@ def test_damaged_checkpoints_are_named_and_passed_over(ranks, workshop, tmp_path
     expected = losses(tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "step-00000009.tmp").mkdir()
-    part = checkpoints / "step-00000008" / "__0_0.distcp"
+    part = checkpoints / "step-00000008" / "weights-00000-of-00002.safetensors"
     part.write_bytes(part.read_bytes()[:-100])
-    flipped = checkpoints / "step-00000006" / "__1_0.distcp"
+    flipped = checkpoints / "step-00000006" / "optimizer-00001-of-00002.safetensors"
     content = bytearray(flipped.read_bytes())
     content[len(content) // 2] ^= 1
     flipped.write_bytes(content)
     told, silent = ranks(2, run, *options(workshop, tmp_path / "run", *common))
     assert silent == ""
     assert "step-00000009.tmp was not written to its end: passed over" in told
-    assert "__0_0.distcp is damaged" in told
-    assert "__1_0.distcp is damaged: its checksum" in told
+    assert "weights-00000-of-00002.safetensors is damaged" in told
+    assert "optimizer-00001-of-00002.safetensors is damaged: the checksum of state.encoder." in told
     assert f"resuming from {checkpoints / 'step-00000004'}" in told
     assert losses(tmp_path / "run") == expected
 

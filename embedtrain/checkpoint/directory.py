@@ -1,24 +1,28 @@
 """Model directories that sentence-transformers and transformers open: everything but the training of them.
 
 A directory is written in two parts. The architecture (configuration, tokenizer, pooling, prompts) is known
-before the first step and lies in every run directory; weights are added to a copy of it. So an export from
-a live run and one from a checkpoint, later and elsewhere, are the same few lines.
+before the first step and lies in every run directory; weights are added to a copy of it, rows at a time: by all
+ranks of a live run, each its own, or from a checkpoint's files by one process, later and elsewhere. So nobody
+holds the whole model.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from embedtrain.checkpoint.tensors import own_storage
+from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, lay_out
 from embedtrain.config.schema import ExportDtype, Pooling
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.errors import CheckpointError
 from embedtrain.models.build import stored_dtype
 from embedtrain.models.encoder import hidden_size
 from embedtrain.models.source import ModelSource
@@ -31,9 +35,14 @@ _POOLING_FLAGS = {
     Pooling.mean: "pooling_mode_mean_tokens",
     Pooling.last: "pooling_mode_lasttoken",
 }
-_LARGEST_FILE = "5GB"
+LARGEST_FILE = "5GB"
+_WEIGHTS = "model{suffix}.safetensors"
+_BACKBONE = "backbone."
 # Beside the architecture, for it is weights that no checkpoint holds.
 _UNTRAINED = "untrained.safetensors"
+
+# The encoder's name of a weight, the first row, and rows.
+Piece: TypeAlias = tuple[str, int, Tensor]
 
 DTYPES = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
 
@@ -92,32 +101,109 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     )
 
 
-def write_model(directory: Path, architecture: Path, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Copy the architecture and add the weights, cast to `dtype`.
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """Which file of a model directory has which weight, under which name.
+
+    Attributes:
+        files: path below the directory -> what the file looks like.
+        places: the encoder's name of a weight -> file, and name in it.
+    """
+
+    files: Mapping[str, FileLayout]
+    places: Mapping[str, tuple[str, str]]
+
+
+def plan_weights(
+    architecture: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, largest: str = LARGEST_FILE
+) -> WeightPlan:
+    """Lay out the weight files of a directory, alike in every process.
 
     Args:
-        directory: must not exist.
         architecture: written by `write_architecture`.
-        state: the encoder's whole state dict (`backbone.*`, `dense.<index>.*`).
+        specs: of the encoder's weights (`backbone.*`, `dense.<index>.*`), whole.
         dtype: what floating-point weights are stored in.
+        largest: the backbone is split into files of at most that size, such as `5GB`.
+    """
+    stored = {name: _stored(spec, dtype) for name, spec in (untrained_specs(architecture) | dict(specs)).items()}
+    backbone = {name.removeprefix(_BACKBONE): spec for name, spec in stored.items() if name.startswith(_BACKBONE)}
+    split = split_state_dict_into_shards_factory(
+        backbone, get_storage_size=lambda spec: spec.num_bytes, max_shard_size=largest, filename_pattern=_WEIGHTS
+    )
+    members = {file: {name: backbone[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    places = {_BACKBONE + name: (file, name) for file, names in members.items() for name in names}
+    for index, folder in enumerate(sorted(path.name for path in architecture.glob("*_Dense"))):
+        prefix, file = f"dense.{index}.", f"{folder}/model.safetensors"
+        members[file] = {name.removeprefix(prefix): spec for name, spec in stored.items() if name.startswith(prefix)}
+        places |= {prefix + name: (file, name) for name in members[file]}
+    return WeightPlan({file: lay_out(tensors) for file, tensors in members.items()}, places)
+
+
+def begin_model(directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
+    """Make the directory: a copy of the architecture, and the index where weights lie in several files.
+
+    Raises:
+        OSError: it exists, or cannot be written.
     """
     shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_UNTRAINED))
-    if (architecture / _UNTRAINED).is_file():
-        state = {"backbone." + name: tensor for name, tensor in load_file(architecture / _UNTRAINED).items()} | dict(
-            state
-        )
     note_dtype(directory, dtype)
+    weights = {name: file for key, (file, name) in plan.places.items() if key.startswith(_BACKBONE)}
+    if len(set(weights.values())) > 1:
+        total = sum(plan.files[file].specs[name].num_bytes for name, file in weights.items())
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        _write_json(directory / "model.safetensors.index.json", content)
 
-    def stored(prefix: str) -> dict[str, Tensor]:
-        return {
-            name.removeprefix(prefix): own_storage(tensor.to(dtype) if tensor.is_floating_point() else tensor)
-            for name, tensor in state.items()
-            if name.startswith(prefix)
-        }
 
-    save_torch_state_dict(stored("backbone."), directory, max_shard_size=_LARGEST_FILE, metadata={"format": "pt"})
-    for index, folder in enumerate(sorted(directory.glob("*_Dense"))):
-        save_file(stored(f"dense.{index}."), folder / "model.safetensors")
+def write_weights(directory: Path, plan: WeightPlan, pieces: Iterable[Piece], *, begins: bool) -> None:
+    """Write rows of weights into the files of a directory; several processes may do so side by side.
+
+    Args:
+        directory: made by `begin_model`.
+        plan: the same in every process.
+        pieces: what this process has: the encoder's name of a weight, the first row, and rows on whatever device. They
+            are cast one piece at a time.
+        begins: whether this process begins the files and adds weights that no checkpoint holds; one of them has to.
+
+    Raises:
+        CheckpointError: a weight is too large for the type it is to be stored in.
+        OSError: the directory cannot be written.
+    """
+    with ExitStack() as stack:
+        writers: dict[str, RowWriter] = {}
+
+        def writer(file: str) -> RowWriter:
+            if file not in writers:
+                writers[file] = stack.enter_context(RowWriter(directory / file, plan.files[file], begins=begins))
+            return writers[file]
+
+        for file in plan.files if begins else ():
+            writer(file)
+        for key, first, rows in pieces:
+            file, name = plan.places[key]
+            dtype = plan.files[file].specs[name].dtype
+            cast = rows.detach().to("cpu", dtype)
+            if dtype == torch.float16 and not bool(cast.isfinite().all()) and bool(rows.isfinite().all()):
+                raise CheckpointError(
+                    f"{name} has weights up to {float(rows.abs().max()):.3g}, and float16 ends at 65504: "
+                    f"export as bf16 or fp32"
+                )
+            writer(file).write(name, cast, first)
+
+
+def untrained_specs(architecture: Path) -> dict[str, TensorSpec]:
+    """Type and shape of weights that the architecture holds itself, by the encoder's names."""
+    return {name: TensorSpec.of(tensor) for name, _, tensor in untrained_pieces(architecture)}
+
+
+def untrained_pieces(architecture: Path) -> Iterator[Piece]:
+    """The weights that the architecture holds itself, for no checkpoint does."""
+    if (architecture / _UNTRAINED).is_file():
+        for name, tensor in load_file(architecture / _UNTRAINED).items():
+            yield _BACKBONE + name, 0, tensor
+
+
+def _stored(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+    return TensorSpec(dtype, spec.shape) if spec.dtype.is_floating_point else spec
 
 
 def note_dtype(directory: Path, dtype: torch.dtype) -> None:

@@ -4,19 +4,34 @@ A directory that the library it is for opens to other vectors than the encoder's
 export that does not match fails, and leaves nothing under the name that was asked for.
 """
 
+import itertools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from embedtrain.checkpoint.directory import DTYPES, write_model
+from embedtrain.checkpoint.directory import (
+    DTYPES,
+    LARGEST_FILE,
+    Piece,
+    WeightPlan,
+    begin_model,
+    plan_weights,
+    untrained_pieces,
+    write_weights,
+)
+from embedtrain.checkpoint.snapshot import ENCODER, parts_of, share_of
+from embedtrain.checkpoint.stored import StoredTensors
+from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.schema import ExportDtype
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.models.build import assemble, stored_dtype
+from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import ModelSource
 
@@ -39,51 +54,107 @@ class Exported:
     difference: float
 
 
-def export_model(
-    to: Path,
-    architecture: Path,
-    state: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype,
-    expected: Tensor,
-    tolerance: float,
-    card: str,
-    trust_remote_code: bool = False,
-) -> Exported:
-    """Write the directory `to` and compare it with the encoder. For one process.
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A model directory in the making: begun by one process, written by all, finished by one.
 
-    Args:
+    Attributes:
         to: replaced if it exists, once the new one has passed.
         architecture: written by `write_architecture`.
-        state: the encoder's whole state dict.
+        plan: where weights go; the same in every process.
         dtype: what weights are stored in.
-        expected: the encoder's own vectors of PROBES without prompts, [len(PROBES), D].
-        tolerance: largest relative difference of a vector that passes.
-        card: text of the model card.
-        trust_remote_code: whether the model's own Python may run when it is reopened.
-
-    Raises:
-        CheckpointError: sentence-transformers cannot open the directory or gets other vectors from it.
     """
-    unfinished = to.with_name(to.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        write_model(unfinished, architecture, state, dtype)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-        found = reopened_vectors(unfinished, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise CheckpointError(f"export to {to} failed: {error.strerror or error} ({error.filename})") from error
+
+    to: Path
+    architecture: Path
+    plan: WeightPlan
+    dtype: torch.dtype
+
+    @property
+    def unfinished(self) -> Path:
+        """Where it is written."""
+        return self.to.with_name(self.to.name + ".tmp")
+
+    def begin(self) -> None:
+        """Make the directory without weights; in one process.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+        self.to.parent.mkdir(parents=True, exist_ok=True)
+        begin_model(self.unfinished, self.architecture, self.plan, self.dtype)
+
+    def write(self, pieces: Iterable[Piece], *, main: bool) -> None:
+        """Write what this process has of the weights, once the directory is there.
+
+        Args:
+            pieces: the encoder's name of a weight, its first row, and rows.
+            main: whether this is the process that begins and finishes.
+
+        Raises:
+            CheckpointError: a weight is too large for the type it is to be stored in.
+            OSError: the directory cannot be written.
+        """
+        added = untrained_pieces(self.architecture) if main else ()
+        write_weights(self.unfinished, self.plan, itertools.chain(pieces, added), begins=main)
+
+    def finish(self, card: str, *, expected: Tensor, tolerance: float, trust_remote_code: bool = False) -> Exported:
+        """Reopen the directory, compare, and give it its name; in one process, when all have written.
+
+        Args:
+            card: text of the model card.
+            expected: the encoder's own vectors of PROBES without prompts, [len(PROBES), D].
+            tolerance: largest relative difference of a vector that passes.
+            trust_remote_code: whether the model's own Python may run when it is reopened.
+
+        Raises:
+            CheckpointError: sentence-transformers cannot open the directory or gets other vectors from it.
+            OSError: it cannot be written.
+        """
+        (self.unfinished / "README.md").write_text(card, encoding="utf-8")
+        found = reopened_vectors(self.unfinished, trust_remote_code=trust_remote_code)
+        difference = largest_difference(found, expected)
+        if not difference <= tolerance:  # also true of NaN
+            raise CheckpointError(
+                f"export to {self.to} failed: sentence-transformers opens {self.unfinished} but its vectors differ "
+                f"from the encoder's by {difference:.1e} (allowed {tolerance:.0e}); the directory is left there to look at"
+            )
+        shutil.rmtree(self.to, ignore_errors=True)
+        self.unfinished.rename(self.to)
+        return Exported(self.to, difference)
+
+
+def plan_export(
+    to: Path, architecture: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, largest: str = LARGEST_FILE
+) -> Export:
+    """An export of an encoder whose weights have these types and shapes (`backbone.*`, `dense.<index>.*`)."""
+    return Export(to, architecture, plan_weights(architecture, specs, dtype, largest), dtype)
+
+
+def live_pieces(encoder: Encoder) -> tuple[dict[str, TensorSpec], Iterator[Piece]]:
+    """Of a sharded encoder: all weights' types and shapes, and the rows that this rank is to write."""
+    state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
+    share, parts = share_of(state), parts_of(state)
+    mine = (
+        (name, part.first, part.rows)
+        for name, part in parts.items()
+        if share.writes and (part.cut or share.shard == 0) and part.rows.numel()
+    )
+    return {name: part.spec for name, part in parts.items()}, mine
+
+
+def stored_pieces(stored: StoredTensors) -> tuple[dict[str, TensorSpec], Iterator[Piece]]:
+    """Of a checkpoint: all the encoder's types and shapes, and all rows, part by part as they lie."""
+    names = [name for name in stored.specs if name.startswith(ENCODER)]
+    pieces = ((name.removeprefix(ENCODER), first, rows) for name in names for first, rows in stored.parts(name))
+    return {name.removeprefix(ENCODER): stored.specs[name] for name in names}, pieces
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """Of vectors [N, D] from those expected, relative to these; NaN where one is."""
     expected = expected.float().cpu()
-    difference = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
-    if not difference <= tolerance:  # also true of NaN
-        raise CheckpointError(
-            f"export to {to} failed: sentence-transformers opens {unfinished} but its vectors differ from the "
-            f"encoder's by {difference:.1e} (allowed {tolerance:.0e}); the directory is left there to look at"
-        )
-    shutil.rmtree(to, ignore_errors=True)
-    unfinished.rename(to)
-    return Exported(to, difference)
+    return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
 
 def reopened_vectors(directory: Path, *, trust_remote_code: bool = False) -> Tensor:
@@ -131,17 +202,28 @@ def plain_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
         return torch.cat([encoder.eval()(chunk.ids, chunk.mask) for chunk in chunks])
 
 
-def whole_encoder(source: ModelSource, state: Mapping[str, Tensor]) -> Encoder:
-    """An encoder in this process with the given weights.
+def stored_encoder(source: ModelSource, stored: StoredTensors) -> Encoder:
+    """An encoder in this process's memory with a checkpoint's weights.
 
     Raises:
         CheckpointError: the weights are not this model's.
     """
-    encoder = assemble(source)
-    try:
-        encoder.load_state_dict(dict(state))
-    except RuntimeError as error:
-        raise CheckpointError(f"the weights do not fit the model: {str(error).splitlines()[-1].strip()}") from None
+    encoder = build_encoder(source)
+    specs, pieces = stored_pieces(stored)
+    state = encoder.state_dict()
+    for name in sorted(state.keys() ^ specs.keys()):
+        raise CheckpointError(f"{stored.folder} does not fit the model: {name} is in one of them alone")
+    encoder._apply(  # type: ignore[no-untyped-call]
+        lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t
+    )
+    state = encoder.state_dict()
+    for name, first, rows in pieces:
+        if tuple(state[name].shape) != specs[name].shape:
+            raise CheckpointError(
+                f"{stored.folder} does not fit the model: {name} has the shape {list(specs[name].shape)}, the model's "
+                f"{list(state[name].shape)}"
+            )
+        (state[name] if not rows.dim() else state[name][first : first + len(rows)]).copy_(rows)
     return encoder
 
 

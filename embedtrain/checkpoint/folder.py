@@ -1,26 +1,29 @@
 """The checkpoint folder on disk: which steps are complete, written whole or not at all, how many are kept.
 
-A step is first written as `step-00000100.tmp`; when every rank has written its part a manifest with the
-size and checksum of each file is added, and the folder is renamed. What is half-written or damaged is
-therefore told by looking, named, and passed over.
+A step is first written as `step-00000100.tmp`; when every rank has written its part a manifest with the checksums of
+every tensor is added, and the folder is renamed. What is half-written or damaged is therefore told by looking, named,
+and passed over. Tensors are safetensors and the manifest is JSON: reading a folder runs no code, whoever wrote it.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embedtrain.checkpoint.stored import StoredTensors
+from embedtrain.config.schema import Layout
 from embedtrain.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
-FORMAT = 3  # of what a step folder holds; raised when older versions could no longer read it
-# That this version reads. Format 1 had the encoder's weights alone, under other names; 2 was written when rows came in
-# another order, so what remains of such a run is not known.
-OLDEST_FORMAT = 3
+FORMAT = 4  # of what a step folder holds; raised when older versions could no longer read it
+# That this version reads. Those before had a pickled index, which an attacker may have written.
+OLDEST_FORMAT = 4
 _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".tmp"
 
@@ -36,6 +39,22 @@ class StepFolder:
     path: Path
     step: int
     manifest: dict[str, Any]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Which tensors it has: `weights`, and `optimizer` where it holds all."""
+        return tuple(self.manifest["tensors"])
+
+    def tensors(self, kind: str) -> StoredTensors:
+        """Its tensors of one kind.
+
+        Raises:
+            KeyError, TypeError, ValueError: the manifest describes none.
+        """
+        manifest = self.manifest
+        return StoredTensors(
+            self.path, kind, Layout(manifest["layout"]), int(manifest["shards"]), manifest["tensors"][kind]
+        )
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -68,16 +87,16 @@ def read_manifest(path: Path) -> StepFolder:
 
     Raises:
         CheckpointError: no manifest, one that cannot be read, a missing file, or one of another size.
+        OtherFormatError: another version wrote it.
     """
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"{path} has no {MANIFEST}: it was not written to its end")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        files = {str(name): (int(facts["bytes"]), int(facts["crc32"])) for name, facts in manifest["files"].items()}
-        step, written_as = int(manifest["step"]), int(manifest["format"])
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from None
+        written_as = int(manifest["format"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
+        raise _damaged(file, error) from None
     if written_as > FORMAT:
         raise OtherFormatError(
             f"{path} was written by a newer embedtrain (format {written_as}; this one reads {FORMAT})"
@@ -86,13 +105,24 @@ def read_manifest(path: Path) -> StepFolder:
         raise OtherFormatError(
             f"{path} was written by an earlier embedtrain (format {written_as}; this one reads {OLDEST_FORMAT} and on)"
         )
-    for name, (size, _) in files.items():
-        part = path / name
-        if not part.is_file():
-            raise CheckpointError(f"{part} is missing")
-        if part.stat().st_size != size:
-            raise CheckpointError(f"{part} is damaged: {part.stat().st_size} bytes instead of {size}")
-    return StepFolder(path, step, manifest)
+    try:
+        if manifest.pop("crc32") != _checksum(manifest):
+            raise ValueError("its checksum is not the one that was written")
+        folder = StepFolder(path, int(manifest["step"]), manifest)
+        stored = [folder.tensors(kind) for kind in folder.kinds]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise _damaged(file, error) from None
+    for tensors in stored:
+        tensors.require_sizes()
+    return folder
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}")
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def choose_step(root: Path, asked: str) -> StepFolder:
@@ -132,54 +162,77 @@ def _intact(path: Path) -> StepFolder:
 
 
 def verify(folder: StepFolder, part: int, parts: int) -> None:
-    """Compare checksums of every `parts`-th file, so that ranks share the reading.
+    """Compare checksums of every `parts`-th piece, so that ranks share the reading.
 
     Raises:
         CheckpointError: a file's content is not what was written.
     """
-    for name in sorted(folder.manifest["files"])[part::parts]:
-        if checksum(folder.path / name) != folder.manifest["files"][name]["crc32"]:
-            raise CheckpointError(f"{folder.path / name} is damaged: its checksum is not the one that was written")
+    for kind in folder.kinds:
+        folder.tensors(kind).verify(part, parts)
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file's content."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def describe_files(path: Path, part: int, parts: int) -> dict[str, dict[str, int]]:
-    """Size and checksum of every `parts`-th file in a folder."""
-    files = sorted(file for file in path.iterdir() if file.is_file() and file.name != MANIFEST)
-    return {file.name: {"bytes": file.stat().st_size, "crc32": checksum(file)} for file in files[part::parts]}
-
-
-def finish(unfinished: Path, final: Path, manifest: dict[str, Any]) -> None:
+def finish(unfinished: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest and give the folder its name; on one rank, when all have written their part."""
     file = unfinished / MANIFEST
+    plain = json.loads(json.dumps(manifest))  # as it will be read: keys are texts, tuples lists
     with file.open("w", encoding="utf-8") as out:
-        json.dump(manifest, out, indent=1)
+        json.dump(plain | {"crc32": _checksum(plain)}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
-    if final.exists():  # the same step, saved before the run was taken back to an earlier one
-        shutil.rmtree(final)
+    _flush(unfinished)
+    if final.exists():  # the same step, which was passed over because it is damaged or holds weights alone
+        discard(final)
     unfinished.rename(final)
+    _flush(final.parent)
 
 
-def prune(root: Path, newest: int, keep: int, protected: set[int]) -> None:
-    """Delete all but the `keep` newest steps up to `newest` and the `protected` ones; on one rank.
+def _flush(directory: Path) -> None:
+    """Have the names in a folder on the disk, and not only the files' content."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def discard(path: Path) -> None:
+    """Delete a step; renamed first, for a deletion cut off midway must not leave what looks like a checkpoint."""
+    doomed = path.with_name(f"{path.name}.old{_UNFINISHED}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_unfinished(root: Path) -> None:
+    """Delete what saves and deletions that were cut off left behind; on one rank, while none is under way."""
+    for path in list_unfinished(root):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files below a folder; what disappears meanwhile does not count."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def prune(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> None:
+    """Delete all but the `keep` newest steps up to `newest`, every `every`-th and the `protected` ones; on one rank.
 
     Steps above the one just saved were left by a course that was abandoned, because they are damaged or hold
     weights alone; they would be looked at first at every restart.
     """
+    for path in dispensable(root, newest, keep, every=every, protected=protected):
+        discard(path)
+
+
+def dispensable(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> list[Path]:
+    """The steps that need not be kept, the oldest last."""
     steps = list_steps(root)
     kept = {step for step, _ in [item for item in steps if item[0] <= newest][:keep]} | protected
-    for step, path in steps:
-        if step not in kept:
-            # Renamed first: a deletion cut off in the middle must not leave what looks like a checkpoint.
-            doomed = path.with_name(path.name + _UNFINISHED)
-            path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+    if every > 0:
+        kept |= {step for step, _ in steps if step <= newest and step % every == 0}
+    return [path for step, path in steps if step not in kept]

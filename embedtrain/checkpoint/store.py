@@ -2,20 +2,22 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from embedtrain import __version__
 from embedtrain.checkpoint.folder import (
     FORMAT,
     OtherFormatError,
     StepFolder,
-    describe_files,
+    dispensable,
     finish,
     list_steps,
     list_unfinished,
@@ -25,24 +27,27 @@ from embedtrain.checkpoint.folder import (
     unfinished_path,
     verify,
 )
-from embedtrain.checkpoint.tensors import cause_of, read_tensors, write_tensors
+from embedtrain.checkpoint.room import expected_bytes, make_room, require_limit_fits
+from embedtrain.checkpoint.snapshot import Snapshot, Staging, take
+from embedtrain.checkpoint.stored import describe, files_for, write_parts
+from embedtrain.checkpoint.tensors import read_tensors
 from embedtrain.config.schema import CheckpointConfig, Contents
 from embedtrain.distributed.world import World
-from embedtrain.errors import CheckpointError
-
-# Ends the name of an option that is a digest of rows: nobody can set it back.
-ROWS = ".rows"
+from embedtrain.errors import CheckpointError, EmbedtrainError
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run. Every method but the constructor is called on every rank.
+    """The folder `checkpoints/` of a run. Every method is called on every rank.
+
+    As a context manager it waits at the end for a save that is under way.
 
     Args:
         root: the folder; made when first needed.
-        config: how many are kept, in which layout, with what contents.
+        config: how many are kept, in which layout, with what contents, and whether training goes on meanwhile.
         world: the ranks.
-        identity: the options that a resumed run must share (option -> value), see `resume`.
+        about: what every manifest says besides: the options that a resumed run must share, and the recipe.
         say: takes a line for the user.
+        timeout: seconds that ranks wait for each other while they save beside training.
     """
 
     def __init__(
@@ -51,13 +56,22 @@ class Checkpoints:
         config: CheckpointConfig,
         world: World,
         *,
-        identity: dict[str, Any],
+        about: Mapping[str, Any],
         say: Callable[[str], None],
+        timeout: float = 1800.0,
     ) -> None:
-        self.root, self.config, self.world, self.identity, self.say = root, config, world, identity, say
+        self.root, self.config, self.world, self.say = root, config, world, say
+        self._about, self._timeout = dict(about), timeout
+        self._staging = Staging()
+        self._apart: World | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
 
-    def save(self, trained: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
-        """Write the checkpoint of `state["step"]`, then delete what `checkpoint.keep` no longer covers.
+    def save(self, trained: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of `state["step"]`, then delete what no longer has to be kept.
+
+        With `checkpoint.asynchronous` it returns when the tensors are copied and a thread is writing them; the save
+        before has ended by then.
 
         Args:
             trained: encoder and loss, between two steps (no gradient held).
@@ -65,41 +79,112 @@ class Checkpoints:
             state: the run's TrainState as a dictionary.
 
         Raises:
-            CheckpointError: on every rank alike, naming the rank that could not write and why.
+            CheckpointError: on every rank alike, naming the rank that could not write and why; of this save, or
+                of the one before.
         """
-        step = int(state["step"])
-        phase = f"saving the checkpoint of step {step}"
-        unfinished, final = unfinished_path(self.root, step), step_path(self.root, step)
-        with self.world.together(phase), _named(phase):
+        self.wait()
+        snapshot = take(trained, optimizer if self.config.contents is Contents.all else None)
+        state = dict(state)
+        with self.world.together(_phase(state)), _named(_phase(state), self.root):
             if self.world.is_main:
+                self.root.mkdir(parents=True, exist_ok=True)
+                make_room(self.root, snapshot.num_bytes, self.config.max_disk_gb, self._dispensable(state))
+        if not self.config.asynchronous:
+            self._write(snapshot, state, self.world)
+            return
+        if self._apart is None:
+            self._apart = self.world.apart(self._timeout)
+        staged = self._staging.copy(snapshot) if snapshot.share.writes else snapshot
+        self._under_way = self._thread.submit(self._write, staged, state, self._apart)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save beside training has failed on this rank; `wait` says why. Not a collective."""
+        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+
+    def hold_back(self) -> None:
+        """Have this thread's next work on the GPU wait until a save has copied the weights: before they change."""
+        self._staging.hold_back()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CheckpointError: on every rank alike, it failed.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write(self, snapshot: Snapshot, state: Mapping[str, Any], world: World) -> None:
+        """Write one checkpoint whole, or leave nothing of it; in the thread where training goes on meanwhile."""
+        step, phase = int(state["step"]), _phase(state)
+        unfinished = unfinished_path(self.root, step)
+        try:
+            with world.together(phase), _named(phase, self.root):
+                self._staging.wait()
+                if world.is_main:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    unfinished.mkdir(parents=True)
+            files = {
+                kind: files_for(kind, parts, self.config.layout, snapshot.share.shards)
+                for kind, parts in snapshot.tensors.items()
+            }
+            checksums: dict[str, dict[str, int]] = {}
+            with world.together(phase), _named(phase, unfinished):
+                for kind, parts in snapshot.tensors.items():
+                    checksums[kind] = write_parts(unfinished, files[kind], snapshot.share, parts)
+            written = world.gather((snapshot.share, checksums))
+            with world.together(phase), _named(phase, unfinished):
+                if world.is_main:
+                    of_shards = dict(sorted((share.shard, sums) for share, sums in written if share.writes))
+                    tensors = {
+                        kind: describe(one, [sums[kind] for sums in of_shards.values()]) for kind, one in files.items()
+                    }
+                    finish(unfinished, step_path(self.root, step), self._manifest(snapshot, state, tensors, world))
+                    self._prune(state)
+        except EmbedtrainError:
+            if world.is_main:  # half a checkpoint is of no use, and may be what fills the disk
                 shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir(parents=True)
-        kept = optimizer if self.config.contents is Contents.all else None
-        with _named(phase):
-            plain = write_tensors(unfinished, trained, kept, self.config.layout, self.world)
-        self.world.barrier()
-        files: dict[str, Any] = {}
-        with self.world.together(phase), _named(phase):
-            mine = describe_files(unfinished, self.world.rank, self.world.size)
-        for part in self.world.gather(mine):
-            files |= part
-        with self.world.together(phase), _named(phase):
-            if self.world.is_main:
-                manifest = {
-                    "format": FORMAT,
-                    "step": step,
-                    "state": state,
-                    "contents": self.config.contents.value,
-                    "layout": self.config.layout.value,
-                    "world_size": self.world.size,
-                    "identity": self.identity,
-                    "optimizer": plain,
-                    "versions": {"embedtrain": __version__, "torch": torch.__version__},
-                    "files": files,
-                }
-                finish(unfinished, final, manifest)
-                prune(self.root, step, self.config.keep, protected={int(state.get("best_step") or -1)})
-        return final
+            raise
+
+    def _manifest(
+        self, snapshot: Snapshot, state: Mapping[str, Any], tensors: Mapping[str, Any], world: World
+    ) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "step": state["step"],
+            "state": state,
+            "contents": self.config.contents.value,
+            "layout": self.config.layout.value,
+            "world_size": world.size,
+            "shards": snapshot.share.shards,
+            **self._about,
+            "optimizer": snapshot.plain,
+            "versions": {"embedtrain": __version__, "torch": torch.__version__},
+            "tensors": tensors,
+        }
+
+    def _prune(self, state: Mapping[str, Any]) -> None:
+        keep, every = self.config.keep, self.config.keep_every
+        prune(self.root, int(state["step"]), keep, every=every, protected=_protected(state))
+
+    def _dispensable(self, state: Mapping[str, Any]) -> list[Path]:
+        """What goes once the new step is there, but for the newest of now, which is needed until then."""
+        newest = next((step for step, _ in list_steps(self.root) if step < int(state["step"])), None)
+        if newest is None:
+            return []
+        keep, every = max(1, self.config.keep - 1), self.config.keep_every
+        found = dispensable(self.root, newest, keep, every=every, protected=_protected(state))
+        return [path for path in found if path < step_path(self.root, newest)]
+
+    def require_room(self, trained: nn.Module) -> None:
+        """Refuse a limit on disk use that the run is sure to meet, before training.
+
+        Raises:
+            ConfigError: on every rank alike.
+        """
+        require_limit_fits(self.config, expected_bytes(trained, self.config.contents))
 
     def newest(self) -> StepFolder | None:
         """The newest intact checkpoint; what is half-written or damaged is named and passed over.
@@ -109,6 +194,7 @@ class Checkpoints:
         """
         report: list[str] = []
         chosen: StepFolder | None = None
+        listed: list[tuple[int, Path]] = []
         with self.world.together("looking for checkpoints"):
             listed = list_steps(self.root)
             report += [f"{path} was not written to its end: passed over" for path in list_unfinished(self.root)]
@@ -130,26 +216,6 @@ class Checkpoints:
             self.say(line)
         return chosen
 
-    def require_same_course(self, folder: StepFolder) -> None:
-        """Refuse a checkpoint of a run that learns something else than this one.
-
-        Raises:
-            CheckpointError: names the first option that differs, with both values and what to do.
-        """
-        before = folder.manifest.get("identity", {})
-        for option, value in self.identity.items():
-            if option in before and before[option] != value:
-                name, was, now = _first_difference(option, before[option], value)
-                anew = "or choose another output_dir to start anew"
-                if name.endswith(ROWS):
-                    raise CheckpointError(
-                        f"{folder.path} was written of other rows than {name.removesuffix(ROWS)} holds now: bring its "
-                        f"old files back, {anew}"
-                    )
-                raise CheckpointError(
-                    f"{folder.path} was written with {name}={was}, this run has {name}={now}: set it back, {anew}"
-                )
-
     def resume(self, folder: StepFolder, trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Read a checkpoint; the TrainState it holds, or None where it holds weights alone.
 
@@ -157,28 +223,41 @@ class Checkpoints:
             CheckpointError: the tensors do not fit the model.
         """
         complete = folder.manifest["contents"] == Contents.all.value
-        with _named(f"reading {folder.path}"):
-            read_tensors(folder.path, trained, optimizer if complete else None)
+        with self.world.together(f"reading {folder.path}"), _named(f"reading {folder.path}", folder.path):
+            read_tensors(folder, trained, optimizer if complete else None)
         return dict(folder.manifest["state"]) if complete else None
 
+    def __enter__(self) -> Self:
+        return self
 
-def _first_difference(option: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    """The innermost option that differs, and its values: of a long mapping nobody wants to read two copies."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        if before.keys() != now.keys():
-            return option, ", ".join(map(str, before)), ", ".join(map(str, now))
-        for key, value in now.items():
-            if before[key] != value:
-                return _first_difference(f"{option}.{key}", before[key], value)
-    return option, before, now
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Let a save under way end; where the run fails for another reason, that reason stays the one that is told."""
+        try:
+            if kind is None:
+                self.wait()
+            elif self._under_way is not None and issubclass(kind, EmbedtrainError):
+                with contextlib.suppress(EmbedtrainError):
+                    self.wait()
+        finally:
+            self._thread.shutdown(wait=False)
+        if kind is None and self._apart is not None:
+            dist.destroy_process_group(self._apart.group)
+            self._apart = None
+
+
+def _phase(state: Mapping[str, Any]) -> str:
+    return f"saving the checkpoint of step {state['step']}"
+
+
+def _protected(state: Mapping[str, Any]) -> set[int]:
+    """The best step."""
+    return {int(state.get("best_step") or -1)}
 
 
 @contextlib.contextmanager
-def _named(phase: str) -> Iterator[None]:
-    """Turn what the file system or DCP raises into one sentence that names the phase."""
+def _named(phase: str, where: Path) -> Iterator[None]:
+    """Turn what the file system raises into one sentence that names the phase and the place."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{phase} failed: {error.strerror or error} ({error.filename})") from error
-    except CheckpointException as error:  # a BaseException, so nobody else catches it
-        raise CheckpointError(f"{phase} failed: {cause_of(error)}") from None
+        raise CheckpointError(f"{phase} failed: {error.strerror or error}: {error.filename or where}") from error

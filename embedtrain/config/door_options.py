@@ -21,7 +21,7 @@ class EvaluateOptions:
     max_length: int | None = None
     query_prompt: str | None = None
     document_prompt: str | None = None
-    revision: str | None = None
+    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     trust_remote_code: bool = False
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384
@@ -41,6 +41,7 @@ class ExportOptions:
     step: str = "latest"  # latest, best, or a step's number
     to: str | None = None  # default: model/ in the run's directory
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype
+    trust_remote_code: bool = False  # run Python that lies in the run's directory; its recipe cannot allow that
 
 
 @dataclass(kw_only=True)
@@ -50,6 +51,7 @@ class SearchOptions:
     model: str = ""  # model directory or Hub id
     corpus: str = ""  # BEIR folder, or a corpus.jsonl
     query: str | None = None  # without it queries are read from the keyboard, or line by line from a pipe
+    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     top: int = 5
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384
@@ -62,6 +64,7 @@ class InspectOptions:
 
     data: Any = field(default_factory=list)  # of TrainSource, or of paths; or one path
     model: str | None = None  # model directory or Hub id: lengths in its tokens, examples as it sees them
+    revision: str | None = None  # a commit, tag or branch of its Hub repository
     max_length: int | None = None  # default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's

@@ -115,7 +115,7 @@ class ScheduleKind(str, Enum):
 
 
 class Layout(str, Enum):
-    """`sharded`: every rank writes its part. `full`: rank 0 assembles one safetensors file."""
+    """`sharded`: a file a shard. `full`: one safetensors file of whole tensors, each rank writing its rows in place."""
 
     sharded = "sharded"
     full = "full"
@@ -135,6 +135,7 @@ class ModelConfig:
     path: str | None = None  # Hub id, Hugging Face directory or sentence-transformers directory
     config: Any = None  # from scratch instead: a mapping with `model_type`, or the path of a config.json
     tokenizer: str | None = None  # Hub id or directory; default: the model's own, or one trained on the data
+    tokenizer_revision: str | None = None  # a commit, tag or branch of its Hub repository
     vocab_size: int = 16000  # size of a vocabulary trained on the data
     vocab_lowercase: bool = True  # whether such a vocabulary folds case: a small model need not learn it
     pooling: Pooling | None = None  # cls, mean, last; default: what a sentence-transformers directory says
@@ -153,7 +154,9 @@ class TrainSource:
     path: str  # file, folder or glob, here or under a URL (s3://, hf://, https://, ...), or Hub id
     format: DataFormat = DataFormat.auto
     name: str | None = None  # default: the end of the path
+    revision: str | None = None  # of a Hub data set: a commit, tag or branch
     documents: str | None = None  # corpus that rows name documents of by id; default: what lies beside them
+    documents_revision: str | None = None  # of a Hub data set with the corpus
     each_file: bool = False  # every file is a source of its own, named after it
     weight: float = 1.0  # how often its rows are seen in an epoch: 2 is twice, 0.5 a half, and the other half next
     max_rows: int | None = None  # of these at most that many rows an epoch, others in the next
@@ -238,6 +241,9 @@ class CheckpointConfig:
 
     every: int = 0  # steps; 0: at the end only
     keep: int = 2  # the newest that stay; the best one stays as well
+    keep_every: int = 0  # steps that are multiples of it stay for good; 0: none
+    asynchronous: bool = True  # write beside training, from a copy in host memory; false: training waits
+    max_disk_gb: float | None = None  # all checkpoints together, in 10^9 bytes; asked before one is written
     layout: Layout = Layout.sharded
     contents: Contents = Contents.all
     best: str | None = None  # `set/metric`: keep the checkpoint that is best by it, and export that one

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -37,27 +37,39 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None  # that collectives run in; None: the one of all
 
     @property
     def is_main(self) -> bool:
         """Whether this is the rank that speaks and writes."""
         return self.rank == 0
 
+    def apart(self, timeout: float) -> "World":
+        """The same ranks with a process group of their own, on the host: for a thread beside the main one.
+
+        Every rank must call. Whoever asked destroys the group.
+
+        Args:
+            timeout: seconds that a rank waits in a collective of it.
+        """
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        return replace(self, device=torch.device("cpu"), group=group)
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         # An all-reduce of one number rather than dist.barrier(): the latter guesses a device under NCCL.
-        dist.all_reduce(torch.zeros(1, device=self.device))
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`, on every rank. Values are pickled: small Python objects only."""
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, group=self.group, device=self.device)
         return box[0]  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` in rank order, on every rank. Values are pickled: small objects only."""
         boxes: list[Any] = [None] * self.size
-        dist.all_gather_object(boxes, value)
+        dist.all_gather_object(boxes, value, group=self.group)
         return boxes
 
     @contextlib.contextmanager

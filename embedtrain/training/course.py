@@ -1,15 +1,21 @@
 """What decides the course of a run: options and rows that a resumed run must share, and all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from embedtrain.checkpoint.folder import StepFolder
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.schema import Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
-from embedtrain.errors import DataError
+from embedtrain.errors import CheckpointError, DataError
+
+# Ends the name of an option that is a digest of rows: nobody can set it back.
+_ROWS = ".rows"
+# Options that may change when a run goes on, and change what is learnt from there.
+_STEERING = ("optim.", "train.steps", "train.epochs", "parallel.precision")
 
 
 def identity_of(
@@ -39,6 +45,74 @@ def identity_of(
         "data.batches": "by_source" if data.plan.by_source else "mixed",
         **{f"model.{key}": value for key, value in model.items() if not key.endswith("_prompt")},
     }
+
+
+def require_same_course(folder: StepFolder, identity: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of a run that learns something else than this one.
+
+    Raises:
+        CheckpointError: names the first option that differs, with both values and what to do.
+    """
+    before = folder.manifest.get("identity", {})
+    for option, value in identity.items():
+        if option not in before or (difference := _first_difference(option, before[option], value)) is None:
+            continue
+        name, was, now = difference
+        anew = "or choose another output_dir to start anew"
+        if name.endswith(_ROWS):
+            raise CheckpointError(
+                f"{folder.path} was written of other rows than {name.removesuffix(_ROWS)} holds now: bring its "
+                f"old files back, {anew}"
+            )
+        raise CheckpointError(
+            f"{folder.path} was written with {name}={was}, this run has {name}={now}: set it back, {anew}"
+        )
+
+
+def changes_since(folder: StepFolder, recipe: Recipe, identity: Mapping[str, Any]) -> list[str]:
+    """What the recipe says otherwise than the checkpoint's, where that is allowed, in lines for the user."""
+    defaults, before = _flat(to_plain(Recipe())), _flat(folder.manifest.get("recipe", {}))
+    changed = [
+        (name, before.get(name, defaults.get(name)), value)
+        for name, value in _flat(to_plain(recipe)).items()
+        if not any(name == option or name.startswith(f"{option}.") for option in (*identity, "model"))
+    ]
+    told = {name: f"{name} {was} -> {value}" for name, was, value in changed if was != value}
+    steering = [text for name, text in told.items() if name.startswith(_STEERING)]
+    others = [text for name, text in told.items() if not name.startswith(_STEERING)]
+    lines = []
+    if steering:
+        lines.append(f"changed since step {folder.step}, and with it what is learnt from here: {', '.join(steering)}")
+    if others:
+        lines.append(f"changed since step {folder.step}, without effect on what is learnt: {', '.join(others)}")
+    return lines
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options by their dotted names."""
+
+    def leaves() -> Iterator[tuple[str, Any]]:
+        for name, value in options.items():
+            if isinstance(value, Mapping):
+                yield from _flat(value, f"{prefix}{name}.").items()
+            else:
+                yield f"{prefix}{name}", value
+
+    return dict(leaves())
+
+
+def _first_difference(option: str, before: Any, now: Any) -> tuple[str, Any, Any] | None:
+    """The innermost option that differs, and its values: of a long mapping nobody wants to read two copies.
+
+    An option that an earlier version did not know is no difference while it is not set.
+    """
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        known = {key: value for key, value in now.items() if key in before or value is not None}
+        if before.keys() != known.keys():
+            return option, ", ".join(map(str, before)), ", ".join(map(str, now))
+        differences = (_first_difference(f"{option}.{key}", before[key], value) for key, value in known.items())
+        return next((found for found in differences if found is not None), None)
+    return None if before == now else (option, before, now)
 
 
 def require_same_data(data: TrainData, world: World) -> None:

@@ -11,12 +11,22 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from embedtrain.checkpoint.directory import write_architecture
-from embedtrain.checkpoint.export import PROBES, export_model, plain_vectors, reopened_vectors, whole_encoder
-from embedtrain.checkpoint.tensors import read_whole_encoder
+from embedtrain.checkpoint.export import (
+    PROBES,
+    Exported,
+    plain_vectors,
+    plan_export,
+    reopened_vectors,
+    stored_encoder,
+    stored_pieces,
+)
+from embedtrain.checkpoint.folder import read_manifest
+from embedtrain.checkpoint.snapshot import WEIGHTS
+from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.schema import ModelConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
-from embedtrain.models.build import initialise
+from embedtrain.models.build import assemble, initialise
 from embedtrain.models.source import open_source
 from embedtrain.models.tokenizer import load_tokenizer, text_length
 from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model, write_rows
@@ -75,7 +85,26 @@ def architecture_of(directory: Path, model: ModelConfig) -> tuple[Path, dict[str
     tokenizer = TextTokenizer(loaded, text_length(source, loaded))
     state = initialise(source, seed=0)
     write_architecture(directory, source, tokenizer)
-    return directory, state, plain_vectors(whole_encoder(source, state), tokenizer)
+    encoder = assemble(source)
+    encoder.load_state_dict(state)
+    return directory, state, plain_vectors(encoder, tokenizer)
+
+
+def export_model(
+    to: Path,
+    architecture: Path,
+    state: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    expected: torch.Tensor,
+    tolerance: float,
+    card: str = "",
+    largest: str = "5GB",
+) -> Exported:
+    """Export weights that lie whole in this process."""
+    export = plan_export(to, architecture, {n: TensorSpec.of(t) for n, t in state.items()}, dtype, largest)
+    export.begin()
+    export.write(((name, 0, tensor) for name, tensor in state.items()), main=True)
+    return export.finish(card, expected=expected, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -124,14 +153,13 @@ def test_an_export_that_does_not_match_fails_and_replaces_nothing(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == good
 
 
-def test_large_models_are_split_into_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("embedtrain.checkpoint.directory._LARGEST_FILE", "20KB")
+def test_large_models_are_split_into_files(tmp_path):
     model = save_small(small_model("xlm-roberta"), tmp_path / "model")
     architecture, state, vectors = architecture_of(
         tmp_path / "architecture", ModelConfig(path=str(model), pooling=small_model("xlm-roberta").pooling)
     )
     options = {"dtype": torch.float32, "expected": vectors, "tolerance": 1e-4, "card": ""}
-    export_model(tmp_path / "out", architecture, state, **options)
+    export_model(tmp_path / "out", architecture, state, **options, largest="20KB")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     again = initialise(open_source(ModelConfig(path=str(tmp_path / "out"))), seed=1)
     assert all(torch.equal(again[name], state[name]) for name in state)
@@ -142,8 +170,10 @@ def test_a_checkpoint_is_read_whole_in_one_process(ranks, rows, tmp_path, layout
     model = save_small(small_model("llama"), tmp_path / "model")
     arguments = [f"model.path={model}", "model.pooling=last", f"data.train=[{rows}]", "train.steps=2"]
     ranks(3, run, *arguments, f"output_dir={tmp_path / 'run'}", f"checkpoint.layout={layout}")
-    state = read_whole_encoder(tmp_path / "run" / "checkpoints" / "step-00000002")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    source = open_source(ModelConfig(path=str(tmp_path / "run" / "model")))
+    with read_manifest(tmp_path / "run" / "checkpoints" / "step-00000002").tensors(WEIGHTS) as stored:
+        state = stored_encoder(source, stored).state_dict()
     assert {name.removeprefix("backbone.") for name in state} == written.keys()
     assert all(torch.equal(written[name.removeprefix("backbone.")], tensor) for name, tensor in state.items())
 
@@ -157,5 +187,6 @@ def test_bf16_weights_go_in_and_come_out_as_bf16(ranks, rows, tmp_path):
     ranks(2, run, *arguments, "parallel.precision=bf16")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
-    state = read_whole_encoder(tmp_path / "run" / "checkpoints" / "step-00000001")
-    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    with read_manifest(tmp_path / "run" / "checkpoints" / "step-00000001").tensors(WEIGHTS) as stored:
+        specs, _ = stored_pieces(stored)
+    assert {spec.dtype for spec in specs.values()} == {torch.float32}

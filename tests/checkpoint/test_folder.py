@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from embedtrain.checkpoint.folder import (
     FORMAT,
     MANIFEST,
     choose_step,
-    describe_files,
     finish,
     list_steps,
     list_unfinished,
@@ -19,27 +20,37 @@ from embedtrain.checkpoint.folder import (
     unfinished_path,
     verify,
 )
+from embedtrain.checkpoint.snapshot import WEIGHTS, Part, Share
+from embedtrain.checkpoint.stored import describe, files_for, write_parts
+from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.config.schema import Layout
 from embedtrain.errors import CheckpointError
 
+PART = "weights-00000-of-00001.safetensors"
 
-def write(root: Path, step: int, content: bytes = b"weights", best_step: int | None = None) -> Path:
-    """A checkpoint as a save leaves it."""
+
+def edit(path: Path, key: str, value: object) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps(manifest | {key: value}))
+
+
+def write(root: Path, step: int, value: float = 1.0, best_step: int | None = None) -> Path:
+    """A checkpoint of one tensor, as a save leaves it."""
     unfinished = unfinished_path(root, step)
     unfinished.mkdir(parents=True)
-    (unfinished / "part").write_bytes(content)
-    files = describe_files(unfinished, 0, 1)
-    finish(
-        unfinished,
-        step_path(root, step),
-        {"format": FORMAT, "step": step, "state": {"best_step": best_step}, "files": files},
-    )
+    rows = torch.full((3, 2), value)
+    parts = {"w": Part(TensorSpec.of(rows), rows, first=0, cut=True)}
+    files = files_for(WEIGHTS, parts, Layout.sharded, shards=1)
+    checksums = write_parts(unfinished, files, Share(replica=0, shard=0, shards=1), parts)
+    manifest = {"format": FORMAT, "step": step, "state": {"best_step": best_step}, "layout": "sharded", "shards": 1}
+    finish(unfinished, step_path(root, step), manifest | {"tensors": {WEIGHTS: describe(files, [checksums])}})
     return step_path(root, step)
 
 
 def test_the_newest_and_the_best_stay(tmp_path):
     for step in (10, 20, 30, 40, 1000):
         write(tmp_path, step)
-    prune(tmp_path, newest=1000, keep=2, protected={20})
+    prune(tmp_path, newest=1000, keep=2, every=0, protected={20})
     assert [step for step, _ in list_steps(tmp_path)] == [1000, 40, 20]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000040", "step-00001000"]
 
@@ -48,7 +59,7 @@ def test_what_an_abandoned_course_left_does_not_push_out_what_was_just_saved(tmp
     """Step 60 is damaged, so the run went back to 20 and has now saved 30."""
     for step in (20, 30, 60):
         write(tmp_path, step)
-    prune(tmp_path, newest=30, keep=1, protected=set())
+    prune(tmp_path, newest=30, keep=1, every=0, protected=set())
     assert [step for step, _ in list_steps(tmp_path)] == [30]
 
 
@@ -60,9 +71,10 @@ def test_a_name_stands_for_a_step(tmp_path):
     assert [choose_step(tmp_path, name).step for name in ("latest", "best", "10")] == [20, 10, 10]
     with pytest.raises(CheckpointError, match=r"step=15: .* has latest and 10, 20"):
         choose_step(tmp_path, "15")
-    (tmp_path / "step-00000020" / "part").write_bytes(b"weighty")
+    part = tmp_path / "step-00000020" / PART
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
     assert choose_step(tmp_path, "latest").step == 10
-    with pytest.raises(CheckpointError, match="part is damaged: its checksum"):
+    with pytest.raises(CheckpointError, match=f"{PART} is damaged: the checksum of w is not"):
         choose_step(tmp_path, "20")
 
 
@@ -80,8 +92,10 @@ def test_a_name_stands_for_a_step(tmp_path):
             lambda path: (path / MANIFEST).write_text('{"step": 10, "format": 1, "files": {}}'),
             "written by an earlier embedtrain",
         ),
-        (lambda path: (path / "part").unlink(), "part is missing"),
-        (lambda path: (path / "part").write_bytes(b"weight"), "part is damaged: 6 bytes instead of 7"),
+        (lambda path: edit(path, "step", 900), "checkpoint.json is damaged: .* checksum is not the one"),
+        (lambda path: (path / MANIFEST).write_text("[" * 100_000), "checkpoint.json is damaged: RecursionError"),
+        (lambda path: (path / PART).unlink(), f"{PART} is missing"),
+        (lambda path: (path / PART).write_bytes(b"weight"), f"{PART} is damaged: 6 bytes instead of"),
     ],
 )
 def test_damage_is_named(tmp_path, damage, sentence):
@@ -102,7 +116,15 @@ def test_a_save_that_was_cut_off_is_no_checkpoint(tmp_path):
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
-    write(tmp_path, 10, b"old")
-    path = write(tmp_path, 10, b"new")
-    assert (path / "part").read_bytes() == b"new"
+    write(tmp_path, 10, 1.0)
+    path = write(tmp_path, 10, 2.0)
+    assert load_file(path / PART)["w"].unique().tolist() == [2.0]
     verify(read_manifest(path), 0, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def test_every_nth_step_stays(tmp_path):
+    for step in (10, 15, 20, 25, 30):
+        write(tmp_path, step)
+    prune(tmp_path, newest=30, keep=1, every=20, protected=set())
+    assert [step for step, _ in list_steps(tmp_path)] == [30, 20]

@@ -1,0 +1,176 @@
+"""Safetensors files that are laid out before a byte of them is written, so that several writers fill one side by side.
+
+The offset of every tensor follows from types and shapes alone, and rows of a tensor are one range of bytes. So each
+rank writes its own rows in place, with no gathering, and a tensor is never whole in anybody's memory.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+# The names that the format gives to types.
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# Bytes that are added to the checksum and written while they are in the processor's cache.
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Type and shape of a whole tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Of a tensor; of a DTensor that of the whole."""
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the first dimension; 1 where there is none."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.dtype.itemsize * torch.Size(self.shape[1:]).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_rows * self.row_bytes
+
+    def rows(self, count: int) -> "TensorSpec":
+        """The same with another number of rows."""
+        return TensorSpec(self.dtype, (count, *self.shape[1:])) if self.shape else self
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Where everything lies in a file: its header, each tensor's first byte, and its size in bytes."""
+
+    specs: Mapping[str, TensorSpec]
+    header: bytes
+    offsets: Mapping[str, int]
+    size: int
+
+
+def lay_out(specs: Mapping[str, TensorSpec]) -> FileLayout:
+    """The layout of a safetensors file of these tensors: the same for the same specs, in whatever order they come."""
+    # Wide types first, as the library does, so that every tensor begins at a multiple of its item's size.
+    names = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for name in names:
+        spec = specs[name]
+        starts[name], end = end, end + spec.num_bytes
+        entries[name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {name: len(header) + start for name, start in starts.items()}
+    return FileLayout(dict(specs), header, offsets, len(header) + end)
+
+
+class RowWriter:
+    """One of those who write a file. As a context manager it flushes to the disk at the end.
+
+    Args:
+        path: of the file, made if missing; the others write it too.
+        layout: the same for all.
+        begins: whether this writer writes the header and gives the file its size; one of them has to.
+
+    Raises:
+        OSError: from any method; no room, no right, or the folder is gone.
+    """
+
+    def __init__(self, path: Path, layout: FileLayout, *, begins: bool) -> None:
+        self._layout = layout
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        if begins:
+            _write_at(self._descriptor, memoryview(layout.header), 0)
+            os.ftruncate(self._descriptor, layout.size)
+
+    def write(self, name: str, rows: Tensor, first: int = 0) -> int:
+        """Write rows of a tensor; their CRC-32.
+
+        Args:
+            name: of the tensor.
+            rows: in host memory, of the tensor's type; the whole tensor where it has no dimension.
+            first: the row of the whole tensor that they begin with.
+        """
+        spec = self._layout.specs[name]
+        assert rows.dtype == spec.dtype, f"{name} is laid out as {spec.dtype}, not {rows.dtype}"
+        return _write_at(self._descriptor, bytes_of(rows), self._layout.offsets[name] + first * spec.row_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory, without a copy where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def checksum_of(blocks: Iterable[memoryview]) -> int:
+    """CRC-32 of bytes that come in blocks."""
+    value = 0
+    for block in blocks:
+        value = zlib.crc32(block, value)
+    return value
+
+
+def read_blocks(path: Path, offset: int, size: int) -> Iterable[memoryview]:
+    """The bytes [offset, offset + size) of a file, block by block."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while size > 0:
+            block = file.read(min(size, _BLOCK))
+            if not block:
+                return
+            size -= len(block)
+            yield memoryview(block)
+
+
+def _write_at(descriptor: int, content: memoryview, offset: int) -> int:
+    """Write at an offset, whatever part of it each call takes; CRC-32 of the content."""
+    value = 0
+    for start in range(0, len(content), _BLOCK):
+        block = content[start : start + _BLOCK]
+        value = zlib.crc32(block, value)
+        while block:
+            written = os.pwrite(descriptor, block, offset)
+            offset, block = offset + written, block[written:]
+    return value

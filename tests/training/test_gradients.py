@@ -125,7 +125,7 @@ WAYS = [
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]
 
 
-@pytest.mark.parametrize("architecture", ["xlm-roberta", "bert", "llama"])
+@pytest.mark.parametrize("architecture", ["xlm-roberta", pytest.param("bert", marks=pytest.mark.slow), "llama"])
 @pytest.mark.parametrize(("world_size", "strategy", "shard_size"), MESHES)
 def test_gradient_equals_one_process(ranks, models, architecture, world_size, strategy, shard_size):
     """In one piece, in several and cached, with 10 rows: uneven on 3 and 4 ranks."""

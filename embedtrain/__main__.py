@@ -1,23 +1,30 @@
 """`python -m embedtrain recipe=NAME`: train. Under torchrun the same, on all ranks."""
 
+from functools import partial
+
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.schema import Recipe
+from embedtrain.distributed.stopping import Stopping
 from embedtrain.door import enter
 
 
-def act(recipes: list[Recipe]) -> None:
+def act(recipes: list[Recipe], stopping: Stopping) -> None:
     """Join the ranks and train; recipe after recipe with Hydra's multirun."""
     from embedtrain.distributed.world import joined_world
     from embedtrain.train import train
 
     for recipe in recipes:
         with joined_world(recipe.parallel.timeout) as world:
-            train(recipe, world)
+            if world.watch is not None:
+                stopping.tell = world.watch.stopped
+            train(recipe, world, stopping)
 
 
 def main() -> None:
     """The console command `embedtrain`."""
-    enter(compose_recipes, act)
+    stopping = Stopping()
+    stopping.listen()
+    enter(compose_recipes, partial(act, stopping=stopping))
 
 
 if __name__ == "__main__":

@@ -4,16 +4,17 @@ import atexit
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact
+from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
 
 Options = TypeVar("Options")
 
 
 def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) -> NoReturn:
-    """Be a command: exit code 0, or 1 after an error of the user's, the same on every rank.
+    """Be a command: exit code 0, 1 after an error, 75 or 130 after a signal; the same on every rank.
 
     Args:
         read: from the command line's arguments to options, alike on all ranks. It imports no torch, so that
@@ -29,15 +30,18 @@ def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) 
         record(_in_plain_words)(lambda: act(options), patience=5.0)
     except SystemExit as leaving:
         _leave(leaving.code)
+    except Exception:
+        traceback.print_exc()
+        _leave(1)
     _leave(0)
 
 
 def _in_plain_words(do: Callable[[], Options], *, patience: float) -> Options:
     """Do it; an error of the user's is spoken and ends the process with 1.
 
-    Most errors arise on all ranks alike, and torchrun ends the others as soon as one has left. So the first
-    rank of a node speaks and leaves; the rest wait to be ended, and speak only if that does not happen.
-    Who lost contact speaks at once: the first rank may be the one that is gone.
+    Ranks that have met agree on who speaks. Before that most errors arise on all ranks alike, and torchrun ends the
+    others as soon as one has left. So the first rank of a node speaks and leaves; the rest wait to be ended, and
+    speak only if that does not happen. Who lost contact speaks at once: the first rank may be the one that is gone.
 
     Args:
         do: what to do.
@@ -45,15 +49,28 @@ def _in_plain_words(do: Callable[[], Options], *, patience: float) -> Options:
     """
     try:
         return do()
+    except Stopped as stopped:
+        if _environment("RANK") == 0:
+            print(stopped, file=sys.stderr, flush=True)
+        raise SystemExit(stopped.exit_code) from None
     except EmbedtrainError as error:
+        if error.told_by is not None:
+            if error.told_by == _environment("RANK"):
+                _say(error)
+            raise SystemExit(error.exit_code) from None
         if _environment("LOCAL_RANK") != 0 and not isinstance(error, LostContact):
             time.sleep(patience)
         if not isinstance(error, FailedElsewhere) or _environment("RANK") == 0:
-            rank = _environment("RANK")
-            print(f"error: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+            _say(error)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     raise SystemExit(1) from None
+
+
+def _say(error: EmbedtrainError) -> None:
+    rank = _environment("RANK")
+    alone = f"rank {rank}: " if rank and not isinstance(error, LostContact) else ""
+    print(f"{'error: ' if error.exit_code == 1 else ''}{alone}{error}", file=sys.stderr, flush=True)
 
 
 def _environment(name: str) -> int:

@@ -2,7 +2,15 @@
 
 
 class EmbedtrainError(Exception):
-    """Root of the errors a user can cause and mend. The doors print its text alone, without a traceback."""
+    """Root of the errors a user can cause and mend. The doors print its text alone, without a traceback.
+
+    Attributes:
+        told_by: the rank that tells the user, where ranks have agreed on one.
+        exit_code: what the process ends with.
+    """
+
+    told_by: int | None = None
+    exit_code: int = 1
 
 
 class ConfigError(EmbedtrainError):
@@ -35,11 +43,30 @@ class LostContact(TrainingError):
     Args:
         reason: what the network said.
         what: was being done, if that is known.
+        said: the whole sentence, where it is known which rank that is.
     """
 
-    def __init__(self, reason: str, what: str | None = None) -> None:
+    def __init__(self, reason: str, what: str | None = None, *, said: str | None = None) -> None:
         super().__init__(
-            f"lost contact with another rank{f' while {what}' if what else ''}: "
+            said
+            or f"lost contact with another rank{f' while {what}' if what else ''}: "
             f"it ended or stopped answering ({reason}); its own output says why"
         )
-        self.reason = reason
+        self.reason, self.what, self.said = reason, what, said
+
+
+class Abandoned(Exception):
+    """An evaluation that was left because the run is asked to stop."""
+
+
+class Stopped(Exception):
+    """The run ended because a signal asked for it, on all ranks after the same step. No error: nothing is lost.
+
+    Args:
+        text: a line for the user.
+        exit_code: what the process ends with.
+    """
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code

@@ -84,15 +84,17 @@ def act(options: EvaluateOptions) -> None:
 def _load(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
     """The model on the ranks, and what was found of it."""
     from embedtrain.config.schema import ParallelConfig
+    from embedtrain.evaluation.mining.option_names import OF_MODEL, naming
     from embedtrain.training.model import load_model
 
-    model = load_model(
-        model_of(options),
-        ParallelConfig(precision=options.precision),
-        world,
-        seed=0,
-        trains=False,
-    )
+    with naming(OF_MODEL):
+        model = load_model(
+            model_of(options),
+            ParallelConfig(precision=options.precision),
+            world,
+            seed=0,
+            trains=False,
+        )
     for note in model.notes:
         console.note(note)
     return model

@@ -1,26 +1,26 @@
 """Training, told from the start to the end: data, model, resume, loop, export."""
 
+import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from embedtrain.checkpoint.card import model_card
 from embedtrain.checkpoint.directory import write_architecture
-from embedtrain.checkpoint.export import PROBES, Exported, export_dtype, live_pieces, plan_export, tolerance_of
-from embedtrain.checkpoint.folder import StepFolder, read_manifest, step_path
+from embedtrain.checkpoint.folder import StepFolder
+from embedtrain.checkpoint.hub import require_possible
 from embedtrain.checkpoint.store import Checkpoints
-from embedtrain.checkpoint.tensors import read_tensors
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guides_of
-from embedtrain.config.schema import Precision, Recipe
+from embedtrain.config.schema import Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.chosen import chosen_data
 from embedtrain.data.store.cache import Cache, cache_directory
 from embedtrain.data.vocabulary import train_tokenizer
+from embedtrain.distributed.stopping import Notice, Stopping
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator, metrics_of
@@ -29,8 +29,9 @@ from embedtrain.evaluation.sets import load_sets
 from embedtrain.losses.choose import choose_losses, notes_on
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.models.source import open_source
+from embedtrain.models.tokenizer import read_tokenizer
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.summary import before_and_after, figures_at
+from embedtrain.tracking.summary import before_and_after
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, cost_of_a_pass
 from embedtrain.training.course import (
@@ -40,8 +41,10 @@ from embedtrain.training.course import (
     require_same_data,
     require_same_tokenizer,
 )
+from embedtrain.training.export import export_run
 from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import GuideModel, load_guides
+from embedtrain.training.lock import only_run
 from embedtrain.training.loop import Loop
 from embedtrain.training.model import LoadedModel, load_model, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
@@ -51,15 +54,26 @@ from embedtrain.training.step import Trainable
 from embedtrain.training.trained import Trained
 
 
-def train(recipe: Recipe, world: World) -> Path:
+def train(recipe: Recipe, world: World, stopping: Stopping | None = None) -> Path:
     """Train as the recipe says, or go on where an earlier run of it stopped. Every rank calls it.
+
+    Args:
+        recipe: what to do.
+        world: the ranks.
+        stopping: this process's signals, if they are listened to.
 
     Returns:
         The directory of the exported model.
 
     Raises:
         EmbedtrainError: on every rank alike; the first rank it concerns has the cause.
+        Stopped: on every rank alike, after the same step, a signal asked a rank to stop.
     """
+    with contextlib.ExitStack() as held:
+        return _train(recipe, world, stopping or Stopping(), held)
+
+
+def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.ExitStack) -> Path:
     quiet_libraries()
     console = Console(speaks=world.is_main)
     run_dir = RunDirectory(Path(recipe.output_dir))
@@ -67,6 +81,8 @@ def train(recipe: Recipe, world: World) -> Path:
 
     # What a user may have got wrong comes first: rows, evaluation sets, the run directory.
     with world.together("opening the model"):
+        if world.is_main:
+            require_possible(recipe.export)
         prompts = open_source(recipe.model).prompts
     with world.together("reading training data"), console.counted() as told:
         cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
@@ -77,8 +93,7 @@ def train(recipe: Recipe, world: World) -> Path:
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
     for note in (*data.notes, *(note for loaded in sets for note in loaded.notes)):
         console.note(note)
-    with world.together("making the run directory"):
-        run_dir.path.mkdir(parents=True, exist_ok=True)
+    held.enter_context(_taken(run_dir, world, recipe.parallel.timeout))
     identity = identity_of(recipe, data, losses, prompts)
     checkpoints = Checkpoints(
         run_dir.checkpoints,
@@ -91,7 +106,7 @@ def train(recipe: Recipe, world: World) -> Path:
     found = checkpoints.newest()
     if found is not None:
         require_same_course(found, identity)
-        for line in changes_since(found, recipe, identity):
+        for line in changes_since(found, recipe):
             console.warn(line)
 
     model = load_model(
@@ -123,7 +138,7 @@ def train(recipe: Recipe, world: World) -> Path:
             console.note(note)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
-    checkpoints.require_room(trained)
+    checkpoints.require_room(trained, total_steps)
     state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
     if state.best_by != recipe.checkpoint.best:
         state.best_by, state.best, state.best_step, state.not_better = recipe.checkpoint.best, None, None, 0
@@ -137,17 +152,7 @@ def train(recipe: Recipe, world: World) -> Path:
         gather=recipe.evaluation.gather,
     )
     evaluator = Evaluator(sets, encoder, world, index=recipe.evaluation.index)
-    with world.together("writing the run directory"):
-        if world.is_main:
-            run_dir.write_recipe(recipe, world.size)
-            write_architecture(run_dir.architecture, model.source, model.tokenizer)
-
-    with world.together("starting to record"):
-        resumed = state.step or None  # weights alone, or nothing: the rows of an earlier run are put aside
-        tracker = Tracker.open(
-            recipe, world, run_dir.path, resumed_step=resumed, wandb_id=state.wandb_id, console=console
-        )
-    with tracker, checkpoints:
+    with _recorded(recipe, run_dir, world, model, state, console) as tracker, checkpoints, world.guarded():
         loop = Loop(
             recipe=recipe,
             run=Trainable(
@@ -167,6 +172,8 @@ def train(recipe: Recipe, world: World) -> Path:
                 ),
                 optim=recipe.optim,
                 state=state,
+                notices=lambda: (stopping.notice | Notice.save_failed) if checkpoints.failed else stopping.notice,
+                hold_back=checkpoints.hold_back,
             ),
             data=data,
             losses=losses,
@@ -178,14 +185,54 @@ def train(recipe: Recipe, world: World) -> Path:
             tracker=tracker,
             total_steps=total_steps,
             total_batches=total_batches,
+            run_dir=run_dir,
+            stopping=stopping,
         )
-        loop.go()
-        checkpoints.wait()
-        exported = _export(recipe, model, trained, encoder, state, run_dir, world, tracker)
-        for line in before_and_after(run_dir.path):
-            tracker.note(line)
-        tracker.note(f"model: {exported.directory}")
+        stopped = loop.go()
+        if stopped is None:
+            checkpoints.wait()
+            exported = export_run(recipe, model, trained, encoder, state, run_dir, world, tracker)
+            for line in before_and_after(run_dir.path):
+                tracker.note(line)
+            tracker.note(f"model: {exported.directory}")
+    if stopped is not None:
+        raise stopped
     return exported.directory
+
+
+@contextlib.contextmanager
+def _taken(run_dir: RunDirectory, world: World, timeout: float) -> Iterator[None]:
+    """Make the run directory, and keep other runs out of it."""
+    with world.together("making the run directory"):
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+    with only_run(run_dir.lock, world, timeout):
+        if world.watch is not None:
+            world.watch.goes_on = run_dir.goes_on
+        yield
+
+
+def _recorded(
+    recipe: Recipe, run_dir: RunDirectory, world: World, model: LoadedModel, state: TrainState, console: Console
+) -> Tracker:
+    """Write what the run is into its directory, and start to record what becomes of it."""
+    with world.together("writing the run directory"):
+        if world.is_main:
+            run_dir.stopped.unlink(missing_ok=True)
+            run_dir.write_recipe(recipe, world.size, model.source.commit)
+            # Anew: what else lies there would be exported, and obeyed by the libraries that open it.
+            shutil.rmtree(run_dir.architecture, ignore_errors=True)
+            write_architecture(run_dir.architecture, model.source, model.tokenizer)
+    with world.together("starting to record"):
+        resumed = state.step or None  # weights alone, or nothing: the rows of an earlier run are put aside
+        return Tracker.open(
+            recipe,
+            world,
+            run_dir.path,
+            resumed_step=resumed,
+            evaluated=not state.evaluation_due,
+            wandb_id=state.wandb_id,
+            console=console,
+        )
 
 
 def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
@@ -265,54 +312,6 @@ def _own_vocabulary(
                 shutil.rmtree(directory, ignore_errors=True)
                 made.save_pretrained(directory)
     with world.together("reading the vocabulary"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+        tokenizer = read_tokenizer(directory, trust_remote_code=False)
     console.note(f"vocabulary: {len(tokenizer):,} pieces, trained on the data, in {directory}")
     return tokenizer
-
-
-def _export(
-    recipe: Recipe,
-    model: LoadedModel,
-    trained: Trained,
-    encoder: SentenceEncoder,
-    state: TrainState,
-    run_dir: RunDirectory,
-    world: World,
-    tracker: Tracker,
-) -> Exported:
-    """Write `model/` from the live weights, those of the best step where one was asked for."""
-    step = state.step
-    if recipe.checkpoint.best is not None and state.best_step not in (None, state.step):
-        step = int(state.best_step or 0)
-        with world.together("opening the best checkpoint"):
-            folder = read_manifest(step_path(run_dir.checkpoints, step))
-        read_tensors(folder, trained, None)
-        tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best} ({state.best:.4f})")
-    dtype = export_dtype(recipe.export.dtype, model.source)
-    expected = encoder.encode_all(PROBES)
-    specs, pieces = live_pieces(model.encoder)
-    exported: Exported | None = None
-    with world.together("exporting the model"):
-        export = plan_export(run_dir.model, run_dir.architecture, specs, dtype)
-        if world.is_main:
-            export.begin()
-    with world.together("exporting the model"), tracker.phase("exporting the model"):
-        export.write(pieces, main=world.is_main)
-    with world.together("exporting the model"):
-        if world.is_main:
-            with tracker.phase("reopening the export with sentence-transformers"):
-                card = model_card(
-                    to_plain(recipe),
-                    figures_at(run_dir.path, step),
-                    step=step,
-                    dimension=expected.shape[1],
-                    max_length=model.tokenizer.max_length,
-                    prompts=model.source.prompts,
-                )
-                exported = export.finish(
-                    card,
-                    expected=expected,
-                    tolerance=tolerance_of(dtype, exact_encoder=recipe.parallel.precision is Precision.fp32),
-                    trust_remote_code=recipe.model.trust_remote_code,
-                )
-    return world.broadcast(exported)  # type: ignore[return-value]

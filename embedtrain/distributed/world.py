@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from embedtrain.distributed.notes import current, note, noted
+from embedtrain.distributed.watch import Watch
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
 
 T = TypeVar("T")
@@ -38,11 +40,22 @@ class World:
     local_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None  # that collectives run in; None: the one of all
+    watch: Watch | None = None  # over the other ranks; None where there are none, or a test made the group
 
     @property
     def is_main(self) -> bool:
         """Whether this is the rank that speaks and writes."""
         return self.rank == 0
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Tell the others at once when the block fails here, before what is open around it takes its time to close.
+
+        Raises:
+            LostContact: another rank ended or stopped answering.
+        """
+        with contextlib.nullcontext() if self.watch is None else self.watch.guard(), doing():
+            yield
 
     def apart(self, timeout: float) -> "World":
         """The same ranks with a process group of their own, on the host: for a thread beside the main one.
@@ -83,13 +96,16 @@ class World:
             EmbedtrainError: the error of the first rank that failed; the other ranks' message names it.
         """
         error: Exception | None = None
+        before = current().what
+        note(phase)
         try:
             yield
         except OSError as caught:
             # Not for programmers: a disk that is full, a folder that is a file, a permission that is missing.
             error = caught
-            if caught.filename:
-                error = EmbedtrainError(f"{phase} failed: {caught.strerror}: {caught.filename}")
+            if caught.strerror:
+                place = f": {caught.filename}" if caught.filename else ""
+                error = EmbedtrainError(f"{phase} failed: {caught.strerror}{place}")
                 error.__cause__ = caught
         except Exception as caught:
             error = caught
@@ -97,6 +113,7 @@ class World:
             failures = self.gather(None if error is None else (type(error).__name__, str(error)))
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
         if not failed:
+            note(before)
             return
         if error is not None and (failed[0] == self.rank or failures[failed[0]] != failures[self.rank]):
             raise error
@@ -115,9 +132,10 @@ def doing(what: str | None = None) -> Iterator[None]:
         LostContact: another rank ended or stopped answering.
     """
     try:
-        yield
+        with noted(what) if what else contextlib.nullcontext():
+            yield
     except LostContact as error:  # from within: what the user asked for says more than a step of it
-        raise LostContact(error.reason, what) if what else error from error.__cause__
+        raise LostContact(error.reason, what) if what and error.said is None else error from error.__cause__
     except RuntimeError as error:
         found = _LOST.search(str(error))
         if found is None:
@@ -157,27 +175,54 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     if dist.is_initialized():  # a test or a notebook that made its own group
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
         return
-    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
-        try:
-            with doing(f"meeting the others at {place}"):
-                dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        except RuntimeError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise ConfigError(f"{place} is in use by another program: set another MASTER_PORT") from error
-    else:
+    if not ("MASTER_ADDR" in os.environ and "RANK" in os.environ):
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    try:
-        with doing():
+        try:
             yield World(rank, size, local_rank, local_size, device)
-    except LostContact:
-        raise  # a group in which a rank is missing may wait for it while it is taken down; the process ends anyway
-    except BaseException:
-        dist.destroy_process_group()
-        raise
-    else:
-        dist.destroy_process_group()
+        finally:
+            dist.destroy_process_group()
+        return
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+    patience = timedelta(seconds=timeout)
+    try:
+        with doing(f"meeting the others at {place}"):
+            store, _, _ = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(f"{place} is in use by another program: set another MASTER_PORT") from error
+    watch = _watch(store, rank, size, range(rank - local_rank, rank - local_rank + local_size), timeout)
+    world = World(rank, size, local_rank, local_size, device, watch=watch)
+    with world.guarded():
+        with doing(f"meeting the others at {place}"):
+            # NCCL's own time-out kills the process without a word of who was late: ours comes first.
+            longer = timedelta(seconds=60 if watch is not None and device.type == "cuda" else 0)
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("default_pg", store),
+                rank=rank,
+                world_size=size,
+                timeout=patience + longer,
+            )
+        if watch is not None:
+            watch.meet()
+        yield world
+    # Not after an error: a group in which a rank is missing may wait for it while it is taken down.
+    if watch is not None:
+        watch.close()
+    dist.destroy_process_group()
+
+
+def _watch(store: Store, rank: int, size: int, local: range, timeout: float) -> Watch | None:
+    """Over the other ranks, by a connection of its own: the group's threads hold the other for long."""
+    if size == 1:
+        return None
+    apart = store.clone()  # type: ignore[attr-defined]
+    apart.set_timeout(timedelta(seconds=30))
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    watch = Watch(apart, rank, size, local, timeout, hosted=hosted)
+    watch.start()
+    return watch
 
 
 def _number(variable: str, default: int) -> int:

@@ -3,12 +3,12 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World, doing
-from embedtrain.errors import ConfigError
+from embedtrain.errors import Abandoned, ConfigError
 from embedtrain.evaluation.encode import SentenceEncoder, Told
 from embedtrain.evaluation.metrics import DEPTH, MEAN, check_retrieval_metrics
 from embedtrain.evaluation.stored_vectors import StoredVectors
@@ -65,7 +65,13 @@ class Evaluator:
         self.index = index or IndexConfig()
         self.stored = stored
 
-    def evaluate(self, *, save_runs: Path | None = None, told: Told | None = None) -> dict[str, dict[str, float]]:
+    def evaluate(
+        self,
+        *,
+        save_runs: Path | None = None,
+        told: Told | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> dict[str, dict[str, float]]:
         """Figures by set and metric, the same floats on every rank. A collective.
 
         `mean` has the means of the metrics that two sets or more have, over these sets.
@@ -74,13 +80,17 @@ class Evaluator:
             save_runs: a folder; the ranking and judgements of each set with queries and documents are written there
                 by rank 0 as TREC files.
             told: called as `SentenceEncoder.told` is, with the name of the set before what is being encoded.
+            stop: asked before each set whether to leave it at that; the same on every rank.
 
         Raises:
+            Abandoned: `stop` said so.
             TrainingError: on every rank, if the model gives vectors that are not finite.
             DataError: a set cannot be measured.
         """
         figures: dict[str, dict[str, float]] = {}
         for loaded in self.sets:
+            if stop is not None and stop():
+                raise Abandoned
             with doing(f"evaluating {loaded.data.name}"), _telling(self.encoder, loaded.data.name, told):
                 figures[loaded.data.name] = self._measure(loaded, save_runs)
         shared = _shared(metrics_of_each(self.sets))

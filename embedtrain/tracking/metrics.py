@@ -44,13 +44,18 @@ class MetricsFile:
             raise
         self._length += len(line)
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int, *, evaluated: bool = True) -> None:
         """Drop the rows of later steps: a run continued from `step` will write them again.
 
         Rows that carry no step stay. The file is replaced whole or not at all.
+
+        Args:
+            step: the last whose rows stay.
+            evaluated: whether those of its evaluation stay as well.
         """
         self._file.close()
-        self._rewrite([row for row in read_metrics(self.path) if row.get("step") is None or row["step"] <= step])
+        rows = [row for row in read_metrics(self.path) if row.get("step") is None or row["step"] <= step]
+        self._rewrite([row for row in rows if evaluated or row.get("step") != step or "set" not in row])
         self._file = self._opened()
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ class Tracker:
         run_dir: str | Path,
         *,
         resumed_step: int | None = None,
+        evaluated: bool = True,
         wandb_id: str | None = None,
         console: Console | None = None,
     ) -> "Tracker":
@@ -49,6 +50,7 @@ class Tracker:
             run_dir: holds metrics.jsonl; made if it is not there.
             resumed_step: the step training goes on from; later rows of metrics.jsonl are dropped. None: training
                 starts anew, and rows of an earlier run are put aside as `metrics.previous.jsonl`.
+            evaluated: whether that step's evaluation is done; it writes its rows again otherwise.
             wandb_id: `wandb_id` as it was when the checkpoint was written.
             console: where to speak, if one is open already.
 
@@ -66,7 +68,7 @@ class Tracker:
             console.note(f"training starts anew: the rows of {path} are now in metrics.previous.jsonl")
         metrics = MetricsFile(path)
         if resumed_step is not None:
-            metrics.truncate_after(resumed_step)
+            metrics.truncate_after(resumed_step, evaluated=evaluated)
             for row in read_metrics(path):
                 if "set" in row:
                     console.remember({row["set"]: _figures(row)})

@@ -5,16 +5,22 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from embedtrain.checkpoint.folder import step_path
 from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.config.loss_checks import guides_of
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.schema import Recipe
+from embedtrain.config.schema import Contents, Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.distributed.collectives import max_over_ranks
+from embedtrain.distributed.notes import note
+from embedtrain.distributed.stopping import Notice, Stopping, exit_code
+from embedtrain.errors import Abandoned, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, RankBatch, cut
 from embedtrain.training.prefetch import Prefetcher
+from embedtrain.training.rundir import RunDirectory
 from embedtrain.training.state import as_dict
 from embedtrain.training.step import StepReport, Trainable, train_step
 
@@ -35,16 +41,37 @@ class Loop:
     tracker: Tracker
     total_steps: int
     total_batches: int  # the last step has what is left of them
+    run_dir: RunDirectory
+    stopping: Stopping
+    _asked: bool = False  # to stop, on all ranks alike
+    _saved: int = 0  # the step of the newest checkpoint; 0: none
 
-    def go(self) -> None:
-        """Train from where the state stands to the last step, or to where nothing gets better any more."""
-        if not self._over:
-            self._train()
+    def go(self) -> Stopped | None:
+        """Train from where the state stands to the last step, or to where nothing gets better any more.
+
+        Returns:
+            Why the run is to end here, if a signal asked for it; a checkpoint is written then.
+        """
+        self._saved = self.run.state.step
+        if not self._over or self.run.state.evaluation_due:
+            with self.stopping.deferred():
+                self._train()
+                if self._asked or self._agree_to_stop():
+                    return self._stop()
         if self.run.state.step < self.total_steps:
             self.tracker.note(self._why_stopped())
+        return None
 
     def save(self) -> None:
-        """Write a checkpoint of the present step."""
+        """Write a checkpoint of the present step.
+
+        Raises:
+            TrainingError: on every rank alike, the output directory is no longer there.
+        """
+        with self.run.world.together("looking at the output directory"):
+            if self.run.world.is_main:
+                self.run_dir.require_there()
+        self._saved = self.run.state.step
         self.run.state.wandb_id = self.run.world.broadcast(self.tracker.wandb_id)
         self.checkpoints.save(self.run.trained, self.run.optimizer, as_dict(self.run.state))
 
@@ -54,10 +81,19 @@ class Loop:
         batches = Prefetcher(self._batch, state.step * each, self.total_batches, workers=recipe.data.workers)
         since = _SinceLastLog()
         with self.tracker.training(self.total_steps, state.step), contextlib.closing(iter(batches)) as stream:
-            if state.step == 0 and recipe.evaluation.at_start:
+            if state.evaluation_due:  # left when the run was stopped; its checkpoint does not know what comes of it
+                if self._evaluate() or (self._over and not self._asked):
+                    self.save()
+            elif state.step == 0 and recipe.evaluation.at_start:
                 self._evaluate()
-            while not self._over:
-                report = train_step(self.run, *itertools.islice(stream, each))
+            while not (self._over or self._asked):
+                note("reading the batches", state.step + 1)
+                own = list(itertools.islice(stream, each))
+                note("training", state.step + 1)
+                report = train_step(self.run, *own)
+                if Notice.save_failed in report.notices:
+                    self.checkpoints.wait()  # which says why
+                self._asked = Notice.stop in report.notices
                 since.add(report, batches.take_waited())
                 last = state.step == self.total_steps
                 self.tracker.advance(state.step)
@@ -67,8 +103,33 @@ class Loop:
                 improved = False
                 if last or _due(state.step, recipe.evaluation.every):
                     improved = self._evaluate()
-                if self._over or improved or _due(state.step, recipe.checkpoint.every):
+                if self._over or improved or self._asked or _due(state.step, recipe.checkpoint.every):
                     self.save()
+
+    def _agree_to_stop(self) -> bool:
+        """Whether any rank was asked to stop. A collective."""
+        self._asked = bool(max_over_ranks([int(self.stopping.asked is not None)], self.run.world.device)[0])
+        return self._asked
+
+    def _stop(self) -> Stopped:
+        """End in good order: the checkpoint complete, the marker written, and a line for the user."""
+        world, step = self.run.world, self.run.state.step
+        self.stopping.obeyed = True
+        self.checkpoints.wait()
+        asked = world.gather(self.stopping.asked)
+        rank, signal = next((rank, signal) for rank, signal in enumerate(asked) if signal is not None)
+        with world.together("writing stopped.json"):
+            if world.is_main:
+                self.run_dir.write_stopped(step, signal.name, rank)
+        told = f"stopped by {signal.name} (rank {rank})"
+        saved = f"{told} after step {step}, saved in {step_path(self.checkpoints.root, step)}"
+        if not self._saved:
+            text = f"{told} before the first step: the same command begins again"
+        elif self.recipe.checkpoint.contents is Contents.model:
+            text = f"{saved}, weights alone (checkpoint.contents=model): the same command starts a new run from them"
+        else:
+            text = f"{saved}: the same command goes on"
+        return Stopped(text, exit_code(signal))
 
     @property
     def _over(self) -> bool:
@@ -101,12 +162,20 @@ class Loop:
         return made.pinned() if world.device.type == "cuda" else made
 
     def _evaluate(self) -> bool:
-        """Measure, tell, and say whether this is the best step so far by `checkpoint.best`."""
-        with self.tracker.counted() as told:
-            figures = self.evaluator.evaluate(told=told)
+        """Measure, tell, and say whether this is the best step so far by `checkpoint.best`.
+
+        A run that is asked to stop leaves the evaluation, and does it when it goes on.
+        """
+        state = self.run.state
+        try:
+            with self.tracker.counted() as told:
+                figures = self.evaluator.evaluate(told=told, stop=self._agree_to_stop)
+        except Abandoned:
+            state.evaluation_due = True
+            return False
+        state.evaluation_due = False
         if not figures:
             return False
-        state = self.run.state
         self.tracker.evaluation(state.step, figures)
         if self.best is None or state.step == 0:  # step 0 has no checkpoint to keep
             return False

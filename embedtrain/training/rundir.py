@@ -1,7 +1,9 @@
 """What a run directory holds, and writing the recipe into it."""
 
+import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -9,8 +11,10 @@ from pathlib import Path
 import yaml
 
 from embedtrain import __version__
+from embedtrain.checkpoint.folder import list_steps
 from embedtrain.config.compose import to_plain
 from embedtrain.config.schema import Recipe
+from embedtrain.errors import TrainingError
 
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
 
@@ -46,14 +50,56 @@ class RunDirectory:
         """The final export."""
         return self.path / "model"
 
-    def write_recipe(self, recipe: Recipe, world_size: int) -> None:
-        """Write `recipe.yaml`; on one rank."""
+    @property
+    def lock(self) -> Path:
+        """Held by the run that is under way; says which that is."""
+        return self.path / "run.lock"
+
+    @property
+    def stopped(self) -> Path:
+        """There after a signal has stopped the run, until it goes on."""
+        return self.path / "stopped.json"
+
+    def require_there(self) -> None:
+        """Refuse to write into a directory that was moved or deleted while the run was under way.
+
+        Raises:
+            TrainingError: what is there now is not what the run began in.
+        """
+        if not self.lock.is_file():
+            raise TrainingError(
+                f"output_dir={self.path} has vanished while the run was under way: bring it back, and the same "
+                f"command goes on from its newest checkpoint"
+            )
+
+    def goes_on(self) -> str:
+        """From where the same command goes on, for the end of a message."""
+        steps = list_steps(self.checkpoints)
+        if not steps:
+            return "there is no checkpoint yet: the same command begins again"
+        return f"the newest complete checkpoint is {steps[0][1]}: the same command goes on from there"
+
+    def write_stopped(self, step: int, signal: str, rank: int) -> None:
+        """Write `stopped.json`, for who looks whether to start the run again; on one rank."""
+        content = {"step": step, "signal": signal, "rank": rank, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        self.stopped.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def write_recipe(self, recipe: Recipe, world_size: int, model_commit: str | None = None) -> None:
+        """Write `recipe.yaml`; on one rank.
+
+        Args:
+            recipe: resolved.
+            world_size: number of ranks.
+            model_commit: of the Hub repository that the model came from.
+        """
         versions: dict[str, object] = {"embedtrain": __version__, "python": sys.version.split()[0]}
         for name in _VERSIONS_OF:
             try:
                 versions[name] = version(name)
             except PackageNotFoundError:
                 continue
+        if model_commit is not None:
+            versions["model_commit"] = model_commit
         content = to_plain(recipe) | {"versions": versions | {"world_size": world_size}}
         unfinished = self.recipe.with_suffix(".tmp")
         unfinished.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")

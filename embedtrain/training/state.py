@@ -19,6 +19,7 @@ class TrainState:
     best: float | None = None  # the best value of it so far
     best_step: int | None = None
     not_better: int = 0  # evaluations since the best one
+    evaluation_due: bool = False  # the evaluation of this step was left, and comes first when the run goes on
     wandb_id: str | None = None
 
 

@@ -1,12 +1,16 @@
 """One optimiser step, and what it reports."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 
 from embedtrain.config.schema import OptimConfig
 from embedtrain.distributed.collectives import gather_vector
+from embedtrain.distributed.stopping import Notice
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
@@ -29,6 +33,7 @@ class StepReport:
     real_tokens: int
     computed_tokens: int  # padding included
     seconds: float
+    notices: Notice  # of all ranks together
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +47,8 @@ class Trainable:
     backward: Backward
     optim: OptimConfig
     state: TrainState
+    notices: Callable[[], Notice] = lambda: Notice(0)  # what this rank has to say to the others
+    hold_back: Callable[[], None] = lambda: None  # called before the weights change
 
 
 def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
@@ -56,8 +63,9 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
     output, finite = run.backward(*(batch.to(run.world.device) for batch in batches))  # kept, or encoded twice
     grad_norm = clip_grad_norm(run.trained.parameters(), run.optim.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
-    totals = _require_finite(run, [output.share.item(), *map(float, tokens)], output, grad_norm, finite)
+    totals, notices = _require_finite(run, [output.share.item(), *map(float, tokens)], output, grad_norm, finite)
     lr = run.schedule.apply(run.state.step)
+    run.hold_back()
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     num_rows = sum(batch.num_rows for batch in batches)
@@ -73,16 +81,20 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
         real_tokens=int(real),
         computed_tokens=int(computed),
         seconds=time.perf_counter() - began,
+        notices=notices,
     )
 
 
 def _require_finite(
     run: Trainable, mine: list[float], output: LossOutput, grad_norm: float, finite: bool
-) -> list[float]:
-    """`mine` (the share first) and the loss's measures summed over the ranks, once nothing is NaN or infinite."""
+) -> tuple[list[float], Notice]:
+    """`mine` (the share first) and the loss's measures summed over the ranks, once nothing is NaN or infinite.
+
+    The ranks' notices travel along, so that all act on them after the same step.
+    """
     size = run.world.size
     measures = [value.item() for value in output.shares.values()]
-    ranks = gather_vector([float(finite), *mine, *measures], run.world.device)
+    ranks = gather_vector([float(finite), *mine, *measures, float(run.notices())], run.world.device)
     # A text's vector that is not finite spoils every rank's loss, so the vectors' rank is looked for first.
     broken = [rank for rank in range(size) if not ranks[rank, 0]]
     what = "its texts' vectors are"
@@ -97,4 +109,5 @@ def _require_finite(
             f"lower optim.lr, or look at the rows of this step (loss {float(ranks[:, 1].sum())}, "
             f"gradient norm {grad_norm})"
         )
-    return ranks[:, 1:].sum(dim=0).tolist()
+    notices = reduce(or_, (Notice(int(said)) for said in ranks[:, -1].tolist()))
+    return ranks[:, 1:-1].sum(dim=0).tolist(), notices

@@ -1,0 +1,82 @@
+"""The export that a run ends with: from live weights on all ranks, each writing its own rows."""
+
+import contextlib
+
+from embedtrain.checkpoint.card import model_card
+from embedtrain.checkpoint.export import Exported, export_dtype, live_pieces, only_export, plan_export
+from embedtrain.checkpoint.folder import read_manifest, step_path
+from embedtrain.checkpoint.hub import push
+from embedtrain.checkpoint.probes import PROBES, Expected, tolerance_of
+from embedtrain.checkpoint.tensors import read_tensors
+from embedtrain.config.compose import to_plain
+from embedtrain.config.schema import Precision, Recipe
+from embedtrain.distributed.world import World
+from embedtrain.evaluation.encode import SentenceEncoder
+from embedtrain.tracking.summary import figures_at
+from embedtrain.tracking.tracker import Tracker
+from embedtrain.training.model import LoadedModel
+from embedtrain.training.rundir import RunDirectory
+from embedtrain.training.state import TrainState
+from embedtrain.training.trained import Trained
+
+
+def export_run(
+    recipe: Recipe,
+    model: LoadedModel,
+    trained: Trained,
+    encoder: SentenceEncoder,
+    state: TrainState,
+    run_dir: RunDirectory,
+    world: World,
+    tracker: Tracker,
+) -> Exported:
+    """Write `model/` from the live weights, those of the best step where one was asked for. Every rank calls it.
+
+    Raises:
+        EmbedtrainError: on every rank alike; checkpoints and an earlier `model/` stay.
+    """
+    step = state.step
+    if recipe.checkpoint.best is not None and state.best_step not in (None, state.step):
+        step = int(state.best_step or 0)
+        with world.together("opening the best checkpoint"):
+            folder = read_manifest(step_path(run_dir.checkpoints, step))
+        read_tensors(folder, trained, None)
+        tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best} ({state.best:.4f})")
+    asked, dtype = recipe.export, export_dtype(recipe.export.dtype, model.source)
+    expected: Expected | None = None
+    if asked.check:
+        tolerance = tolerance_of(dtype, exact_encoder=recipe.parallel.precision is Precision.fp32)
+        vectors = encoder.encode_all(PROBES)
+        expected = Expected(vectors, tolerance, model.source.prompts, model.tokenizer.max_length)
+    specs, pieces = live_pieces(model.encoder)
+    exported: Exported | None = None
+    with contextlib.ExitStack() as held:
+        with world.together("exporting the model"):
+            export = plan_export(run_dir.model, run_dir.architecture, specs, dtype, asked)
+            if world.is_main:
+                held.enter_context(only_export(run_dir.model))
+                export.begin()
+        with world.together("exporting the model"), tracker.phase("exporting the model"):
+            export.write(pieces, main=world.is_main)
+        with world.together("exporting the model"):
+            if world.is_main:
+                card = model_card(
+                    to_plain(recipe),
+                    figures_at(run_dir.path, step),
+                    step=step,
+                    dimension=model.encoder.dimension,
+                    max_length=model.tokenizer.max_length,
+                    prompts=model.source.prompts,
+                    formats=asked.formats,
+                    name=asked.push_to_hub,
+                )
+                trusted = recipe.model.trust_remote_code
+                exported = export.finish(card, expected, trust_remote_code=trusted, phase=tracker.phase)
+        if not asked.check:
+            tracker.warn("export.check=false: nobody has compared the exported model with the encoder")
+        with world.together("uploading the model"):
+            if world.is_main and asked.push_to_hub is not None:
+                with tracker.phase(f"uploading to {asked.push_to_hub}"):
+                    address = push(run_dir.model, asked.push_to_hub, private=asked.private, step=step)
+                tracker.note(f"uploaded: {address}")
+    return world.broadcast(exported)  # type: ignore[return-value]

@@ -1,0 +1,29 @@
+"""One rank as a process: what torchrun would start, forked from one that has imported everything."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import embedtrain.__main__
+from embedtrain.config.schema import Recipe
+
+Hook = Callable[[int], None]
+
+
+def be_a_rank(environment: Mapping[str, str], recipes: Sequence[Recipe], folder: Path, log: Path, hook: Hook | None):
+    """Run the command in `folder`, all that it prints to `log`; `hook(rank)` comes first.
+
+    The recipe is composed once for all runs with the same options, for that takes as long as ten steps.
+    """
+    os.setsid()
+    os.environ.update(environment)
+    os.chdir(folder)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    sys.argv = ["embedtrain"]
+    embedtrain.__main__.compose_recipes = lambda _: recipes
+    if hook is not None:
+        hook(int(environment["RANK"]))
+    embedtrain.__main__.main()

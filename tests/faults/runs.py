@@ -1,0 +1,152 @@
+"""Runs that are disturbed: real ranks with torchrun's environment, over gloo, each a process that can be killed."""
+
+import json
+import multiprocessing as mp
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from embedtrain.config.compose import compose_recipes
+from embedtrain.config.schema import Recipe
+from tests.faults.process import Hook, be_a_rank
+
+OPTIONS = [
+    "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
+    "train.log_every=1", "parallel.strategy=fsdp", "parallel.precision=fp32", "evaluation.sets=[dev,dev2]",
+    "train.steps=12", "checkpoint.every=3", "evaluation.every=4", "checkpoint.best=dev/ndcg@10", "optim.lr=1e-3",
+]  # fmt: skip
+
+
+@cache
+def _nursery() -> Any:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.faults.preload"])
+    return context
+
+
+@cache
+def _recipes(*arguments: str) -> list[Recipe]:
+    return compose_recipes(list(arguments))
+
+
+@dataclass
+class Run:
+    """A command on several ranks, under way or over."""
+
+    processes: list[Any]
+    log: Path
+    output_dir: Path
+    store: TCPStore | None
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    @property
+    def errors(self) -> list[str]:
+        return re.findall(r"^error: .*$", self.text, re.MULTILINE)
+
+    @property
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl, cheaply: it is asked often."""
+        try:
+            return max((row["step"] for row in rows(self.output_dir)), default=0)
+        except (OSError, ValueError):
+            return 0
+
+    def send(self, which: signal.Signals, *ranks: int) -> None:
+        for rank in ranks or range(len(self.processes)):
+            os.kill(self.processes[rank].pid, which)
+
+    def until(self, seen: Callable[["Run"], bool], timeout: float = 60.0) -> "Run":
+        """Wait for what shall be seen before the run is over."""
+        deadline = time.monotonic() + timeout
+        while not seen(self):
+            assert any(p.is_alive() for p in self.processes), f"the run was over too early:\n{self.text}"
+            assert time.monotonic() < deadline, f"never seen:\n{self.text}"
+            time.sleep(0.003)
+        return self
+
+    def wait(self, timeout: float = 90.0, *, launcher: bool = False) -> list[int]:
+        """Exit codes, once all ranks have ended: by themselves, or told to by a launcher as soon as one has failed."""
+        deadline = time.monotonic() + timeout
+        if launcher:
+            while not any(process.exitcode for process in self.processes) and any(p.is_alive() for p in self.processes):
+                time.sleep(0.01)
+            for process in self.processes:
+                if process.is_alive():
+                    process.terminate()
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        self.end()
+        assert None not in codes, f"a rank did not end within {timeout} s: {codes}\n{self.text}"
+        return codes
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+
+
+def start(
+    folder: Path, output_dir: str, *more: str, size: int = 2, hook: Hook | None = None, agent: bool = True
+) -> Run:
+    """Start the command on `size` ranks.
+
+    Args:
+        folder: where model, rows and sets lie.
+        output_dir: below it.
+        more: options besides.
+        size: ranks.
+        hook: called in each rank's process before the command; a module's function.
+        agent: the store is held by a process that outlives all ranks, as torchrun's does; else by rank 0.
+    """
+    store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    port = store.port
+    if not agent:
+        del store
+        store = None
+    log = folder / f"{output_dir.replace('/', '-')}-{time.monotonic_ns()}.log"
+    processes = []
+    for rank in range(size):
+        environment = {
+            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }  # fmt: skip
+        composed = _recipes(*OPTIONS, f"output_dir={output_dir}", *more)
+        process = _nursery().Process(target=be_a_rank, args=(environment, composed, folder, log, hook), daemon=True)
+        process.start()
+        processes.append(process)
+    return Run(processes, log, folder / output_dir, store)
+
+
+def finish(folder: Path, output_dir: str, *more: str, size: int = 2) -> Run:
+    """The same command, to its end."""
+    run = start(folder, output_dir, *more, size=size)
+    assert run.wait() == [0] * size, run.text
+    return run
+
+
+def rows(output_dir: Path) -> list[dict[str, Any]]:
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def learnt(output_dir: Path) -> tuple[bytes, list[dict[str, Any]]]:
+    """What an undisturbed run and a disturbed one must have alike: final weights, losses and figures."""
+    timing = {"memory_gib", "samples_per_s", "tokens_per_s", "data_wait"}
+    told = [{key: value for key, value in row.items() if key not in timing} for row in rows(output_dir)]
+    return (output_dir / "model" / "model.safetensors").read_bytes(), told

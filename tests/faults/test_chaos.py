@@ -1,0 +1,34 @@
+"""Ranks killed at random, again and again, in one training: its final weights are those of an undisturbed run."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from tests.faults.runs import finish, learnt, start
+
+
+@pytest.mark.parametrize(("kills", "steps"), [(4, 12), pytest.param(20, 40, marks=pytest.mark.slow)])
+def test_chaos(folder, kills, steps, capsys):
+    chance = random.Random(f"chaos {kills}")
+    out, moments = f"chaos-{kills}", []
+    length = f"train.steps={steps}"
+    finish(folder, f"calm-{kills}", length)
+    while len(moments) < kills:
+        run = start(folder, out, length, f"checkpoint.every={chance.choice([1, 2])}")
+        rank, ahead = chance.randrange(2), run.last_step + chance.randint(1, 3)
+        # Also while it starts; and once all is learnt, while it evaluates and exports, as often as it takes.
+        while ahead <= steps and any(process.is_alive() for process in run.processes) and run.last_step < ahead:
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.3 if ahead <= steps else 3.0))
+        if all(process.is_alive() for process in run.processes):
+            moments.append((rank, run.last_step))
+            run.send(signal.SIGKILL, rank)
+        codes = run.wait(launcher=True)
+        assert len(run.errors) <= 1, run.text
+        assert set(codes) <= {0, 1, 75, -signal.SIGKILL}, run.text
+    finish(folder, out, length)
+    with capsys.disabled():
+        print(f"\nkilled (rank, last logged step): {moments}")
+    assert learnt(folder / out) == learnt(folder / f"calm-{kills}")

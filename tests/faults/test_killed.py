@@ -1,0 +1,44 @@
+"""SIGKILL of a rank, whatever it does: the others end with one message, and the same command goes on bit for bit."""
+
+import random
+import signal
+
+import pytest
+
+from tests.faults.hooks import SignalWhen
+from tests.faults.runs import finish, learnt, start
+
+
+@pytest.mark.parametrize(
+    ("rank", "doing", "step"),
+    [
+        (0, "training", 5),
+        (1, "evaluating dev", 4),
+        (1, "writing", 6),
+        (0, "exporting the model", 12),
+    ],
+)
+def test_a_killed_rank_costs_nothing(folder, undisturbed, rank, doing, step):
+    out = f"killed-{doing.split()[0]}"
+    moment = f"writing {folder / out}" if doing == "writing" else doing
+    delay = random.Random(f"{rank} {doing}").uniform(0, 0.02)
+    run = start(folder, out, hook=SignalWhen(rank, moment, step, delay=delay))
+    codes = run.wait()
+    assert codes[rank] == -signal.SIGKILL
+    assert codes[1 - rank] == 1, run.text
+    assert len(run.errors) == 1, run.text
+    assert f"error: rank {rank} ended while " in run.text
+    assert "the same command goes on from there" in run.errors[0]
+    again = finish(folder, out)
+    assert f"resuming from {out}/checkpoints/step-" in again.text or "is the end of this run" in again.text
+    assert learnt(folder / out) == undisturbed
+
+
+def test_rank_0_that_holds_the_store(folder, undisturbed):
+    """Without torchrun's agent the store goes with rank 0: of three ranks two find it gone."""
+    run = start(folder, "no-agent", size=3, hook=SignalWhen(0, "training", 4), agent=False)
+    assert run.wait()[1:] == [1, 1]
+    assert len(run.errors) == 1, run.text
+    assert "error: rank 0 ended while training, step " in run.text
+    finish(folder, "no-agent")  # on two ranks: what the checkpoint holds is the same
+    assert (folder / "no-agent" / "model" / "model.safetensors").is_file()

@@ -1,0 +1,68 @@
+"""SIGTERM, SIGUSR1 and SIGINT: all ranks stop after the same step with a checkpoint, and the same command goes on."""
+
+import json
+import signal
+import time
+
+from tests.faults.hooks import SignalWhen
+from tests.faults.runs import finish, learnt, start
+
+
+def test_stopped_again_and_again(folder, undisturbed):
+    """At one rank, at all, in evaluations, with Ctrl-C: what is learnt and measured is that of an undisturbed run."""
+    out, marker = "stopped", folder / "stopped" / "stopped.json"
+    moments = [
+        ("SIGTERM", SignalWhen(1, "training", 2, signal.SIGTERM), 75, 1),
+        ("SIGUSR1", SignalWhen(0, "evaluating dev", 4, signal.SIGUSR1), 75, 0),
+        ("SIGINT", SignalWhen(0, "training", 6, signal.SIGINT), 130, 0),
+        ("SIGTERM", SignalWhen(1, "evaluating dev", 12, signal.SIGTERM), 75, 1),
+    ]
+    for name, moment, code, rank in moments:
+        run = start(folder, out, hook=moment)
+        assert run.wait() == [code, code], run.text
+        assert not run.errors
+        assert not list((folder / out / "model").glob("*")) or moment.step < 12
+        held = json.loads(marker.read_text())
+        assert (held["signal"], held["rank"]) == (name, rank)
+        assert moment.step <= held["step"] <= 12
+        saved = folder / out / "checkpoints" / f"step-{held['step']:08d}" / "checkpoint.json"
+        state = json.loads(saved.read_text())["state"]
+        assert state["evaluation_due"] == moment.doing.startswith("evaluating")
+        told = f"stopped by {name} (rank {rank}) after step {held['step']}, saved in {out}/checkpoints/step-"
+        assert run.text.count(told) == 1
+    finish(folder, out)
+    assert not marker.exists()
+    assert learnt(folder / out) == undisturbed
+
+
+def test_before_and_after_training_a_signal_ends_the_process_at_once(folder, undisturbed):
+    """While data is read there is nothing to save; the rank that got no signal ends alike."""
+    run = start(folder, "early", hook=SignalWhen(1, "reading training data", 0, signal.SIGTERM))
+    assert run.wait() == [75, 75], run.text
+    assert run.text.count("stopped by SIGTERM (rank 1) while ") == 1
+    assert not run.errors
+    run = start(folder, "early", "evaluation.at_start=true", hook=SignalWhen(0, "evaluating dev", 0, signal.SIGTERM))
+    assert run.wait() == [75, 75], run.text
+    assert "stopped by SIGTERM (rank 0) before the first step: the same command begins again" in run.text
+    assert not (folder / "early" / "checkpoints").exists()
+    finish(folder, "early")
+    assert learnt(folder / "early") == undisturbed
+
+
+def test_a_second_signal_ends_the_process_at_once(folder, undisturbed):
+    """Not within three seconds: a launcher forwards what the scheduler has sent to every process already."""
+    run = start(folder, "twice").until(lambda run: run.last_step >= 2)
+    run.send(signal.SIGSTOP, 1)  # now rank 0 waits, and comes to no end of its step
+    run.send(signal.SIGTERM, 0)
+    time.sleep(0.5)
+    run.send(signal.SIGTERM, 0)
+    time.sleep(3.0)
+    assert run.processes[0].is_alive()
+    run.send(signal.SIGTERM, 0)
+    run.processes[0].join(10)
+    assert run.processes[0].exitcode == 75
+    run.send(signal.SIGCONT, 1)
+    assert run.wait() == [75, 1], run.text
+    assert "a second signal: SIGTERM ends the process at once" in run.text
+    finish(folder, "twice")
+    assert learnt(folder / "twice") == undisturbed

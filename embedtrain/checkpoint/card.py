@@ -1,11 +1,13 @@
 """The model card: what the model is, how it was trained, what it measured, how to use it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from embedtrain import __version__
+from embedtrain.config.export_checks import ONNX, is_repository_name
 
 
 def model_card(
@@ -16,6 +18,8 @@ def model_card(
     dimension: int,
     max_length: int,
     prompts: Mapping[str, str],
+    formats: Sequence[str] = (),
+    name: str | None = None,
 ) -> str:
     """README.md of a model directory.
 
@@ -26,15 +30,18 @@ def model_card(
         dimension: size of a vector.
         max_length: tokens of a text that are read.
         prompts: what is put before queries and documents, by name.
+        formats: what it is written in besides.
+        name: of the Hub repository that it is uploaded to.
     """
     base = recipe["model"].get("path")
+    onnx = ONNX in formats
     header: dict[str, Any] = {
         "library_name": "sentence-transformers",
         "pipeline_tag": "sentence-similarity",
-        "tags": ["sentence-transformers", "sentence-similarity", "feature-extraction", "embedtrain"],
+        "tags": ["sentence-transformers", "sentence-similarity", "feature-extraction", "embedtrain"] + [ONNX] * onnx,
     }
-    if base and not str(base).startswith(("/", ".", "~")):
-        header["base_model"] = base
+    if base and is_repository_name(str(base)) and not Path(base).is_dir():  # the Hub refuses what cannot be a model
+        header |= {"base_model": base, "base_model_relation": "finetune"}
     origin = f"fine-tuned from `{base}`" if base else "trained from random weights"
     lines = [
         "---",
@@ -48,7 +55,7 @@ def model_card(
         "```python",
         "from sentence_transformers import SentenceTransformer",
         "",
-        'model = SentenceTransformer("path/of/this/directory")',
+        f'model = SentenceTransformer("{name or "path/of/this/directory"}")',
         'queries = model.encode_query(["a question"])',
         'documents = model.encode_document(["a text that answers it"])',
         "print(model.similarity(queries, documents))",
@@ -57,6 +64,12 @@ def model_card(
     ]
     if any(prompts.values()):
         lines += ["`encode_query` and `encode_document` put the prompts in front that the model was trained with.", ""]
+    if onnx:
+        lines += [
+            "`onnx/model.onnx` is the same model in fp32, from token ids to `last_hidden_state`, for onnxruntime, or "
+            'for sentence-transformers and optimum with `backend="onnx"`.',
+            "",
+        ]
     if figures:
         names = list(dict.fromkeys(metric for row in figures.values() for metric in row))
         lines += ["## Figures", "", f"| set | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]

@@ -35,7 +35,6 @@ _POOLING_FLAGS = {
     Pooling.mean: "pooling_mode_mean_tokens",
     Pooling.last: "pooling_mode_lasttoken",
 }
-LARGEST_FILE = "5GB"
 _WEIGHTS = "model{suffix}.safetensors"
 _BACKBONE = "backbone."
 # Beside the architecture, for it is weights that no checkpoint holds.
@@ -57,6 +56,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     """
     directory.mkdir(parents=True, exist_ok=True)
     source.config.save_pretrained(directory)
+    _write_code(directory, source)
     note_dtype(directory, stored_dtype(source))
     if untrained := untrained_tensors(source):
         save_file(untrained, directory / _UNTRAINED)
@@ -114,9 +114,7 @@ class WeightPlan:
     places: Mapping[str, tuple[str, str]]
 
 
-def plan_weights(
-    architecture: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, largest: str = LARGEST_FILE
-) -> WeightPlan:
+def plan_weights(architecture: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, largest: str) -> WeightPlan:
     """Lay out the weight files of a directory, alike in every process.
 
     Args:
@@ -200,6 +198,21 @@ def untrained_pieces(architecture: Path) -> Iterator[Piece]:
     if (architecture / _UNTRAINED).is_file():
         for name, tensor in load_file(architecture / _UNTRAINED).items():
             yield _BACKBONE + name, 0, tensor
+
+
+def _write_code(directory: Path, source: ModelSource) -> None:
+    """The Python that a model comes with, where it may run; else config.json no longer speaks of it.
+
+    transformers writes the file of the configuration's class alone, and nobody could open the model.
+    """
+    if source.trust_remote_code and source.directory is not None:
+        for path in source.directory.glob("*.py"):
+            shutil.copyfile(path, directory / path.name)
+        return
+    path = directory / "config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings.pop("auto_map", None) is not None:
+        _write_json(path, settings)
 
 
 def _stored(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:

@@ -1,23 +1,24 @@
-"""Export: write a model directory, reopen it with sentence-transformers, and compare its vectors.
+"""Export: write a model directory, reopen it with every library it is for, and compare its vectors.
 
-A directory that the library it is for opens to other vectors than the encoder's is worse than none, so an
+A directory that a library it is for opens to other vectors than the encoder's is worse than none, so an
 export that does not match fails, and leaves nothing under the name that was asked for.
 """
 
 import itertools
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from embedtrain.checkpoint.directory import (
     DTYPES,
-    LARGEST_FILE,
     Piece,
     WeightPlan,
     begin_model,
@@ -25,33 +26,38 @@ from embedtrain.checkpoint.directory import (
     untrained_pieces,
     write_weights,
 )
+from embedtrain.checkpoint.onnx_graph import check_graph, write_graph
+from embedtrain.checkpoint.probes import Expected
+from embedtrain.checkpoint.reopen import check_sentence_transformers, check_transformers, require_shapes
 from embedtrain.checkpoint.snapshot import ENCODER, parts_of, share_of
 from embedtrain.checkpoint.stored import StoredTensors
 from embedtrain.checkpoint.weight_files import TensorSpec
-from embedtrain.config.schema import ExportDtype
-from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.config.export_checks import ONNX
+from embedtrain.config.schema import ExportConfig, ExportDtype
+from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError
 from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import ModelSource
 
-# Short, long, several scripts, nothing but signs: what tokenisers and pooling stumble over.
-PROBES = (
-    "a",
-    "What is the capital of France?",
-    "如何在多个 GPU 上训练向量模型？",
-    "Die Straße ist naß, naïve café, 東京タワー, Привет, мир, مرحبا",
-    "1234 + 5678 = 6912; #!?",
-    " ".join(f"A longer text is cut where the model's length ends, sentence {i}." for i in range(200)),
-)
+_PATIENCE = 10.0  # seconds that an export waits for another one to the same directory
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written, and how far its vectors are from the encoder's (largest relative difference)."""
+    """What was written, and how far its vectors are from the encoder's: the largest relative difference.
+
+    None where nobody has looked.
+    """
 
     directory: Path
-    difference: float
+    difference: float | None
+    dtype: torch.dtype
+
+    @property
+    def told(self) -> str:
+        """In words."""
+        same = "not compared" if self.difference is None else "vectors equal the encoder's"
+        return f"{str(self.dtype).removeprefix('torch.')}, {same}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +69,14 @@ class Export:
         architecture: written by `write_architecture`.
         plan: where weights go; the same in every process.
         dtype: what weights are stored in.
+        formats: what is written besides.
     """
 
     to: Path
     architecture: Path
     plan: WeightPlan
     dtype: torch.dtype
+    formats: tuple[str, ...] = ()
 
     @property
     def unfinished(self) -> Path:
@@ -99,37 +107,90 @@ class Export:
         added = untrained_pieces(self.architecture) if main else ()
         write_weights(self.unfinished, self.plan, itertools.chain(pieces, added), begins=main)
 
-    def finish(self, card: str, *, expected: Tensor, tolerance: float, trust_remote_code: bool = False) -> Exported:
+    def finish(
+        self,
+        card: str,
+        expected: Expected | None,
+        *,
+        trust_remote_code: bool = False,
+        phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> Exported:
         """Reopen the directory, compare, and give it its name; in one process, when all have written.
 
         Args:
             card: text of the model card.
-            expected: the encoder's own vectors of PROBES without prompts, [len(PROBES), D].
-            tolerance: largest relative difference of a vector that passes.
+            expected: what the directory has to be like; None leaves out all that needs the model in memory, but for
+                an ONNX graph that is asked for.
             trust_remote_code: whether the model's own Python may run when it is reopened.
+            phase: shows what is going on while a block runs.
 
         Raises:
-            CheckpointError: sentence-transformers cannot open the directory or gets other vectors from it.
+            CheckpointError: a library it is for cannot open the directory, or gets other vectors from it; it is left
+                under its unfinished name.
             OSError: it cannot be written.
         """
-        (self.unfinished / "README.md").write_text(card, encoding="utf-8")
-        found = reopened_vectors(self.unfinished, trust_remote_code=trust_remote_code)
-        difference = largest_difference(found, expected)
-        if not difference <= tolerance:  # also true of NaN
+        directory = self.unfinished
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        differences = [0.0]
+        try:
+            source = require_shapes(directory, trust_remote_code=trust_remote_code)
+            if expected is not None:
+                with phase("reopening it with transformers"):
+                    differences.append(check_transformers(directory, source, expected))
+                with phase("reopening it with sentence-transformers"):
+                    differences.append(check_sentence_transformers(directory, source, expected))
+            if ONNX in self.formats:
+                with phase("writing an ONNX graph"):
+                    traced = write_graph(directory, source)
+                if expected is not None:
+                    with phase("reopening it with onnxruntime"):
+                        differences.append(check_graph(directory, source, traced))
+        except EmbedtrainError as error:
             raise CheckpointError(
-                f"export to {self.to} failed: sentence-transformers opens {self.unfinished} but its vectors differ "
-                f"from the encoder's by {difference:.1e} (allowed {tolerance:.0e}); the directory is left there to look at"
-            )
-        shutil.rmtree(self.to, ignore_errors=True)
-        self.unfinished.rename(self.to)
-        return Exported(self.to, difference)
+                f"export to {self.to} failed, and is left as {directory} to look at: {error}"
+            ) from error
+        _replace(self.to, directory)
+        return Exported(self.to, None if expected is None else max(differences), self.dtype)
+
+
+@contextmanager
+def only_export(to: Path) -> Iterator[None]:
+    """Keep others from exporting to the same directory meanwhile.
+
+    The lock is the operating system's: an export that is killed holds it no longer.
+
+    Raises:
+        ConfigError: another export to it is under way.
+        OSError: the folder that it is to lie in cannot be written.
+    """
+    path = to.with_name(to.name + ".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=_PATIENCE):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)  # whoever waits for it sees that, and makes a new one (filelock >= 4.2)
+    except Timeout:
+        raise ConfigError(f"another export to {to} is under way: wait for it, or name another folder") from None
+
+
+def _replace(to: Path, by: Path) -> None:
+    """Give a directory its name; the one that had it is out of the way before it is deleted."""
+    old = to.with_name(to.name + ".old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    if to.exists():
+        to.rename(old)
+    by.rename(to)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def plan_export(
-    to: Path, architecture: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, largest: str = LARGEST_FILE
+    to: Path, architecture: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, asked: ExportConfig
 ) -> Export:
     """An export of an encoder whose weights have these types and shapes (`backbone.*`, `dense.<index>.*`)."""
-    return Export(to, architecture, plan_weights(architecture, specs, dtype, largest), dtype)
+    plan = plan_weights(architecture, specs, dtype, asked.max_file_size)
+    return Export(to, architecture, plan, dtype, tuple(asked.formats))
 
 
 def live_pieces(encoder: Encoder) -> tuple[dict[str, TensorSpec], Iterator[Piece]]:
@@ -151,33 +212,6 @@ def stored_pieces(stored: StoredTensors) -> tuple[dict[str, TensorSpec], Iterato
     return {name.removeprefix(ENCODER): stored.specs[name] for name in names}, pieces
 
 
-def largest_difference(found: Tensor, expected: Tensor) -> float:
-    """Of vectors [N, D] from those expected, relative to these; NaN where one is."""
-    expected = expected.float().cpu()
-    return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
-
-
-def reopened_vectors(directory: Path, *, trust_remote_code: bool = False) -> Tensor:
-    """The vectors of PROBES by sentence-transformers from a model directory, float32 [len(PROBES), D]."""
-    from sentence_transformers import SentenceTransformer
-
-    try:
-        model = SentenceTransformer(
-            str(directory),
-            device="cpu",
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            model_kwargs={"dtype": "float32"},
-        )
-        # prompt="" because a default prompt is the library's affair; the encoder's probes have none.
-        vectors = model.encode(list(PROBES), prompt="", convert_to_tensor=True, show_progress_bar=False)
-    except Exception as error:
-        raise CheckpointError(
-            f"sentence-transformers cannot open {directory}: {type(error).__name__}: {error}"
-        ) from error
-    return torch.as_tensor(vectors).float().cpu()
-
-
 def require_replaceable(to: Path, run_dir: Path) -> Path:
     """The directory to export to, if nothing but an earlier export would be replaced.
 
@@ -192,14 +226,6 @@ def require_replaceable(to: Path, run_dir: Path) -> Path:
     if to.is_dir() and any(to.iterdir()) and not (to / "modules.json").is_file():
         raise ConfigError(f"to={to} holds something else than a model: name a new folder, or an earlier export")
     return to if to.name else to.resolve()  # "." has no name to put an ending to
-
-
-def plain_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
-    """The vectors of PROBES by an encoder that lies whole in this process, each text alone."""
-    ids = tokenizer.ids(PROBES)
-    with torch.no_grad():
-        chunks = [tokenizer.pad(ids, [row]) for row in range(len(ids))]
-        return torch.cat([encoder.eval()(chunk.ids, chunk.mask) for chunk in chunks])
 
 
 def stored_encoder(source: ModelSource, stored: StoredTensors) -> Encoder:
@@ -230,10 +256,3 @@ def stored_encoder(source: ModelSource, stored: StoredTensors) -> Encoder:
 def export_dtype(asked: ExportDtype, source: ModelSource) -> torch.dtype:
     """The torch type for `export.dtype`."""
     return stored_dtype(source) if asked is ExportDtype.source else DTYPES[asked]
-
-
-def tolerance_of(dtype: torch.dtype, *, exact_encoder: bool) -> float:
-    """How far apart vectors may be: rounding of stored weights, and of a bf16 encoder's own arithmetic."""
-    if dtype == torch.float32:
-        return 1e-4 if exact_encoder else 5e-2
-    return 2e-2 if dtype == torch.float16 and exact_encoder else 8e-2

@@ -26,6 +26,7 @@ FORMAT = 4  # of what a step folder holds; raised when older versions could no l
 OLDEST_FORMAT = 4
 _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".tmp"
+_REPLACED = ".replaced.tmp"
 
 
 class OtherFormatError(CheckpointError):
@@ -180,10 +181,20 @@ def finish(unfinished: Path, final: Path, manifest: Mapping[str, Any]) -> None:
         out.flush()
         os.fsync(out.fileno())
     _flush(unfinished)
-    if final.exists():  # the same step, which was passed over because it is damaged or holds weights alone
-        discard(final)
+    replaced = final.with_name(final.name + _REPLACED)
+    if final.exists():  # the same step: saved again after its evaluation, or passed over before
+        final.rename(replaced)
     unfinished.rename(final)
     _flush(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def bring_back(root: Path) -> None:
+    """Give a step its name back whose saving again was cut off just before the new one had it; on one rank."""
+    for path in list_unfinished(root):
+        final = path.with_name(path.name.removesuffix(_REPLACED))
+        if path.name.endswith(_REPLACED) and not final.exists():
+            path.rename(final)
 
 
 def _flush(directory: Path) -> None:

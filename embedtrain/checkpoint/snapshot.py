@@ -57,13 +57,12 @@ class Snapshot:
 
     Attributes:
         share: which part is this rank's.
-        tensors: `weights` and `optimizer` -> name -> part; the latter is missing where it is not saved.
-        plain: what of the optimiser's state is not a tensor.
+        tensors: `weights` and `optimizer` -> name -> part; the latter is missing where it is not saved. Learning rates
+            and the like are not kept: they follow from the recipe and the step.
     """
 
     share: Share
     tensors: Mapping[str, Mapping[str, Part]]
-    plain: Mapping[str, Any]
 
     @property
     def num_bytes(self) -> int:
@@ -80,15 +79,13 @@ def take(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> Snapsho
     """
     model = cast("dict[str, Tensor]", get_model_state_dict(trained))
     tensors = {WEIGHTS: parts_of(model)}
-    plain: dict[str, Any] = {}
     if optimizer is not None:
         begin_all(optimizer)
         state: dict[str, Any] = get_optimizer_state_dict(
             trained, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
         )
         tensors[OPTIMIZER] = parts_of({name: value for name, value in state.items() if isinstance(value, Tensor)})
-        plain = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-    return Snapshot(share_of(model), tensors, plain)
+    return Snapshot(share_of(model), tensors)
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -153,8 +150,8 @@ class Staging:
 
     def wait(self) -> None:
         """Block until the copies are complete: for the thread that writes them."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if (copied := self._copied) is not None:  # held here, for the main thread may let go of it meanwhile
+            copied.synchronize()
 
     def hold_back(self) -> None:
         """Let what this thread queues next on the GPU wait for the copies: before weights change."""

@@ -17,6 +17,7 @@ from embedtrain.checkpoint.folder import (
     FORMAT,
     OtherFormatError,
     StepFolder,
+    bring_back,
     dispensable,
     finish,
     list_steps,
@@ -66,6 +67,7 @@ class Checkpoints:
         self._apart: World | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self._newest: int | None = None  # the step of the newest intact one
 
     def save(self, trained: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of `state["step"]`, then delete what no longer has to be kept.
@@ -142,8 +144,9 @@ class Checkpoints:
                         kind: describe(one, [sums[kind] for sums in of_shards.values()]) for kind, one in files.items()
                     }
                     finish(unfinished, step_path(self.root, step), self._manifest(snapshot, state, tensors, world))
+                    self._newest = step
                     self._prune(state)
-        except EmbedtrainError:
+        except Exception:
             if world.is_main:  # half a checkpoint is of no use, and may be what fills the disk
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
@@ -160,7 +163,6 @@ class Checkpoints:
             "world_size": world.size,
             "shards": snapshot.share.shards,
             **self._about,
-            "optimizer": snapshot.plain,
             "versions": {"embedtrain": __version__, "torch": torch.__version__},
             "tensors": tensors,
         }
@@ -171,20 +173,18 @@ class Checkpoints:
 
     def _dispensable(self, state: Mapping[str, Any]) -> list[Path]:
         """What goes once the new step is there, but for the newest of now, which is needed until then."""
-        newest = next((step for step, _ in list_steps(self.root) if step < int(state["step"])), None)
-        if newest is None:
+        if self._newest is None:
             return []
         keep, every = max(1, self.config.keep - 1), self.config.keep_every
-        found = dispensable(self.root, newest, keep, every=every, protected=_protected(state))
-        return [path for path in found if path < step_path(self.root, newest)]
+        return dispensable(self.root, self._newest, keep, every=every, protected=_protected(state))
 
-    def require_room(self, trained: nn.Module) -> None:
+    def require_room(self, trained: nn.Module, total_steps: int) -> None:
         """Refuse a limit on disk use that the run is sure to meet, before training.
 
         Raises:
             ConfigError: on every rank alike.
         """
-        require_limit_fits(self.config, expected_bytes(trained, self.config.contents))
+        require_limit_fits(self.config, expected_bytes(trained, self.config.contents), total_steps)
 
     def newest(self) -> StepFolder | None:
         """The newest intact checkpoint; what is half-written or damaged is named and passed over.
@@ -196,6 +196,8 @@ class Checkpoints:
         chosen: StepFolder | None = None
         listed: list[tuple[int, Path]] = []
         with self.world.together("looking for checkpoints"):
+            if self.world.is_main:
+                bring_back(self.root)
             listed = list_steps(self.root)
             report += [f"{path} was not written to its end: passed over" for path in list_unfinished(self.root)]
         for _, path in self.world.broadcast(listed):
@@ -214,6 +216,7 @@ class Checkpoints:
             report.append(f"{problems[0]}: passed over")
         for line in report:
             self.say(line)
+        self._newest = None if chosen is None else chosen.step
         return chosen
 
     def resume(self, folder: StepFolder, trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

@@ -16,19 +16,21 @@ from typing import Self
 import torch
 from torch import Tensor
 
-# The names that the format gives to types.
+# The names that the format gives to types, in the order in which the library writes them: wide ones first, so that
+# every tensor begins at a multiple of its item's size.
 DTYPE_NAMES = {
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
+    torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_ORDER = {dtype: place for place, dtype in enumerate(DTYPE_NAMES)}
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # Bytes that are added to the checksum and written while they are in the processor's cache.
 _BLOCK = 1 << 22
@@ -77,9 +79,8 @@ class FileLayout:
 
 
 def lay_out(specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """The layout of a safetensors file of these tensors: the same for the same specs, in whatever order they come."""
-    # Wide types first, as the library does, so that every tensor begins at a multiple of its item's size.
-    names = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+    """The layout that the safetensors library gives a file of these tensors, in whatever order they come."""
+    names = sorted(specs, key=lambda name: (_ORDER[specs[name].dtype], name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for name in names:

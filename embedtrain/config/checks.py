@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from embedtrain.config.door_options import EvaluateOptions
 from embedtrain.config.evaluation_checks import EVALUATION_RULES, check_sets
+from embedtrain.config.export_checks import check_export
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.schema import Recipe, Strategy
 from embedtrain.config.source_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
@@ -15,8 +16,6 @@ from embedtrain.config.source_losses import batches_by_source, loss_of
 from embedtrain.errors import ConfigError
 
 Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
-
-EXPORT_FORMATS = ("sentence_transformers",)
 
 RULES: list[Rule] = [
     (
@@ -34,6 +33,17 @@ RULES: list[Rule] = [
     (
         lambda r: r.model.path is not None and r.model.config is not None,
         lambda r: "model.path and model.config are both set: the first loads weights, the second has none; keep one",
+    ),
+    (
+        lambda r: r.model.path is None and r.model.revision is not None,
+        lambda r: f"model.revision={r.model.revision} chooses a version of a Hub repository: write model.path=ID",
+    ),
+    (
+        lambda r: r.model.tokenizer is None and r.model.tokenizer_revision is not None,
+        lambda r: (
+            f"model.tokenizer_revision={r.model.tokenizer_revision} has no use without model.tokenizer: a model's own "
+            "tokenizer is of its own revision, model.revision"
+        ),
     ),
     (
         lambda r: r.model.config is not None and r.model.pooling is None,
@@ -142,16 +152,20 @@ RULES: list[Rule] = [
         lambda r: f"checkpoint.keep={r.checkpoint.keep}: at least 1, or there is nothing to resume from",
     ),
     (
+        lambda r: r.checkpoint.keep_every < 0,
+        lambda r: f"checkpoint.keep_every={r.checkpoint.keep_every}: a number of steps; 0 keeps none for good",
+    ),
+    (
+        lambda r: r.checkpoint.max_disk_gb is not None and not _positive(r.checkpoint.max_disk_gb),
+        lambda r: f"checkpoint.max_disk_gb={r.checkpoint.max_disk_gb}: must be above 0; null sets no limit",
+    ),
+    (
         lambda r: r.checkpoint.best is not None and not r.evaluation.sets,
         lambda r: f"checkpoint.best={r.checkpoint.best} needs figures to compare: evaluation.sets is empty",
     ),
     (
         lambda r: r.checkpoint.best is not None and "/" not in r.checkpoint.best,
         lambda r: f"checkpoint.best={r.checkpoint.best}: written as set/metric, such as dev/ndcg@10",
-    ),
-    (
-        lambda r: any(name not in EXPORT_FORMATS for name in r.export.formats),
-        lambda r: f"export.formats={r.export.formats}: allowed is {', '.join(EXPORT_FORMATS)}",
     ),
     *EVALUATION_RULES,
 ]
@@ -174,6 +188,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_sets(recipe.evaluation.sets, "evaluation.sets")
     check_train_sources(recipe.data.train)
     check_loss(recipe.loss)
+    check_export(recipe.export, "export.")
     batches_by_source(recipe.data.batches, [loss_of(source, recipe.loss) for source in recipe.data.train])
     return recipe
 

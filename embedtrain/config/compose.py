@@ -19,23 +19,23 @@ from typing import Any, TypeVar
 
 import hydra
 import yaml
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
-from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.checks import check_evaluate, check_recipe
 from embedtrain.config.door_options import EvaluateOptions, ExportOptions, InspectOptions, SearchOptions
-from embedtrain.config.elements import items, losses_of, sources_of
+from embedtrain.config.elements import items, literal, losses_of, sources_of
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.export_checks import asked_export, check_export
 from embedtrain.config.folders import choices, folder
+from embedtrain.config.guards import guarded
 from embedtrain.config.loss_checks import known_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, InfoNCEConfig, LossConfig
 from embedtrain.config.messages import explain, one_line, unknown_option
 from embedtrain.config.mining import MineOptions
 from embedtrain.config.mining_checks import check_mine
-from embedtrain.config.schema import Recipe
+from embedtrain.config.schema import ExportConfig, Recipe
 from embedtrain.errors import ConfigError
 
 Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, InspectOptions, MineOptions, SearchOptions)
@@ -76,6 +76,7 @@ def compose_export(arguments: list[str]) -> ExportOptions:
     options = to_dataclass(config, ExportOptions)
     if not options.run:
         raise ConfigError("no run: write run=DIR, the output_dir of a training run")
+    check_export(asked_export(options, ExportConfig()))
     return options
 
 
@@ -139,16 +140,19 @@ def load_recipe(path: Path) -> Recipe:
         ConfigError: no such file, or one that this version does not understand.
     """
     try:
-        saved = OmegaConf.load(path)
-        if not isinstance(saved, DictConfig):
+        saved = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        if not isinstance(saved, dict):
             raise ConfigError(f"{path} cannot be read as a recipe: it is not a mapping")
         schema = _schema()
-        schema.loss = LOSSES[known_name(OmegaConf.select(saved, "loss.name", default="infonce"), "loss.name")]()
-        recipe = OmegaConf.merge(schema, {key: value for key, value in saved.items() if key != "versions"})
+        loss = saved.get("loss")
+        name = loss.get("name", "infonce") if isinstance(loss, dict) else "infonce"
+        schema.loss = LOSSES[known_name(name, "loss.name")]()
+        # The run resolved it: an interpolation now could only be there to read what is none of its business.
+        recipe = OmegaConf.merge(schema, literal({key: value for key, value in saved.items() if key != "versions"}))
         return to_recipe(recipe)  # type: ignore[arg-type]
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a recipe: {explain(str(error))}") from None
 
 
@@ -180,7 +184,7 @@ def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConf
     # First, for argparse takes options in a row only: `a=1 -m b=2,3` would not be understood.
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
     program, sys.argv = sys.argv, [sys.argv[0], *arguments]
-    with _clear_errors(arguments), _guarded_loading(), tempfile.TemporaryDirectory() as scratch:
+    with _clear_errors(arguments), guarded(), tempfile.TemporaryDirectory() as scratch:
         # Multirun leaves a multirun.yaml in its folder.
         OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
         try:
@@ -190,41 +194,6 @@ def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConf
     if not composed:  # --help, --cfg and the like have printed what was asked for
         raise SystemExit(0)
     return composed
-
-
-@contextlib.contextmanager
-def _guarded_loading() -> Iterator[None]:
-    """Refuse, before Hydra looks at them, the settings of its own through which YAML can name code to run.
-
-    Callbacks, launchers and sweepers are instantiated from `_target_`, logging from `()`. All configurations
-    pass through `ConfigLoaderImpl.load_configuration` (a private name, checked on Hydra 1.3.8).
-    """
-    load = ConfigLoaderImpl.load_configuration
-
-    def checked(loader: ConfigLoaderImpl, config_name: str | None, *args: Any, **kwargs: Any) -> DictConfig:
-        try:
-            config = load(loader, config_name, *args, **kwargs)
-        except yaml.YAMLError as error:  # which Hydra would print with its whole traceback
-            raise ConfigCompositionException(str(error)) from None
-        if config_name is None:  # `--hydra-help` prints Hydra's own and runs nothing
-            return config
-        node = config.hydra
-        used = [name for name in ("job_logging", "hydra_logging") if not node[name] or node[name].root is not None]
-        used += ["callbacks"] * bool(node.callbacks)
-        for name in ("launcher", "sweeper"):
-            if not str(node[name].get("_target_")).startswith("hydra._internal.core_plugins."):
-                used.append(name)
-        if used:
-            raise ConfigCompositionException(
-                f"hydra.{used[0]} can name code to run, and YAML never runs code: leave it out"
-            )
-        return config
-
-    ConfigLoaderImpl.load_configuration = checked  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
 
 
 def _register(arguments: list[str], *, with_recipes: bool) -> None:

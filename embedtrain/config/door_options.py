@@ -40,7 +40,12 @@ class ExportOptions:
     run: str = ""  # output_dir of a run
     step: str = "latest"  # latest, best, or a step's number
     to: str | None = None  # default: model/ in the run's directory
+    formats: list[str] | None = None  # default: the recipe's export.formats
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype
+    max_file_size: str | None = None  # default: the recipe's export.max_file_size
+    check: bool | None = None  # reopen and compare; default: the recipe's export.check
+    push_to_hub: str | None = None  # Hub id to upload it to; the recipe's is for the run's own export
+    private: bool = True  # whether a repository that is made there is private
     trust_remote_code: bool = False  # run Python that lies in the run's directory; its recipe cannot allow that
 
 

@@ -253,8 +253,13 @@ class CheckpointConfig:
 class ExportConfig:
     """The model directory that comes out."""
 
+    # sentence_transformers (always written; transformers opens it as well), onnx: a graph beside it, its weights fp32
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
     dtype: ExportDtype = ExportDtype.source
+    max_file_size: str = "5GB"  # larger weights are split into files of at most that size
+    check: bool = True  # reopen and compare; false for models larger than one process's memory
+    push_to_hub: str | None = None  # Hub id of a repository to upload it to; made if missing
+    private: bool = True  # whether a repository that is made there is private
 
 
 @dataclass(kw_only=True)

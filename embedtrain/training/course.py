@@ -1,21 +1,82 @@
 """What decides the course of a run: options and rows that a resumed run must share, and all ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from enum import Enum
 from typing import Any
 
 from embedtrain.checkpoint.folder import StepFolder
 from embedtrain.config.compose import to_plain
-from embedtrain.config.losses import LossConfig
-from embedtrain.config.schema import Recipe
+from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.schema import ModelConfig, Recipe
 from embedtrain.data.batches import TrainData
+from embedtrain.data.drawn import Given
+from embedtrain.data.store.table import RowStore
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, DataError
 
 # Ends the name of an option that is a digest of rows: nobody can set it back.
 _ROWS = ".rows"
-# Options that may change when a run goes on, and change what is learnt from there.
-_STEERING = ("optim.", "train.steps", "train.epochs", "parallel.precision")
+_OF_SOURCES, _OF_AN_EPOCH = "data.train", "rows of an epoch"
+
+
+class Effect(Enum):
+    """What it does to a run that goes on when an option is changed; the value is how it is said."""
+
+    fixed = "is refused, where it changes what is learnt from which rows"
+    steers = "changed since step {step}, and with it what is learnt from here or which step is exported"
+    rounds = "changed since step {step}: the same is learnt, with other rounding and other dropout masks"
+    nothing = "changed since step {step}, without effect on what is learnt"
+
+
+# By the beginning of an option's name; the longest that fits decides.
+EFFECTS = {
+    "name": Effect.nothing,
+    "seed": Effect.fixed,
+    "output_dir": Effect.nothing,
+    "model": Effect.fixed,
+    "data.train": Effect.fixed,
+    "data.batches": Effect.fixed,
+    # Of these, rows and their numbers in an epoch tell whether they change anything: identity_of has them.
+    "data.on_error": Effect.nothing,
+    "data.weights": Effect.nothing,
+    "data.mixing_temperature": Effect.nothing,
+    "data.instruction_format": Effect.nothing,
+    "data.cache": Effect.rounds,  # which rank encodes which text
+    "data.cache_dir": Effect.nothing,
+    "data.workers": Effect.nothing,
+    "loss": Effect.fixed,
+    "loss.implementation": Effect.rounds,
+    "optim": Effect.steers,
+    "train.steps": Effect.steers,
+    "train.epochs": Effect.steers,
+    "train.global_batch_size": Effect.fixed,
+    "train.accumulation": Effect.fixed,
+    "train.chunk_tokens": Effect.rounds,
+    "train.keep_tokens": Effect.rounds,
+    "train.pass_tokens": Effect.rounds,
+    "train.log_every": Effect.nothing,
+    "parallel": Effect.rounds,
+    "parallel.precision": Effect.steers,
+    "parallel.timeout": Effect.nothing,
+    "evaluation": Effect.nothing,
+    "evaluation.patience": Effect.steers,
+    "checkpoint": Effect.nothing,
+    "checkpoint.best": Effect.steers,
+    "export": Effect.nothing,
+    "tracking": Effect.nothing,
+}
+# What the best step is chosen by, where one is asked for.
+_CHOOSES_BEST = ("evaluation.every", "evaluation.sets", "evaluation.subset", "evaluation.index")
+
+
+def effect_of(option: str, recipe: Recipe) -> Effect:
+    """What a change of an option does to a run that goes on by this recipe."""
+    if recipe.checkpoint.best is not None and option.startswith(_CHOOSES_BEST):
+        return Effect.steers
+    begins = (name for name in EFFECTS if option == name or option.startswith((f"{name}.", f"{name}[")))
+    return EFFECTS[max(begins, key=len)]
 
 
 def identity_of(
@@ -25,12 +86,12 @@ def identity_of(
 
     Of training files their content counts, not their place.
     """
-    model = to_plain(recipe.model)
+    of_all = _learnt(recipe.loss)
     rows = {
         name: {
             "rows": f"{len(store)} {store.content}",
-            **to_plain(given),
-            "loss": None if loss == recipe.loss else to_plain(loss),
+            **_given(store, given),
+            "loss": None if (own := _learnt(loss)) == of_all else own,
         }
         for name, store, given, loss in zip(data.names, data.stores, data.given, losses, strict=True)
     }
@@ -38,13 +99,34 @@ def identity_of(
         "seed": recipe.seed,
         "train.global_batch_size": recipe.train.global_batch_size,
         "train.accumulation": recipe.train.accumulation,
-        "loss": to_plain(recipe.loss),
+        "loss": of_all,
         "prompts": {name: prompts.get(name, "") for name in ("query", "document")},
-        "data.train": rows,
-        "rows of an epoch": data.plan.rows_per_source.tolist(),
+        _OF_SOURCES: rows,
+        _OF_AN_EPOCH: data.plan.rows_per_source.tolist(),
         "data.batches": "by_source" if data.plan.by_source else "mixed",
-        **{f"model.{key}": value for key, value in model.items() if not key.endswith("_prompt")},
+        **_of_model(to_plain(recipe.model)),
     }
+
+
+def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
+    # Prompts count as they were found, in the model's directory or here.
+    return {f"model.{key}": value for key, value in options.items() if not key.endswith("_prompt")}
+
+
+def _given(store: RowStore, given: Given) -> dict[str, Any]:
+    """What holds for all rows of a source; how instructions stand around texts where rows carry any."""
+    options: dict[str, Any] = to_plain(given)
+    if not {"instruction", "document_instruction"} & store.beside:
+        options["instruction_format"] = None
+    return options
+
+
+def _learnt(loss: LossConfig) -> dict[str, Any]:
+    """Options of a loss that decide its figures."""
+    options: dict[str, Any] = to_plain(loss)
+    for part in (options, *options.get("losses", ())):
+        part.pop("implementation", None)
+    return options
 
 
 def require_same_course(folder: StepFolder, identity: Mapping[str, Any]) -> None:
@@ -53,9 +135,10 @@ def require_same_course(folder: StepFolder, identity: Mapping[str, Any]) -> None
     Raises:
         CheckpointError: names the first option that differs, with both values and what to do.
     """
-    before = folder.manifest.get("identity", {})
+    before = _of_model(to_plain(ModelConfig())) | dict(folder.manifest.get("identity", {}))
     for option, value in identity.items():
-        if option not in before or (difference := _first_difference(option, before[option], value)) is None:
+        difference = next(_differences(option, before.get(option, value), value), None)
+        if difference is None:
             continue
         name, was, now = difference
         anew = "or choose another output_dir to start anew"
@@ -64,55 +147,75 @@ def require_same_course(folder: StepFolder, identity: Mapping[str, Any]) -> None
                 f"{folder.path} was written of other rows than {name.removesuffix(_ROWS)} holds now: bring its "
                 f"old files back, {anew}"
             )
+        if name == _OF_AN_EPOCH:
+            raise CheckpointError(
+                f"{folder.path} was written with {was} rows of the sources in an epoch, this run has {now}: set weight "
+                f"and max_rows in data.train, data.weights and data.mixing_temperature back, {anew}"
+            )
         raise CheckpointError(
-            f"{folder.path} was written with {name}={was}, this run has {name}={now}: set it back, {anew}"
+            f"{folder.path} was written with {name}={_told(was)}, this run has {name}={_told(now)}: set it back, {anew}"
         )
 
 
-def changes_since(folder: StepFolder, recipe: Recipe, identity: Mapping[str, Any]) -> list[str]:
-    """What the recipe says otherwise than the checkpoint's, where that is allowed, in lines for the user."""
-    defaults, before = _flat(to_plain(Recipe())), _flat(folder.manifest.get("recipe", {}))
-    changed = [
-        (name, before.get(name, defaults.get(name)), value)
-        for name, value in _flat(to_plain(recipe)).items()
-        if not any(name == option or name.startswith(f"{option}.") for option in (*identity, "model"))
+def changes_since(folder: StepFolder, recipe: Recipe) -> list[str]:
+    """What a recipe of the same course says otherwise than the checkpoint's, in lines for the user."""
+    before, now = folder.manifest.get("recipe", {}), to_plain(recipe)
+    defaults = to_plain(Recipe())
+    told: dict[Effect, list[str]] = {effect: [] for effect in Effect}
+    for group, options in now.items():
+        for name, was, value in _differences(group, _filled(before.get(group), defaults[group]), options):
+            told[effect_of(name, recipe)].append(f"{name} {_told(was)} -> {_told(value)}")
+    return [
+        f"{effect.value.format(step=folder.step)}: {', '.join(told[effect])}"
+        for effect in (Effect.steers, Effect.rounds, Effect.nothing)
+        if told[effect]
     ]
-    told = {name: f"{name} {was} -> {value}" for name, was, value in changed if was != value}
-    steering = [text for name, text in told.items() if name.startswith(_STEERING)]
-    others = [text for name, text in told.items() if not name.startswith(_STEERING)]
-    lines = []
-    if steering:
-        lines.append(f"changed since step {folder.step}, and with it what is learnt from here: {', '.join(steering)}")
-    if others:
-        lines.append(f"changed since step {folder.step}, without effect on what is learnt: {', '.join(others)}")
-    return lines
 
 
-def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options by their dotted names."""
-
-    def leaves() -> Iterator[tuple[str, Any]]:
-        for name, value in options.items():
-            if isinstance(value, Mapping):
-                yield from _flat(value, f"{prefix}{name}.").items()
-            else:
-                yield f"{prefix}{name}", value
-
-    return dict(leaves())
+def _filled(options: Any, defaults: Any) -> Any:
+    """Options as a version wrote them that did not know all of today's: of the others the defaults."""
+    if not isinstance(defaults, Mapping):
+        return defaults if options is None else options
+    return dict(defaults) | {
+        name: _filled(value, defaults[name]) if isinstance(defaults.get(name), Mapping) else value
+        for name, value in (options or {}).items()
+    }
 
 
-def _first_difference(option: str, before: Any, now: Any) -> tuple[str, Any, Any] | None:
-    """The innermost option that differs, and its values: of a long mapping nobody wants to read two copies.
+def _told(value: Any) -> Any:
+    """A value in a line: of a list's elements their paths, and quotes where one would not see where a text ends."""
+    if isinstance(value, list):
+        return [one.get("path", one) if isinstance(one, Mapping) else one for one in value]
+    return repr(value) if isinstance(value, str) and value.split() != [value] else value
 
-    An option that an earlier version did not know is no difference while it is not set.
+
+def _differences(option: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The innermost options that differ, and their values: of a long mapping nobody wants to read two copies.
+
+    An option that the version before did not know had its default's value, and one that this version does not know has
+    no effect any more.
     """
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        known = {key: value for key, value in now.items() if key in before or value is not None}
-        if before.keys() != known.keys():
-            return option, ", ".join(map(str, before)), ", ".join(map(str, now))
-        differences = (_first_difference(f"{option}.{key}", before[key], value) for key, value in known.items())
-        return next((found for found in differences if found is not None), None)
-    return None if before == now else (option, before, now)
+    match before, now:
+        case Mapping(), Mapping() if option == _OF_SOURCES and before.keys() != now.keys():
+            yield option, list(before), list(now)
+        case Mapping(), Mapping():
+            unknown = _defaults_of(option, now)
+            for key, value in now.items():
+                yield from _differences(f"{option}.{key}", before.get(key, unknown.get(key)), value)
+        case list(), list() if len(before) == len(now) and all(isinstance(one, Mapping) for one in (*before, *now)):
+            for number, (was, value) in enumerate(zip(before, now, strict=True)):
+                yield from _differences(f"{option}[{number}]", was, value)
+        case _ if before != now:
+            yield option, before, now
+
+
+def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the options of a source or of a loss are where nothing is said."""
+    kind = LOSSES.get(str(options.get("name")))
+    if kind is not None:
+        return dict(to_plain(kind()))
+    given = fields(Given) if option.startswith(f"{_OF_SOURCES}.") else ()
+    return {field.name: field.default for field in given if field.default is not MISSING}
 
 
 def require_same_data(data: TrainData, world: World) -> None:

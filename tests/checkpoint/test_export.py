@@ -1,6 +1,10 @@
 """What comes out of a run opens elsewhere, whole, and gives the same vectors."""
 
 import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,25 +14,16 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
-from embedtrain.checkpoint.directory import write_architecture
-from embedtrain.checkpoint.export import (
-    PROBES,
-    Exported,
-    plain_vectors,
-    plan_export,
-    reopened_vectors,
-    stored_encoder,
-    stored_pieces,
-)
+import embedtrain.checkpoint.export as export_module
+from embedtrain.checkpoint.export import stored_encoder, stored_pieces
 from embedtrain.checkpoint.folder import read_manifest
+from embedtrain.checkpoint.probes import PROBES, tolerance_of
 from embedtrain.checkpoint.snapshot import WEIGHTS
-from embedtrain.checkpoint.weight_files import TensorSpec
-from embedtrain.config.schema import ModelConfig
-from embedtrain.data.tokens import TextTokenizer
-from embedtrain.errors import CheckpointError
-from embedtrain.models.build import assemble, initialise
+from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.models.build import initialise
 from embedtrain.models.source import open_source
-from embedtrain.models.tokenizer import load_tokenizer, text_length
+from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model, write_rows
 from tests.test_run import run
 
@@ -78,91 +73,122 @@ def test_a_sentence_transformers_directory_goes_in_and_comes_out(ranks, rows, tm
     assert torch.equal(kept["pooler.dense.weight"], written["pooler.dense.weight"])
 
 
-def architecture_of(directory: Path, model: ModelConfig) -> tuple[Path, dict[str, torch.Tensor], torch.Tensor]:
-    """The architecture of a source, its weights, and its own vectors of the probes."""
-    source = open_source(model)
-    loaded = load_tokenizer(source)
-    tokenizer = TextTokenizer(loaded, text_length(source, loaded))
-    state = initialise(source, seed=0)
-    write_architecture(directory, source, tokenizer)
-    encoder = assemble(source)
-    encoder.load_state_dict(state)
-    return directory, state, plain_vectors(encoder, tokenizer)
-
-
-def export_model(
-    to: Path,
-    architecture: Path,
-    state: dict[str, torch.Tensor],
-    dtype: torch.dtype,
-    expected: torch.Tensor,
-    tolerance: float,
-    card: str = "",
-    largest: str = "5GB",
-) -> Exported:
-    """Export weights that lie whole in this process."""
-    export = plan_export(to, architecture, {n: TensorSpec.of(t) for n, t in state.items()}, dtype, largest)
-    export.begin()
-    export.write(((name, 0, tensor) for name, tensor in state.items()), main=True)
-    return export.finish(card, expected=expected, tolerance=tolerance)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_heads_prompts_and_types_are_kept(tmp_path, dtype):
     """A directory with a dense head and no normalisation, through the export twice, in each type."""
     model = save_small(small_model("bert"), tmp_path / "model")
-    from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling as Pool
 
     torch.manual_seed(0)
-    modules = [Transformer(str(model)), Pooling(32, "mean"), Dense(32, 12)]
+    modules = [Transformer(str(model)), Pool(32, "mean"), Dense(32, 12)]
     made = SentenceTransformer(modules=modules, prompts={"query": "alpha "})
     made.save(str(tmp_path / "made"))
     expected = torch.as_tensor(made.encode(list(PROBES), prompt=""))
-    architecture, state, vectors = architecture_of(tmp_path / "architecture", ModelConfig(path=str(tmp_path / "made")))
-    assert torch.allclose(vectors, expected, atol=1e-5)
-    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
-    exported = export_model(
-        tmp_path / "out", architecture, state, dtype=dtype, expected=vectors, tolerance=tolerance, card="# card"
-    )
-    assert exported.difference <= tolerance
+    architecture = architecture_of(tmp_path / "architecture", ModelConfig(path=str(tmp_path / "made")))
+    assert torch.allclose(architecture.vectors, expected, atol=1e-5)
+    exported = export_model(tmp_path / "out", architecture, dtype=dtype)
+    assert exported.difference <= tolerance_of(dtype, exact_encoder=True)
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     again = open_source(ModelConfig(path=str(tmp_path / "out")))
     assert (len(again.dense), again.normalize, again.prompts["query"]) == (1, False, "alpha ")
-    assert torch.allclose(reopened_vectors(tmp_path / "out"), expected, atol=tolerance)
+    reopened = SentenceTransformer(str(tmp_path / "out"), model_kwargs={"dtype": "float32"})
+    assert np.allclose(reopened.encode(list(PROBES), prompt=""), expected, atol=5e-2 if dtype.itemsize == 2 else 1e-4)
 
 
-def test_an_export_that_does_not_match_fails_and_replaces_nothing(tmp_path):
+@pytest.fixture
+def small(tmp_path) -> Architecture:
+    """The architecture of an XLM-R in `tmp_path/architecture`, and its weights."""
     model = save_small(small_model("xlm-roberta"), tmp_path / "model")
-    architecture, state, vectors = architecture_of(
-        tmp_path / "architecture", ModelConfig(path=str(model), pooling=small_model("xlm-roberta").pooling)
-    )
-    options = {"dtype": torch.float32, "expected": vectors, "tolerance": 1e-4, "card": ""}
-    export_model(tmp_path / "out", architecture, state, **options)
-    good = (tmp_path / "out" / "model.safetensors").read_bytes()
-    broken = {name: tensor * 1.5 if "word_embeddings" in name else tensor for name, tensor in state.items()}
-    with pytest.raises(CheckpointError, match="its vectors differ from the encoder's by"):
-        export_model(tmp_path / "out", architecture, broken, **options)
+    return architecture_of(tmp_path / "architecture", ModelConfig(path=str(model), pooling=Pooling.mean))
+
+
+def test_an_export_that_does_not_match_fails_and_replaces_nothing(tmp_path, small):
+    to = tmp_path / "out"
+    export_model(to, small)
+    good = (to / "model.safetensors").read_bytes()
+    broken = {name: tensor * 1.5 if "word_embeddings" in name else tensor for name, tensor in small.state.items()}
+    with pytest.raises(CheckpointError, match=r"transformers opens .* but its vectors differ from the encoder's by"):
+        export_model(to, replace(small, state=broken))
+    prompted = tmp_path / "prompted"
+    shutil.copytree(small.directory, prompted)
+    settings = json.loads((prompted / "config_sentence_transformers.json").read_text())
+    (prompted / "config_sentence_transformers.json").write_text(json.dumps(settings | {"prompts": {"query": "q: "}}))
+    with pytest.raises(CheckpointError, match=r"opens .* with the prompt query='q: ', not ''"):
+        export_model(to, replace(small, directory=prompted))
+    (prompted / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    (prompted / "sentence_bert_config.json").write_text('{"max_seq_length": 5, "do_lower_case": false}')
+    with pytest.raises(CheckpointError, match="for texts of 5 tokens, not 48"):
+        export_model(to, replace(small, directory=prompted))
     pooling = '{"word_embedding_dimension": 32, "pooling_mode_cls_token": true}'
-    (architecture / "1_Pooling" / "config.json").write_text(pooling)
-    with pytest.raises(CheckpointError, match="its vectors differ from the encoder's by"):
-        export_model(tmp_path / "out", architecture, state, **options)
-    (architecture / "modules.json").write_text("[")
-    with pytest.raises(CheckpointError, match="sentence-transformers cannot open"):
-        export_model(tmp_path / "out", architecture, state, **options)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == good
+    (small.directory / "1_Pooling" / "config.json").write_text(pooling)
+    with pytest.raises(CheckpointError, match=r"export to .*out failed, .*its vectors differ from the encoder's by"):
+        export_model(to, small)
+    (small.directory / "modules.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"modules.json cannot be read"):
+        export_model(to, small)
+    assert (to / "model.safetensors").read_bytes() == good
 
 
-def test_large_models_are_split_into_files(tmp_path):
-    model = save_small(small_model("xlm-roberta"), tmp_path / "model")
-    architecture, state, vectors = architecture_of(
-        tmp_path / "architecture", ModelConfig(path=str(model), pooling=small_model("xlm-roberta").pooling)
-    )
-    options = {"dtype": torch.float32, "expected": vectors, "tolerance": 1e-4, "card": ""}
-    export_model(tmp_path / "out", architecture, state, **options, largest="20KB")
-    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+def test_shapes_are_compared_with_the_model_even_where_nothing_is_reopened(tmp_path, small):
+    name = "backbone.encoder.layer.1.output.dense.weight"
+    for state, sentence in (
+        ({key: value for key, value in small.state.items() if key != name}, "output.dense.weight is missing"),
+        (small.state | {name: torch.zeros(0)}, r"output.dense.weight has the shape \[0\], the model's is \[32, 48\]"),
+        (small.state | {"backbone._orig_mod.x": torch.zeros(2)}, "_orig_mod.x is left over"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            export_model(tmp_path / "out", replace(small, state=state), check=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_large_models_are_split_into_files(tmp_path, small):
+    export_model(tmp_path / "out", small, max_file_size="20KB")
+    files = list((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 1
+    largest = max(tensor.nbytes for tensor in small.state.values())
+    assert all(file.stat().st_size < max(20_000, largest) + 3_000 for file in files)
     again = initialise(open_source(ModelConfig(path=str(tmp_path / "out"))), seed=1)
-    assert all(torch.equal(again[name], state[name]) for name in state)
+    assert all(torch.equal(again[name], tensor) for name, tensor in small.state.items())
+
+
+def test_weights_that_a_type_cannot_hold_are_refused(tmp_path, small):
+    name = "backbone.encoder.layer.0.output.LayerNorm.weight"
+    state = small.state | {name: small.state[name] * 1e5}
+    with pytest.raises(CheckpointError, match=r"LayerNorm.weight has weights up to 1e\+05, and float16 ends at 65504"):
+        export_model(tmp_path / "out", replace(small, state=state), dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+    export_model(tmp_path / "out", replace(small, state=state), dtype=torch.bfloat16, check=False)
+
+
+def test_one_export_at_a_time_and_what_a_killed_one_left_is_no_hindrance(tmp_path, small, monkeypatch):
+    monkeypatch.setattr(export_module, "_PATIENCE", 0.1)
+    to = tmp_path / "out"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"""
+import time
+from pathlib import Path
+from embedtrain.checkpoint.export import only_export
+to = Path({str(to)!r})
+with only_export(to):
+    (to.parent / "out.tmp" / "onnx").mkdir(parents=True)
+    (to.parent / "out.tmp" / "onnx" / "model.onnx").write_text("half")
+    print("holds", flush=True)
+    time.sleep(600)
+"""],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"holds\n"
+    with pytest.raises(ConfigError, match=r"another export to .*out is under way"):
+        export_model(to, small)
+    assert (tmp_path / "out.tmp" / "onnx" / "model.onnx").read_text() == "half"
+    holder.kill()
+    holder.wait()
+    export_model(to, small)
+    assert not (to / "onnx").exists()
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out"]
 
 
 @pytest.mark.parametrize("layout", ["sharded", "full"])

@@ -1,0 +1,80 @@
+"""From a checkpoint's files to a model directory in one process, with no ranks and no GPU."""
+
+from pathlib import Path
+
+from embedtrain.checkpoint.card import model_card
+from embedtrain.checkpoint.export import (
+    Exported,
+    export_dtype,
+    only_export,
+    plan_export,
+    stored_encoder,
+    stored_pieces,
+)
+from embedtrain.checkpoint.folder import StepFolder
+from embedtrain.checkpoint.probes import Expected, plain_vectors, tolerance_of
+from embedtrain.checkpoint.snapshot import WEIGHTS
+from embedtrain.config.compose import to_plain
+from embedtrain.config.schema import ExportConfig, ModelConfig, Recipe
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.models.build import build_encoder
+from embedtrain.models.source import open_source
+from embedtrain.models.tokenizer import load_tokenizer, text_length
+from embedtrain.tracking.console import Console
+from embedtrain.tracking.summary import figures_at
+from embedtrain.training.rundir import RunDirectory
+
+
+def export_step(
+    run_dir: RunDirectory,
+    recipe: Recipe,
+    folder: StepFolder,
+    to: Path,
+    asked: ExportConfig,
+    *,
+    trust_remote_code: bool,
+    console: Console,
+) -> Exported:
+    """Write a step of a run as a model directory; at most one copy of the model is in memory, and none unchecked.
+
+    Args:
+        run_dir: of the run.
+        recipe: the run's.
+        folder: the step's checkpoint.
+        to: replaced if it exists, once the new one has passed.
+        asked: what to write.
+        trust_remote_code: whether Python that lies in the run's directory may run.
+        console: shows what is going on.
+
+    Raises:
+        CheckpointError: the checkpoint or the directory written is not what it should be.
+        ConfigError: another export to the same directory is under way.
+        OSError: the directory cannot be written.
+    """
+    source = open_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trust_remote_code))
+    loaded = load_tokenizer(source)
+    tokenizer = TextTokenizer(loaded, text_length(source, loaded))
+    dtype = export_dtype(asked.dtype, source)
+    expected: Expected | None = None
+    with only_export(to), folder.tensors(WEIGHTS) as stored:
+        if asked.check:
+            with console.phase("encoding probe texts with the checkpoint's weights"):
+                vectors = plain_vectors(stored_encoder(source, stored), tokenizer)
+            tolerance = tolerance_of(dtype, exact_encoder=True)
+            expected = Expected(vectors, tolerance, source.prompts, tokenizer.max_length)
+        specs, pieces = stored_pieces(stored)
+        export = plan_export(to, run_dir.architecture, specs, dtype, asked)
+        with console.phase("writing the directory"):
+            export.begin()
+            export.write(pieces, main=True)
+        card = model_card(
+            to_plain(recipe),
+            figures_at(run_dir.path, folder.step),
+            step=folder.step,
+            dimension=build_encoder(source).dimension,
+            max_length=tokenizer.max_length,
+            prompts=source.prompts,
+            formats=asked.formats,
+            name=asked.push_to_hub,
+        )
+        return export.finish(card, expected, trust_remote_code=trust_remote_code, phase=console.phase)

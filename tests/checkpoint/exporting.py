@@ -1,0 +1,56 @@
+"""Exporting a small model without a training before it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embedtrain.checkpoint.directory import write_architecture
+from embedtrain.checkpoint.export import Exported, only_export, plan_export
+from embedtrain.checkpoint.probes import Expected, plain_vectors, tolerance_of
+from embedtrain.checkpoint.weight_files import TensorSpec
+from embedtrain.config.schema import ExportConfig, ModelConfig
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.models.build import assemble, initialise
+from embedtrain.models.source import ModelSource, open_source
+from embedtrain.models.tokenizer import load_tokenizer, text_length
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A directory without weights, the weights, and the encoder's own vectors of the probes."""
+
+    directory: Path
+    source: ModelSource
+    state: dict[str, torch.Tensor]
+    vectors: torch.Tensor
+    max_length: int
+
+
+def architecture_of(directory: Path, model: ModelConfig) -> Architecture:
+    """The architecture of a source, its weights, and its own vectors of the probes."""
+    source = open_source(model)
+    loaded = load_tokenizer(source)
+    tokenizer = TextTokenizer(loaded, text_length(source, loaded))
+    state = initialise(source, seed=0)
+    write_architecture(directory, source, tokenizer)
+    encoder = assemble(source)
+    encoder.load_state_dict(state)
+    return Architecture(directory, source, state, plain_vectors(encoder, tokenizer), tokenizer.max_length)
+
+
+def export_model(
+    to: Path, made: Architecture, *, dtype: torch.dtype = torch.float32, card: str = "", **asked: Any
+) -> Exported:
+    """Export weights that lie whole in this process; options as in a recipe."""
+    options = ExportConfig(**asked)
+    specs = {name: TensorSpec.of(tensor) for name, tensor in made.state.items()}
+    export = plan_export(to, made.directory, specs, dtype, options)
+    expected = Expected(
+        made.vectors, tolerance_of(dtype, exact_encoder=True), {"query": ""} | made.source.prompts, made.max_length
+    )
+    with only_export(to):
+        export.begin()
+        export.write(((name, 0, tensor) for name, tensor in made.state.items()), main=True)
+        return export.finish(card, expected if options.check else None, trust_remote_code=made.source.trust_remote_code)

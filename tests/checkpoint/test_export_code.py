@@ -1,0 +1,101 @@
+"""A model whose Python comes with it: the code travels with the export, where it was allowed to run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoConfig, AutoModel
+
+from embedtrain.checkpoint.probes import PROBES
+from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.errors import ModelError
+from tests.checkpoint.exporting import architecture_of, export_model
+from tests.small import save_small, small_model, small_tokenizer
+
+_CONFIGURATION = """
+from transformers import PretrainedConfig
+
+class TurningConfig(PretrainedConfig):
+    model_type = "turning"
+
+    def __init__(self, vocab_size=64, hidden_size=16, num_hidden_layers=1, **more):
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
+        super().__init__(**more)
+"""
+_MODELING = """
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from .configuration_turning import TurningConfig
+from .turning_parts import turned
+
+class TurningModel(PreTrainedModel):
+    config_class = TurningConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.words = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(config.hidden_size, config.hidden_size) for _ in range(1))
+        self.post_init()
+
+    def _init_weights(self, module):
+        if hasattr(module, "weight"):
+            torch.nn.init.normal_(module.weight)
+
+    def forward(self, input_ids, attention_mask=None, **more):
+        return BaseModelOutput(last_hidden_state=turned(self.layers[0](self.words(input_ids))))
+"""
+
+
+def custom_model(directory: Path) -> Path:
+    """A model of a type that transformers does not know, in three files of Python."""
+    directory.mkdir(parents=True)
+    (directory / "configuration_turning.py").write_text(_CONFIGURATION)
+    (directory / "modeling_turning.py").write_text(_MODELING)
+    (directory / "turning_parts.py").write_text("def turned(hidden):\n    return hidden.flip(-1)\n")
+    classes = {"AutoConfig": "configuration_turning.TurningConfig", "AutoModel": "modeling_turning.TurningModel"}
+    settings = {"model_type": "turning", "hidden_size": 16, "auto_map": classes, "vocab_size": 64}
+    (directory / "config.json").write_text(json.dumps(settings))
+    small_tokenizer().save_pretrained(directory)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+    save_file(dict(AutoModel.from_config(config, trust_remote_code=True).state_dict()), directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    """Where transformers puts a model's code before it runs it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+def test_code_that_may_run_travels_with_the_export(tmp_path):
+    model = custom_model(tmp_path / "model")
+    with pytest.raises(ModelError, match="asks for Python that comes with the model"):
+        architecture_of(tmp_path / "refused", ModelConfig(path=str(model), pooling=Pooling.mean))
+    trusted = ModelConfig(path=str(model), pooling=Pooling.mean, trust_remote_code=True)
+    small = architecture_of(tmp_path / "architecture", trusted)
+    export_model(tmp_path / "out", small, formats=["onnx"])
+    assert {path.name for path in (tmp_path / "out").glob("*.py")} == {path.name for path in model.glob("*.py")}
+    opened = SentenceTransformer(str(tmp_path / "out"), trust_remote_code=True)
+    assert torch.allclose(torch.as_tensor(opened.encode(list(PROBES))), small.vectors, atol=1e-5)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        SentenceTransformer(str(tmp_path / "out"), trust_remote_code=False)
+
+
+def test_code_that_may_not_run_is_neither_copied_nor_asked_for(tmp_path):
+    """transformers knows a BERT by itself; a directory that names other code for it is trained without that code."""
+    model = save_small(small_model("bert"), tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoModel": "evil.Model"}}))
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    export_model(
+        tmp_path / "out", architecture_of(tmp_path / "arch", ModelConfig(path=str(model), pooling=Pooling.mean))
+    )
+    assert not (tmp_path / "out" / "evil.py").exists()
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not (tmp_path / "ran").exists()

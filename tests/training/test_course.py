@@ -1,0 +1,213 @@
+"""Which options a run that goes on must share, which it may change, and what it is told of them."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedtrain.checkpoint.folder import StepFolder
+from embedtrain.config.compose import compose_recipes, to_plain
+from embedtrain.config.losses import LOSSES
+from embedtrain.config.schema import Recipe
+from embedtrain.data.chosen import chosen_data
+from embedtrain.data.store.cache import Cache
+from embedtrain.errors import CheckpointError
+from embedtrain.training.course import EFFECTS, Effect, changes_since, effect_of, identity_of, require_same_course
+from tests.small import write_rows
+
+PROMPTS = {"query": "ask: "}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """Two sources, of which the second has instructions in its rows."""
+    folder = tmp_path_factory.mktemp("rows")
+    write_rows(folder / "plain.jsonl", 12)
+    (folder / "told.jsonl").write_text(
+        "".join(f'{{"query": "alpha {i}", "pos": ["beta {i}"], "prompt": "find it"}}\n' for i in range(8))
+    )
+    write_rows(folder / "others.jsonl", 13)
+    return folder
+
+
+def begun(rows: Path, *changes: str) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe, and its identity as a run computes it from its files."""
+    sources = f"[{{path: {rows / 'plain.jsonl'}, name: plain}}, {{path: {rows / 'told.jsonl'}, name: told}}]"
+    base = ["name=t", "model.path=somewhere", "train.steps=10", "train.global_batch_size=4", f"data.train={sources}"]
+    (recipe,) = compose_recipes([*base, *changes])
+    data, losses = chosen_data(recipe, PROMPTS, Cache(directory=rows / "cache"))
+    return recipe, identity_of(recipe, data, losses, PROMPTS)
+
+
+def saved(recipe: Recipe, identity: dict[str, Any]) -> StepFolder:
+    return StepFolder(Path("step-00000004"), 4, {"identity": identity, "recipe": to_plain(recipe)})
+
+
+def leaves(options: dict[str, Any], prefix: str = "") -> list[str]:
+    return [
+        name
+        for key, value in options.items()
+        for name in (leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"])
+    ]
+
+
+def test_every_option_has_its_class():
+    """And every class its options: a name in the table that no option has any more would decide nothing."""
+    recipe = Recipe()
+    options = leaves(to_plain(recipe)) + [
+        f"loss.{name}" for kind in LOSSES.values() for name in leaves(to_plain(kind()))
+    ]
+    found = {option: effect_of(option, recipe) for option in options}
+    assert {"seed", "model.path", "data.train", "loss.temperature", "loss.losses", "train.accumulation"} <= {
+        option for option, effect in found.items() if effect is Effect.fixed
+    }
+    assert {option for option, effect in found.items() if effect is Effect.steers} == {
+        *(f"optim.{name}" for name in to_plain(recipe.optim)),
+        "train.steps", "train.epochs", "parallel.precision", "evaluation.patience", "checkpoint.best",
+    }  # fmt: skip
+    for name in EFFECTS:
+        assert any(option == name or option.startswith(f"{name}.") for option in options), name
+    recipe.checkpoint.best = "dev/ndcg@10"
+    assert effect_of("evaluation.sets[0].subset", recipe) is Effect.steers
+    assert effect_of("evaluation.chunk_tokens", recipe) is Effect.nothing
+
+
+REFUSED = [
+    ("seed=7", r"written with seed=42, this run has seed=7: set it back, or choose another output_dir"),
+    ("train.global_batch_size=5", "train.global_batch_size=4, this run has train.global_batch_size=5"),
+    ("train.accumulation=2", "train.accumulation=1, this run has train.accumulation=2"),
+    ("loss.temperature=0.5", "loss.temperature=0.02, this run has loss.temperature=0.5"),
+    ("loss=siglip", "written with loss.name=infonce, this run has loss.name=siglip"),
+    ("model.path=elsewhere", "model.path=somewhere, this run has model.path=elsewhere"),
+    ("model.max_length=64", "model.max_length=None, this run has model.max_length=64"),
+    ("model.normalize=false", "model.normalize=None, this run has model.normalize=False"),
+    ("data.train[0].negatives=1", "data.train.plain.negatives=7, this run has data.train.plain.negatives=1"),
+    ("data.train[0].query_prompt=find", "data.train.plain.query_prompt='ask: ', this run has .*=find"),
+    ("data.train[0].temperature=0.5", "data.train.plain.loss=None, this run has data.train.plain.loss={"),
+    ("data.train[0].weight=2", r"written with \[12, 8\] rows of the sources in an epoch, this run has \[24, 8\]: set"),
+    ("data.weights=shares", r"written with \[12, 8\] rows of the sources in an epoch, this run has \[10, 10\]"),
+    ("data.mixing_temperature=9", "rows of the sources in an epoch.*data.mixing_temperature back"),
+    ("data.train[0].name=other", r"data.train=\['plain', 'told'\], this run has data.train=\['other', 'told'\]"),
+    ("data.instruction_format='{instruction}: {text}'", r"data.train.told.instruction_format='Instruct: .*='\{instr"),
+    ("data.batches=by_source", "data.batches=mixed, this run has data.batches=by_source"),
+    ("data.train[0].path=OTHERS", "written of other rows than data.train.plain holds now: bring its old files back"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "sentence"), REFUSED, ids=[change for change, _ in REFUSED])
+def test_what_would_learn_something_else_is_refused(rows, change, sentence):
+    folder = saved(*begun(rows))
+    if change.startswith("data.train[0]."):  # an element of a list is not set on the command line: all of it is
+        option, _, value = change.removeprefix("data.train[0].").partition("=")
+        first = {"path": str(rows / "plain.jsonl"), "name": "plain"} | {option: value}
+        first["path"] = first["path"].replace("OTHERS", str(rows / "others.jsonl"))
+        written = ", ".join(f"{key}: {one}" for key, one in first.items())
+        change = f"data.train=[{{{written}}}, {{path: {rows / 'told.jsonl'}, name: told}}]"
+    with pytest.raises(CheckpointError, match=sentence):
+        require_same_course(folder, begun(rows, change)[1])
+
+
+ALLOWED = [
+    ("optim.lr=0.5", Effect.steers, "optim.lr 2e-05 -> 0.5"),
+    ("optim.betas=[0.9,0.95]", Effect.steers, "optim.betas [0.9, 0.999] -> [0.9, 0.95]"),
+    ("train.steps=20", Effect.steers, "train.steps 10 -> 20"),
+    ("parallel.precision=fp32", Effect.steers, "parallel.precision bf16 -> fp32"),
+    ("loss.implementation=tiled", Effect.rounds, "loss.implementation auto -> tiled"),
+    ("parallel.strategy=ddp", Effect.rounds, "parallel.strategy auto -> ddp"),
+    ("train.chunk_tokens=99", Effect.rounds, "train.chunk_tokens 16384 -> 99"),
+    ("data.cache=offsets", Effect.rounds, "data.cache tokens -> offsets"),
+    ("data.on_error=skip", Effect.nothing, "data.on_error stop -> skip"),
+    ("evaluation.sets=[a,b]", Effect.nothing, "evaluation.sets [] -> ['a', 'b']"),
+    ("checkpoint.contents=model", Effect.nothing, "checkpoint.contents all -> model"),
+    ("checkpoint.max_disk_gb=3", Effect.nothing, "checkpoint.max_disk_gb None -> 3.0"),
+    ("output_dir=elsewhere", Effect.nothing, "output_dir runs/t -> elsewhere"),
+    ("tracking.wandb=true", Effect.nothing, "tracking.wandb False -> True"),
+]
+
+
+@pytest.mark.parametrize(("change", "effect", "told"), ALLOWED, ids=[change for change, *_ in ALLOWED])
+def test_what_may_change_is_told_with_what_it_does(rows, change, effect, told):
+    folder = saved(*begun(rows))
+    recipe, identity = begun(rows, change)
+    require_same_course(folder, identity)
+    assert changes_since(folder, recipe) == [f"{effect.value.format(step=4)}: {told}"]
+
+
+def test_changes_are_told_by_what_they_do(rows):
+    folder = saved(*begun(rows))
+    assert changes_since(folder, begun(rows)[0]) == []
+    recipe, _ = begun(rows, "optim.lr=0.5", "train.log_every=3", "parallel.compile=true", "tracking.wandb=true")
+    assert changes_since(folder, recipe) == [
+        "changed since step 4, and with it what is learnt from here or which step is exported: optim.lr 2e-05 -> 0.5",
+        "changed since step 4: the same is learnt, with other rounding and other dropout masks: "
+        "parallel.compile False -> True",
+        "changed since step 4, without effect on what is learnt: train.log_every 10 -> 3, tracking.wandb False -> True",
+    ]
+
+
+def test_the_place_of_files_does_not_count(rows, tmp_path):
+    folder = saved(*begun(rows))
+    for name in ("plain.jsonl", "told.jsonl"):
+        (tmp_path / name).write_bytes((rows / name).read_bytes())
+    require_same_course(folder, begun(tmp_path)[1])
+
+
+def test_an_option_without_effect_on_these_rows_is_none(rows):
+    """Nobody's row carries an instruction, and one source alone is mixed with nothing."""
+    alone = f"data.train=[{rows / 'plain.jsonl'}]"
+    folder = saved(*begun(rows, alone))
+    recipe, identity = begun(rows, alone, "data.instruction_format='{instruction}: {text}'", "data.weights=shares")
+    require_same_course(folder, identity)
+    (line,) = changes_since(folder, recipe)
+    assert line.startswith("changed since step 4, without effect on what is learnt: data.weights passes -> shares")
+
+
+def without(*options: str) -> Callable[[dict[str, Any]], None]:
+    def forget(identity: dict[str, Any]) -> None:
+        for option in options:
+            identity.pop(option, None)
+        for holder in (identity["loss"], *identity["data.train"].values()):
+            for option in options:
+                holder.pop(option, None)
+
+    return forget
+
+
+@pytest.mark.parametrize(
+    ("option", "change"),
+    [
+        ("train.accumulation", None),
+        ("model.revision", "model.revision=abc"),
+        ("model.vocab_size", "model.vocab_size=99"),
+        ("drop_above", "loss.drop_above=0.1"),
+        ("mask_duplicates", "loss.mask_duplicates=false"),
+        ("query_max_length", None),
+    ],
+)
+def test_an_option_that_an_older_version_did_not_know_had_its_default(rows, option, change):
+    """Left at its default it is no difference; set, it is one."""
+    recipe, identity = begun(rows)
+    older = deepcopy(identity)
+    without(option)(older)
+    assert older != identity
+    folder = saved(recipe, older)
+    require_same_course(folder, identity)
+    assert changes_since(folder, recipe) == []
+    if change is not None:
+        with pytest.raises(CheckpointError, match=f"this run has {change}".replace("false", "False")):
+            require_same_course(folder, begun(rows, change)[1])
+
+
+def test_an_older_recipe_lacks_options_and_groups(rows):
+    recipe, _ = begun(rows)
+    older = to_plain(recipe)
+    del older["tracking"], older["checkpoint"]["keep_every"]
+    folder = replace(saved(recipe, {}), manifest={"recipe": older})
+    assert changes_since(folder, recipe) == []
+    recipe.checkpoint.keep_every = 100
+    assert changes_since(folder, recipe) == [
+        "changed since step 4, without effect on what is learnt: checkpoint.keep_every 0 -> 100"
+    ]

@@ -97,7 +97,7 @@ def _tokenizer(recipe: Recipe) -> tuple["UncutTokenizer | None", Mapping[str, st
     if model.config is not None and model.tokenizer is None:
         told = "lengths are in characters: the vocabulary is trained on the data when a run begins"
         return None, source.prompts, told
-    loaded = load_tokenizer(source, model.tokenizer)
+    loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
     return UncutTokenizer(TextTokenizer(loaded, text_length(source, loaded))), source.prompts, ""
 
 

@@ -16,6 +16,7 @@ def act(options: SearchOptions) -> None:
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.encode import SentenceEncoder
     from embedtrain.evaluation.exact import unit_vectors
+    from embedtrain.evaluation.mining.option_names import OF_MODEL, naming
     from embedtrain.evaluation.reading.beir import read_corpus
     from embedtrain.evaluation.search import ShardedIndex, trec_order
     from embedtrain.tracking.answers import print_answers
@@ -26,13 +27,9 @@ def act(options: SearchOptions) -> None:
     ids, texts = corpus.ids, corpus.texts
     console = Console()
     with joined_world() as world:
-        model = load_model(
-            ModelConfig(path=options.model, trust_remote_code=options.trust_remote_code),
-            ParallelConfig(precision=options.precision),
-            world,
-            seed=0,
-            trains=False,
-        )
+        source = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
+        with naming(OF_MODEL):
+            model = load_model(source, ParallelConfig(precision=options.precision), world, seed=0, trains=False)
         prompts = model.source.prompts
         encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=options.chunk_tokens)
         index = ShardedIndex(trec_order(ids), world)

@@ -15,6 +15,23 @@ from embedtrain.errors import ConfigError
 Item = TypeVar("Item")
 
 
+def literal(value: Any) -> Any:
+    """Plain values with every `${` in their texts written so that OmegaConf leaves it as it is.
+
+    What was resolved once, or comes from a file that a run wrote, holds no interpolations: a text that looks like one
+    shall not be looked up in the environment.
+    """
+    match value:
+        case str():
+            return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        case dict():
+            return {key: literal(one) for key, one in value.items()}
+        case list():
+            return [literal(one) for one in value]
+        case _:
+            return value
+
+
 def items(given: Any, kind: type[Item], option: str) -> list[Item]:
     """Elements of a list option: a mapping is checked against the dataclass, a bare string is its path.
 
@@ -35,7 +52,7 @@ def items(given: Any, kind: type[Item], option: str) -> list[Item]:
         if "path" not in element:
             raise ConfigError(f"{option}[{index}] has no `path`")
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(kind), element)
+            merged = OmegaConf.merge(OmegaConf.structured(kind), literal(element))
             items.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
         except OmegaConfBaseException as error:
             raise ConfigError(f"{option}[{index}]: {_of_list(str(error), element) or explain(str(error))}") from None
@@ -67,7 +84,7 @@ def losses_of(given: list[Any], option: str) -> list[LossConfig]:
             raise ConfigError(f"{option}[{index}]={element!r} is no mapping with the `name` of a loss")
         kind = LOSSES[known_name(element["name"], f"{option}[{index}].name")]
         try:
-            losses.append(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), element)))  # type: ignore[arg-type]
+            losses.append(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), literal(element))))  # type: ignore[arg-type]
         except OmegaConfBaseException as error:
             raise ConfigError(f"{option}[{index}]: {explain(str(error))}") from None
     return losses
@@ -81,7 +98,7 @@ def _source_loss(given: Any, loss: LossConfig, option: str) -> LossConfig:
     name = known_name(element.get("name", loss.name), f"{option}.name")
     begin = loss if name == loss.name else LOSSES[name]()
     try:
-        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(begin), element))
+        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(begin), literal(element)))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{option}: {explain(str(error))}") from None
     assert isinstance(merged, LossConfig)

@@ -68,6 +68,8 @@ class EvaluationSet:
     name: str | None = None  # default: the end of the path
     config: str | None = None  # configuration of a Hub data set, such as a language
     split: str | None = None  # qrels/<split>.tsv, or split of a Hub data set; default: test, then dev, ...
+    revision: str | None = None  # of a Hub data set: a commit, tag or branch
+    qrels_revision: str | None = None  # of a second Hub data set that holds its judgements, <path>-qrels
     query_prompt: str | None = None  # of queries, and of all texts that are no documents; default: model.query_prompt
     document_prompt: str | None = None  # default: model.document_prompt
     query_max_length: int | None = None  # tokens; default: the model's

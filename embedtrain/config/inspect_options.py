@@ -37,7 +37,7 @@ def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
         raise ConfigError("no data: write data=PATH or data=[PATH,...], or recipe=NAME and its options")
     recipe = Recipe(name="inspect", loss=LOSSES[known_name(options.for_loss, "for_loss")]())
     recipe.train.steps = 1
-    recipe.model.path = options.model
+    recipe.model.path, recipe.model.revision = options.model, options.revision
     recipe.model.max_length = options.max_length
     recipe.model.query_prompt, recipe.model.document_prompt = options.query_prompt, options.document_prompt
     recipe.model.trust_remote_code = options.trust_remote_code

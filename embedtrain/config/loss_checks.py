@@ -45,7 +45,7 @@ def known_name(name: Any, option: str) -> str:
     Raises:
         ConfigError: none has; the nearest is named.
     """
-    if name not in LOSSES:
+    if str(name) not in LOSSES:
         near = difflib.get_close_matches(str(name), LOSSES, n=1)
         hint = f", did you mean {near[0]}?" if near else "."
         raise ConfigError(f"{option}={name}: there is no such loss{hint} There are {', '.join(LOSSES)}")

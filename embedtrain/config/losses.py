@@ -116,7 +116,8 @@ class InfoNCEConfig(LossConfig):
     margin: float = 0.0  # subtracted from the positive's similarity (Yang et al., 2019)
     mask_duplicates: bool = True  # a document equal to the positive, or of an equal query, is no negative
     drop_above: float | None = None  # nor is one whose similarity exceeds the positive's by this (may be negative)
-    guide: str | None = None  # a model directory or Hub id; nor is what it finds closer than the positive (GISTEmbed)
+    # A model directory or Hub id (ID@REVISION); nor is what it finds closer than the positive a negative (GISTEmbed).
+    guide: str | None = None
     guide_margin: float = 0.0  # how much below the positive's similarity the guide begins to object
     guide_margin_kind: Margin = Margin.absolute
     hardness: Hardness = Hardness.none  # which negatives weigh exp(strength * similarity) (Lan et al., 2025)
@@ -227,7 +228,7 @@ class DistillEmbeddingsConfig(LossConfig):
 
     name: str = "distill_embeddings"
     distance: EmbeddingDistance = EmbeddingDistance.cosine
-    teacher: str | None = None  # a model directory or Hub id; default: the vectors that the rows hold
+    teacher: str | None = None  # a model directory or Hub id (ID@REVISION); default: the vectors that the rows hold
     project: bool = False  # a trained projection onto the teacher's dimensions, where they differ
 
 
@@ -256,7 +257,7 @@ class SentenceTransformersConfig(LossConfig):
     name: str = "sentence_transformers"
     class_name: str = ""  # such as MultipleNegativesRankingLoss
     arguments: Any = None  # a mapping, of its constructor's arguments but `model`
-    guide: str | None = None  # a model directory or Hub id, for the classes with a guide
+    guide: str | None = None  # a model directory or Hub id (ID@REVISION), for the classes with a guide
 
     def __post_init__(self) -> None:
         """An empty mapping as a default would take no new keys on the command line."""

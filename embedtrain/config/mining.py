@@ -28,7 +28,9 @@ class MineOptions:
 
     model: str = ""  # model directory or Hub id
     data: Any = None  # list of TrainSource, or of paths; or one path
-    corpus: Any = None  # more documents to find negatives in, one path or a list: BEIR folders, corpus files, tables
+    # More documents to find negatives in, one path or a list: BEIR folders, corpus files, tables, Hub ids, which
+    # ID@REVISION pins.
+    corpus: Any = None
     to: str = ""  # folder for the mined rows: a file for each source, and summary.json
 
     negatives: int = 15  # of each row at most, those that it keeps among them
@@ -45,6 +47,7 @@ class MineOptions:
 
     # Bi-encoder or cross-encoder whose scores are written, and margins and ranks of negatives taken by.
     teacher: str | None = None
+    teacher_revision: str | None = None  # a commit, tag or branch of its Hub repository
     # Pairs a cross-encoder scores at a time. Where memory ran out, mining goes on with fewer, as with another
     # `chunk_tokens`, `gather` or `index.place`: only the last bits of scores may differ.
     teacher_batch_size: int = 32
@@ -57,7 +60,7 @@ class MineOptions:
     query_prompt: str | None = None
     document_prompt: str | None = None
     instruction_format: str = DataConfig.instruction_format
-    revision: str | None = None
+    revision: str | None = None  # a commit, tag or branch of the model's Hub repository
     trust_remote_code: bool = False
     precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
     chunk_tokens: int = 16384  # of a forward pass, padding included

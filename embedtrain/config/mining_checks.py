@@ -74,6 +74,10 @@ RULES: list[Rule] = [
         lambda o: f"teacher_max_length={o.teacher_max_length} has no use without a teacher: write teacher=DIR",
     ),
     (
+        lambda o: o.teacher is None and o.teacher_revision is not None,
+        lambda o: f"teacher_revision={o.teacher_revision} has no use without a teacher: write teacher=ID",
+    ),
+    (
         lambda o: o.teacher == "",
         lambda o: "teacher= is empty: a bi-encoder or cross-encoder directory, or null for none",
     ),

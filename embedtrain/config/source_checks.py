@@ -24,6 +24,10 @@ SOURCE_RULES: list[SourceRule] = [
         lambda s: f"max_rows={s.max_rows}: a number of rows from 1 on, or null for all",
     ),
     (
+        lambda s: s.documents is None and s.documents_revision is not None,
+        lambda s: f"documents_revision={s.documents_revision} has no use without documents: write documents: ID",
+    ),
+    (
         lambda s: s.negatives is not None and s.negatives < 0,
         lambda s: f"negatives={s.negatives}: a number from 0 on, or null for all of a row's",
     ),

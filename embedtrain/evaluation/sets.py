@@ -112,6 +112,12 @@ def read_set(config: EvaluationSet, *, subset: int | None = None, cache: Cache |
 
 def _read(config: EvaluationSet, name: str, cache: Cache) -> Read:
     path = Path(config.path).expanduser()
+    for option, value in (("revision", config.revision), ("qrels_revision", config.qrels_revision)):
+        if value is not None and path.exists():
+            raise ConfigError(
+                f"{option}={value} chooses a version of a Hub data set, and {config.path} is not on the Hub: leave it "
+                "out"
+            )
     if path.is_file():
         return _read_file(path, config, name)
     if path.is_dir():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -106,13 +107,16 @@ def _chunks_of(path: Path) -> list[int]:
     try:
         with safe_open(path, framework="pt") as file:
             return [int(chunk) for chunk in json.loads(file.metadata()["chunks"])]
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not the vectors that were stored ({error}): delete {path.parent}") from error
 
 
 def _read(path: Path) -> tuple[Tensor, NDArray[np.int64]]:
     try:
         with safe_open(path, framework="pt") as file:
-            return file.get_tensor("vectors"), file.get_tensor("kinds").numpy()
+            vectors, kinds = file.get_tensor("vectors"), file.get_tensor("kinds")
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: stored vectors cannot be read ({error}): delete {path.parent}") from error
+    if vectors.dim() != 2 or kinds.shape != vectors.shape[:1] or kinds.dtype != torch.int64:
+        raise DataError(f"{path}: not the vectors that were stored: delete {path.parent}")
+    return vectors, kinds.numpy()

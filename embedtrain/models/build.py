@@ -1,7 +1,5 @@
 """Building an encoder without memory for its weights, and saying where each weight is to be read from."""
 
-import json
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +13,11 @@ from transformers import AutoModel
 
 from embedtrain.errors import ModelError
 from embedtrain.models.encoder import Dense, Encoder, prepare_backbone
+from embedtrain.models.gate import weight_files
+from embedtrain.models.hub import one_line
 from embedtrain.models.source import DenseSource, ModelSource
+
+_MOST_PARAMETERS_PER_BYTE = 8  # a bit each: nobody stores less
 
 
 class TensorPlace(NamedTuple):
@@ -39,9 +41,12 @@ def assemble(source: ModelSource) -> Encoder:
     """The encoder in memory with random weights; on the meta device inside torch's or accelerate's contexts."""
     try:
         backbone = AutoModel.from_config(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
-    except (ValueError, TypeError, ImportError) as error:
-        raise ModelError(f"no model can be built from this {source.config.model_type} configuration: {error}") from None
-    heads = [Dense(d.num_in, d.num_out, bias=d.bias, activation=d.activation) for d in source.dense]
+        heads = [Dense(d.num_in, d.num_out, bias=d.bias, activation=d.activation) for d in source.dense]
+    except Exception as error:  # of sizes that make no sense torch and transformers raise nearly anything
+        raise ModelError(
+            f"no model can be built from this {source.config.model_type} configuration "
+            f"({type(error).__name__}: {one_line(error)})"
+        ) from None
     return Encoder(prepare_backbone(backbone), source.pooling, normalize=source.normalize, dense=heads)
 
 
@@ -54,6 +59,8 @@ def initialise(source: ModelSource, seed: int) -> dict[str, Tensor]:
     Raises:
         ModelError: the directory holds no weights that transformers can read, or not all of them.
     """
+    if source.directory is not None:
+        _require_plausible_size(source, source.directory)
     torch.manual_seed(seed)
     encoder = assemble(source)
     if source.directory is not None:
@@ -63,11 +70,11 @@ def initialise(source: ModelSource, seed: int) -> dict[str, Tensor]:
                 config=source.config,
                 dtype=torch.float32,
                 trust_remote_code=source.trust_remote_code,
+                weights_only=True,
                 output_loading_info=True,
             )
         except Exception as error:  # a damaged pickle raises nearly anything
-            reason = textwrap.shorten(str(error), 300, placeholder=" ...")
-            raise ModelError(f"no weights can be read from {source.directory}: {reason}") from None
+            raise ModelError(f"no weights can be read from {source.directory}: {_told(error)}") from None
         weights = prepare_backbone(backbone).state_dict()
         missing = sorted(set(report["missing_keys"]) & set(weights))
         if missing:
@@ -81,6 +88,23 @@ def initialise(source: ModelSource, seed: int) -> dict[str, Tensor]:
                 with safe_open(place.path, framework="pt") as file:
                     encoder.get_parameter(name).data.copy_(file.get_tensor(place.key))
     return dict(encoder.state_dict())
+
+
+def _require_plausible_size(source: ModelSource, directory: Path) -> None:
+    """Refuse a configuration far larger than the weights beside it before memory is asked for."""
+    stored = sum(path.stat().st_size for path in directory.iterdir() if path.suffix in (".safetensors", ".bin"))
+    needed = sum(parameter.numel() for parameter in build_encoder(source).parameters())
+    if stored and needed > _MOST_PARAMETERS_PER_BYTE * stored:
+        raise ModelError(
+            f"{directory / 'config.json'} describes {needed:,} parameters, and the weights beside it take {stored:,} "
+            "bytes: they are not this model's"
+        )
+
+
+def _told(error: Exception) -> str:
+    if type(error).__name__ == "UnpicklingError":  # torch's own words explain how to run what it holds all the same
+        return "they are a pickle that holds more than tensors; ask its authors for safetensors"
+    return one_line(error)
 
 
 def find_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dict[str, TensorPlace] | None:
@@ -113,14 +137,8 @@ def stored_tensors(directory: Path) -> dict[str, TensorPlace]:
         ModelError: a file is damaged, or the index names one that is not there.
     """
     index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ModelError(f"{index} cannot be read: it should hold a `weight_map` of keys to files") from None
-        files = sorted({directory / str(name) for name in names})
-    else:
-        files = [path for path in [directory / "model.safetensors"] if path.is_file()]
+    whole = directory / "model.safetensors"
+    files = weight_files(index) if index.is_file() else [path for path in [whole] if path.is_file()]
     stored: dict[str, TensorPlace] = {}
     for path in files:
         try:

@@ -63,7 +63,10 @@ class Encoder(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Token ids [N, L] and mask [N, L] (1 = real) to float32 vectors [N, D]."""
-        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+        return self.vectors(self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state, mask)
+
+    def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """What follows the backbone: its token vectors [N, L, H] and the mask [N, L] to float32 vectors [N, D]."""
         vectors = pool(hidden, mask, self.pooling)
         for head in self.dense:
             vectors = head(vectors)

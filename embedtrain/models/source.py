@@ -5,24 +5,18 @@ sentence-transformers directory, and a configuration without weights. Nothing he
 """
 
 import difflib
-import json
-import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import list_repo_files, snapshot_download
-from huggingface_hub.errors import (
-    StrictDataclassError,
-)
-from transformers import AutoConfig, PretrainedConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from embedtrain.config.schema import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.encoder import ACTIVATIONS, switch_off_unused
-
-# Files of a Hub repository that hold the same weights in formats nobody here reads.
-_NEVER_DOWNLOADED = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.pth", "original/*"]
+from embedtrain.models.gate import read_json, require_harmless, require_own_attention
+from embedtrain.models.hub import local_directory, one_line
 
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -56,6 +50,8 @@ class ModelSource:
         max_length: tokens of a text that are kept; None: what the tokenizer and the positions allow.
         prompts: the directory's prompts by name, `query` and `document` among them.
         lowercase: whether texts are lowercased before they are tokenised.
+        trust_remote_code: whether Python that lies in `directory` may run.
+        commit: of the Hub repository that it came from; None for a directory of the user's own.
     """
 
     directory: Path | None
@@ -67,6 +63,7 @@ class ModelSource:
     dense: tuple[DenseSource, ...] = ()
     lowercase: bool = False
     trust_remote_code: bool = False
+    commit: str | None = None
 
 
 def open_source(model: ModelConfig) -> ModelSource:
@@ -80,39 +77,20 @@ def open_source(model: ModelConfig) -> ModelSource:
         return _from_config(model)
     if not model.path:
         raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config")
-    directory = _directory(model.path, model.revision)
+    directory = local_directory(model.path, model.revision, "model.path", "model.revision")
+    require_harmless(directory, trust_remote_code=model.trust_remote_code)
     found = _read_modules(directory, model) if (directory / "modules.json").is_file() else _read_plain(directory, model)
     pooling = model.pooling or found.pooling
     return replace(
         found,
         pooling=pooling,
+        commit=None if Path(model.path).expanduser().is_dir() else directory.name,
         normalize=found.normalize if model.normalize is None else model.normalize,
         max_length=model.max_length or found.max_length,
         prompts=found.prompts
         | ({"query": model.query_prompt} if model.query_prompt is not None else {})
         | ({"document": model.document_prompt} if model.document_prompt is not None else {}),
     )
-
-
-def _directory(path: str, revision: str | None) -> Path:
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return local.resolve()
-    if local.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ModelError(f"model.path={path}: there is no such directory")
-    ignored = list(_NEVER_DOWNLOADED)
-    try:
-        try:
-            if any(name.endswith(".safetensors") for name in list_repo_files(path, revision=revision)):
-                ignored.append("*.bin")
-        except Exception:  # noqa: S110 - any transport's own; the cached snapshot serves, or the next line tells
-            pass
-        return Path(snapshot_download(path, revision=revision, ignore_patterns=ignored))
-    except Exception as error:
-        raise ModelError(
-            f"model.path={path} is neither a directory nor a model that the Hugging Face Hub gave us "
-            f"({type(error).__name__}: {one_line(error)})"
-        ) from None
 
 
 def _from_config(model: ModelConfig) -> ModelSource:
@@ -167,7 +145,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
     """A sentence-transformers directory. Module types are matched against a list, never imported."""
     transformer, pooling, normalize, dense = directory, None, False, []
     kinds: list[str] = []
-    for module in _json(directory / "modules.json", list):
+    for module in read_json(directory / "modules.json", list):
         if not isinstance(module, dict) or "type" not in module:
             raise ModelError(f"{directory / 'modules.json'} holds {module!r}, which is not a mapping with `type`")
         kind = str(module["type"])
@@ -195,6 +173,12 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             f"{directory / 'modules.json'} runs {', '.join(kinds) or 'nothing'}; "
             f"embedtrain trains Transformer, Pooling, any number of Dense, then perhaps Normalize, in this order"
         )
+    if transformer != directory.resolve():
+        if (transformer / "modules.json").is_file():
+            raise ModelError(
+                f"{transformer / 'modules.json'} is a second one, within {directory}: take one of them away"
+            )
+        require_harmless(transformer, trust_remote_code=model.trust_remote_code)
     settings = _transformer_settings(transformer)
     return ModelSource(
         directory=transformer,
@@ -212,7 +196,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
 def _transformer_settings(directory: Path) -> dict[str, Any]:
     """What sentence-transformers adds to a backbone; old versions named the file after the architecture."""
     names = sorted(directory.glob("sentence_*_config.json"), key=lambda path: path.name != "sentence_bert_config.json")
-    settings: dict[str, Any] = _json(names[0]) if names else {}
+    settings: dict[str, Any] = read_json(names[0]) if names else {}
     length = settings.get("max_seq_length")
     if length is not None and (not isinstance(length, int) or length < 1):
         raise ModelError(f"{names[0]}: max_seq_length={length!r} is not a number of tokens")
@@ -220,7 +204,7 @@ def _transformer_settings(directory: Path) -> dict[str, Any]:
 
 
 def _prompts(path: Path) -> dict[str, str]:
-    own: dict[str, Any] = _json(path) if path.is_file() else {}
+    own: dict[str, Any] = read_json(path) if path.is_file() else {}
     saved = own.get("prompts") or {}
     if not isinstance(saved, dict):
         raise ModelError(f"{path}: prompts={saved!r} is not a mapping of names to prompts")
@@ -240,10 +224,18 @@ def _prompts(path: Path) -> dict[str, str]:
 
 
 def _config(directory: Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    settings = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
+    if "auto_map" in settings and not trust_remote_code and str(settings.get("model_type")) not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{directory / 'config.json'} asks for Python that comes with the model (auto_map): read it, and where you "
+            "trust its authors set trust_remote_code=true (in a recipe model.trust_remote_code)"
+        )
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ModelError(f"no model configuration can be read from {directory}: {one_line(error)}") from None
+    except Exception as error:  # of values that make no sense transformers raises nearly anything
+        raise ModelError(
+            f"no model configuration can be read from {directory} ({type(error).__name__}: {one_line(error)})"
+        ) from None
     return _usable(config, str(directory))
 
 
@@ -252,12 +244,13 @@ def _usable(config: PretrainedConfig, where: str) -> PretrainedConfig:
         raise ModelError(
             f"{where} holds a {config.model_type}, an encoder-decoder; embedtrain trains encoders and decoders"
         )
+    require_own_attention(config, where)
     switch_off_unused(config)
     return config
 
 
 def _pooling(path: Path) -> Pooling:
-    settings = _json(path)
+    settings = read_json(path)
     mode = settings.get("pooling_mode")
     modes = [mode] if isinstance(mode, str) else list(mode or [])
     modes = modes or [name for flag, name in _POOLING_FLAGS.items() if settings.get(flag)]
@@ -273,15 +266,15 @@ def _pooling(path: Path) -> Pooling:
 
 
 def _dense(directory: Path) -> DenseSource:
-    settings = _json(directory / "config.json")
+    settings = read_json(directory / "config.json")
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
     if activation not in ACTIVATIONS:
         raise ModelError(f"{directory / 'config.json'}: activation {activation} is not one of {', '.join(ACTIVATIONS)}")
     if settings.get("use_residual"):
         raise ModelError(f"{directory / 'config.json'}: a Dense head with use_residual cannot be trained here")
     sizes = [settings.get("in_features"), settings.get("out_features")]
-    if not all(isinstance(size, int) for size in sizes):
-        raise ModelError(f"{directory / 'config.json'}: in_features and out_features must be numbers, not {sizes}")
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ModelError(f"{directory / 'config.json'}: in_features and out_features must be sizes, not {sizes}")
     return DenseSource(
         directory=directory,
         num_in=sizes[0],
@@ -297,20 +290,3 @@ def _required(pooling: Pooling | None, what: str) -> Pooling:
             f"{what} does not say how to pool: set pooling (in a recipe model.pooling) to cls, mean or last"
         )
     return pooling
-
-
-def _json(path: Path, kind: type = dict) -> Any:
-    if not path.is_file():
-        raise ModelError(f"{path} is missing")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, kind):
-        raise ModelError(f"{path} should hold a {kind.__name__}, not a {type(content).__name__}")
-    return content
-
-
-def one_line(error: BaseException) -> str:
-    """An error's text without line breaks."""
-    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")

@@ -1,29 +1,37 @@
 """A model's tokenizer, whether it belongs to the model, and how many tokens of a text are kept."""
 
+from pathlib import Path
+
 from tokenizers import normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.source import ModelSource, one_line
+from embedtrain.models.gate import require_harmless
+from embedtrain.models.hub import local_directory, one_line
+from embedtrain.models.source import ModelSource
 
 # Position numbers of these models start behind the padding id, so that many fewer tokens fit.
 _POSITIONS_AFTER_PADDING = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet", "xmod"}
 
 
-def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer in `tokenizer` (directory or Hub id), else the model's own.
+# Of a Hub repository that is only asked for its tokenizer.
+_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
+
+
+def load_tokenizer(
+    source: ModelSource, tokenizer: str | None = None, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in `tokenizer` (directory or Hub id, there at `revision`), else the model's own.
 
     Raises:
-        ConfigError: a model made from model.config has none, and none is named.
-        ModelError: there is none, or it has no padding token.
+        ConfigError: a model made from model.config has none, and none is named; or a revision of a directory.
+        ModelError: there is none, it has no padding token, or its files ask for more than to be read.
     """
     if tokenizer is None and source.directory is None:
         raise ConfigError("a model made from model.config has no tokenizer of its own: set model.tokenizer")
     where = tokenizer or str(source.directory)
-    try:
-        loaded = AutoTokenizer.from_pretrained(where, trust_remote_code=source.trust_remote_code)
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise ModelError(f"no tokenizer can be read from {where}: {one_line(error)}") from None
+    directory = local_directory(where, revision, "model.tokenizer", "model.tokenizer_revision", _FILES)
+    loaded = read_tokenizer(directory, trust_remote_code=source.trust_remote_code)
     if set(loaded.get_vocab()) <= set(loaded.all_special_tokens):
         # Where the files are missing transformers makes one that turns every word into <unk>, without a word.
         raise ModelError(f"{where} has no tokenizer files: set model.tokenizer to the tokenizer that belongs to it")
@@ -36,6 +44,22 @@ def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> PreTrai
             raise ModelError(f"the tokenizer of {where} has neither a padding nor an end-of-text token")
         # Padding is masked out everywhere, so any known token does; LLM tokenizers often have none of their own.
         loaded.pad_token = loaded.eos_token
+    return loaded
+
+
+def read_tokenizer(directory: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory, as it is.
+
+    Raises:
+        ModelError: there is none, or its files ask for more than to be read.
+    """
+    require_harmless(directory, trust_remote_code=trust_remote_code)
+    try:
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise ModelError(f"no tokenizer can be read from {directory}: {one_line(error)}") from None
+    if not isinstance(loaded, PreTrainedTokenizerBase):
+        raise ModelError(f"no tokenizer can be read from {directory}: its files make a {type(loaded).__name__} instead")
     return loaded
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from embedtrain.config.revisions import split_revision
 from embedtrain.config.schema import ModelConfig, ParallelConfig
 from embedtrain.data.tokens import in_order
 from embedtrain.data.types import Tokens
@@ -49,18 +50,19 @@ class GuideModel:
 def load_guides(
     paths: Sequence[str], parallel: ParallelConfig, world: World, *, chunk_tokens: int, trust_remote_code: bool
 ) -> tuple[dict[str, GuideModel], list[str]]:
-    """The models that a loss asks for, by path, and a line for the user about each. Every rank must call.
+    """The models that a loss asks for, by path or ID@REVISION, and a line about each. Every rank must call.
 
     Raises:
         ConfigError, ModelError: on every rank alike.
     """
     guides, notes = {}, []
     for path in paths:
-        options = ModelConfig(path=path, trust_remote_code=trust_remote_code)
+        name, revision = split_revision(path)
+        options = ModelConfig(path=name, revision=revision, trust_remote_code=trust_remote_code)
         try:
             loaded = load_model(options, parallel, world, seed=0)
         except (ConfigError, ModelError) as error:
-            told = str(error).removeprefix(f"model.path={path}: ")
+            told = str(error).removeprefix(f"model.path={name}: ")
             raise ConfigError(
                 f"the loss's guide or teacher {path}: {told} (a sentence-transformers model is wanted)"
             ) from None

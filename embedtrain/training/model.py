@@ -75,7 +75,7 @@ def load_model(
         source = open_source(model)
         if tokenizer is not None:
             adopt_vocabulary(source, tokenizer)
-        loaded = tokenizer if tokenizer is not None else load_tokenizer(source, model.tokenizer)
+        loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision) if tokenizer is None else tokenizer
         check_vocabulary(source, loaded)
         length = text_length(source, loaded)
         encoder = build_encoder(source)

@@ -45,12 +45,18 @@ def best_without_set(recipe: Recipe) -> None:
     recipe.checkpoint.best = "ndcg@10"
 
 
+def revision_of_nothing(recipe: Recipe) -> None:
+    recipe.model = ModelConfig(config={"model_type": "bert"}, pooling=Pooling.mean, revision="main")
+
+
 BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
     ("no name", changed("name", ""), "recipe=NAME"),
     ("negative seed", changed("seed", -1), "seed=-1"),
     ("huge seed", changed("seed", 2**63), "seed="),
     ("no model", changed("model.path", None), "model.path"),
     ("two models", changed("model.config", {"model_type": "bert"}), "keep one"),
+    ("revision of nothing", revision_of_nothing, "model.revision=main chooses a version of a Hub repository"),
+    ("tokenizer's", changed("model.tokenizer_revision", "main"), "model.tokenizer_revision=main has no use without"),
     ("no pooling", changed("model", ModelConfig(config={"model_type": "bert"})), "model.pooling"),
     ("short texts", changed("model.max_length", 2), "model.max_length=2"),
     ("no rows", changed("data.train", []), "data.train"),
@@ -88,9 +94,11 @@ BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
     ("patience without evaluations", patient(0, "dev/ndcg@10"), "set evaluation.every"),
     ("checkpoint every", changed("checkpoint.every", -1), "checkpoint.every=-1"),
     ("keep", changed("checkpoint.keep", 0), "checkpoint.keep=0"),
+    ("keep every", changed("checkpoint.keep_every", -1), "checkpoint.keep_every=-1"),
+    ("no room", changed("checkpoint.max_disk_gb", 0.0), "checkpoint.max_disk_gb=0.0: must be above 0"),
+    ("room without end", changed("checkpoint.max_disk_gb", float("nan")), "checkpoint.max_disk_gb=nan"),
     ("best of nothing", changed("checkpoint.best", "dev/ndcg@10"), "evaluation.sets is empty"),
     ("best without set", best_without_set, "checkpoint.best=ndcg@10"),
-    ("format", changed("export.formats", ["tensorflow"]), "export.formats=['tensorflow']"),
 ]
 
 
@@ -98,6 +106,7 @@ BROKEN_SOURCES: list[tuple[dict[str, object], str]] = [
     ({"weight": 0.0}, "weight=0.0: must be above 0"),
     ({"weight": float("nan")}, "weight=nan"),
     ({"weight": float("inf")}, "weight=inf"),
+    ({"documents_revision": "main"}, "documents_revision=main has no use without documents"),
     ({"negatives": -1}, "negatives=-1: a number from 0 on"),
     ({"score_scale": 0.0}, "score_scale=0.0"),
     ({"max_rows": 0}, "max_rows=0"),
@@ -190,6 +199,23 @@ def test_hsdp_takes_a_shard_size_from_1_on():
     recipe.parallel.shard_size = 0
     with pytest.raises(ConfigError, match=r"parallel\.shard_size=0"):
         check_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("formats", ["tensorflow"], "export.formats=['tensorflow']: allowed is sentence_transformers, onnx"),
+        ("max_file_size", "5 GiB", "export.max_file_size=5 GiB: a number above 0 with KB, MB, GB or TB"),
+        ("push_to_hub", "me//model", "export.push_to_hub=me//model: "),
+    ],
+)
+def test_broken_export_options_are_named(option, value, words):
+    recipe = good()
+    setattr(recipe.export, option, value)
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(recipe)
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
 
 
 def test_every_rule_can_break():

@@ -38,6 +38,7 @@ def test_what_is_asked_for():
         ([*GOOD, "max_score=nan"], "max_score=nan: finite numbers"),
         ([*GOOD, "max_score=0.1", "min_score=0.2"], "min_score=0.2 is above max_score=0.1"),
         ([*GOOD, "teacher_max_length=9"], "teacher_max_length=9 has no use without a teacher"),
+        ([*GOOD, "teacher_revision=main"], "teacher_revision=main has no use without a teacher"),
         ([*GOOD, "teacher_batch_size=0"], "teacher_batch_size=0: "),
         ([*GOOD, "max_length=2"], "max_length=2, "),
         ([*GOOD, "chunk_tokens=0"], "chunk_tokens=0: "),

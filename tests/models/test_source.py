@@ -186,7 +186,7 @@ def test_code_of_a_model_directory_is_not_run(hf_dir, tmp_path):
     (hf_dir / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
     auto = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
     rewrite(hf_dir / "config.json", model_type="evil", auto_map=auto)
-    refused(ModelError, lambda: opened(hf_dir, pooling=Pooling.cls), "custom code")
+    refused(ModelError, lambda: opened(hf_dir, pooling=Pooling.cls), "auto_map")
     assert not (tmp_path / "marker").exists()
 
 

@@ -45,7 +45,7 @@ def raw_rows(part: Part, *, subset: str | None, split: str, columns: list[str] |
         case Kind.arrow:
             return arrow_rows(part.name, columns)
         case Kind.hub:
-            data = open_dataset(part.name, part.subset or subset, part.split or split)
+            data = open_dataset(part, subset, split)
             return dataset_rows(data, part.name, columns)
         case Kind.beir:
             return judged_rows(part, lambda table: raw_rows(table, subset=subset, split=split, columns=None))

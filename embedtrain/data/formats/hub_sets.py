@@ -10,19 +10,20 @@ from embedtrain.errors import DataError
 T = TypeVar("T")
 
 
-def judged_part(name: str, split: str) -> Part:
+def judged_part(name: str, split: str, revision: str | None = None) -> Part:
     """The judgements of a split, with the queries and the corpus.
 
     Args:
         name: Hub id, or a folder laid out like a repository.
         split: of the judgements.
+        revision: commit, tag or branch of the repository.
 
     Raises:
         DataError: it cannot be opened, or is laid out in another way.
     """
     import datasets  # takes a second, and most sources are plain files
 
-    configs = _ask(name, lambda: datasets.get_dataset_config_names(name))
+    configs = _ask(name, lambda: datasets.get_dataset_config_names(name, revision=revision))
     of_judgements = next((config for config in ("qrels", "default") if config in configs), None)
     if of_judgements is None or not {"corpus", "queries"} <= set(configs):
         raise DataError(
@@ -31,16 +32,17 @@ def judged_part(name: str, split: str) -> Part:
         )
 
     def splits_of(config: str) -> list[str]:
-        return _ask(name, lambda: datasets.get_dataset_split_names(name, config))
+        return _ask(name, lambda: datasets.get_dataset_split_names(name, config, revision=revision))
 
     there = splits_of(of_judgements)
     if split not in there:
         raise DataError(f"{name}: {of_judgements} holds no judgements of split={split}, only of {', '.join(there)}")
-    texts = [
-        Part(name, Kind.hub, subset=config, split=_only_split(name, config, splits_of(config)))
-        for config in ("queries", "corpus")
-    ]
-    return Part(name, Kind.beir, tables=(Part(name, Kind.hub, subset=of_judgements, split=split), *texts))
+
+    def table(config: str, split: str) -> Part:
+        return Part(name, Kind.hub, subset=config, split=split, revision=revision)
+
+    texts = [table(config, _only_split(name, config, splits_of(config))) for config in ("queries", "corpus")]
+    return Part(name, Kind.beir, tables=(table(of_judgements, split), *texts))
 
 
 def _only_split(name: str, config: str, splits: Sequence[str]) -> str:

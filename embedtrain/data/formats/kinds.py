@@ -46,6 +46,7 @@ class Part:
         kind: how it is stored.
         subset: configuration of a Hub data set, other than the source's.
         split: likewise.
+        revision: commit, tag or branch of a Hub data set.
         tables: of a BEIR folder: its judgements, queries and corpus.
     """
 
@@ -53,6 +54,7 @@ class Part:
     kind: Kind
     subset: str | None = None
     split: str | None = None
+    revision: str | None = None
     tables: tuple["Part", ...] = ()
 
     def place(self, line: int) -> str:

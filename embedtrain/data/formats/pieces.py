@@ -143,8 +143,7 @@ class Parts:
 
     def _dataset(self, part: Part) -> Any:
         if part not in self._datasets:
-            subset, split = part.subset or self._source.subset, part.split or self._source.split
-            self._datasets[part] = open_dataset(part.name, subset, split)
+            self._datasets[part] = open_dataset(part, self._source.subset, self._source.split)
         return self._datasets[part]
 
 

@@ -160,7 +160,10 @@ def find(source: TrainSource, parts: list[Part] | None = None) -> Found:
                 f"{source.path}: documents={source.documents} has no use: rows hold their documents' texts themselves"
             )
         return Found(parts, [])
-    corpus = _corpus_beside(rows[0]) if source.documents is None else parts_of(TrainSource(path=source.documents))
+    if source.documents is None:
+        corpus = _corpus_beside(rows[0])
+    else:
+        corpus = parts_of(TrainSource(path=source.documents, revision=source.documents_revision))
     if not corpus:
         raise DataError(
             f"{source.path}: rows name documents by id, and there is no corpus beside them: "
@@ -204,10 +207,15 @@ def parts_of(source: TrainSource) -> list[Part]:
 
     Raises:
         DataError: nothing matches, a file of an unknown kind, or a folder with files of several kinds.
-        ConfigError: a subset or a split of a file.
+        ConfigError: a subset or a split of a file, or a revision of what is not on the Hub.
     """
     path = local_path(source.path)
     is_file = Path(path).is_file() and not is_url(path)
+    if source.revision is not None and (is_url(path) or is_pattern(path) or Path(path).exists()):
+        raise ConfigError(
+            f"{source.path}: revision={source.revision} chooses a version of a Hub data set, and this is none: leave "
+            "it out (in a URL it stands behind the id, hf://datasets/OWNER/NAME@REVISION/...)"
+        )
     if not is_file and not is_pattern(path) and (is_url(path) or Path(path).is_dir()) and is_folder(path):
         return _parts_of_folder(path, source)
     if not is_url(path):
@@ -226,7 +234,9 @@ def parts_of(source: TrainSource) -> list[Part]:
         return [_part_of_file(name) for name in names]
     if not may_be_hub_id(source.path):
         raise DataError(f"{source.path}: no such file or folder")
-    return [judged_part(path, source.split) if source.format == DataFormat.beir else Part(source.path, Kind.hub)]
+    if source.format == DataFormat.beir:
+        return [judged_part(path, source.split, source.revision)]
+    return [Part(source.path, Kind.hub, revision=source.revision)]
 
 
 def _part_of_file(name: str) -> Part:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embedtrain.data.formats.kinds import saved_to_disk
+from embedtrain.data.formats.kinds import Part, saved_to_disk
 from embedtrain.data.formats.problems import BadRow, first_line, not_utf8
 from embedtrain.data.formats.remote import is_url, open_url, unreachable
 from embedtrain.errors import DataError
@@ -51,24 +51,31 @@ def arrow_sizes(name: str) -> list[tuple[int, int]]:
         return [(batch.num_rows, batch.nbytes) for batch in batches]
 
 
-def open_dataset(name: str, subset: str | None, split: str) -> Any:
+def open_dataset(part: Part, subset: str | None, split: str) -> Any:
     """One split of a data set of the Hub, or of a folder that `datasets` can open.
+
+    Args:
+        part: which, with its revision; its own subset and split come first.
+        subset: where the part says none.
+        split: likewise.
 
     Raises:
         DataError: it cannot be opened.
     """
     import datasets  # takes a second, and most sources are plain files
 
+    name, subset, split = part.name, part.subset or subset, part.split or split
     try:
         if saved_to_disk(Path(name)):
             data = datasets.load_from_disk(name)
             return data[split] if isinstance(data, datasets.DatasetDict) else data
-        return datasets.load_dataset(name, subset, split=split)
+        return datasets.load_dataset(name, subset, split=split, revision=part.revision)
     except Exception as error:  # anything: network, name, split, the data set's own files
         what = " ".join(str(error).split())
+        at = "" if part.revision is None else f", revision {part.revision}"
         raise DataError(
             f"{name}: neither a file here nor a data set that can be opened "
-            f"(subset {subset}, split {split}): {type(error).__name__}: {what}"
+            f"(subset {subset}, split {split}{at}): {type(error).__name__}: {what}"
         ) from error
 
 

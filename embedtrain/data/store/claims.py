@@ -59,7 +59,7 @@ def is_complete(directory: Path) -> bool:
     try:
         sizes = read_facts(directory / COMPLETE)["files"]
         return all((directory / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embedtrain.config.revisions import split_revision
 from embedtrain.config.schema import TrainSource
 from embedtrain.data.formats import values
 from embedtrain.data.formats.files import raw_rows
@@ -69,7 +70,8 @@ def corpus_parts(paths: Sequence[str]) -> list[Part]:
     parts: list[Part] = []
     for path in paths:
         own = sorted(Path(path).expanduser().glob("corpus.*")) if Path(path).expanduser().is_dir() else []
-        parts += parts_of(TrainSource(path=str(own[0]) if own else path))
+        name, revision = split_revision(path)
+        parts += parts_of(TrainSource(path=str(own[0]) if own else name, revision=revision))
     return parts
 
 

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
+
+from embedtrain.data.formats.problems import first_line
+from embedtrain.errors import DataError
 
 EXAMPLES = 20  # of suspected false negatives and of suspected wrong labels that are kept
 QUANTILES = {"min": 0.0, "5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95, "max": 1.0}
@@ -89,12 +93,20 @@ class Figures:
 
     @classmethod
     def read(cls, beside: Path) -> "Figures":
-        """What `write` kept."""
-        with np.load(beside.with_suffix(".npz")) as kept:
-            facts = json.loads(str(kept["facts"]))
-            values: dict[str, Any] = {name: kept[name] for name in _ARRAYS}
-        values |= {name: facts[name] for name in _COUNTS}
-        values |= {name: [Suspect(**suspect) for suspect in facts[name]] for name in _SUSPECTS}
+        """What `write` kept.
+
+        Raises:
+            DataError: it holds something else.
+        """
+        path = beside.with_suffix(".npz")
+        try:
+            with np.load(path, allow_pickle=False) as kept:
+                facts = json.loads(str(kept["facts"]))
+                values: dict[str, Any] = {name: kept[name] for name in _ARRAYS}
+            values |= {name: facts[name] for name in _COUNTS}
+            values |= {name: [Suspect(**suspect) for suspect in facts[name]] for name in _SUSPECTS}
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, BadZipFile) as error:
+            raise DataError(f"{path} cannot be read ({first_line(error)}): write another folder as to=") from error
         return cls(**values)
 
     @classmethod

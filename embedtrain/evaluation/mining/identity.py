@@ -19,6 +19,7 @@ _WITHOUT = {
     "model",
     "teacher",
     "revision",
+    "teacher_revision",
     "cache_dir",
     "timeout",
     "gather",

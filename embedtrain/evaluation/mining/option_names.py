@@ -10,7 +10,12 @@ OF_MODEL = {
     "path": "model",
     **{name: name for name in ("pooling", "normalize", "max_length", "revision", "trust_remote_code")},
 }
-OF_TEACHER = {"path": "teacher", "max_length": "teacher_max_length", "trust_remote_code": "trust_remote_code"}
+OF_TEACHER = {
+    "path": "teacher",
+    "max_length": "teacher_max_length",
+    "revision": "teacher_revision",
+    "trust_remote_code": "trust_remote_code",
+}
 
 
 @contextlib.contextmanager

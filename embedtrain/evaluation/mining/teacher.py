@@ -28,10 +28,17 @@ from embedtrain.evaluation.mining.relation import numbered
 from embedtrain.evaluation.mining.window import Floats, Pairs, scores_of
 from embedtrain.evaluation.search import ShardedIndex
 from embedtrain.evaluation.stored_vectors import StoredVectors
+from embedtrain.models.hub import one_line
 from embedtrain.models.source import ModelSource, open_source
 from embedtrain.models.tokenizer import text_length
 from embedtrain.training.model import load_model
 
+# sentence-transformers calls whatever of torch has the name that a cross-encoder's config.json gives.
+_ACTIVATIONS = (
+    "torch.nn.modules.activation.Sigmoid",
+    "torch.nn.modules.activation.Tanh",
+    "torch.nn.modules.linear.Identity",
+)
 _PAIRS_AT_A_TIME = 256  # of one query, that a cross-encoder sorts by length; progress is told after them
 
 
@@ -84,7 +91,10 @@ def find_teacher(options: MineOptions) -> FoundTeacher:
         ConfigError: it is not there, or is neither a bi-encoder nor a cross-encoder of one score.
     """
     model = ModelConfig(
-        path=options.teacher, max_length=options.teacher_max_length, trust_remote_code=options.trust_remote_code
+        path=options.teacher,
+        revision=options.teacher_revision,
+        max_length=options.teacher_max_length,
+        trust_remote_code=options.trust_remote_code,
     )
     path = str(options.teacher)
     try:
@@ -100,6 +110,12 @@ def find_teacher(options: MineOptions) -> FoundTeacher:
     is_classifier = any(kind.endswith("ForSequenceClassification") for kind in kinds)
     num_labels = source.config.num_labels
     if is_classifier and num_labels == 1:
+        activation = _activation(source)
+        if activation not in (None, *_ACTIVATIONS) and not options.trust_remote_code:
+            raise ConfigError(
+                f"teacher={path}: its config.json asks for the activation {activation}, which would be called by that "
+                f"name; those that are known are {', '.join(_ACTIVATIONS)}"
+            )
         return FoundTeacher(source, True, model)
     classes = f" of {num_labels} classes" if is_classifier else ""
     raise ConfigError(
@@ -107,6 +123,14 @@ def find_teacher(options: MineOptions) -> FoundTeacher:
         "directory that says how it pools, or a cross-encoder, a "
         "...ForSequenceClassification with num_labels 1"
     )
+
+
+def _activation(source: ModelSource) -> Any:
+    """What sentence-transformers is told to put scores through, under its name of today or that before version 4."""
+    said = source.config.to_dict()
+    today = said.get("sentence_transformers")
+    name = today.get("activation_fn") if isinstance(today, dict) else today
+    return name if name is not None else said.get("sbert_ce_default_activation_function")
 
 
 def load_teacher(
@@ -136,10 +160,12 @@ def load_teacher(
                 str(found.source.directory),
                 device=str(world.device),
                 trust_remote_code=options.trust_remote_code,
+                local_files_only=True,
                 max_length=options.teacher_max_length,
+                model_kwargs={"weights_only": True},
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ModelError(f"teacher={options.teacher} cannot be loaded: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # of files that make no sense the libraries raise nearly anything
+            raise ModelError(f"teacher={options.teacher} cannot be loaded: {one_line(error)}") from error
         text_length(found.source, cross.tokenizer)  # a length beyond its positions is refused
     length = cross.max_seq_length
     return _CrossEncoder(cross, options, world), (f"a cross-encoder, {length} tokens",)

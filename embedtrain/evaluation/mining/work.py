@@ -191,7 +191,7 @@ def _told(value: object) -> str:
 def _read(path: Path) -> object:
     try:
         facts: object = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}): write another folder as to=") from None
     return facts
 

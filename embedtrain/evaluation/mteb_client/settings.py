@@ -52,6 +52,6 @@ def _said(source: ModelSource) -> dict[str, Any]:
     path = next((folder / _FILE for folder in folders if (folder / "modules.json").is_file()), Path(_FILE))
     try:
         said = json.loads(path.read_text(encoding="utf-8")) if path.is_absolute() and path.is_file() else {}
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     return said if isinstance(said, dict) else {}

@@ -58,6 +58,6 @@ def _num_bytes(table: Table) -> int:
     part = table.part
     if part.kind is Kind.hub:
         with without_bars():
-            return int(open_dataset(part.name, part.subset, part.split or "train").data.nbytes)
+            return int(open_dataset(part, None, "train").data.nbytes)
     packed = part.name.lower().endswith((".gz", ".zst", ".parquet"))
     return (size_of(part.name) or 0) * (_PACKED if packed else 1)

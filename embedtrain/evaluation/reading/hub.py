@@ -14,7 +14,7 @@ from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.formats.kinds import Kind, Part
 from embedtrain.data.formats.problems import first_line
 from embedtrain.data.store.cache import Cache
-from embedtrain.errors import DataError
+from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.reading.corpus import read_documents
 from embedtrain.evaluation.reading.reranking import with_candidates
 from embedtrain.evaluation.reading.retrieval import assemble, read_queries
@@ -34,17 +34,19 @@ class Repository:
 
     Args:
         path: Hub id, or a directory laid out like a repository.
+        revision: commit, tag or branch, of one on the Hub.
 
     Raises:
         DataError: it cannot be loaded.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, revision: str | None = None) -> None:
         import datasets  # takes a second, and most sets are plain files
 
-        self.path = path
-        self.configs: list[str] = _ask(path, lambda: datasets.get_dataset_config_names(path))
-        self.splits_of = cache(lambda config: _ask(path, lambda: datasets.get_dataset_split_names(path, config)))
+        self.path, self.revision = path, revision
+        names, splits = datasets.get_dataset_config_names, datasets.get_dataset_split_names
+        self.configs: list[str] = _ask(path, lambda: names(path, revision=revision))
+        self.splits_of = cache(lambda config: _ask(path, lambda: splits(path, config, revision=revision)))
 
     def contents(self) -> str:
         """What is there, for messages."""
@@ -64,7 +66,8 @@ class Repository:
 
     def table(self, config: str, split: str) -> Table:
         """One split of a configuration."""
-        return Table(f"{self.path} ({config}, {split})", Part(self.path, Kind.hub, subset=config, split=split))
+        part = Part(self.path, Kind.hub, subset=config, split=split, revision=self.revision)
+        return Table(f"{self.path} ({config}, {split})", part)
 
     def part(self, config: str, part: str, split: str) -> Table:
         """A table of a retrieval set: of the split called like it, of that which is measured, or the only one."""
@@ -92,7 +95,7 @@ def hub_retrieval(path: str, config: EvaluationSet, name: str, cache: Cache) -> 
     Raises:
         DataError: it cannot be loaded, or tables do not fit together.
     """
-    repository = Repository(path)
+    repository = Repository(path, config.revision)
     language = None if config.config == "default" else config.config
     found = _texts(repository, language)
     if found is None:
@@ -100,7 +103,7 @@ def hub_retrieval(path: str, config: EvaluationSet, name: str, cache: Cache) -> 
             raise DataError(f"{path} holds no corpus and queries, only {repository.contents()}")
         return None
     corpus, queries = found
-    judged, judged_config = _judged(repository, language, found)
+    judged, judged_config = _judged(repository, language, found, config.qrels_revision)
     split = choose_split(judged.splits_of(judged_config), config.split, f"{judged.path} ({judged_config})")
     # What is small is read first: its faults are told before a large corpus is gone through.
     instructions: Iterable[Row] = ()
@@ -125,7 +128,7 @@ def hub_tables(path: str, config: EvaluationSet) -> Tables:
     Raises:
         DataError: it cannot be loaded, or there is no such configuration or split.
     """
-    repository = Repository(path)
+    repository = Repository(path, config.revision)
     chosen, columns = config.config, None
     if chosen is None:
         chosen = repository.plain()
@@ -170,15 +173,33 @@ def _of_several(repository: Repository) -> list[str]:
     return found + [name[len(start) :] for name in repository.configs for start in ends[1] if name.startswith(start)]
 
 
-def _judged(repository: Repository, language: str | None, texts: tuple[str, str]) -> tuple[Repository, str]:
-    """Where the judgements are: a configuration beside corpus and queries, else a repository of their own."""
+def _judged(
+    repository: Repository, language: str | None, texts: tuple[str, str], revision: str | None
+) -> tuple[Repository, str]:
+    """Where the judgements are: a configuration beside corpus and queries, else a repository of their own.
+
+    Args:
+        repository: the set's.
+        language: that is asked for.
+        texts: the configurations of corpus and queries.
+        revision: of the repository of their own.
+
+    Raises:
+        ConfigError: such a revision, and there is no repository of their own.
+        DataError: there are none.
+    """
     names = [repository.named("qrels", language), "default" if language is None else language]
     for config in names:
         if config is not None and config in repository.configs and config not in texts:
+            if revision is not None:
+                raise ConfigError(
+                    f"qrels_revision={revision} is of a repository that holds judgements alone, and {repository.path} "
+                    "holds its own: leave it out, revision says which"
+                )
             return repository, config
     second = f"{repository.path.rstrip('/')}-qrels"
     try:
-        other = Repository(second)
+        other = Repository(second, revision)
     except DataError as error:
         raise DataError(
             f"{repository.path} holds no judgements (a configuration called default or qrels), "

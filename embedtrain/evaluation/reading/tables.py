@@ -6,6 +6,7 @@ from pathlib import Path
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.formats.kinds import Kind, Part, saved_to_disk
+from embedtrain.data.formats.problems import first_line
 from embedtrain.data.formats.sources import SUFFIXES_IN_FOLDERS, stem_of, suffix_of
 from embedtrain.data.store.cache import read_facts
 from embedtrain.errors import ConfigError, DataError
@@ -77,7 +78,10 @@ def tables_in(folder: Path) -> dict[str, Table]:
     """The tables of a folder, or of what `save_to_disk` wrote, by name without ending."""
     if saved_to_disk(folder):
         listed = folder / "dataset_dict.json"
-        splits = read_facts(listed)["splits"] if listed.is_file() else ["test"]
+        try:
+            splits = [str(split) for split in read_facts(listed)["splits"]] if listed.is_file() else ["test"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise DataError(f"{listed} cannot be read as what save_to_disk writes: {first_line(error)}") from error
         return {
             split: Table(f"{folder} ({split})", Part(str(folder), Kind.hub, split=split)) for split in sorted(splits)
         }

@@ -1,0 +1,262 @@
+"""Model directories made by an attacker, given to every door and for every role: none runs code, or asks to."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.evaluation.mining.models import save_cross_encoder
+from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle
+from tests.small import save_guide, small_model, write_rows
+
+Attack = Callable[[Path, Path], None]  # of a model directory, which makes the marker if code runs
+
+
+def module_type(directory: Path, _: Path) -> None:
+    modules = json.loads((directory / "modules.json").read_text())
+    modules[0]["type"] = "evil.Mod"
+    (directory / "modules.json").write_text(json.dumps(modules))
+
+
+def second_modules(directory: Path, _: Path) -> None:
+    (directory / "inner").mkdir()
+    modules = json.loads((directory / "modules.json").read_text())
+    modules[0]["path"] = "inner"
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "inner" / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "evil.Mod"}]')
+
+
+def own_classes(directory: Path, _: Path) -> None:
+    edit(
+        directory / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
+    )
+
+
+def own_tokenizer(directory: Path, _: Path) -> None:
+    edit(
+        directory / "tokenizer_config.json", tokenizer_class="Tok", auto_map={"AutoTokenizer": ["evil.Tok", "evil.Tok"]}
+    )
+
+
+def no_tokenizer(name: str) -> Attack:
+    """A class of transformers that is no tokenizer, and asks whether the model's code may run."""
+
+    def attack(directory: Path, _: Path) -> None:
+        edit(directory / "config.json", auto_map={name: "evil.Mod"})
+        edit(directory / "tokenizer_config.json", tokenizer_class=name)
+
+    return attack
+
+
+def pickled_weights(directory: Path, marker: Path) -> None:
+    plant_pickle(directory / "pytorch_model.bin", marker, load_file(directory / "model.safetensors"))
+    (directory / "model.safetensors").unlink()
+
+
+def pickles_beside(directory: Path, marker: Path) -> None:
+    """Nobody reads them where there are safetensors."""
+    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "tokenizer.pkl", "vocab.pickle"):
+        plant_pickle(directory / name, marker)
+
+
+def pickled_head(directory: Path, marker: Path) -> None:
+    modules = json.loads((directory / "modules.json").read_text())
+    dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    (directory / "modules.json").write_text(json.dumps([*modules[:2], dense]))
+    (directory / "2_Dense").mkdir(exist_ok=True)
+    edit(directory / "2_Dense" / "config.json", in_features=32, out_features=16)
+    plant_pickle(directory / "2_Dense" / "pytorch_model.bin", marker)
+
+
+def unpickling_asked_for(directory: Path, marker: Path) -> None:
+    arguments = {"weights_only": False, "use_safetensors": False, "trust_remote_code": True}
+    edit(directory / "sentence_bert_config.json", model_args=arguments)
+    pickled_weights(directory, marker)
+
+
+def kernel(directory: Path, _: Path) -> None:
+    edit(directory / "config.json", attn_implementation="evil/kernel")
+
+
+def adapter(directory: Path, _: Path) -> None:
+    mapping = {"base_model_class": "Mod", "parent_library": "evil"}
+    edit(directory / "adapter_config.json", peft_type="LORA", base_model_name_or_path="evil/base", auto_mapping=mapping)
+
+
+def head_activation(directory: Path, marker: Path) -> None:
+    pickled_head(directory, marker)
+    edit(directory / "2_Dense" / "config.json", activation_function="evil.Mod")
+
+
+def index_elsewhere(directory: Path, _: Path) -> None:
+    edit(directory / "model.safetensors.index.json", weight_map={"a": "../../secret.safetensors"})
+
+
+def config(**changes: object) -> Attack:
+    return lambda directory, _: edit(directory / "config.json", **changes)
+
+
+def text(name: str, content: str) -> Attack:
+    return lambda directory, _: (directory / name).write_text(content) and None
+
+
+def huge_header(directory: Path, _: Path) -> None:
+    (directory / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
+
+
+# What is refused, and words of the sentence; "" where nothing is wrong with it but what nobody looks at.
+ATTACKS: dict[str, tuple[Attack, str]] = {
+    "module type": (module_type, "evil.Mod"),
+    "a second modules.json": (second_modules, "is a second one"),
+    "classes of its own": (own_classes, "auto_map"),
+    "a tokenizer of its own": (own_tokenizer, ""),
+    "a config as tokenizer": (no_tokenizer("AutoConfig"), "tokenizer_class=AutoConfig is no tokenizer"),
+    "a model as tokenizer": (no_tokenizer("AutoModelForImageTextToText"), "is no tokenizer"),
+    "a model as fast tokenizer": (no_tokenizer("AutoModelForImageTextToTextFast"), "is no tokenizer"),
+    "a retriever as tokenizer": (no_tokenizer("RagRetriever"), "tokenizer_class=RagRetriever is no tokenizer"),
+    "a list as tokenizer": (lambda d, _: edit(d / "tokenizer_config.json", tokenizer_class=["x"]), "is no tokenizer"),
+    "pickled weights": (pickled_weights, "a pickle that holds more than tensors"),
+    "pickles beside": (pickles_beside, ""),
+    "pickled head": (pickled_head, "model.safetensors should hold"),
+    "unpickling asked for": (unpickling_asked_for, "asks sentence-transformers to hand use_safetensors on"),
+    "kernel": (kernel, "attention by evil/kernel, code out of a Hub repository"),
+    "adapter": (adapter, "adapter_config.json makes this an adapter"),
+    "activation of a head": (head_activation, "activation evil.Mod"),
+    "index elsewhere": (index_elsewhere, "names ../../secret.safetensors, outside its own directory"),
+    "activation of layers": (config(hidden_act="os.system"), "no model can be built"),
+    "huge layers": (config(hidden_size=10**18), "no model can be built"),
+    "many layers": (config(num_hidden_layers=10**9), "asks for 1000000000 layers"),
+    "many words": (config(vocab_size=10**7), "describes"),
+    "no heads": (config(num_attention_heads=0), "no model can be built"),
+    "odd type": (config(dtype="os"), "no model configuration can be read"),
+    "type in a list": (config(model_type=["bert"]), "no model configuration can be read"),
+    "a list": (text("config.json", "[1]"), "should hold a dict"),
+    "deep config": (text("config.json", deep("[", "]")), "recursion"),
+    "long number": (text("config.json", f'{{"hidden_size": {"9" * 5000}}}'), "4300 digits"),
+    "deep modules": (text("modules.json", deep("[", "]")), "recursion"),
+    "deep settings": (text("sentence_bert_config.json", deep('{"a":', "}").replace(":}", ":1}")), "recursion"),
+    "deep tokenizer": (text("tokenizer.json", deep("[", "]")), "no tokenizer can be read"),
+    "deep index": (text("model.safetensors.index.json", f'{{"weight_map": {deep("[", "]")}}}'), "recursion"),
+    "huge header": (huge_header, "header too large"),
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("safety")
+    save_guide(small_model("bert"), folder)
+    save_cross_encoder(folder / "cross")
+    write_rows(folder / "train.jsonl", 8)
+    (folder / "corpus.jsonl").write_text('{"_id": "1", "text": "alpha beta"}\n{"_id": "2", "text": "gamma"}\n')
+    (folder / "pairs.tsv").write_text("sentence1\tsentence2\tscore\nalpha\tbeta\t1\ngamma\tdelta\t2\n")
+    plant_module(folder, folder / MARKER)  # as a package would be found, where Python is started in such a folder
+    return folder
+
+
+def made(workshop: Path, attack: Attack, of: str = "guide") -> Path:
+    """A copy of a model after the attack, beside nothing that an earlier one left."""
+    directory = workshop / "model"
+    for left in ("model", "run", "mined"):
+        shutil.rmtree(workshop / left, ignore_errors=True)
+    shutil.copytree(workshop / of, directory)
+    plant_module(directory, workshop / MARKER)
+    attack(directory, workshop / MARKER)
+    return directory
+
+
+@pytest.fixture
+def tried(ranks, workshop):
+    """A door that is tried: foreign code must not run, nor anybody be asked."""
+
+    def run(door: str, *arguments: str) -> tuple[str, str]:
+        (outcome,) = ranks(1, attempt, door, workshop, arguments)
+        assert not outcome.ran
+        assert "[y/N]" not in outcome.printed
+        assert "\n" not in outcome.sentence
+        return outcome.sentence, outcome.kind
+
+    return run
+
+
+def test_the_marker_is_made_by_code_that_runs(ranks, workshop):
+    """Else nothing below could fail: the same files, and the user's own leave to run what they hold."""
+    made(workshop, own_classes)
+    (outcome,) = ranks(1, attempt, "search", workshop, ["model=model", "corpus=corpus.jsonl", "trust_remote_code=true"])
+    assert outcome.ran
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_model_directory(tried, workshop, name):
+    attack, words = ATTACKS[name]
+    made(workshop, attack)
+    sentence, kind = tried("search", "model=model", "corpus=corpus.jsonl", "query=alpha")
+    assert (words in sentence) if words else not sentence
+    assert kind == ("ModelError" if words else "")
+
+
+TRAIN = ["name=t", "data.train=[train.jsonl]", "train.steps=1", "train.global_batch_size=4", "output_dir=run"]
+# Each way in which a user names a model, and the option.
+ROLES: dict[str, tuple[str, list[str]]] = {
+    "trained": ("train", [*TRAIN, "model.path=model"]),
+    "guide": ("train", [*TRAIN, "model.path=guide", "loss.guide=model"]),
+    "teacher of a loss": ("train", [*TRAIN, "model.path=guide", "loss=distill_embeddings", "loss.teacher=model"]),
+    "tokenizer": ("train", [*TRAIN, "model.path=guide", "model.tokenizer=model"]),
+    "evaluated": ("evaluate", ["model=model", "sets=[pairs.tsv]", "output_dir=figures"]),
+    "miner": ("mine", ["model=model", "data=[train.jsonl]", "to=mined"]),
+    "teacher": ("mine", ["model=guide", "data=[train.jsonl]", "to=mined", "teacher=model"]),
+    "inspected": ("inspect", ["data=train.jsonl", "model=model"]),
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("name", ["classes of its own", "a config as tokenizer", "unpickling asked for"])
+def test_a_model_in_every_role(tried, workshop, role, name):
+    made(workshop, ATTACKS[name][0])
+    door, arguments = ROLES[role]
+    sentence, kind = tried(door, *arguments)
+    if role == "tokenizer" and name == "classes of its own":  # of a tokenizer's folder only its tokenizer is read
+        assert kind == ""
+    else:
+        assert kind in ("ModelError", "ConfigError")
+        assert sentence
+
+
+def cross_encoder_modules(directory: Path, _: Path) -> None:
+    edit(directory / "config_sentence_transformers.json", model_type="CrossEncoder")
+    (directory / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "evil.Mod"}]')
+
+
+def cross_encoder_pickle(directory: Path, marker: Path) -> None:
+    edit(directory / "config_sentence_transformers.json", model_type="CrossEncoder")
+    module = '[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]'
+    (directory / "modules.json").write_text(module)
+    unpickling_asked_for(directory, marker)
+
+
+CROSS_ENCODERS: dict[str, tuple[Attack, str]] = {
+    "module type": (cross_encoder_modules, "evil.Mod"),
+    "unpickling": (cross_encoder_pickle, "hand use_safetensors on"),
+    "pickle": (pickled_weights, "cannot be loaded"),
+    "activation": (config(sentence_transformers={"activation_fn": "evil.Mod"}), "the activation evil.Mod"),
+    "function of torch": (
+        config(sentence_transformers={"activation_fn": "torch.utils.collect_env.main"}),
+        "the activation torch.utils.collect_env.main",
+    ),
+    "older name": (config(sbert_ce_default_activation_function="evil.Mod"), "the activation evil.Mod"),
+    "own classes": (own_classes, "auto_map"),
+    "own head": (config(auto_map={"AutoModelForSequenceClassification": "evil.Model"}), ""),
+    "kernel": (kernel, "evil/kernel"),
+    "deep": (text("config_sentence_transformers.json", deep("[", "]")), ""),
+}
+
+
+@pytest.mark.parametrize("name", CROSS_ENCODERS)
+def test_a_cross_encoder_as_teacher(tried, workshop, name):
+    attack, words = CROSS_ENCODERS[name]
+    made(workshop, attack, "cross")
+    sentence, kind = tried("mine", "model=guide", "data=[train.jsonl]", "to=mined", "teacher=model", "precision=fp32")
+    assert words in sentence
+    assert kind in (("ModelError", "ConfigError") if sentence else ("",))

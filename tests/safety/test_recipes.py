@@ -1,0 +1,234 @@
+"""Recipes and run directories made by an attacker: no value of YAML is code, and none is read from the environment."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
+from embedtrain.config.elements import sources_of
+from embedtrain.config.schema import Recipe
+from embedtrain.errors import ConfigError
+from tests.safety.payloads import MARKER, attempt, code, deep, edit, plant_module, plant_pickle
+from tests.small import save_guide, small_model, write_rows
+
+SECRET = "hush-7361"
+BASE = ["name=t", "model.path=m", "data.train=[rows.jsonl]", "train.steps=1"]
+# Contents of a recipe.yaml, and words of the sentence.
+RECIPES = {
+    "target": ("_target_: os.system\nname: x\n", "unknown option _target_"),
+    "target within": ("model: {_target_: os.system, path: x}\n", "unknown option model._target_"),
+    "target in a source": ("data: {train: [{path: x, _target_: os.system}]}\n", "unknown option _target_"),
+    "target in a loss": ("loss: {name: infonce, _target_: os.system}\n", "unknown option loss._target_"),
+    "a class": ("name: !!python/name:os.system\n", "python/name"),
+    "a call": ("name: !!python/object/apply:evil.Mod []\n", "python/object/apply"),
+    "a module": ("name: !!python/module:evil\n", "python/module"),
+    "an own tag": ("name: !evil x\n", "!evil"),
+    "deep": (f"name: {deep('[', ']', 5000)}\n", "recursion"),
+    "long number": (f"seed: {'9' * 5000}\n", "4300 digits"),
+    "binary": ("\0", "cannot be read as a recipe"),
+    "no mapping": ("- 1\n", "it is not a mapping"),
+    "odd loss": ("loss: {name: [1]}\n", "there is no such loss"),
+    "loss of the library": (
+        "loss: {name: sentence_transformers, class_name: CoSENTLoss, arguments: {similarity_fct: os.system}}\n",
+        "",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch):
+    monkeypatch.setenv("MY_HOME", SECRET)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Where a recipe may be written, in the folder that Python is started in, with a module that makes the marker."""
+    plant_module(tmp_path, tmp_path / MARKER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "recipe.yaml"
+    assert not (tmp_path / MARKER).exists()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_saved_recipe(saved, name):
+    text, words = RECIPES[name]
+    saved.write_text(text)
+    if not words:  # the loss is checked where it is used
+        assert load_recipe(saved).loss.name == "sentence_transformers"
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(saved)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_saved_recipe_reads_nothing_of_the_environment(saved):
+    saved.write_text(
+        "name: ${oc.env:MY_HOME}\n"
+        "model: {path: '${oc.env:HF_TOKEN}', config: {a: '${oc.decode:[1]}'}}\n"
+        "data: {train: [{path: '${oc.env:HF_TOKEN}', query_prompt: '${name}'}]}\n"
+        "evaluation: {sets: [{path: '${oc.env:HF_TOKEN}'}]}\n"
+    )
+    recipe = load_recipe(saved)
+    assert SECRET not in str(to_plain(recipe))
+    assert recipe.name == "${oc.env:MY_HOME}"
+    assert recipe.model.config == {"a": "${oc.decode:[1]}"}
+    assert recipe.data.train[0].query_prompt == "${name}"
+
+
+@pytest.mark.parametrize("text", ["cost ${x} of it", "\\${name}", "\\\\${a.b}\\", "a $ {b}", "???\n"])
+def test_texts_that_look_like_interpolations_come_back_as_they_were(saved, text):
+    recipe = Recipe(name="t")
+    recipe.model.query_prompt = text
+    recipe.data.train = sources_of([{"path": "x", "query_prompt": text}], "data.train", recipe.loss)
+    saved.write_text(yaml.safe_dump(to_plain(recipe)))
+    assert load_recipe(saved) == recipe
+
+
+def test_a_recipe_may_read_paths_but_no_credentials(monkeypatch):
+    (recipe,) = compose_recipes([*BASE, "output_dir='${oc.env:MY_HOME}/runs'"])
+    assert recipe.output_dir == f"{SECRET}/runs"
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"):
+        monkeypatch.setenv(name, SECRET)
+        with pytest.raises(ConfigError) as caught:
+            compose_recipes([*BASE, f"output_dir='${{oc.env:{name}}}'"])
+        assert f"{name} is not read from the environment" in str(caught.value)
+        assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "hydra: {searchpath: [pkg://evil]}",
+        "hydra: {callbacks: {x: {_target_: evil.Mod}}}",
+        "hydra: {job_logging: {version: 1, handlers: {x: {(): evil.Mod}}, root: {handlers: [x]}}}",
+        "hydra: {launcher: {_target_: evil.Mod}}",
+        "hydra: {sweeper: {_target_: evil.Mod}}",
+        "model: {_target_: evil.Mod}",
+        "name: !!python/object/apply:evil.Mod []",
+        "output_dir: ${evil:x}",
+    ],
+)
+def test_a_recipe_of_a_strangers_folder(saved, lines):
+    folder = saved.parent / "conf"
+    (folder / "recipe").mkdir(parents=True)
+    (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{lines}\n")
+    (folder / "primary.yaml").write_text(f"defaults: [recipe_schema, _self_]\n{lines}\n")
+    for chosen in (["recipe=mine"], ["--config-name", "primary"]):
+        with pytest.raises(ConfigError) as caught:
+            compose_recipes(["--config-dir", str(folder), *chosen, *BASE])
+        assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tmp_path_factory) -> Path:
+    """A folder with a run of one step."""
+    folder = tmp_path_factory.mktemp("run")
+    save_guide(small_model("bert"), folder)
+    write_rows(folder / "train.jsonl", 8)
+    (outcome,) = ranks(1, attempt, "train", folder, TRAIN)
+    assert outcome.kind == "", outcome.sentence
+    return folder
+
+
+TRAIN = [
+    "name=t", "model.path=guide", "data.train=[train.jsonl]", "train.steps=1", "train.global_batch_size=4",
+    "parallel.precision=fp32", "output_dir=run",
+]  # fmt: skip
+
+
+def rewritten(run: Path, **model: object) -> None:
+    """The same run, its recipe saying something else of the model."""
+    path = run / "run" / "recipe.yaml"
+    content = yaml.safe_load(path.read_text())
+    content["model"] |= model
+    path.write_text(yaml.safe_dump(content))
+
+
+def with_code(run: Path) -> None:
+    """The run's architecture asking for code that lies beside it."""
+    edit(
+        run / "run" / "architecture" / "config.json",
+        model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModel": "evil.Model"},
+    )  # fmt: skip
+    plant_module(run / "run" / "architecture", run / MARKER)
+
+
+@pytest.fixture
+def copied(run, tmp_path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def test_a_run_cannot_allow_its_own_code(ranks, copied):
+    with_code(copied)
+    rewritten(copied, trust_remote_code=True)
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out"])
+    assert not outcome.ran
+    assert outcome.kind == "ConfigError"
+    assert "recipe.yaml says model.trust_remote_code: true, and a file does not decide that here" in outcome.sentence
+    rewritten(copied, trust_remote_code=False)
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out"])
+    assert not outcome.ran
+    assert outcome.kind == "ModelError"
+    assert "auto_map" in outcome.sentence
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out", "trust_remote_code=true"])
+    assert outcome.ran  # on the user's own word
+
+
+def test_a_run_with_unpickling_settings(ranks, copied):
+    architecture = copied / "run" / "architecture"
+    edit(architecture / "sentence_bert_config.json", model_args={"weights_only": False, "use_safetensors": False})
+    plant_pickle(architecture / "pytorch_model.bin", copied / MARKER, {"a": torch.ones(2)})
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out"])
+    assert not outcome.ran
+    assert outcome.kind == "ModelError"
+    assert "asks sentence-transformers to hand use_safetensors on" in outcome.sentence
+
+
+def test_a_run_with_a_link_to_what_is_not_its_own(ranks, copied):
+    (copied / "secret").write_text(SECRET)
+    (copied / "run" / "architecture" / "1_Pooling" / "notes.txt").symlink_to(copied / "secret")
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out"])
+    assert outcome.kind == "ModelError"
+    assert "notes.txt is a link to" in outcome.sentence
+    assert not (copied / "out").exists()
+
+
+def test_a_resumed_run_exports_nothing_that_was_planted(ranks, copied):
+    """Training goes on in a folder that somebody prepared: what lies there beside its own files is left behind."""
+    run_dir = copied / "run"
+    with_code(copied)
+    plant_pickle(run_dir / "architecture" / "pytorch_model.bin", copied / MARKER)
+    for step in (run_dir / "checkpoints").glob("step-*"):
+        plant_pickle(step / "optimizer.pt", copied / MARKER)
+    (run_dir / "architecture" / "sitecustomize.py").write_text(code(copied / MARKER))
+    rewritten(copied, trust_remote_code=True)
+    (outcome,) = ranks(1, attempt, "train", copied, [*TRAIN[:3], "train.steps=2", *TRAIN[4:]])
+    assert not outcome.ran
+    assert outcome.kind == "", outcome.sentence
+    assert not list((run_dir / "model").rglob("*.py"))
+    assert not list((run_dir / "model").rglob("*.bin"))
+
+
+def test_a_planted_vocabulary(ranks, copied):
+    """A run with a vocabulary of its own reads it again when it goes on."""
+    scratch = [
+        "name=t", "model.config={model_type: bert, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}",
+        "model.pooling=mean", "model.vocab_size=400", "model.max_length=16", *TRAIN[2:-1], "output_dir=scratch",
+    ]  # fmt: skip
+    (outcome,) = ranks(1, attempt, "train", copied, scratch)
+    assert outcome.kind == "", outcome.sentence
+    tokenizer = copied / "scratch" / "tokenizer"
+    edit(tokenizer / "tokenizer_config.json", tokenizer_class="AutoConfig")
+    edit(tokenizer / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
+    plant_module(tokenizer, copied / MARKER)
+    (outcome,) = ranks(1, attempt, "train", copied, scratch)
+    assert not outcome.ran
+    assert "[y/N]" not in outcome.printed
+    assert outcome.kind == "ModelError"
+    assert "tokenizer_class=AutoConfig is no tokenizer" in outcome.sentence

@@ -3,14 +3,11 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.conftest import ROOT
@@ -54,27 +51,6 @@ OPTIONS = [
 def losses(path: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-def test_a_killed_rank_costs_nothing(workshop):
-    """SIGKILL to one rank in the middle; the same command then gives the losses of an undisturbed run."""
-    common = ["embedtrain", *OPTIONS, "train.steps=150", "checkpoint.every=7"]
-    call(*common, "output_dir=whole", ranks=2, cwd=workshop)
-    run = start([*TORCHRUN, "2", "-m", *common, "output_dir=killed"], cwd=workshop)
-    metrics = workshop / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while len(losses(metrics)) < 20 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    ranks = [child for child in psutil.Process(run.pid).children() if "embedtrain" in " ".join(child.cmdline())]
-    os.kill(ranks[1].pid, signal.SIGKILL)
-    run.wait(timeout=120)
-    assert run.returncode != 0
-    assert len(losses(metrics)) < 150, "the run was over before it could be killed"
-    told = call(*common, "output_dir=killed", ranks=2, cwd=workshop)
-    assert "resuming from killed/checkpoints/step-00000" in told
-    assert losses(metrics) == losses(workshop / "whole" / "metrics.jsonl")
-    expected = (workshop / "whole" / "model" / "model.safetensors").read_bytes()
-    assert (workshop / "killed" / "model" / "model.safetensors").read_bytes() == expected
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def workshop(ranks, tmp_path_factory):
     model = save_small(small_model("bert"), folder / "model")
     common = [f"model.path={model}", f"data.train=[{rows}]", "train.steps=6", "model.query_prompt='beta '"]
     more = [f"evaluation.sets=[{dev}]", "evaluation.every=2", "checkpoint.best=dev/recall@100", "checkpoint.every=2"]
-    ranks(3, run, *common, *more, f"output_dir={folder / 'sharded'}", "export.formats=[onnx]")
+    ranks(3, run, *common, *more, f"output_dir={folder / 'sharded'}", "export.check=true", "export.formats=[onnx]")
     whole = ["checkpoint.layout=full", "checkpoint.contents=model", "checkpoint.every=2", "checkpoint.keep=3"]
     ranks(3, run, *common, *whole, f"output_dir={folder / 'full'}", "export.check=false", "export.max_file_size=20KB")
     return folder

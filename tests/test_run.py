@@ -17,6 +17,7 @@ from tests.small import save_small, small_model, write_beir, write_rows
 BASE = [
     "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=120",
     "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3", "loss.temperature=0.1",
+    "export.check=false",  # what is exported is the affair of the tests of exports
 ]  # fmt: skip
 
 

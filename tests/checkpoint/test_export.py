@@ -27,6 +27,8 @@ from tests.checkpoint.exporting import Architecture, architecture_of, export_mod
 from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model, write_rows
 from tests.test_run import run
 
+CHECKED = "export.check=true"
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
@@ -40,9 +42,9 @@ def test_every_architecture_trains_resumes_and_comes_out(ranks, rows, tmp_path, 
     pooling = POOLINGS.get(architecture)
     common = [f"model.path={model}", f"model.pooling={pooling.value if pooling else 'mean'}", f"data.train=[{rows}]"]
     common += [f"output_dir={tmp_path / 'run'}", "model.query_prompt='beta '"]
-    ranks(2, run, *common, "train.steps=2")
+    ranks(2, run, *common, CHECKED, "train.steps=2")
     before = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    told, _ = ranks(2, run, *common, "train.steps=3")
+    told, _ = ranks(2, run, *common, CHECKED, "train.steps=3")
     assert "resuming from" in told
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     started = load_file(model / "model.safetensors")
@@ -61,7 +63,7 @@ def test_every_architecture_trains_resumes_and_comes_out(ranks, rows, tmp_path, 
 def test_a_sentence_transformers_directory_goes_in_and_comes_out(ranks, rows, tmp_path, minilm_dir):
     """The real all-MiniLM-L6-v2: it ends in Normalize, has a pooler, and takes 256 tokens."""
     arguments = [f"model.path={minilm_dir}", "model.pooling=null", f"data.train=[{rows}]", "train.steps=2"]
-    ranks(2, run, *arguments, "optim.lr=1e-6", f"output_dir={tmp_path / 'run'}")
+    ranks(2, run, *arguments, CHECKED, "optim.lr=1e-6", f"output_dir={tmp_path / 'run'}")
     before, after = SentenceTransformer(str(minilm_dir)), SentenceTransformer(str(tmp_path / "run" / "model"))
     assert after.max_seq_length == before.max_seq_length == 256
     assert [type(module).__name__ for module in after] == ["Transformer", "Pooling", "Normalize"]
@@ -210,7 +212,7 @@ def test_bf16_weights_go_in_and_come_out_as_bf16(ranks, rows, tmp_path):
     weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     arguments = [f"model.path={model}", f"data.train=[{rows}]", "train.steps=1", f"output_dir={tmp_path / 'run'}"]
-    ranks(2, run, *arguments, "parallel.precision=bf16")
+    ranks(2, run, *arguments, CHECKED, "parallel.precision=bf16")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     with read_manifest(tmp_path / "run" / "checkpoints" / "step-00000001").tensors(WEIGHTS) as stored:

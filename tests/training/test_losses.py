@@ -330,6 +330,7 @@ def test_every_loss(ranks, model, reference, world_size):
             agree(one, reference(name, 10), f"{name}, {way}, {world_size} ranks")
 
 
+@pytest.mark.slow
 def test_ranks_without_rows(ranks, model, reference):
     """Three rows on four ranks."""
     cases = [(config, [rows_for(config, 3)]) for config in LOSSES.values()]

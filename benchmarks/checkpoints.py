@@ -1,5 +1,7 @@
 """Saving, resuming and exporting on two ranks: against a plain copy of the same bytes, DCP, and whole state dicts."""
 
+import ctypes
+import gc
 import os
 import re
 import shutil
@@ -97,33 +99,37 @@ def _checkpoints(world: World, root: Path, layout: Layout, *, asynchronous: bool
 
 
 def _cost_of_a_save(world: World, run: Trainable, folder: Path, step: Callable[[int], None]) -> str:
-    """STEPS steps without a save, and with one before the first: the difference is what a checkpoint costs."""
-    ways = {"none": None, "checkpoint.asynchronous=false": False, "checkpoint.asynchronous=true": True}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    blocked: dict[str, list[float]] = {name: [] for name in ways}
+    """STEPS steps without a save and with one before the first, until it is whole: what a checkpoint costs."""
+    ways = {"none": None, "false": False, "true": True}
+    waits: dict[str, list[float]] = {name: [] for name in ways}
+    walls: dict[str, list[float]] = {name: [] for name in ways}
+    work: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
         for turn in range(len(ways)):
             name = list(ways)[(turn + number) % len(ways)]
             asynchronous = ways[name]
+            world.barrier()
+            cpu = time.process_time()
             with _checkpoints(world, folder / "beside", Layout.sharded, asynchronous=bool(asynchronous)) as checkpoints:
-                world.barrier()
                 began = time.perf_counter()
                 if asynchronous is not None:
                     checkpoints.save(run.trained, run.optimizer, {"step": 1})
-                held = time.perf_counter() - began
+                waited, began = time.perf_counter() - began, time.perf_counter()
                 for place in range(STEPS):
                     step(number * STEPS + place)
-                if number:
-                    seconds[name].append(time.perf_counter() - began)
-                    blocked[name].append(held)
-    one = statistics.median(seconds["none"]) / STEPS
+                stepped = time.perf_counter() - began
+            if number:
+                waits[name].append(waited)
+                walls[name].append(stepped / STEPS)
+                work[name].append(sum(world.gather(time.process_time() - cpu)) / STEPS)
+    wall, one = statistics.median(walls["none"]), statistics.median(work["none"])
     rows = []
-    for name in list(ways)[1:]:
-        more = sorted((a - b) / one for a, b in zip(seconds[name], seconds["none"], strict=True))
-        rows.append(
-            [name, f"{one:.2f}", f"{statistics.median(blocked[name]):.2f}", f"{_spread(more)}"],
-        )
-    return markdown(["", "a step, s", "training waits, s", f"what {STEPS} steps take longer, in steps"], rows)
+    for name in ("false", "true"):
+        wait, more = statistics.median(waits[name]), sorted(STEPS * (cost - one) for cost in work[name])
+        figures = (f"{wall:.2f}", f"{wait:.2f}", f"{wait / wall:.2f}", _spread([cost / one for cost in more]))
+        rows.append([name, *figures])
+    header = ["checkpoint.asynchronous", "a step, wall s", "training waits, wall s", "in steps"]
+    return markdown([*header, "CPU time of all ranks, in that of a step"], rows)
 
 
 def _everything(world: World, model: LoadedModel, run: Trainable, folder: Path) -> str:
@@ -169,18 +175,21 @@ def _spread(values: list[float]) -> str:
 
 
 def _cost(world: World, act: Callable[[], None]) -> Cost:
-    world.barrier()
-    began, cpu = time.perf_counter(), time.process_time()
     with _growth() as grown:
+        world.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
         act()
         world.barrier()
-    found = world.gather((time.perf_counter() - began, time.process_time() - cpu, grown[0]))
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    found = world.gather((seconds, cpu, grown[0]))
     return Cost(max(one[0] for one in found), sum(one[1] for one in found), max(one[2] for one in found))
 
 
 @contextmanager
 def _growth() -> Iterator[list[float]]:
     """The most that anonymous memory of this process grew by in the block, looked at every five milliseconds; MB."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
     before = _anonymous()
     grown, over = [0.0], threading.Event()
 

@@ -1,4 +1,4 @@
-"""The commands a user types, as processes of their own: torchrun, SIGKILL, one-sentence errors, exports."""
+"""The commands a user types, as processes of their own: torchrun, one-sentence errors, exports."""
 
 import json
 import os
@@ -15,12 +15,6 @@ from tests.small import save_small, small_model, write_beir, write_rows
 
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def start(arguments: list[str], **more: object) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, **more
-    )
 
 
 def call(*arguments: str, ranks: int = 0, cwd: Path | None = None, code: int = 0, stdin: str = "") -> str:
@@ -46,11 +40,6 @@ OPTIONS = [
     "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
     "train.log_every=1", "parallel.strategy=fsdp", "parallel.precision=fp32", "evaluation.sets=[dev]",
 ]  # fmt: skip
-
-
-def losses(path: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,8 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
             longer = timedelta(seconds=60 if watch is not None and device.type == "cuda" else 0)
             dist.init_process_group(
                 backend,
-                store=PrefixStore("default_pg", store),
+                # torchrun keeps its store when it starts all ranks again: those before them must not be called up.
+                store=PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
                 rank=rank,
                 world_size=size,
                 timeout=patience + longer,

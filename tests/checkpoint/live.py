@@ -44,7 +44,7 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("table", torch.arange(10.0).reshape(5, 2))
         self.register_buffer("count", torch.tensor(3))
-        self.register_buffer("half", torch.arange(6).bfloat16())
+        self.register_buffer("rounded", torch.arange(6).bfloat16())
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)

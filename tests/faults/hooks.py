@@ -76,3 +76,33 @@ class InStep:
             return real(run, *batches)
 
         loop.train_step = train_step
+
+
+@dataclass(frozen=True)
+class SignalInEvaluation:
+    """Send this process a signal while the first set of an evaluation is measured, so that another is left.
+
+    Args:
+        rank: the one it happens to.
+        step: the optimiser step that is evaluated.
+        which: the signal.
+    """
+
+    rank: int
+    step: int
+    which: signal.Signals
+
+    def __call__(self, rank: int) -> None:
+        if rank != self.rank:
+            return
+        from embedtrain.evaluation.evaluator import Evaluator
+
+        real = Evaluator._measure
+
+        def measure(evaluator, loaded, save_runs):
+            if (current().step or 0) >= self.step and loaded is evaluator.sets[0]:
+                os.kill(os.getpid(), self.which)
+                time.sleep(0.5)  # for the thread that listens, on a machine that has much to do
+            return real(evaluator, loaded, save_runs)
+
+        Evaluator._measure = measure

@@ -4,7 +4,7 @@ import json
 import signal
 import time
 
-from tests.faults.hooks import SignalWhen
+from tests.faults.hooks import SignalInEvaluation, SignalWhen
 from tests.faults.runs import finish, learnt, start
 
 
@@ -13,9 +13,9 @@ def test_stopped_again_and_again(folder, undisturbed):
     out, marker = "stopped", folder / "stopped" / "stopped.json"
     moments = [
         ("SIGTERM", SignalWhen(1, "training", 2, signal.SIGTERM), 75, 1),
-        ("SIGUSR1", SignalWhen(0, "evaluating dev", 4, signal.SIGUSR1), 75, 0),
+        ("SIGUSR1", SignalInEvaluation(0, 4, signal.SIGUSR1), 75, 0),
         ("SIGINT", SignalWhen(0, "training", 6, signal.SIGINT), 130, 0),
-        ("SIGTERM", SignalWhen(1, "evaluating dev", 12, signal.SIGTERM), 75, 1),
+        ("SIGTERM", SignalInEvaluation(1, 12, signal.SIGTERM), 75, 1),
     ]
     for name, moment, code, rank in moments:
         run = start(folder, out, hook=moment)
@@ -27,7 +27,7 @@ def test_stopped_again_and_again(folder, undisturbed):
         assert moment.step <= held["step"] <= 12
         saved = folder / out / "checkpoints" / f"step-{held['step']:08d}" / "checkpoint.json"
         state = json.loads(saved.read_text())["state"]
-        assert state["evaluation_due"] == moment.doing.startswith("evaluating")
+        assert state["evaluation_due"] == isinstance(moment, SignalInEvaluation)
         told = f"stopped by {name} (rank {rank}) after step {held['step']}, saved in {out}/checkpoints/step-"
         assert run.text.count(told) == 1
     finish(folder, out)
@@ -41,7 +41,7 @@ def test_before_and_after_training_a_signal_ends_the_process_at_once(folder, und
     assert run.wait() == [75, 75], run.text
     assert run.text.count("stopped by SIGTERM (rank 1) while ") == 1
     assert not run.errors
-    run = start(folder, "early", "evaluation.at_start=true", hook=SignalWhen(0, "evaluating dev", 0, signal.SIGTERM))
+    run = start(folder, "early", "evaluation.at_start=true", hook=SignalInEvaluation(0, 0, signal.SIGTERM))
     assert run.wait() == [75, 75], run.text
     assert "stopped by SIGTERM (rank 0) before the first step: the same command begins again" in run.text
     assert not (folder / "early" / "checkpoints").exists()

@@ -1,5 +1,7 @@
 """Which options a run that goes on must share, which it may change, and what it is told of them."""
 
+import contextlib
+import io
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -14,9 +16,11 @@ from embedtrain.config.losses import LOSSES
 from embedtrain.config.schema import Recipe
 from embedtrain.data.chosen import chosen_data
 from embedtrain.data.store.cache import Cache
+from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError
+from embedtrain.train import train
 from embedtrain.training.course import EFFECTS, Effect, changes_since, effect_of, identity_of, require_same_course
-from tests.small import write_rows
+from tests.small import save_small, small_model, write_rows
 
 PROMPTS = {"query": "ask: "}
 
@@ -211,3 +215,33 @@ def test_an_older_recipe_lacks_options_and_groups(rows):
     assert changes_since(folder, recipe) == [
         "changed since step 4, without effect on what is learnt: checkpoint.keep_every 0 -> 100"
     ]
+
+
+def test_a_run_with_another_recipe_goes_on_and_says_so_once(ranks, tmp_path):
+    """Among them another implementation of the loss, which a run on other GPUs may want."""
+    save_small(small_model("xlm-roberta"), tmp_path / "model")
+    write_rows(tmp_path / "train.jsonl", 12)
+    common = (
+        f"model.path={tmp_path / 'model'}", "model.pooling=mean", f"data.train=[{tmp_path / 'train.jsonl'}]",
+        f"output_dir={tmp_path / 'run'}", "train.global_batch_size=4", "parallel.precision=fp32",
+    )  # fmt: skip
+    ranks(2, run, *common, "train.steps=2")
+    changed = ("train.steps=3", "loss.implementation=tiled", "parallel.strategy=fsdp", "checkpoint.layout=full")
+    (told, on_error), silent = ranks(2, run, *common, *changed)
+    assert silent == ("", "")
+    lines = [line for line in f"{told}\n{on_error}".splitlines() if "changed since step 2" in line]
+    assert len(lines) == 3
+    assert lines[0].endswith("which step is exported: train.steps 2 -> 3")
+    assert "loss.implementation auto -> tiled, parallel.strategy auto -> fsdp" in lines[1]
+    assert lines[2].endswith("without effect on what is learnt: checkpoint.layout sharded -> full")
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())][-1] == "step-00000003"
+    with pytest.raises(AssertionError, match=r"CheckpointError.*written with loss.temperature=0.02, this run has"):
+        ranks(2, run, *common, *changed, "loss.temperature=0.5")
+
+
+def run(world: World, *arguments: str) -> tuple[str, str]:
+    """Train as the door would; what this rank said."""
+    (recipe,) = compose_recipes(["name=t", *arguments])
+    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.redirect_stderr(io.StringIO()) as on_error:
+        train(recipe, world)
+    return told.getvalue(), on_error.getvalue()

@@ -33,7 +33,7 @@ Written = tuple[dict[str, str], dict[str, str], list[str]]
 
 
 def written_by(world: World, root: Path, given: ParallelConfig, kinds: Kinds) -> list[Written]:
-    """Save two models in these layouts and contents, beside training and not; what they held, and files written here."""
+    """Save two models in these layouts and contents, both ways; what they held, and the files written here."""
     found = []
     for odd in (False, True):
         live = Live(world, given, odd=odd, seed=1)

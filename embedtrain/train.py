@@ -35,6 +35,7 @@ from embedtrain.tracking.summary import before_and_after
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, cost_of_a_pass
 from embedtrain.training.course import (
+    Effect,
     changes_since,
     identity_of,
     require_same_course,
@@ -106,8 +107,8 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     found = checkpoints.newest()
     if found is not None:
         require_same_course(found, identity)
-        for line in changes_since(found, recipe):
-            console.warn(line)
+        for effect, line in changes_since(found, recipe).items():
+            (console.warn if effect is Effect.steers else console.note)(line)
 
     model = load_model(
         recipe.model,

@@ -157,19 +157,19 @@ def require_same_course(folder: StepFolder, identity: Mapping[str, Any]) -> None
         )
 
 
-def changes_since(folder: StepFolder, recipe: Recipe) -> list[str]:
-    """What a recipe of the same course says otherwise than the checkpoint's, in lines for the user."""
+def changes_since(folder: StepFolder, recipe: Recipe) -> dict[Effect, str]:
+    """What a recipe of the same course says otherwise than the checkpoint's, in a line for each effect it has."""
     before, now = folder.manifest.get("recipe", {}), to_plain(recipe)
     defaults = to_plain(Recipe())
     told: dict[Effect, list[str]] = {effect: [] for effect in Effect}
     for group, options in now.items():
         for name, was, value in _differences(group, _filled(before.get(group), defaults[group]), options):
             told[effect_of(name, recipe)].append(f"{name} {_told(was)} -> {_told(value)}")
-    return [
-        f"{effect.value.format(step=folder.step)}: {', '.join(told[effect])}"
+    return {
+        effect: f"{effect.value.format(step=folder.step)}: {', '.join(told[effect])}"
         for effect in (Effect.steers, Effect.rounds, Effect.nothing)
         if told[effect]
-    ]
+    }
 
 
 def _filled(options: Any, defaults: Any) -> Any:

@@ -137,14 +137,14 @@ def test_what_may_change_is_told_with_what_it_does(rows, change, effect, told):
     folder = saved(*begun(rows))
     recipe, identity = begun(rows, change)
     require_same_course(folder, identity)
-    assert changes_since(folder, recipe) == [f"{effect.value.format(step=4)}: {told}"]
+    assert changes_since(folder, recipe) == {effect: f"{effect.value.format(step=4)}: {told}"}
 
 
 def test_changes_are_told_by_what_they_do(rows):
     folder = saved(*begun(rows))
-    assert changes_since(folder, begun(rows)[0]) == []
+    assert changes_since(folder, begun(rows)[0]) == {}
     recipe, _ = begun(rows, "optim.lr=0.5", "train.log_every=3", "parallel.compile=true", "tracking.wandb=true")
-    assert changes_since(folder, recipe) == [
+    assert list(changes_since(folder, recipe).values()) == [
         "changed since step 4, and with it what is learnt from here or which step is exported: optim.lr 2e-05 -> 0.5",
         "changed since step 4: the same is learnt, with other rounding and other dropout masks: "
         "parallel.compile False -> True",
@@ -165,7 +165,7 @@ def test_an_option_without_effect_on_these_rows_is_none(rows):
     folder = saved(*begun(rows, alone))
     recipe, identity = begun(rows, alone, "data.instruction_format='{instruction}: {text}'", "data.weights=shares")
     require_same_course(folder, identity)
-    (line,) = changes_since(folder, recipe)
+    (line,) = changes_since(folder, recipe).values()
     assert line.startswith("changed since step 4, without effect on what is learnt: data.weights passes -> shares")
 
 
@@ -199,7 +199,7 @@ def test_an_option_that_an_older_version_did_not_know_had_its_default(rows, opti
     assert older != identity
     folder = saved(recipe, older)
     require_same_course(folder, identity)
-    assert changes_since(folder, recipe) == []
+    assert changes_since(folder, recipe) == {}
     if change is not None:
         with pytest.raises(CheckpointError, match=f"this run has {change}".replace("false", "False")):
             require_same_course(folder, begun(rows, change)[1])
@@ -210,9 +210,9 @@ def test_an_older_recipe_lacks_options_and_groups(rows):
     older = to_plain(recipe)
     del older["tracking"], older["checkpoint"]["keep_every"]
     folder = replace(saved(recipe, {}), manifest={"recipe": older})
-    assert changes_since(folder, recipe) == []
+    assert changes_since(folder, recipe) == {}
     recipe.checkpoint.keep_every = 100
-    assert changes_since(folder, recipe) == [
+    assert list(changes_since(folder, recipe).values()) == [
         "changed since step 4, without effect on what is learnt: checkpoint.keep_every 0 -> 100"
     ]
 

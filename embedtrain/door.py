@@ -12,6 +12,11 @@ from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Sto
 
 Options = TypeVar("Options")
 
+# How accelerate's launcher tells its settings. transformers reads them as well, wherever a model is loaded: with
+# ACCELERATE_USE_FSDP and FSDP_CPU_RAM_EFFICIENT_LOADING every rank but the first gets one without weights.
+_OF_ACCELERATE = ("ACCELERATE_", "FSDP_")
+_ASKED_OF_US = "FSDP_TRANSFORMER_CLS_TO_WRAP"  # the layer class; whoever uses it says so
+
 
 def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) -> NoReturn:
     """Be a command: exit code 0, 1 after an error, 75 or 130 after a signal; the same on every rank.
@@ -23,6 +28,7 @@ def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) 
     """
     try:
         options = _in_plain_words(lambda: read(sys.argv[1:]), patience=30.0)
+        _set_aside()
 
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -34,6 +40,15 @@ def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) 
         traceback.print_exc()
         _leave(1)
     _leave(0)
+
+
+def _set_aside() -> None:
+    """Take settings that are not ours out of the environment of this process, and say so."""
+    names = [name for name in sorted(os.environ) if name.startswith(_OF_ACCELERATE) and name != _ASKED_OF_US]
+    for name in names:
+        del os.environ[name]
+    if names and _environment("RANK") == 0:
+        print(f"ignored in the environment: {', '.join(names)}; options decide", file=sys.stderr, flush=True)
 
 
 def _in_plain_words(do: Callable[[], Options], *, patience: float) -> Options:

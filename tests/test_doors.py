@@ -17,6 +17,12 @@ TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+def start(arguments: list[str], **more: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, **more
+    )
+
+
 def call(*arguments: str, ranks: int = 0, cwd: Path | None = None, code: int = 0, stdin: str = "") -> str:
     """Run `python -m embedtrain...`, under torchrun if ranks are given; all that it printed."""
     command = [*TORCHRUN, str(ranks), "-m", *arguments] if ranks else [sys.executable, "-m", *arguments]
@@ -65,7 +71,7 @@ def test_a_mistake_is_one_sentence_said_once(workshop, arguments, sentence):
     assert not (workshop / "never" / "checkpoints").exists()
 
 
-def test_evaluate_export_and_search(workshop):
+def test_evaluate_export_and_search(workshop, monkeypatch):
     from sentence_transformers import SentenceTransformer
 
     call("embedtrain", *OPTIONS, "train.steps=6", "checkpoint.every=3", "output_dir=run", cwd=workshop)
@@ -85,7 +91,13 @@ def test_evaluate_export_and_search(workshop):
     for to, sentence in (("precious", "holds something else than a model"), ("run", "holds the run itself")):
         assert sentence in call("embedtrain.export", "run=run", f"to={to}", cwd=workshop, code=1)
     assert (workshop / "precious" / "notes.txt").is_file()
+    # With these transformers would give the second rank a model without weights.
+    hostile = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
+    for name, value in hostile.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
     told = [call("embedtrain.evaluate", "model=run/model", "sets=[dev]", ranks=n, cwd=workshop) for n in (0, 2)]
+    for text in told:
+        assert text.count(f"ignored in the environment: {', '.join(hostile)}; options decide\n") == 1
     tables = [re.findall(r"^ +dev +(.*)$", text, re.MULTILINE) for text in told]
     assert tables[0] == tables[1] != []
     final = [json.loads(line) for line in (workshop / "run" / "metrics.jsonl").read_text().splitlines()][-1]

@@ -69,6 +69,10 @@ class Board:
         """Replace this rank's beat."""
         self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(asdict(beat))))
 
+    def answers(self) -> bool:
+        """Whether the store is there: one question, however many ranks there are."""
+        return self._ask(lambda store: store.check(["failure"])) is not None
+
     def beats(self) -> dict[int, Beat] | None:
         """The other ranks' latest; None where the store is gone."""
 

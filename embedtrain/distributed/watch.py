@@ -172,8 +172,9 @@ class Watch:
     def _gone(self) -> list[int]:
         """Ranks that have ended without saying so."""
         gone = self._peers.gone()
-        beats = self._board.beats() if gone or self.hosted else {}
-        if beats is None:  # with the store nothing can be known of the others
+        # All beats are read only where a process is missing: ranks that each did so every second would drown the store.
+        beats = self._board.beats() if gone else {}
+        if beats is None or not self._board.answers():  # with the store nothing can be known of the others
             return [0] if self.hosted and not self._peers.runs(0) else []
         return [rank for rank in gone if rank not in beats or not beats[rank].left]
 

@@ -59,6 +59,7 @@ def rows(folder: Path) -> dict[str, dict]:
     return {row["set"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_sets_and_mteb_together(workshop, monkeypatch):
     """Two ranks, then one that finds the documents' vectors: the same figures, in mteb's own files too."""
     monkeypatch.setitem(ENVIRONMENT, "HF_DATASETS_CACHE", str(workshop / "cache"))

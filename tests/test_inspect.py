@@ -224,6 +224,7 @@ def test_the_door_tells_what_a_recipe_trains_on(tmp_path):
     assert {name.partition("-")[0] for name in kept} >= {"rows", "tokens"}
 
 
+@pytest.mark.slow
 def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     write(tmp_path / "one" / "rows.jsonl", *rows(6), *BAD[:1])
     (tmp_path / "sts.csv").write_text("a,b,score\nx,y,4.5\nu,v,1\n")
@@ -256,6 +257,7 @@ def test_sources_that_do_not_fit_together_are_shown_and_told(tmp_path):
     assert "✗  data.train: one has rows with 1 negatives and two with 2, " in told
 
 
+@pytest.mark.slow
 def test_empty_files_and_equal_names(tmp_path):
     for folder in ("a", "b"):
         write(tmp_path / folder / "rows.jsonl", *rows(2))

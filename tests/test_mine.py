@@ -55,6 +55,7 @@ def mined(ranks, workshop):
     return run
 
 
+@pytest.mark.slow
 def test_mined_rows_are_trained_on(workshop):
     told = call("embedtrain.mine", *OPTIONS, "to=mined", ranks=2, cwd=workshop)
     assert "positive scores" in told

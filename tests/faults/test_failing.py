@@ -3,6 +3,8 @@
 import signal
 import time
 
+import pytest
+
 from tests.faults.hooks import InStep
 from tests.faults.runs import finish, learnt, start
 
@@ -28,6 +30,7 @@ def test_a_rank_that_hangs(folder, undisturbed):
     assert "hooks.py" in run.text, "the stack says where"
 
 
+@pytest.mark.slow
 def test_a_suspended_rank(folder, undisturbed):
     run = start(folder, "suspended", "parallel.timeout=12").until(lambda run: run.last_step >= 4)
     run.send(signal.SIGSTOP, 0)

@@ -12,7 +12,7 @@ from tests.faults.runs import finish, learnt, start
 @pytest.mark.parametrize(
     ("rank", "doing", "step"),
     [
-        (0, "training", 5),
+        pytest.param(0, "training", 5, marks=pytest.mark.slow),  # as the random kills do
         (1, "evaluating dev", 4),
         (1, "writing", 6),
         (0, "exporting the model", 12),

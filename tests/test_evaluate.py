@@ -131,7 +131,7 @@ def start_ranks(folder: Path, size: int, *arguments: str) -> list["subprocess.Po
     ("size", "killed", "arguments", "begins", "meanwhile"),
     [
         (3, 1, ["sets=[large]"], "evaluating", " while evaluating large"),
-        (2, 0, ["mteb=[NFCorpus]"], "running NFCorpus", " while running NFCorpus"),
+        pytest.param(2, 0, ["mteb=[NFCorpus]"], "running NFCorpus", " while running NFCorpus", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_is_killed(workshop, size, killed, arguments, begins, meanwhile):

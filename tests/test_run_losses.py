@@ -84,9 +84,13 @@ def test_every_loss_is_run_here():
     assert set(RUNS) == set(LOSSES)
 
 
-def test_every_loss_from_file_to_model(ranks, workshop, tmp_path):
+@pytest.mark.parametrize(
+    "names", [("infonce", "combined", "batch_triplet"), pytest.param(tuple(RUNS), marks=pytest.mark.slow)]
+)
+def test_every_loss_from_file_to_model(ranks, workshop, tmp_path, names):
     """26 rows in batches of 10, the last of 6 rows; the same on one rank and on three."""
-    for name, (file, more) in RUNS.items():
+    for name in names:
+        file, more = RUNS[name]
         found = {}
         for size in (1, 3):
             out = tmp_path / f"{name}-{size}"
@@ -121,7 +125,7 @@ OWNING = {
 }
 
 
-@pytest.mark.parametrize("layout", ["sharded", "full"])
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("owned", OWNING)
 def test_what_a_loss_owns_is_saved_and_resumed(ranks, workshop, tmp_path, owned, layout):
     """Bit-equal on as many ranks, equal on another number; dropped from the export."""

@@ -193,7 +193,7 @@ with only_export(to):
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out"]
 
 
-@pytest.mark.parametrize("layout", ["sharded", "full"])
+@pytest.mark.parametrize("layout", [pytest.param("sharded", marks=pytest.mark.slow), "full"])
 def test_a_checkpoint_is_read_whole_in_one_process(ranks, rows, tmp_path, layout):
     model = save_small(small_model("llama"), tmp_path / "model")
     arguments = [f"model.path={model}", "model.pooling=last", f"data.train=[{rows}]", "train.steps=2"]

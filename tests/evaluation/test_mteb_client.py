@@ -55,6 +55,7 @@ def assert_same(ours, theirs, where="") -> None:
         assert ours == theirs, where
 
 
+@pytest.mark.slow
 def test_every_kind_scores_as_with_sentence_transformers(ranks, minilm_dir, tmp_path):
     theirs = expected(minilm_dir, KINDS)
     answers = ranks(2, run, minilm_dir, tmp_path, [kind.__name__ for kind in KINDS])

@@ -34,6 +34,7 @@ def test_a_killed_rank_costs_nothing(folder, undisturbed, rank, doing, step):
     assert learnt(folder / out) == undisturbed
 
 
+@pytest.mark.slow
 def test_rank_0_that_holds_the_store(folder, undisturbed):
     """Without torchrun's agent the store goes with rank 0: of three ranks two find it gone."""
     run = start(folder, "no-agent", size=3, hook=SignalWhen(0, "training", 4), agent=False)

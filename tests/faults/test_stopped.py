@@ -4,6 +4,8 @@ import json
 import signal
 import time
 
+import pytest
+
 from tests.faults.hooks import SignalInEvaluation, SignalWhen
 from tests.faults.runs import finish, learnt, start
 
@@ -49,6 +51,7 @@ def test_before_and_after_training_a_signal_ends_the_process_at_once(folder, und
     assert learnt(folder / "early") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(folder, undisturbed):
     """Not within three seconds: a launcher forwards what the scheduler has sent to every process already."""
     run = start(folder, "twice").until(lambda run: run.last_step >= 2)

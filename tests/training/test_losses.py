@@ -320,7 +320,9 @@ CACHED_SHARDED = (60, 60, Accumulate.sharded)
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW)]
+)
 def test_every_loss(ranks, model, reference, world_size):
     """Gradient, clip norm and update; 10 rows, uneven on 3 and 4 ranks; all kept, none, and the longest."""
     cases = [(config, [rows_for(config, 10)]) for config in LOSSES.values()]

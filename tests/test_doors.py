@@ -81,6 +81,8 @@ def test_evaluate_export_and_search(workshop, monkeypatch):
     texts = ["alpha beta", "gamma"]
     earlier, later = (SentenceTransformer(str(workshop / name)).encode(texts) for name in ("exported", "run/model"))
     assert np.abs(earlier - later).max() > 1e-4
+    call("embedtrain.export", "run=run", "to=half", "dtype=bf16", cwd=workshop)
+    assert np.abs(SentenceTransformer(str(workshop / "half")).encode(texts) - later).max() < 2e-2
     assert "step=4: run/checkpoints has latest and 3, 6" in call(
         "embedtrain.export", "run=run", "step=4", "to=no", cwd=workshop, code=1
     )

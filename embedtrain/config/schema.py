@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from embedtrain.config.evaluation import EvaluationConfig
+from embedtrain.config.lora import LoraConfig
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 
 
@@ -141,6 +142,11 @@ class ModelConfig:
     pooling: Pooling | None = None  # cls, mean, last; default: what a sentence-transformers directory says
     normalize: bool | None = None  # L2-normalise vectors; default: what the directory says, else true
     max_length: int | None = None  # tokens, special tokens included; default: what the directory says
+    bidirectional: bool | None = None  # tokens see those behind them as well; default: as its configuration says
+    append_eos: bool | None = None  # end every text with the end-of-text token; default: with pooling `last`, yes
+    include_prompt: bool | None = None  # mean pooling counts the prompt's tokens; default: the directory's, else true
+    rope_scaling: Any = None  # a mapping such as {rope_type: yarn, factor: 4}: rotary positions beyond the model's own
+    lora: LoraConfig = field(default_factory=LoraConfig)
     query_prompt: str | None = None  # put before every query; default: the directory's, else none
     document_prompt: str | None = None  # put before every document; default: the directory's, else none
     revision: str | None = None  # a commit, tag or branch of the Hub repository
@@ -230,7 +236,10 @@ class ParallelConfig:
     block_class: str | None = None  # the layer class to shard; default: found in the model
     precision: Precision = Precision.bf16
     accumulate: Accumulate = Accumulate.auto
-    activation_checkpointing: bool = False
+    reshard: bool | None = None  # give weights back after a block's forward pass; null: where memory asks for it
+    activation_checkpointing: bool | None = None  # recompute a block's activations; null: where they would not fit
+    cpu_offload: bool | None = None  # weights and optimiser in host memory; null: where nothing else fits
+    accelerate_config: str | None = None  # a file that `accelerate config` wrote: its FSDP options become ours
     compile: bool = False  # torch.compile, block by block
     timeout: float = 1800.0  # seconds a rank waits for the others before all give up
 

@@ -1,7 +1,7 @@
 """The (replicate, shard) mesh: DDP, FSDP and HSDP are its shapes, and nothing else tells them apart."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,12 +23,25 @@ _WHOLE_GRADIENTS_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Layout:
-    """How weights lie over the ranks: `replicate` copies, each cut into `shard` parts; and why."""
+    """How weights lie over the ranks, and what is saved of their memory.
+
+    Attributes:
+        strategy: the name of the shape.
+        replicate: copies.
+        shard: parts that each copy is cut into.
+        reason: why.
+        reshard: whether a block's gathered weights are given back after its forward pass; of no effect on whole copies.
+        activation_checkpointing: whether a block's activations are recomputed in the backward pass.
+        cpu_offload: whether weights, gradients and optimiser lie in host memory, and travel when they are needed.
+    """
 
     strategy: Strategy
     replicate: int
     shard: int
     reason: str
+    reshard: bool = True
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """The device mesh of this shape, named (replicate, shard). A collective: every rank must call it."""
@@ -64,6 +77,16 @@ def choose_layout(
     need, have = num_parameters * (_BYTES_IN_TRAINING if trains else _BYTES_IN_EVALUATION), memory
     what = "weights, gradients and Adam moments" if trains else "weights"
     told = f"{_gib(need)} of {what}, {_gib(have)} of memory a rank"
+    layout = _shape(parallel, world, fits=need <= _REPLICATED_SHARE * have, told=told)
+    return replace(
+        layout,
+        reshard=parallel.reshard is not False,
+        activation_checkpointing=bool(parallel.activation_checkpointing),
+        cpu_offload=bool(parallel.cpu_offload),
+    )
+
+
+def _shape(parallel: ParallelConfig, world: World, *, fits: bool, told: str) -> Layout:
     match parallel.strategy:
         case Strategy.ddp:
             return Layout(Strategy.ddp, world.size, 1, f"asked for; {told}")
@@ -77,7 +100,7 @@ def choose_layout(
                     f"allowed are {', '.join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)}"
                 )
             return Layout(Strategy.hsdp, world.size // size, size, f"asked for, {size} ranks a copy; {told}")
-        case Strategy.auto if need <= _REPLICATED_SHARE * have:
+        case Strategy.auto if fits:
             return Layout(Strategy.ddp, world.size, 1, f"it fits on every rank: {told}")
         case Strategy.auto:
             return Layout(Strategy.fsdp, 1, world.size, f"it is too large to replicate: {told}")

@@ -2,56 +2,114 @@
 
 The order is fixed. Activation checkpointing first, for it must lie inside what FSDP gathers; compilation
 next, block by block and in place, so that parameter names stay clean; then every block is a group of its
-own and what is left (embeddings, final norm, heads) the root's. The optimiser is built after all this:
-one built before holds tensors that are no longer the model's.
+own, a large vocabulary's embedding another, and what is left (final norm, heads) the root's. The optimiser
+is built after all this: one built before holds tensors that are no longer the model's.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.schema import ParallelConfig, Precision
+from embedtrain.distributed.mesh import Layout
 from embedtrain.errors import ModelError, TrainingError
+
+# From so many elements on a vocabulary's embedding is gathered for the lookup alone: as a part of the root it would
+# stay whole for the whole step, as would its gradient (XLM-R: 192 million elements).
+LARGE_EMBEDDING = 2**24
+# Groups whose weights are given back after each forward pass, for FSDP does not tell.
+_GIVE_BACK: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def shard_(
-    encoder: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, parallel: ParallelConfig, device: torch.device
+    encoder: nn.Module, blocks: list[nn.Module], layout: Layout, parallel: ParallelConfig, device: torch.device
 ) -> None:
-    """Shard `encoder` in place over `mesh` and give its parameters (uninitialised) memory on `device`.
+    """Shard `encoder` in place and give its parameters (uninitialised) memory. A collective.
 
     Args:
-        encoder: parameters on the meta device, buffers in memory.
+        encoder: parameters on the meta device, of any types that training mixes; buffers in memory.
         blocks: the modules inside that become groups of their own.
-        mesh: (replicate, shard).
-        parallel: precision, activation checkpointing, compilation.
+        layout: how the weights lie, and what is saved of their memory.
+        parallel: precision and compilation.
         device: where this rank computes.
 
     Raises:
-        ModelError: a parameter has no dimension to be cut along.
+        ModelError: a parameter cannot be sharded, or blocks cannot be recomputed.
     """
-    scalars = [name for name, parameter in encoder.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise ModelError(f"parameter {scalars[0]} has no dimension, so it cannot be sharded: give it the shape (1,)")
-    if parallel.activation_checkpointing:
-        encoder.backbone.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator,union-attr]
+    _require_shardable(encoder, blocks)
+    if layout.activation_checkpointing:
+        _recompute(encoder)
     if parallel.compile:
         for block in blocks:
             block.compile(dynamic=True)
+    mesh = layout.mesh(device)
     policy = _precision(parallel.precision)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if layout.cpu_offload else OffloadPolicy()
     # With one shard there is nothing to give back, and gathering again would only copy.
-    several = mesh["shard"].size() > 1
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=several)
-    fully_shard(encoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    encoder._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    gives_back = layout.shard > 1 and layout.reshard
+    embedding = large_embedding(encoder) if layout.shard > 1 else None
+    for part in (*blocks, *([] if embedding is None else [embedding])):
+        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=gives_back)
+        if gives_back:
+            _GIVE_BACK.add(part)
+    if isinstance(embedding, FSDPModule):
+        embedding.set_unshard_in_backward(False)  # the gradient of a lookup asks for the ids alone
+    fully_shard(encoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    home = torch.device("cpu") if layout.cpu_offload else device
+    encoder._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
     # Not inside compiled blocks, where a hook of Python's would break the graph at every linear layer.
     _guard_direct_calls(encoder, outside=blocks if parallel.compile else [])
+
+
+def large_embedding(encoder: nn.Module) -> nn.Embedding | None:
+    """The vocabulary's embedding where it is large enough to be a group of its own."""
+    find = getattr(encoder.backbone, "get_input_embeddings", None)
+    try:
+        found = None if find is None else find()
+    except NotImplementedError:  # of a model's own code
+        return None
+    # Nothing but the table itself: a module that also holds a norm needs its weights in the backward pass.
+    if not isinstance(found, nn.Embedding) or [name for name, _ in found.named_parameters()] != ["weight"]:
+        return None
+    return found if found.weight.numel() >= LARGE_EMBEDDING else None
+
+
+def _recompute(encoder: nn.Module) -> None:
+    backbone = encoder.backbone
+    if not getattr(backbone, "supports_gradient_checkpointing", False):
+        raise ModelError(
+            f"{type(backbone).__name__} cannot recompute activations: set parallel.activation_checkpointing=false"
+        )
+    backbone.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator,union-attr]
+
+
+def _require_shardable(encoder: nn.Module, blocks: list[nn.Module]) -> None:
+    """Refuse what FSDP cannot cut, or would fail on within the first step, by the parameter's name."""
+    owner = {id(p): block for block in blocks for p in block.parameters()}
+    types: dict[int, tuple[torch.dtype, str]] = {}
+    for name, parameter in encoder.named_parameters():
+        if parameter.dim() == 0:
+            raise ModelError(f"parameter {name} has no dimension, so it cannot be sharded: give it the shape (1,)")
+        if not parameter.requires_grad:
+            continue
+        first, of = types.setdefault(id(owner.get(id(parameter))), (parameter.dtype, name))
+        if parameter.dtype != first:
+            raise ModelError(
+                f"parameters {of} ({first}) and {name} ({parameter.dtype}) are trained in one block with two types: "
+                "give them one"
+            )
 
 
 def _precision(precision: Precision) -> MixedPrecisionPolicy:
@@ -96,13 +154,7 @@ def gathered_whole(encoder: nn.Module, one_pass: Callable[[], object]) -> Iterat
     finally:
         reshard(encoder)
         for part in parts:
-            # As `shard_` has set them; only the root stays gathered between forward and backward.
-            part.set_reshard_after_forward(part is not encoder and _has_shards(part), recurse=False)
-
-
-def _has_shards(part: nn.Module) -> bool:
-    first = next(iter(part.parameters()), None)
-    return isinstance(first, DTensor) and first.device_mesh.size(first.device_mesh.ndim - 1) > 1
+            part.set_reshard_after_forward(part in _GIVE_BACK, recurse=False)
 
 
 def warm_up(encoder: nn.Module, device: torch.device) -> None:

@@ -91,7 +91,7 @@ def load_model(
         f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
         f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root; {layout.reason}"
     )
-    shard_(encoder, blocks, layout.mesh(world.device), parallel, world.device)
+    shard_(encoder, blocks, layout, parallel, world.device)
     if read_weights:
         notes.append(_read_weights(encoder, source, places, world, seed))
     warm_up(encoder, world.device)

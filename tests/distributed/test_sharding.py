@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from embedtrain.config.schema import ModelConfig, Pooling, Precision, Strategy
+from embedtrain.distributed.mesh import Layout
 from embedtrain.distributed.sharding import reshard, shard_
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
@@ -135,7 +136,7 @@ def shapes(world: World) -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, world.size), mesh_dim_names=("replicate", "shard"))
     model = Scaled()
     with pytest.raises(ModelError, match=r"temperature.* \(1,\)"):
-        shard_(model, list(model.layers), mesh, parallel(), world.device)
+        shard_(model, list(model.layers), Layout(Strategy.fsdp, 1, world.size, ""), parallel(), world.device)
     assert not isinstance(model.layers[0].weight, DTensor)  # and nothing was changed
     # Which rows a rank holds is torch.chunk's cut, empty shards included.
     for rows in (1, 2, 5, 7, 8):

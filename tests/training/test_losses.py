@@ -376,7 +376,7 @@ def adapters(world: World, model: ModelConfig, chunk_tokens: int, keep_tokens: i
     inject_adapter_in_model(lora, encoder.backbone)
     options = parallel()
     layout = choose_layout(options, world, 1000, 2**33)
-    shard_(encoder, find_blocks(encoder, None), layout.mesh(world.device), options, world.device)
+    shard_(encoder, find_blocks(encoder, None), layout, options, world.device)
     encoder.eval()
     config = LOSSES["matryoshka"]
     loss, tokenizer = loss_of(config), load_tokenizer()

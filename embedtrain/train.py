@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from embedtrain.checkpoint.adapted import BASE_WEIGHTS, write_settings
 from embedtrain.checkpoint.directory import write_architecture
 from embedtrain.checkpoint.folder import StepFolder
 from embedtrain.checkpoint.hub import require_possible
@@ -28,6 +29,7 @@ from embedtrain.evaluation.metrics import split_best
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.losses.choose import choose_losses, notes_on
 from embedtrain.losses.types import FROM_ROWS
+from embedtrain.models.build import digest_of_weights
 from embedtrain.models.source import open_source
 from embedtrain.models.tokenizer import read_tokenizer
 from embedtrain.tracking.console import Console
@@ -84,7 +86,9 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     with world.together("opening the model"):
         if world.is_main:
             require_possible(recipe.export)
-        prompts = open_source(recipe.model).prompts
+        source = open_source(recipe.model)
+        prompts = source.prompts
+        base = digest_of_weights(source) if world.is_main and recipe.model.lora.on else None
     with world.together("reading training data"), console.counted() as told:
         cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
         data, losses = chosen_data(recipe, prompts, cache)
@@ -95,7 +99,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     for note in (*data.notes, *(note for loaded in sets for note in loaded.notes)):
         console.note(note)
     held.enter_context(_taken(run_dir, world, recipe.parallel.timeout))
-    identity = identity_of(recipe, data, losses, prompts)
+    identity = identity_of(recipe, data, losses, prompts) | {BASE_WEIGHTS: world.broadcast(base)}
     checkpoints = Checkpoints(
         run_dir.checkpoints,
         recipe.checkpoint,
@@ -223,6 +227,8 @@ def _recorded(
             # Anew: what else lies there would be exported, and obeyed by the libraries that open it.
             shutil.rmtree(run_dir.architecture, ignore_errors=True)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)
+            if model.adapted is not None:
+                write_settings(run_dir.adapter, model.adapted, recipe.model, model.source)
     with world.together("starting to record"):
         resumed = state.step or None  # weights alone, or nothing: the rows of an earlier run are put aside
         return Tracker.open(

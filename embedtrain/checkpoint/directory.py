@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +23,8 @@ from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec
 from embedtrain.config.schema import ExportDtype, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
+from embedtrain.models.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from embedtrain.models.adapter_files import peft_key
 from embedtrain.models.build import stored_dtype
 from embedtrain.models.encoder import hidden_size
 from embedtrain.models.source import ModelSource
@@ -39,6 +41,9 @@ _WEIGHTS = "model{suffix}.safetensors"
 _BACKBONE = "backbone."
 # Beside the architecture, for it is weights that no checkpoint holds.
 _UNTRAINED = "untrained.safetensors"
+
+# An adapter as PEFT reads it, in its own folder of a model directory; and what begins the names of its pieces.
+ADAPTER_FOLDER, OF_ADAPTER = "adapter", "adapter:"
 
 # The encoder's name of a weight, the first row, and rows.
 Piece: TypeAlias = tuple[str, int, Tensor]
@@ -63,7 +68,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     tokenizer.tokenizer.model_max_length = tokenizer.max_length
     tokenizer.tokenizer.save_pretrained(directory)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    _write_json(directory / "1_Pooling" / "config.json", _pooling_config(source.pooling, hidden_size(source.config)))
+    _write_json(directory / "1_Pooling" / "config.json", _pooling_config(source))
     for dense in source.dense:
         folder = f"{len(modules)}_Dense"
         modules.append((folder, "Dense"))
@@ -102,6 +107,21 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """What is to be written of a model.
+
+    Attributes:
+        specs: of the model's weights, whole, by the encoder's names.
+        rows: this process's; names of an adapter's begin with OF_ADAPTER.
+        adapter: of the weights that make up its adapter, if it has one.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    rows: Iterator[Piece]
+    adapter: Mapping[str, TensorSpec] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPlan:
     """Which file of a model directory has which weight, under which name.
 
@@ -114,7 +134,13 @@ class WeightPlan:
     places: Mapping[str, tuple[str, str]]
 
 
-def plan_weights(architecture: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, largest: str) -> WeightPlan:
+def plan_weights(
+    architecture: Path,
+    specs: Mapping[str, TensorSpec],
+    dtype: torch.dtype,
+    largest: str,
+    adapter: Mapping[str, TensorSpec] | None = None,
+) -> WeightPlan:
     """Lay out the weight files of a directory, alike in every process.
 
     Args:
@@ -122,6 +148,7 @@ def plan_weights(architecture: Path, specs: Mapping[str, TensorSpec], dtype: tor
         specs: of the encoder's weights (`backbone.*`, `dense.<index>.*`), whole.
         dtype: what floating-point weights are stored in.
         largest: the backbone is split into files of at most that size, such as `5GB`.
+        adapter: of weights that are written once more as an adapter of PEFT's, by the encoder's names; float32.
     """
     stored = {name: _stored(spec, dtype) for name, spec in (untrained_specs(architecture) | dict(specs)).items()}
     backbone = {name.removeprefix(_BACKBONE): spec for name, spec in stored.items() if name.startswith(_BACKBONE)}
@@ -134,6 +161,10 @@ def plan_weights(architecture: Path, specs: Mapping[str, TensorSpec], dtype: tor
         prefix, file = f"dense.{index}.", f"{folder}/model.safetensors"
         members[file] = {name.removeprefix(prefix): spec for name, spec in stored.items() if name.startswith(prefix)}
         places |= {prefix + name: (file, name) for name in members[file]}
+    if adapter:
+        file = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
+        members[file] = {peft_key(name): _stored(spec, torch.float32) for name, spec in adapter.items()}
+        places |= {OF_ADAPTER + name: (file, peft_key(name)) for name in adapter}
     return WeightPlan({file: lay_out(tensors) for file, tensors in members.items()}, places)
 
 
@@ -225,10 +256,11 @@ def note_dtype(directory: Path, dtype: torch.dtype) -> None:
     _write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")})
 
 
-def _pooling_config(pooling: Pooling, dimension: int) -> dict[str, Any]:
-    flags = {flag: kind is pooling for kind, flag in _POOLING_FLAGS.items()}
+def _pooling_config(source: ModelSource) -> dict[str, Any]:
+    dimension = hidden_size(source.config)
+    flags = {flag: kind is source.pooling for kind, flag in _POOLING_FLAGS.items()}
     none = {"pooling_mode_max_tokens": False, "pooling_mode_mean_sqrt_len_tokens": False}
-    return {"word_embedding_dimension": dimension} | flags | none | {"include_prompt": True}
+    return {"word_embedding_dimension": dimension} | flags | none | {"include_prompt": source.include_prompt}
 
 
 def _write_json(path: Path, content: Any) -> None:

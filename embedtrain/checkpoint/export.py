@@ -6,7 +6,7 @@ export that does not match fails, and leaves nothing under the name that was ask
 
 import itertools
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,12 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from embedtrain.checkpoint.adapted import live_merged
 from embedtrain.checkpoint.directory import (
+    ADAPTER_FOLDER,
     DTYPES,
     Piece,
+    Pieces,
     WeightPlan,
     begin_model,
     plan_weights,
@@ -28,13 +31,19 @@ from embedtrain.checkpoint.directory import (
 )
 from embedtrain.checkpoint.onnx_graph import check_graph, write_graph
 from embedtrain.checkpoint.probes import Expected
-from embedtrain.checkpoint.reopen import check_sentence_transformers, check_transformers, require_shapes
+from embedtrain.checkpoint.reopen import (
+    Base,
+    check_adapter,
+    check_sentence_transformers,
+    check_transformers,
+    require_shapes,
+)
 from embedtrain.checkpoint.snapshot import ENCODER, parts_of, share_of
 from embedtrain.checkpoint.stored import StoredTensors
-from embedtrain.checkpoint.weight_files import TensorSpec
-from embedtrain.config.export_checks import ONNX
+from embedtrain.config.export_checks import ADAPTER, ONNX
 from embedtrain.config.schema import ExportConfig, ExportDtype
 from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError
+from embedtrain.models.adapters import has_adapters
 from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import ModelSource
@@ -70,6 +79,8 @@ class Export:
         plan: where weights go; the same in every process.
         dtype: what weights are stored in.
         formats: what is written besides.
+        settings: folder with the configuration of the adapter that is written besides.
+        base: what that adapter was trained on.
     """
 
     to: Path
@@ -77,6 +88,8 @@ class Export:
     plan: WeightPlan
     dtype: torch.dtype
     formats: tuple[str, ...] = ()
+    settings: Path | None = None
+    base: Base | None = None
 
     @property
     def unfinished(self) -> Path:
@@ -92,6 +105,8 @@ class Export:
         shutil.rmtree(self.unfinished, ignore_errors=True)
         self.to.parent.mkdir(parents=True, exist_ok=True)
         begin_model(self.unfinished, self.architecture, self.plan, self.dtype)
+        if self.settings is not None:
+            shutil.copytree(self.settings, self.unfinished / ADAPTER_FOLDER)
 
     def write(self, pieces: Iterable[Piece], *, main: bool) -> None:
         """Write what this process has of the weights, once the directory is there.
@@ -105,7 +120,8 @@ class Export:
             OSError: the directory cannot be written.
         """
         added = untrained_pieces(self.architecture) if main else ()
-        write_weights(self.unfinished, self.plan, itertools.chain(pieces, added), begins=main)
+        wanted = (piece for piece in itertools.chain(pieces, added) if piece[0] in self.plan.places)
+        write_weights(self.unfinished, self.plan, wanted, begins=main)
 
     def finish(
         self,
@@ -139,6 +155,9 @@ class Export:
                     differences.append(check_transformers(directory, source, expected))
                 with phase("reopening it with sentence-transformers"):
                     differences.append(check_sentence_transformers(directory, source, expected))
+                if self.settings is not None and self.base is not None:
+                    with phase("reopening the adapter with PEFT"):
+                        differences.append(check_adapter(directory / ADAPTER_FOLDER, self.base, source, expected))
             if ONNX in self.formats:
                 with phase("writing an ONNX graph"):
                     traced = write_graph(directory, source)
@@ -186,15 +205,39 @@ def _replace(to: Path, by: Path) -> None:
 
 
 def plan_export(
-    to: Path, architecture: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, asked: ExportConfig
+    to: Path,
+    architecture: Path,
+    pieces: Pieces,
+    dtype: torch.dtype,
+    asked: ExportConfig,
+    *,
+    settings: Path | None = None,
+    base: Base | None = None,
 ) -> Export:
-    """An export of an encoder whose weights have these types and shapes (`backbone.*`, `dense.<index>.*`)."""
-    plan = plan_weights(architecture, specs, dtype, asked.max_file_size)
-    return Export(to, architecture, plan, dtype, tuple(asked.formats))
+    """An export of an encoder whose weights have the types and shapes of these pieces.
+
+    Args:
+        to: see Export.
+        architecture: likewise.
+        pieces: `backbone.*`, `dense.<index>.*`.
+        dtype: what weights are stored in.
+        asked: the recipe's options.
+        settings: folder with the adapter's configuration, if it has one.
+        base: what the adapter was trained on.
+    """
+    formats = tuple(asked.formats)
+    adapter = pieces.adapter if ADAPTER in formats else {}
+    plan = plan_weights(architecture, pieces.specs, dtype, asked.max_file_size, adapter)
+    return Export(to, architecture, plan, dtype, formats, settings if adapter else None, base)
 
 
-def live_pieces(encoder: Encoder) -> tuple[dict[str, TensorSpec], Iterator[Piece]]:
-    """Of a sharded encoder: all weights' types and shapes, and the rows that this rank is to write."""
+def live_pieces(encoder: Encoder) -> Pieces:
+    """Of a sharded encoder: all weights' types and shapes, and the rows that this rank is to write.
+
+    A collective where there are adapters: they are merged.
+    """
+    if has_adapters(encoder):
+        return live_merged(encoder)
     state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
     share, parts = share_of(state), parts_of(state)
     mine = (
@@ -202,14 +245,14 @@ def live_pieces(encoder: Encoder) -> tuple[dict[str, TensorSpec], Iterator[Piece
         for name, part in parts.items()
         if share.writes and (part.cut or share.shard == 0) and part.rows.numel()
     )
-    return {name: part.spec for name, part in parts.items()}, mine
+    return Pieces({name: part.spec for name, part in parts.items()}, mine)
 
 
-def stored_pieces(stored: StoredTensors) -> tuple[dict[str, TensorSpec], Iterator[Piece]]:
+def stored_pieces(stored: StoredTensors) -> Pieces:
     """Of a checkpoint: all the encoder's types and shapes, and all rows, part by part as they lie."""
     names = [name for name in stored.specs if name.startswith(ENCODER)]
     pieces = ((name.removeprefix(ENCODER), first, rows) for name in names for first, rows in stored.parts(name))
-    return {name.removeprefix(ENCODER): stored.specs[name] for name in names}, pieces
+    return Pieces({name.removeprefix(ENCODER): stored.specs[name] for name in names}, pieces)
 
 
 def require_replaceable(to: Path, run_dir: Path) -> Path:
@@ -235,18 +278,19 @@ def stored_encoder(source: ModelSource, stored: StoredTensors) -> Encoder:
         CheckpointError: the weights are not this model's.
     """
     encoder = build_encoder(source)
-    specs, pieces = stored_pieces(stored)
+    pieces = stored_pieces(stored)
     state = encoder.state_dict()
-    for name in sorted(state.keys() ^ specs.keys()):
+    for name in sorted(state.keys() ^ pieces.specs.keys()):
         raise CheckpointError(f"{stored.folder} does not fit the model: {name} is in one of them alone")
     encoder._apply(  # type: ignore[no-untyped-call]
         lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t
     )
     state = encoder.state_dict()
-    for name, first, rows in pieces:
-        if tuple(state[name].shape) != specs[name].shape:
+    for name, first, rows in pieces.rows:
+        shape = pieces.specs[name].shape
+        if tuple(state[name].shape) != shape:
             raise CheckpointError(
-                f"{stored.folder} does not fit the model: {name} has the shape {list(specs[name].shape)}, the model's "
+                f"{stored.folder} does not fit the model: {name} has the shape {list(shape)}, the model's "
                 f"{list(state[name].shape)}"
             )
         (state[name] if not rows.dim() else state[name][first : first + len(rows)]).copy_(rows)

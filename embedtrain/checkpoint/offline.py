@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from embedtrain.checkpoint.adapted import StoredAdapters, require_base
 from embedtrain.checkpoint.card import model_card
 from embedtrain.checkpoint.export import (
     Exported,
@@ -13,12 +14,15 @@ from embedtrain.checkpoint.export import (
 )
 from embedtrain.checkpoint.folder import StepFolder
 from embedtrain.checkpoint.probes import Expected, plain_vectors, tolerance_of
+from embedtrain.checkpoint.reopen import Base
 from embedtrain.checkpoint.snapshot import WEIGHTS
+from embedtrain.checkpoint.stored import StoredTensors
 from embedtrain.config.compose import to_plain
 from embedtrain.config.schema import ExportConfig, ModelConfig, Recipe
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.models.adapters import without_adapters
 from embedtrain.models.build import build_encoder
-from embedtrain.models.source import open_source
+from embedtrain.models.source import ModelSource, open_source
 from embedtrain.models.tokenizer import load_tokenizer, text_length
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import figures_at
@@ -57,16 +61,19 @@ def export_step(
     dtype = export_dtype(asked.dtype, source)
     expected: Expected | None = None
     with only_export(to), folder.tensors(WEIGHTS) as stored:
+        adapters: StoredAdapters | None = None
+        if recipe.model.lora.on:
+            adapters = StoredAdapters.open(run_dir.adapter, recipe.model, recipe.seed, source, stored)
+            require_base(folder, adapters.base)
         if asked.check:
             with console.phase("encoding probe texts with the checkpoint's weights"):
-                vectors = plain_vectors(stored_encoder(source, stored), tokenizer)
-            tolerance = tolerance_of(dtype, exact_encoder=True)
-            expected = Expected(vectors, tolerance, source.prompts, tokenizer.max_length)
-        specs, pieces = stored_pieces(stored)
-        export = plan_export(to, run_dir.architecture, specs, dtype, asked)
+                expected = _expected(adapters, source, stored, tokenizer, tolerance_of(dtype, exact_encoder=True))
+        pieces = stored_pieces(stored) if adapters is None else adapters.merged()
+        settings, base = (None, None) if adapters is None else (run_dir.adapter, Base(adapters.base, recipe.seed))
+        export = plan_export(to, run_dir.architecture, pieces, dtype, asked, settings=settings, base=base)
         with console.phase("writing the directory"):
             export.begin()
-            export.write(pieces, main=True)
+            export.write(pieces.rows, main=True)
         card = model_card(
             to_plain(recipe),
             figures_at(run_dir.path, folder.step),
@@ -78,3 +85,22 @@ def export_step(
             name=asked.push_to_hub,
         )
         return export.finish(card, expected, trust_remote_code=trust_remote_code, phase=console.phase)
+
+
+def _expected(
+    adapters: StoredAdapters | None,
+    source: ModelSource,
+    stored: StoredTensors,
+    tokenizer: TextTokenizer,
+    tolerance: float,
+) -> Expected:
+    """What the export has to be like; the adapters are not merged here, so that merging is compared as well."""
+    if adapters is None:
+        return Expected(
+            plain_vectors(stored_encoder(source, stored), tokenizer), tolerance, source.prompts, tokenizer.max_length
+        )
+    encoder = adapters.encoder()
+    vectors = plain_vectors(encoder, tokenizer)
+    with without_adapters(encoder):
+        without = plain_vectors(encoder, tokenizer)
+    return Expected(vectors, tolerance, source.prompts, tokenizer.max_length, without)

@@ -24,6 +24,10 @@ PROBES = (
 )
 
 
+# Of what adapters change; below the first it is rounding that is compared.
+_LEAST_EFFECT, _LEAST_SHARE = 1e-4, 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class Expected:
     """What an export has to be like.
@@ -33,12 +37,19 @@ class Expected:
         tolerance: largest relative difference of a vector that passes.
         prompts: by name.
         max_length: tokens of a text that are kept.
+        without: the encoder's own without its adapters, if it has any.
     """
 
     vectors: Tensor
     tolerance: float
     prompts: Mapping[str, str]
     max_length: int
+    without: Tensor | None = None
+
+    @property
+    def effect(self) -> float | None:
+        """How far the adapters have moved the vectors, relative to their length."""
+        return None if self.without is None else largest_difference(self.vectors.float().cpu(), self.without)
 
 
 def plain_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
@@ -82,3 +93,32 @@ def require_equal(found: Tensor, expected: Tensor, tolerance: float, what: str) 
             f"{what} but its vectors differ from the encoder's by {difference:.1e} (allowed {tolerance:.0e})"
         )
     return difference
+
+
+def require_expected(found: Tensor, expected: Expected, what: str) -> float:
+    """The same, and what adapters change is in the vectors.
+
+    Raises:
+        CheckpointError: they are further apart, not finite, or those of the model without its adapters.
+    """
+    difference = require_equal(found, expected.vectors, expected.tolerance, what)
+    kept = _share_of_effect(found, expected)
+    if kept is not None and not kept > _LEAST_SHARE:
+        raise CheckpointError(
+            f"{what} but only {max(0.0, kept):.0%} of what its adapters change is in its vectors: they are nearly "
+            "those of the model it was trained on; where the type of its weights is too coarse for so little, export as "
+            "fp32"
+        )
+    return difference
+
+
+def _share_of_effect(found: Tensor, expected: Expected) -> float | None:
+    """How far vectors [N, D] have gone from those without adapters to those with them, 1 being all the way.
+
+    Rounding points anywhere, so it hardly counts along this way. None where there is none to speak of.
+    """
+    if expected.without is None or (expected.effect or 0.0) < _LEAST_EFFECT:
+        return None
+    without = expected.without.float().cpu()
+    way = expected.vectors.float().cpu() - without
+    return float(((found - without) * way).sum() / (way * way).sum())

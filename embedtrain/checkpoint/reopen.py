@@ -3,19 +3,22 @@
 Each opens the directory anew, and lets go of the model before the next: never more than one copy is in memory.
 """
 
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 from accelerate import init_empty_weights
+from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
-from embedtrain.checkpoint.probes import PROBES, Expected, require_equal
+from embedtrain.checkpoint.probes import PROBES, Expected, require_expected
 from embedtrain.config.schema import ModelConfig
 from embedtrain.errors import CheckpointError
-from embedtrain.models.build import TensorPlace, stored_tensors
+from embedtrain.models.build import TensorPlace, assemble, initialise, stored_tensors
 from embedtrain.models.encoder import Dense, Encoder
 from embedtrain.models.source import ModelSource, open_source
 
@@ -59,7 +62,7 @@ def check_transformers(directory: Path, source: ModelSource, expected: Expected)
     encoder = open_encoder(directory, source)
     tokenizer = open_tokenizer(directory, source)
     found = torch.cat([vectors_of(encoder, tokenised(tokenizer, [text])) for text in PROBES])
-    return require_equal(found, expected.vectors, expected.tolerance, f"transformers opens {directory}")
+    return require_expected(found, expected, f"transformers opens {directory}")
 
 
 def check_sentence_transformers(directory: Path, source: ModelSource, expected: Expected) -> float:
@@ -95,7 +98,48 @@ def check_sentence_transformers(directory: Path, source: ModelSource, expected: 
             f"sentence-transformers opens {directory} for texts of {length} tokens, not {expected.max_length}"
         )
     found = torch.as_tensor(vectors).float().cpu()
-    return require_equal(found, expected.vectors, expected.tolerance, f"sentence-transformers opens {directory}")
+    return require_expected(found, expected, f"sentence-transformers opens {directory}")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model that an adapter was trained on.
+
+    Attributes:
+        source: its configuration as it was trained, and where its weights are.
+        seed: of a model without weights.
+    """
+
+    source: ModelSource
+    seed: int
+
+
+def check_adapter(directory: Path, base: Base, source: ModelSource, expected: Expected) -> float:
+    """Put the adapter on its base by PEFT; the largest relative difference of its vectors.
+
+    Args:
+        directory: the adapter's.
+        base: what it was trained on.
+        source: the merged model, whose tokenizer it shares.
+        expected: what its vectors have to be like.
+
+    Raises:
+        CheckpointError: PEFT cannot open it, not all of it fits, or its vectors are others.
+    """
+    encoder = assemble(base.source)
+    encoder.load_state_dict(initialise(base.source, base.seed))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # PEFT (0.21) only warns of weights that it does not find.
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            encoder.backbone = PeftModel.from_pretrained(encoder.backbone, str(directory))
+    except Exception as error:
+        raise CheckpointError(f"PEFT cannot open {directory}: {type(error).__name__}: {error}") from error
+    assert source.directory is not None
+    tokenizer = open_tokenizer(source.directory, source)
+    found = torch.cat([vectors_of(encoder.eval(), tokenised(tokenizer, [text])) for text in PROBES])
+    return require_expected(found, expected, f"PEFT opens {directory}")
 
 
 def open_encoder(directory: Path, source: ModelSource) -> Encoder:

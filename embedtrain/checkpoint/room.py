@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from embedtrain.checkpoint.folder import clear_unfinished, discard, size_of
+from embedtrain.checkpoint.snapshot import weights_of
 from embedtrain.config.schema import CheckpointConfig, Contents
 from embedtrain.errors import CheckpointError, ConfigError
 
@@ -17,7 +18,7 @@ _MOMENTS = 2
 
 def expected_bytes(trained: nn.Module, contents: Contents) -> int:
     """What a checkpoint of a model will take: tensors alone, headers and manifest are small beside them."""
-    total: int = sum(_bytes_of(tensor) for tensor in trained.state_dict().values())
+    total: int = sum(_bytes_of(tensor) for tensor in weights_of(trained).values())
     if contents is Contents.all:
         total += sum(_MOMENTS * _bytes_of(parameter) for parameter in trained.parameters() if parameter.requires_grad)
     return total

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.distributed.weights import row_range
+from embedtrain.models.adapters import has_adapters
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 ENCODER = "encoder."  # before the names of the encoder's weights; the loss's own are `loss.`
@@ -77,7 +78,7 @@ def take(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> Snapsho
         trained: encoder and loss, sharded, between two steps.
         optimizer: theirs, or None where its state is not saved.
     """
-    model = cast("dict[str, Tensor]", get_model_state_dict(trained))
+    model = weights_of(trained)
     tensors = {WEIGHTS: parts_of(model)}
     if optimizer is not None:
         begin_all(optimizer)
@@ -86,6 +87,12 @@ def take(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> Snapsho
         )
         tensors[OPTIMIZER] = parts_of({name: value for name, value in state.items() if isinstance(value, Tensor)})
     return Snapshot(share_of(model), tensors)
+
+
+def weights_of(trained: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a checkpoint holds of a model, by name: with adapters, what is frozen is not among them."""
+    options = StateDictOptions(ignore_frozen_params=has_adapters(trained))
+    return cast("dict[str, Tensor]", get_model_state_dict(trained, options=options))
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:

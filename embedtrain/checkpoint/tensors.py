@@ -1,20 +1,19 @@
 """Reading a checkpoint's tensors into a live model and its optimiser, each rank its own rows."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 from embedtrain.checkpoint.folder import StepFolder
-from embedtrain.checkpoint.snapshot import OPTIMIZER, WEIGHTS, begin_all
+from embedtrain.checkpoint.snapshot import OPTIMIZER, WEIGHTS, begin_all, weights_of
 from embedtrain.checkpoint.stored import StoredTensors
 from embedtrain.distributed.weights import row_range
 from embedtrain.errors import CheckpointError
@@ -29,7 +28,7 @@ def read_tensors(folder: StepFolder, trained: nn.Module, optimizer: torch.optim.
         CheckpointError: a tensor is missing, left over, or has another shape than the model's.
     """
     # These are the parameters' own memory, so what is read is in place at once.
-    _fill(cast("dict[str, Tensor]", get_model_state_dict(trained)), folder, WEIGHTS)
+    _fill(weights_of(trained), folder, WEIGHTS)
     if optimizer is None:
         return
     begin_all(optimizer)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from embedtrain.config.door_options import EvaluateOptions
 from embedtrain.config.evaluation_checks import EVALUATION_RULES, check_sets
 from embedtrain.config.export_checks import check_export
+from embedtrain.config.lora_checks import check_lora
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.schema import Recipe, Strategy
 from embedtrain.config.source_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
@@ -189,6 +190,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_train_sources(recipe.data.train)
     check_loss(recipe.loss)
     check_export(recipe.export, "export.")
+    check_lora(recipe)
     batches_by_source(recipe.data.batches, [loss_of(source, recipe.loss) for source in recipe.data.train])
     return recipe
 

@@ -8,8 +8,8 @@ from embedtrain.config.door_options import ExportOptions
 from embedtrain.config.schema import ExportConfig
 from embedtrain.errors import ConfigError
 
-ONNX = "onnx"
-EXPORT_FORMATS = ("sentence_transformers", ONNX)
+ONNX, ADAPTER = "onnx", "adapter"
+EXPORT_FORMATS = ("sentence_transformers", ONNX, ADAPTER)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|TB)")
 
 

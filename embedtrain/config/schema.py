@@ -262,7 +262,8 @@ class CheckpointConfig:
 class ExportConfig:
     """The model directory that comes out."""
 
-    # sentence_transformers (always written; transformers opens it as well), onnx: a graph beside it, its weights fp32
+    # sentence_transformers (always written; transformers opens it as well; adapters are merged), onnx: a graph beside
+    # it, its weights fp32, adapter: what LoRA has learnt alone, in a folder beside it, as PEFT reads it
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
     dtype: ExportDtype = ExportDtype.source
     max_file_size: str = "5GB"  # larger weights are split into files of at most that size

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from embedtrain.distributed.world import World
@@ -55,14 +54,38 @@ def read_shards(tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, 
                     local.copy_(file.get_slice(key)[start:end])
 
 
-def hand_out(encoder: nn.Module, world: World, make: Callable[[], dict[str, Any]]) -> None:
-    """Give every rank its part of the weights that `make` returns on rank 0, tensor by tensor.
+def hand_out(tensors: Mapping[str, Tensor], world: World, make: Callable[[], Mapping[str, Tensor]]) -> None:
+    """Give every rank its rows of the weights that `make` returns on rank 0, tensor by tensor. A collective.
 
-    Only rank 0 ever holds the whole model. `make` may fail; then all ranks fail together.
+    Only rank 0 ever holds the whole model; of one tensor all do, on their devices. `make` may fail; then all ranks fail
+    together.
+
+    Args:
+        tensors: by name; sharded parameters or plain buffers of any dtype (values are cast).
+        world: the ranks.
+        make: whole tensors by the same names, with the same shapes.
     """
-    whole: dict[str, Any] = {}
+    whole: Mapping[str, Tensor] = {}
     with world.together("reading the model's weights on rank 0"):
         if world.is_main:
             whole = make()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
-    set_model_state_dict(encoder, whole, options=options)
+            assert whole.keys() == tensors.keys(), f"{sorted(whole.keys() ^ tensors.keys())[:3]} on one side alone"
+    for name, tensor in tensors.items():
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        if world.is_main:
+            sent = whole[name].detach().to(world.device, dtype).contiguous()
+        else:
+            sent = torch.empty(tensor.shape, dtype=dtype, device=world.device)
+        dist.broadcast(sent, src=0, group=world.group)
+        keep_rows(tensor, sent)
+
+
+def keep_rows(tensor: Tensor, whole: Tensor) -> None:
+    """Fill a tensor in place with this rank's rows of the whole; values are cast."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        if local.dim() == 0:
+            local.copy_(whole)
+        elif local.numel():
+            start, end = row_range(tensor)
+            local.copy_(whole[start:end])

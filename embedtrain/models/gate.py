@@ -51,7 +51,7 @@ def require_harmless(directory: Path, *, trust_remote_code: bool) -> None:
     if (directory / "adapter_config.json").is_file():
         raise ModelError(
             f"{directory / 'adapter_config.json'} makes this an adapter, of a model that lies elsewhere: "
-            "merge it into that model, and give the directory of the result"
+            f"write that model here, and this directory as its adapter (in a recipe model.lora.path={directory})"
         )
     for path in sorted(directory.glob("sentence_*_config.json")):
         _refuse_arguments(path)

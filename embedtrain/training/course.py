@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields
 from enum import Enum
 from typing import Any
 
+from embedtrain.checkpoint.adapted import BASE_WEIGHTS
 from embedtrain.checkpoint.folder import StepFolder
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES, LossConfig
@@ -142,6 +143,11 @@ def require_same_course(folder: StepFolder, identity: Mapping[str, Any]) -> None
             continue
         name, was, now = difference
         anew = "or choose another output_dir to start anew"
+        if name == BASE_WEIGHTS:
+            raise CheckpointError(
+                f"{folder.path} was written on other weights than model.path={identity.get('model.path')} has now: "
+                f"bring its old files back, {anew}"
+            )
         if name.endswith(_ROWS):
             raise CheckpointError(
                 f"{folder.path} was written of other rows than {name.removesuffix(_ROWS)} holds now: bring its "

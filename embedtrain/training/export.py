@@ -2,16 +2,20 @@
 
 import contextlib
 
+from torch import Tensor
+
 from embedtrain.checkpoint.card import model_card
 from embedtrain.checkpoint.export import Exported, export_dtype, live_pieces, only_export, plan_export
 from embedtrain.checkpoint.folder import read_manifest, step_path
 from embedtrain.checkpoint.hub import push
 from embedtrain.checkpoint.probes import PROBES, Expected, tolerance_of
+from embedtrain.checkpoint.reopen import Base
 from embedtrain.checkpoint.tensors import read_tensors
 from embedtrain.config.compose import to_plain
 from embedtrain.config.schema import Precision, Recipe
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.encode import SentenceEncoder
+from embedtrain.models.adapters import without_adapters
 from embedtrain.tracking.summary import figures_at
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.model import LoadedModel
@@ -47,17 +51,24 @@ def export_run(
     if asked.check:
         tolerance = tolerance_of(dtype, exact_encoder=recipe.parallel.precision is Precision.fp32)
         vectors = encoder.encode_all(PROBES)
-        expected = Expected(vectors, tolerance, model.source.prompts, model.tokenizer.max_length)
-    specs, pieces = live_pieces(model.encoder)
+        without: Tensor | None = None
+        if model.adapted is not None:
+            with without_adapters(model.encoder):
+                without = encoder.encode_all(PROBES).cpu()
+        expected = Expected(vectors, tolerance, model.source.prompts, model.tokenizer.max_length, without)
+    pieces = live_pieces(model.encoder)
     exported: Exported | None = None
     with contextlib.ExitStack() as held:
         with world.together("exporting the model"):
-            export = plan_export(run_dir.model, run_dir.architecture, specs, dtype, asked)
+            settings, base = (run_dir.adapter, Base(model.source, recipe.seed)) if model.adapted else (None, None)
+            export = plan_export(
+                run_dir.model, run_dir.architecture, pieces, dtype, asked, settings=settings, base=base
+            )
             if world.is_main:
                 held.enter_context(only_export(run_dir.model))
                 export.begin()
         with world.together("exporting the model"), tracker.phase("exporting the model"):
-            export.write(pieces, main=world.is_main)
+            export.write(pieces.rows, main=world.is_main)
         with world.together("exporting the model"):
             if world.is_main:
                 card = model_card(

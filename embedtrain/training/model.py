@@ -4,6 +4,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -12,10 +13,19 @@ from embedtrain.config.schema import ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.mesh import Layout, choose_layout, keeps_gradients_whole, memory_of_rank
 from embedtrain.distributed.sharding import shard_, warm_up
-from embedtrain.distributed.weights import hand_out, read_shards
+from embedtrain.distributed.weights import hand_out, keep_rows, read_shards
 from embedtrain.distributed.world import World
+from embedtrain.models.adapter_files import open_adapter
+from embedtrain.models.adapters import (
+    Adapted,
+    add_adapters,
+    base_name,
+    described,
+    frozen_dtype,
+    initial_adapters,
+)
 from embedtrain.models.blocks import find_blocks
-from embedtrain.models.build import TensorPlace, build_encoder, find_weights, initialise
+from embedtrain.models.build import TensorPlace, build_encoder, find_weights, initialise, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import ModelSource, open_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
@@ -34,6 +44,7 @@ class LoadedModel:
         tokenizer: bound to the length that is used.
         layout: how its weights lie over the ranks.
         notes: one line each, what was found and decided.
+        adapted: the adapters that are trained; None where the model itself is.
         whole_gradients: whether a rank holds whole gradients between the chunks of a step.
     """
 
@@ -43,6 +54,7 @@ class LoadedModel:
     layout: Layout
     notes: tuple[str, ...]
     whole_gradients: bool
+    adapted: Adapted | None = None
 
 
 def load_model(
@@ -63,7 +75,7 @@ def load_model(
         world: the ranks; every rank must call.
         seed: random weights are a function of it.
         tokenizer: a tokenizer made on the spot, for a model without one; its ids go into the configuration.
-        read_weights: false where a checkpoint's weights follow.
+        read_weights: false where a checkpoint's weights follow: then only what is frozen is read.
         trains: false where it will only encode, which takes less memory.
 
     Raises:
@@ -78,11 +90,17 @@ def load_model(
         loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision) if tokenizer is None else tokenizer
         check_vocabulary(source, loaded)
         length = text_length(source, loaded)
+        files = open_adapter(model.lora)
         encoder = build_encoder(source)
+        places = find_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
+        adapted: Adapted | None = None
+        if model.lora.on:
+            frozen = frozen_dtype(model.lora.frozen, parallel.precision, stored_dtype(source))
+            adapted = add_adapters(encoder, model.lora, files, frozen)
         num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
+        num_trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
         layout = choose_layout(parallel, world, num_parameters, memory, trains=trains)
         blocks, notes = _blocks(encoder, parallel, required=layout.strategy is not Strategy.ddp)
-        places = find_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
     notes.append(
         f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {num_parameters:,} parameters, "
         f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}, {length} tokens"
@@ -91,16 +109,20 @@ def load_model(
         f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
         f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root; {layout.reason}"
     )
+    if adapted is not None:
+        notes.append(described(adapted, encoder))
     shard_(encoder, blocks, layout, parallel, world.device)
-    if read_weights:
+    if read_weights or adapted is not None:
         notes.append(_read_weights(encoder, source, places, world, seed))
+    if read_weights and adapted is not None:
+        notes += _begin_adapters(encoder, adapted, model, world, seed)
     warm_up(encoder, world.device)
     source = replace(source, max_length=length)
-    whole = keeps_gradients_whole(parallel, layout, num_parameters, memory)
+    whole = keeps_gradients_whole(parallel, layout, num_trained, memory)
     if trains and not whole:
-        size = 4 * num_parameters / 2**30
+        size = 4 * num_trained / 2**30
         notes.append(f"gradients are reduced after every chunk: whole ones would take {size:.1f} GiB on every rank")
-    return LoadedModel(encoder, source, TextTokenizer(loaded, length), layout, tuple(notes), whole)
+    return LoadedModel(encoder, source, TextTokenizer(loaded, length), layout, tuple(notes), whole, adapted)
 
 
 def adopt_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -132,12 +154,28 @@ def _blocks(encoder: Encoder, parallel: ParallelConfig, *, required: bool) -> tu
 def _read_weights(
     encoder: Encoder, source: ModelSource, places: dict[str, TensorPlace] | None, world: World, seed: int
 ) -> str:
+    tensors = {base: t for name, t in encoder.state_dict().items() if (base := base_name(name)) is not None}
     if places is not None:
-        tensors = encoder.state_dict()
         with world.together("reading the model's weights"):
             read_shards(tensors, places)
         return f"weights: every rank read its own slices of {source.directory}"
-    hand_out(encoder, world, lambda: initialise(source, seed))
+    hand_out(tensors, world, lambda: initialise(source, seed))
     if source.directory is None:
         return f"weights: random from seed {seed}, made on rank 0 and handed out"
     return f"weights: read on rank 0 from {source.directory} by transformers and handed out"
+
+
+def _begin_adapters(encoder: Encoder, adapted: Adapted, model: ModelConfig, world: World, seed: int) -> list[str]:
+    """Give adapters their first weights; every rank makes or reads all of them, and keeps its rows."""
+    with world.together("reading the adapter"):
+        first = initial_adapters(encoder, adapted, seed)
+        state = encoder.state_dict()
+        with torch.no_grad():
+            for name, whole in first.items():
+                keep_rows(state[name], whole)
+    if adapted.files is None:
+        return []
+    base = model.path if model.path is not None else "model.config"
+    made_for = adapted.files.made_for
+    other = f", made for {made_for} and put on {base}" if made_for not in ("", base) else ""
+    return [f"adapter: read from {adapted.files.directory}{other}"]

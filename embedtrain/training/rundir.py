@@ -41,6 +41,11 @@ class RunDirectory:
         return self.path / "architecture"
 
     @property
+    def adapter(self) -> Path:
+        """What adapters are trained, as PEFT writes it, where the recipe asked for some."""
+        return self.path / "adapter"
+
+    @property
     def tokenizer(self) -> Path:
         """A vocabulary trained on the data, where the recipe asked for one."""
         return self.path / "tokenizer"

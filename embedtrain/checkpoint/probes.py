@@ -106,8 +106,8 @@ def require_expected(found: Tensor, expected: Expected, what: str) -> float:
     if kept is not None and not kept > _LEAST_SHARE:
         raise CheckpointError(
             f"{what} but only {max(0.0, kept):.0%} of what its adapters change is in its vectors: they are nearly "
-            "those of the model it was trained on; where the type of its weights is too coarse for so little, export as "
-            "fp32"
+            "those of the model it was trained on; where the type of its weights is too coarse for so little, export "
+            "as fp32"
         )
     return difference
 

@@ -4,7 +4,7 @@ Each opens the directory anew, and lets go of the model before the next: never m
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
-from embedtrain.checkpoint.probes import PROBES, Expected, require_expected
+from embedtrain.checkpoint.probes import PROBES, Expected, require_expected, tolerance_of
 from embedtrain.config.schema import ModelConfig
 from embedtrain.errors import CheckpointError
 from embedtrain.models.build import TensorPlace, assemble, initialise, stored_tensors
@@ -108,10 +108,12 @@ class Base:
     Attributes:
         source: its configuration as it was trained, and where its weights are.
         seed: of a model without weights.
+        rounded: whether the run held its weights in a coarser type than its files have.
     """
 
     source: ModelSource
     seed: int
+    rounded: bool = False
 
 
 def check_adapter(directory: Path, base: Base, source: ModelSource, expected: Expected) -> float:
@@ -139,6 +141,9 @@ def check_adapter(directory: Path, base: Base, source: ModelSource, expected: Ex
     assert source.directory is not None
     tokenizer = open_tokenizer(source.directory, source)
     found = torch.cat([vectors_of(encoder.eval(), tokenised(tokenizer, [text])) for text in PROBES])
+    if base.rounded:
+        rounding = tolerance_of(torch.bfloat16, exact_encoder=True)
+        expected = replace(expected, tolerance=max(expected.tolerance, rounding))
     return require_expected(found, expected, f"PEFT opens {directory}")
 
 

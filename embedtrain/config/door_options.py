@@ -12,6 +12,7 @@ class EvaluateOptions:
     """Options of `python -m embedtrain.evaluate`."""
 
     model: str = ""  # model directory or Hub id
+    adapter: str | None = None  # a LoRA adapter on it, as PEFT writes them: directory or Hub id
     sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
     mteb: list[str] = field(default_factory=list)  # names of mteb's tasks
     subset: int | None = None  # at most so many queries or rows of each set

@@ -26,6 +26,7 @@ class AgainstPositive(str, Enum):
 class MineOptions:
     """Options of `python -m embedtrain.mine`."""
 
+    adapter: str | None = None  # a LoRA adapter on the model, as PEFT writes them: directory or Hub id
     model: str = ""  # model directory or Hub id
     data: Any = None  # list of TrainSource, or of paths; or one path
     # More documents to find negatives in, one path or a list: BEIR folders, corpus files, tables, Hub ids, which

@@ -17,6 +17,7 @@ from embedtrain.models.hub import local_directory, one_line
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FILES = [CONFIG, WEIGHTS]
 _BEFORE = "base_model.model."
+_POOLER = _BEFORE + "pooler."  # which no vector here goes through
 # What is taken of a configuration; the rest says how the adapter came about, or is refused below.
 _TAKEN = (
     "r",
@@ -79,16 +80,16 @@ class AdapterFiles:
         found: dict[str, Tensor] = {}
         try:
             with safe_open(path, framework="pt") as file:
-                stored = {_plain(key, wanted): key for key in file.keys()}  # noqa: SIM118 - not a dict
+                stored = {_plain(key, wanted): key for key in file.keys() if not key.startswith(_POOLER)}  # noqa: SIM118 - not a dict
                 for key in sorted(stored.keys() ^ wanted.keys()):
                     raise ModelError(
-                        self._of_another(f"{key} is in {'its files' if key in stored else 'the model'} alone")
+                        self.of_another(f"{key} is in {'its files' if key in stored else 'the model'} alone")
                     )
                 for key, name in wanted.items():
                     shape = file.get_slice(stored[key]).get_shape()
                     if list(shape) != list(names[name]):
                         raise ModelError(
-                            self._of_another(f"{key} has the shape {shape}, here it is {list(names[name])}")
+                            self.of_another(f"{key} has the shape {shape}, here it is {list(names[name])}")
                         )
                     found[name] = file.get_tensor(stored[key]).float()
         except ModelError:
@@ -97,7 +98,8 @@ class AdapterFiles:
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
         return found
 
-    def _of_another(self, why: str) -> str:
+    def of_another(self, why: str) -> str:
+        """What is said of an adapter that does not fit."""
         made_for = f"it was made for {self.made_for}" if self.made_for else "it does not say for which"
         return (
             f"model.lora.path={self.directory} is an adapter of another model: {why}; {made_for}: write model.path=THAT"

@@ -81,7 +81,7 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     config = _of_options(encoder, lora) if files is None else files.config
     for parameter in encoder.parameters():
         parameter.requires_grad_(False)
-    of_files = _parts(encoder, () if files is None else files.parts)
+    of_files = _parts_of_files(encoder, files)
     modules = of_files | _parts(encoder, lora.train)
     on_meta = any(parameter.is_meta for parameter in encoder.parameters())
     with init_empty_weights(include_buffers=False) if on_meta else contextlib.nullcontext():
@@ -269,6 +269,18 @@ def _parts(encoder: Encoder, names: Iterable[str]) -> dict[str, nn.Module]:
             )
         found |= chosen
     return found
+
+
+def _parts_of_files(encoder: Encoder, files: AdapterFiles | None) -> dict[str, nn.Module]:
+    if files is None:
+        return {}
+    try:
+        return _parts(encoder, files.parts)
+    except ConfigError:
+        kind = type(encoder.backbone).__name__
+        raise ModelError(
+            files.of_another(f"it holds {', '.join(files.parts)} whole, and not all is in a {kind}")
+        ) from None
 
 
 def _part(encoder: Encoder, asked: str) -> Iterator[tuple[str, nn.Module]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import torch
 from torch import Tensor
 
 from embedtrain.checkpoint.card import model_card
@@ -16,6 +17,7 @@ from embedtrain.config.schema import Precision, Recipe
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.models.adapters import without_adapters
+from embedtrain.models.build import stored_dtype
 from embedtrain.tracking.summary import figures_at
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.model import LoadedModel
@@ -60,7 +62,7 @@ def export_run(
     exported: Exported | None = None
     with contextlib.ExitStack() as held:
         with world.together("exporting the model"):
-            settings, base = (run_dir.adapter, Base(model.source, recipe.seed)) if model.adapted else (None, None)
+            settings, base = (None, None) if model.adapted is None else (run_dir.adapter, _base(model, recipe.seed))
             export = plan_export(
                 run_dir.model, run_dir.architecture, pieces, dtype, asked, settings=settings, base=base
             )
@@ -91,3 +93,8 @@ def export_run(
                     address = push(run_dir.model, asked.push_to_hub, private=asked.private, step=step)
                 tracker.note(f"uploaded: {address}")
     return world.broadcast(exported)  # type: ignore[return-value]
+
+
+def _base(model: LoadedModel, seed: int) -> Base:
+    coarse = any(p.dtype == torch.bfloat16 for p in model.encoder.parameters() if not p.requires_grad)
+    return Base(model.source, seed, rounded=coarse and stored_dtype(model.source) == torch.float32)

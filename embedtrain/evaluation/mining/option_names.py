@@ -8,6 +8,7 @@ from embedtrain.errors import ConfigError, ModelError
 
 OF_MODEL = {
     "path": "model",
+    "lora.path": "adapter",
     **{name: name for name in ("pooling", "normalize", "max_length", "revision", "trust_remote_code")},
 }
 OF_TEACHER = {
@@ -32,4 +33,4 @@ def naming(options: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, ModelError) as error:
-        raise type(error)(re.sub(r"\bmodel\.(\w+)", here, str(error))) from error.__cause__
+        raise type(error)(re.sub(r"\bmodel\.((?:lora\.)?\w+)", here, str(error))) from error.__cause__

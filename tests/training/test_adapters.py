@@ -1,0 +1,249 @@
+"""Low-rank adapters: the same gradient as in one process, first weights that no rank disagrees on, PEFT's own files."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel
+
+from embedtrain.config.lora import FrozenDtype, LoraConfig
+from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.schema import ModelConfig, ParallelConfig, Precision, Strategy
+from embedtrain.distributed.world import World
+from embedtrain.errors import EmbedtrainError
+from embedtrain.losses.infonce import InfoNCE
+from embedtrain.models.adapters import without_adapters
+from embedtrain.training.batches import Cutting, cut
+from embedtrain.training.gradients import Backward
+from embedtrain.training.model import load_model
+from embedtrain.training.optimizer import clip_grad_norm
+from tests.small import batch, parallel, save_small, small_model, small_tokenizer
+
+TEMPERATURE = 0.2
+IDS = torch.tensor([[0, 4, 5, 6, 2], [0, 9, 8, 2, 1]])
+MASK = (IDS != 1).long()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Models, and for each an adapter that PEFT has written, its B not zero, norms stored whole."""
+    folder = tmp_path_factory.mktemp("adapters")
+    found: dict[str, ModelConfig] = {}
+    for name, norm in (("llama", "input_layernorm"), ("xlm-roberta", "LayerNorm")):
+        small = small_model(name)
+        path = save_small(small, folder / name)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=3, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, modules_to_save=[norm]
+        )
+        adapted = peft.get_peft_model(AutoModel.from_pretrained(path), config)
+        with torch.no_grad():
+            for key, parameter in adapted.named_parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter) if "modules_to_save" in key else 0.0)
+        adapted.save_pretrained(str(folder / f"{name}-adapter"))
+        found[name] = replace(small, config=None, path=str(path), lora=LoraConfig(path=str(folder / f"{name}-adapter")))
+    return found
+
+
+def opened(model: ModelConfig) -> torch.nn.Module:
+    """The model with its adapter as PEFT opens it, in one process, float64."""
+    assert model.lora.path is not None
+    base = AutoModel.from_pretrained(model.path)
+    return peft.PeftModel.from_pretrained(base, model.lora.path, is_trainable=True).double().eval()
+
+
+def vector(backbone: torch.nn.Module, pooling: str, ids: torch.Tensor) -> torch.Tensor:
+    hidden = backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+    return F.normalize({"last": hidden[-1], "mean": hidden.mean(0)}[pooling], dim=0)
+
+
+def plain_gradient(model: ModelConfig, num_rows: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss, and gradient of every trained weight, by textbook InfoNCE on PEFT's own model."""
+    backbone, tokenizer = opened(model), small_tokenizer()
+    rows = batch(num_rows).rows
+    texts = [text for row in rows for text in row.documents]
+
+    def encoded(found: list[str]) -> torch.Tensor:
+        ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in found]
+        return torch.stack([vector(backbone, model.pooling.value, one) for one in ids])
+
+    logits = encoded([row.query for row in rows]) @ encoded(texts).T / TEMPERATURE
+    total, place = torch.zeros((), dtype=torch.float64), 0
+    for i, row in enumerate(rows):
+        kept = [j for j, text in enumerate(texts) if j == place or text != row.documents[0]]
+        total = total - F.log_softmax(logits[i, kept], dim=0)[kept.index(place)]
+        place += len(row.documents)
+    loss = total / num_rows
+    loss.backward()
+    gradients = {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        "backbone." + name.removeprefix("base_model.model.").replace(".modules_to_save.default", ""): gradient
+        for name, gradient in gradients.items()
+    }
+
+
+def sharded_gradient(
+    world: World, model: ModelConfig, options: ParallelConfig, cutting: Cutting, num_rows: int
+) -> tuple[float, dict[str, torch.Tensor], float]:
+    loaded = load_model(model, options, world, seed=0)
+    loaded.encoder.eval()
+    loss = InfoNCE(InfoNCEConfig(temperature=TEMPERATURE))
+    backward = Backward(
+        loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy(), whole_gradients=loaded.whole_gradients
+    )
+    output, finite = backward(cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, cutting))
+    assert finite
+    assert sum(isinstance(part, FSDPModule) for part in loaded.encoder.modules()) == 2 + 1
+    parameters = dict(loaded.encoder.named_parameters())
+    assert all(isinstance(p, DTensor) for p in parameters.values())
+    gradients = {name: p.grad.full_tensor() for name, p in parameters.items() if isinstance(p.grad, DTensor)}
+    assert {name for name, p in parameters.items() if p.requires_grad} == gradients.keys()
+    return output.share.item(), gradients, clip_grad_norm(parameters.values(), None)
+
+
+MESHES = [(1, "fsdp", None), (2, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "meshes"),
+    [
+        ("llama", MESHES[:1] + MESHES[2:]),
+        ("xlm-roberta", MESHES[1:2]),
+        pytest.param("llama", [(4, "fsdp", None), *MESHES[1:2]], marks=pytest.mark.slow),
+        pytest.param("xlm-roberta", MESHES[:1] + MESHES[2:], marks=pytest.mark.slow),
+    ],
+)
+def test_gradient_equals_one_process(ranks, made, name, meshes):
+    """On 1, 2 and 4 ranks, every mesh, in one piece and in chunks encoded twice; norms trained whole besides."""
+    model = made[name]
+    loss, expected = plain_gradient(model, 8)
+    assert {key.rsplit(".", 3)[-3] for key in expected} >= {"lora_A", "lora_B"}
+    assert any("norm" in key.lower() for key in expected)
+    for size, strategy, shard_size in meshes:
+        for cutting in (Cutting(10_000, pass_tokens=10_000), Cutting(40, pass_tokens=4)):
+            options = parallel(Strategy(strategy), shard_size=shard_size)
+            answers = ranks(size, sharded_gradient, model, options, cutting, 8)
+            told = f"{name} {strategy} on {size} ranks, {cutting}"
+            assert sum(answer[0] for answer in answers) == pytest.approx(loss, rel=1e-6), told
+            found = answers[0][1]
+            assert found.keys() == expected.keys(), told
+            whole = torch.stack([g.norm() for g in expected.values()]).norm()
+            for key, gradient in expected.items():
+                error = (found[key].double() - gradient).norm() / max(gradient.norm(), 1e-3 * whole)
+                assert error < 1e-5, f"{key}, {told}"
+            assert answers[0][2] == pytest.approx(whole.item(), rel=1e-5), told
+            assert len({answer[2] for answer in answers}) == 1
+
+
+def loaded_and_encoded(world: World, model: ModelConfig, options: ParallelConfig) -> dict[str, torch.Tensor]:
+    """Weights that are trained, whole, and vectors with and without the adapters; the types of both kinds."""
+    torch.manual_seed(100 + world.rank)  # what a rank has drawn before must not matter
+    loaded = load_model(model, options, world, seed=5)
+    encoder = loaded.encoder.eval()
+    with torch.no_grad():
+        found = {"with": encoder(IDS, MASK)}
+        with without_adapters(encoder):
+            found["without"] = encoder(IDS, MASK)
+        again = encoder(IDS, MASK)
+    assert again.equal(found["with"])
+    for part in encoder.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    for name, parameter in encoder.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.dtype == torch.float32, name
+            found[name] = parameter.full_tensor()
+        else:
+            found[f"frozen {parameter.dtype}"] = torch.ones(1)
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def test_first_weights_are_equal_on_any_ranks_and_change_nothing(ranks, made):
+    """B begins as zero, A as a function of seed and name; what is frozen is bf16 where that loses nothing."""
+    model = replace(made["llama"], lora=LoraConfig(rank=4, targets=["q_proj", "down_proj"], train=["embeddings"]))
+    plain = ranks(1, loaded_and_encoded, replace(model, lora=LoraConfig()), parallel())[0]
+    answers = [found for size in (1, 2, 3) for found in ranks(size, loaded_and_encoded, model, parallel())]
+    first = answers[0]
+    trained = {name for name in first if "." in name and not name.startswith("frozen")}
+    assert len([name for name in trained if "lora_A" in name]) == 4
+    assert {name for name in trained if "lora" not in name} == {"backbone.embed_tokens.weight"}
+    assert "frozen torch.float32" in first
+    assert first["with"].allclose(plain["with"], atol=1e-6)
+    for found in answers[1:]:
+        for name in trained:
+            assert found[name].equal(first[name]), name
+    a = first["backbone.layers.0.self_attn.q_proj.lora_A.default.weight"]
+    assert a.abs().max() <= 1 / 32**0.5
+    assert not a.equal(first["backbone.layers.1.self_attn.q_proj.lora_A.default.weight"])
+    in_bf16 = ranks(2, loaded_and_encoded, model, parallel(precision=Precision.bf16))[0]
+    assert "frozen torch.bfloat16" in in_bf16
+    assert "frozen torch.float32" not in in_bf16
+    kept = replace(model, lora=replace(model.lora, frozen=FrozenDtype.fp32))
+    in_fp32 = ranks(2, loaded_and_encoded, kept, parallel(precision=Precision.bf16))[0]
+    assert "frozen torch.float32" in in_fp32
+    assert in_fp32["with"].equal(in_bf16["with"]), "computed in bf16, what is held in bf16 is the same"
+
+
+def test_an_adapter_of_pefts_gives_pefts_vectors(ranks, made):
+    for name, model in made.items():
+        found = ranks(2, loaded_and_encoded, model, parallel())[1]
+        backbone = opened(model)
+        for row in range(2):
+            ids = IDS[row : row + 1, : int(MASK[row].sum())]
+            with torch.no_grad():
+                expected = vector(backbone, model.pooling.value, ids)
+                torch.testing.assert_close(found["with"][row].double(), expected, rtol=0, atol=1e-5, msg=name)
+        assert (found["with"] - found["without"]).norm() > 0.1
+
+
+def refused(world: World, model: ModelConfig) -> str:
+    try:
+        load_model(model, parallel(), world, seed=0)
+    except EmbedtrainError as error:
+        return str(error)
+    return "it was loaded"
+
+
+def changed(adapter: str, to: Path, **settings: object) -> str:
+    """A copy of an adapter that says something else of itself."""
+    to.mkdir()
+    before = json.loads((Path(adapter) / "adapter_config.json").read_text())
+    (to / "adapter_config.json").write_text(json.dumps(before | settings))
+    save_file(load_file(Path(adapter) / "adapter_model.safetensors"), to / "adapter_model.safetensors")
+    return str(to)
+
+
+def test_what_does_not_fit_is_one_sentence(ranks, made, tmp_path):
+    llama, xlmr = made["llama"], made["xlm-roberta"]
+    own = str(llama.lora.path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cases = [
+        (LoraConfig(rank=2, targets=["query"]), "LlamaModel has no layer query; its linear layers are q_proj x2"),
+        (LoraConfig(rank=2, targets=["q_proj", "quey"]), "has no layer quey"),
+        (LoraConfig(rank=2, targets=["embed_tokens"]), r"model.lora.train=\[embeddings\]"),
+        (LoraConfig(rank=2, targets=["mlp"]), "it holds down_proj, gate_proj, up_proj"),
+        (LoraConfig(rank=2, train=["pooler"]), "LlamaModel has no pooler; allowed are embeddings, norms"),
+        (LoraConfig(path=str(xlmr.lora.path)), "xlm-roberta-adapter is an adapter of another model"),
+        (LoraConfig(path=str(empty)), "adapter_config.json is missing"),
+        (LoraConfig(path=changed(own, tmp_path / "dora", use_dora=True)), "use_dora=True is not plain LoRA"),
+        (LoraConfig(path=changed(own, tmp_path / "kind", peft_type="IA3")), "peft_type=IA3; embedtrain trains LORA"),
+        (LoraConfig(path=changed(own, tmp_path / "rank", r=5)), "is an adapter of another model: .* has the shape"),
+        (LoraConfig(path=changed(own, tmp_path / "less", target_modules=["q_proj"])), "is in its files alone"),
+    ]  # fmt: skip
+    for lora, sentence in cases:
+        for told in ranks(2, refused, replace(llama, lora=lora)):
+            with pytest.raises(AssertionError, match=sentence):
+                raise AssertionError(told)
+    with pytest.raises(EmbedtrainError, match=r"its adapter \(in a recipe model.lora.path="):
+        from embedtrain.models.source import open_source
+
+        (Path(own) / "config.json").write_text((Path(str(llama.path)) / "config.json").read_text())
+        open_source(ModelConfig(path=own, pooling=llama.pooling))

@@ -75,7 +75,7 @@ def shard_(
 
 def large_embedding(encoder: nn.Module) -> nn.Embedding | None:
     """The vocabulary's embedding where it is large enough to be a group of its own."""
-    find = getattr(encoder.backbone, "get_input_embeddings", None)
+    find = getattr(getattr(encoder, "backbone", None), "get_input_embeddings", None)
     try:
         found = None if find is None else find()
     except NotImplementedError:  # of a model's own code

@@ -1,11 +1,5 @@
 """No rank holds more than its share and one tensor: measured while 300 MB of a model are saved and read."""
 
-import ctypes
-import gc
-import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,42 +8,12 @@ from embedtrain.checkpoint.snapshot import take
 from embedtrain.config.schema import Layout, Strategy
 from embedtrain.distributed.world import World
 from tests.checkpoint.live import Live, opened, sound, state_of
+from tests.memory import MB, growth
 from tests.small import parallel
 
-MB = 10**6
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 2}
 # The largest tensor of the model takes 17 MB; besides, blocks that are read and written, and Python's own.
 ONE_TENSOR, BESIDES = 17, 16
-
-
-def anonymous() -> float:
-    """MB of this process that no file stands behind."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024 / MB
-
-
-@contextmanager
-def growth(found: list[float]) -> Iterator[None]:
-    """Add the most that memory grew by in the block, looked at every two milliseconds; MB."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
-    before = peak = anonymous()
-    over = threading.Event()
-
-    def look() -> None:
-        nonlocal peak
-        while not over.wait(0.002):
-            peak = max(peak, anonymous())
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
-    found.append(max(peak, anonymous()) - before)
 
 
 def measured(world: World, root: Path) -> dict[str, float]:

@@ -12,7 +12,10 @@ CASES = [
     ("model.lora.rank=4 model.lora.dropout=1", "model.lora.dropout=1.0: from 0 to below 1"),
     ("model.lora.rank=4 model.lora.targets=[]", r"model.lora.targets=\[\]: write all-linear, or names of layers"),
     ("model.lora.rank=4 model.lora.targets=[all-linear,q_proj]", "all-linear is all of them"),
-    ("model.lora.targets=[q_proj]", r"model.lora.targets=\['q_proj'\] has no use without adapters: set model.lora.rank"),
+    (
+        "model.lora.targets=[q_proj]",
+        r"model.lora.targets=\['q_proj'\] has no use without adapters: set model.lora.rank",
+    ),
     ("model.lora.frozen=bf16", "model.lora.frozen=bf16 has no use without adapters"),
     ("model.lora.path=x model.lora.rank=4", "the adapter brings its own; leave one out"),
     ("model.lora.rank=4 model.lora.revision=v1", "write model.lora.path=ID"),

@@ -1,13 +1,17 @@
 """A sharded encoder is called as a whole, or says so; masters and buffers stay in fp32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from embedtrain.config.schema import ModelConfig, Pooling, Precision, Strategy
+from embedtrain.config.schema import ModelConfig, OptimConfig, Pooling, Precision, Strategy
+from embedtrain.distributed import sharding
 from embedtrain.distributed.mesh import Layout
-from embedtrain.distributed.sharding import reshard, shard_
+from embedtrain.distributed.sharding import gathered_whole, reshard, shard_
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError, ModelError, TrainingError
@@ -15,6 +19,7 @@ from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.source import open_source
 from embedtrain.training.model import load_model
+from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
 from tests.small import ARCHITECTURES, parallel, save_small, small_model
 
 IDS = torch.tensor([[0, 5, 9, 2, 1, 1], [0, 7, 8, 6, 12, 2]])
@@ -151,3 +156,78 @@ def shapes(world: World) -> None:
 
 def test_shapes_that_are_cut(ranks):
     ranks(3, shapes)
+
+
+def ways_to_save_memory(world: World, model: ModelConfig) -> None:
+    """Vectors and gradients whatever is given back, recomputed, or kept on the host; the large embedding by itself."""
+    reference = in_one_process(model)
+    expected = reference(IDS, MASK)
+    expected.pow(3).sum().backward()
+    limit, sharding.LARGE_EMBEDDING = sharding.LARGE_EMBEDDING, 64 * 32
+    try:
+        ways = [
+            {},
+            {"reshard": False},
+            {"activation_checkpointing": True},
+            {"cpu_offload": True},
+            {"cpu_offload": True, "reshard": False, "activation_checkpointing": True},
+        ]
+        for way in ways:
+            encoder = load_model(model, parallel(**way), world, seed=0).encoder.eval()
+            embedding = encoder.backbone.get_input_embeddings()
+            assert isinstance(embedding, FSDPModule), "a group of its own"
+            assert sum(isinstance(part, FSDPModule) for part in encoder.modules()) == 2 + 1 + 1
+            for _ in range(2):  # the second time after a backward pass, which has gathered again
+                encoder.zero_grad()
+                found = encoder(IDS, MASK)
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+                held = embedding.weight
+                assert isinstance(held, DTensor) == (way.get("reshard") is not False), way
+                found.pow(3).sum().backward()
+            for (name, parameter), (_, other) in zip(
+                encoder.named_parameters(), reference.named_parameters(), strict=True
+            ):
+                if other.grad is not None:
+                    assert isinstance(parameter, DTensor)
+                    torch.testing.assert_close(
+                        parameter.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-6, msg=f"{way} {name}"
+                    )
+            before = [p.full_tensor().clone() for p in encoder.parameters()]
+            optimizer = build_optimizer(encoder, OptimConfig(lr=1e-3))
+            assert clip_grad_norm(encoder.parameters(), 1.0) > 0
+            optimizer.step()
+            assert all(not p.full_tensor().equal(old) for p, old in zip(encoder.parameters(), before, strict=True))
+            with gathered_whole(encoder, lambda encoder=encoder: encoder(IDS, MASK)), torch.no_grad():
+                whole = encoder(IDS, MASK)
+            with torch.no_grad():
+                assert encoder(IDS, MASK).equal(whole)
+    finally:
+        sharding.LARGE_EMBEDDING = limit
+
+
+@pytest.mark.parametrize("name", ["xlm-roberta", "llama"])
+def test_ways_to_save_memory_change_nothing(ranks, tmp_path, name):
+    small = small_model(name)
+    path = save_small(small, tmp_path / name)
+    ranks(2, ways_to_save_memory, replace(small, config=None, path=str(path)))
+
+
+def two_types(world: World) -> None:
+    """Trained weights of one block in two types are refused by name; frozen ones may have another."""
+    for frozen in (False, True):
+        model = Scaled()
+        del model.temperature
+        model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())])
+        model.layers[0][1].requires_grad_(not frozen)
+        layout = Layout(Strategy.fsdp, 1, world.size, "")
+        if frozen:
+            shard_(model, list(model.layers), layout, parallel(), world.device)
+        else:
+            with pytest.raises(
+                ModelError, match=r"layers.0.0.weight \(torch.float32\) and layers.0.1.weight \(torch.bf"
+            ):
+                shard_(model, list(model.layers), layout, parallel(), world.device)
+
+
+def test_a_block_of_two_types(ranks):
+    ranks(2, two_types)

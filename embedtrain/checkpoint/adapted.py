@@ -28,9 +28,20 @@ from embedtrain.config.lora import LoraConfig
 from embedtrain.config.schema import ModelConfig
 from embedtrain.errors import CheckpointError
 from embedtrain.models.adapter_files import CONFIG, AdapterFiles, read_settings
-from embedtrain.models.adapters import Adapted, Delta, add_adapters, base_name, deltas, is_a, scales_of, settings_of
-from embedtrain.models.build import assemble, build_encoder, digest_of_weights, find_weights, initialise
+from embedtrain.models.adapters import (
+    Adapted,
+    Delta,
+    add_adapters,
+    b_of,
+    base_name,
+    deltas,
+    is_a,
+    scales_of,
+    settings_of,
+)
+from embedtrain.models.build import TensorPlace, assemble, build_encoder, digest_of_weights, find_weights, initialise
 from embedtrain.models.encoder import Encoder
+from embedtrain.models.four_bit import four_bit_layers, rounded
 from embedtrain.models.source import ModelSource, open_source
 
 # What the identity of a run calls the digest of the weights that adapters were trained on; null where there are none.
@@ -54,23 +65,29 @@ def require_base(folder: StepFolder, base: ModelSource) -> None:
 def live_merged(encoder: Encoder) -> Pieces:
     """Of a sharded encoder with adapters. A collective: every rank needs all of each matrix A."""
     state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
+    # What is not cut is merged in one place, with all of B.
+    of_packed = {b_of(name) for name, _ in four_bit_layers(encoder)}
     whole = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in state.items()
-        if is_a(name)
+        if is_a(name) or name in of_packed
     }
     share, parts = share_of(state), parts_of(state)
     adds = deltas(
         {name: whole.get(name, part.rows) for name, part in parts.items()},
         scales_of(encoder),
-        {name: part.first for name, part in parts.items()},
+        {name: part.first for name, part in parts.items() if name not in whole},
     )
     mine = (
         (name, part.first, part.rows)
         for name, part in parts.items()
         if share.writes and (part.cut or share.shard == 0) and part.rows.numel()
     )
-    return _merged({name: part.spec for name, part in parts.items()}, mine, adds, _in_adapter(encoder))
+    packed = dict(four_bit_layers(encoder))
+    unpacked = ((name, 0, layer.unpacked()) for name, layer in packed.items() if share.writes and share.shard == 0)
+    specs = {name: part.spec for name, part in parts.items()}
+    specs |= {n: TensorSpec(torch.float32, (layer.out_features, layer.in_features)) for n, layer in packed.items()}
+    return _merged(specs, itertools.chain(mine, unpacked), adds, _in_adapter(encoder))
 
 
 def _merged(
@@ -90,6 +107,11 @@ def _merged(
 
 def _whole(rows: list[Tensor]) -> Tensor:
     return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def _read(place: TensorPlace) -> Tensor:
+    with safe_open(place.path, framework="pt") as file:
+        return file.get_tensor(place.key)  # type: ignore[no-any-return]
 
 
 def _in_adapter(encoder: nn.Module) -> set[str]:
@@ -118,12 +140,14 @@ class StoredAdapters:
         seed: of a model without weights, which follow from it.
         files: the settings that the run has left.
         stored: the checkpoint's tensors.
+        four_bit: whether the run held the base's linear layers in 4 bits; then that is what adapters are merged with.
     """
 
     base: ModelSource
     seed: int
     files: AdapterFiles
     stored: StoredTensors
+    four_bit: bool = False
 
     @classmethod
     def open(
@@ -141,7 +165,8 @@ class StoredAdapters:
         Raises:
             ConfigError, ModelError: the base is not there any more, or the settings are damaged.
         """
-        return cls(replace(open_source(model), config=run.config), seed, read_settings(settings), stored)
+        base = replace(open_source(model), config=run.config)
+        return cls(base, seed, read_settings(settings), stored, model.lora.four_bit)
 
     def encoder(self) -> Encoder:
         """The encoder in this process's memory, its adapters beside their layers as in training.
@@ -150,7 +175,8 @@ class StoredAdapters:
             CheckpointError: the checkpoint is not this model's.
         """
         encoder = assemble(self.base)
-        encoder.load_state_dict(initialise(self.base, self.seed))
+        specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
+        encoder.load_state_dict(dict(self._base(specs)))
         self._attach(encoder)
         state = encoder.state_dict()
         for name, first, rows in self._pieces(encoder):
@@ -175,9 +201,9 @@ class StoredAdapters:
         every = specs | {name: TensorSpec.of(tensor) for name, tensor in trained.items()}
         return _merged(every, itertools.chain(base, own), adds, _in_adapter(encoder))
 
-    def _attach(self, encoder: Encoder) -> None:
+    def _attach(self, encoder: Encoder, *, four_bit: bool = False) -> None:
         heads = ["dense"] if any(name.startswith(f"{ENCODER}dense.") for name in self.stored.specs) else []
-        add_adapters(encoder, LoraConfig(train=heads), self.files, torch.float32)
+        add_adapters(encoder, LoraConfig(train=heads, four_bit=four_bit), self.files, torch.float32)
 
     def _pieces(self, encoder: Encoder) -> Iterator[Piece]:
         """The checkpoint's rows, when it has been compared with an encoder that adapters were put on."""
@@ -199,8 +225,17 @@ class StoredAdapters:
     def _base(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
         places = find_weights(self.base, {name: torch.Size(spec.shape) for name, spec in specs.items()})
         if places is None:
-            yield from initialise(self.base, self.seed).items()
-            return
-        for name, place in places.items():
-            with safe_open(place.path, framework="pt") as file:
-                yield name, file.get_tensor(place.key)
+            found: Iterable[tuple[str, Tensor]] = initialise(self.base, self.seed).items()
+        else:
+            found = ((name, _read(place)) for name, place in places.items())
+        packed = self._packed()
+        for name, tensor in found:
+            yield name, rounded(tensor) if name in packed else tensor
+
+    def _packed(self) -> set[str]:
+        """Names of the weights that the run held in 4 bits."""
+        if not self.four_bit:
+            return set()
+        encoder = build_encoder(self.base)
+        self._attach(encoder, four_bit=True)
+        return {str(base_name(name)) for name, _ in four_bit_layers(encoder)}

@@ -69,7 +69,11 @@ def export_step(
             with console.phase("encoding probe texts with the checkpoint's weights"):
                 expected = _expected(adapters, source, stored, tokenizer, tolerance_of(dtype, exact_encoder=True))
         pieces = stored_pieces(stored) if adapters is None else adapters.merged()
-        settings, base = (None, None) if adapters is None else (run_dir.adapter, Base(adapters.base, recipe.seed))
+        settings, base = (
+            (None, None)
+            if adapters is None
+            else (run_dir.adapter, Base(adapters.base, recipe.seed, four_bit=adapters.four_bit))
+        )
         export = plan_export(to, run_dir.architecture, pieces, dtype, asked, settings=settings, base=base)
         with console.phase("writing the directory"):
             export.begin()

@@ -46,7 +46,7 @@ def check_lora(recipe: Recipe) -> None:
     if lora.four_bit and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             "model.lora.four_bit=true needs the package bitsandbytes, which is not installed: "
-            "pip install bitsandbytes, or leave it out"
+            "pip install 'embedtrain[qlora]', or leave it out"
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from embedtrain.distributed.world import World
+
+# The shape of a weight that is wanted whole, and what takes it.
+Keep: TypeAlias = tuple[torch.Size, Callable[[Tensor], None]]
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
@@ -32,20 +36,32 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
     return start, end
 
 
-def read_shards(tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, str]]) -> None:
+def read_shards(
+    tensors: Mapping[str, Tensor],
+    places: Mapping[str, tuple[Path, str]],
+    keeps: Mapping[str, Keep] | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Fill tensors in place from safetensors files; of each only this rank's rows are read.
 
     Args:
         tensors: by name; sharded parameters or plain buffers of any dtype (values are cast).
         places: for every name the file and the key in it, of equal shape.
+        keeps: weights that every rank wants whole, by name.
+        device: where it wants them.
     """
+    wholes = keeps or {}
     by_file: dict[Path, list[str]] = {}
-    for name in tensors:
+    for name in (*tensors, *wholes):
         by_file.setdefault(places[name][0], []).append(name)
     for path, names in sorted(by_file.items()):
         with safe_open(path, framework="pt") as file, torch.no_grad():
             for name in names:
-                tensor, key = tensors[name], places[name][1]
+                key = places[name][1]
+                if name in wholes:
+                    wholes[name][1](file.get_tensor(key).to(device))
+                    continue
+                tensor = tensors[name]
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 if local.dim() == 0:
                     local.copy_(file.get_tensor(key))
@@ -54,7 +70,12 @@ def read_shards(tensors: Mapping[str, Tensor], places: Mapping[str, tuple[Path, 
                     local.copy_(file.get_slice(key)[start:end])
 
 
-def hand_out(tensors: Mapping[str, Tensor], world: World, make: Callable[[], Mapping[str, Tensor]]) -> None:
+def hand_out(
+    tensors: Mapping[str, Tensor],
+    keeps: Mapping[str, Keep],
+    world: World,
+    make: Callable[[], Mapping[str, Tensor]],
+) -> None:
     """Give every rank its rows of the weights that `make` returns on rank 0, tensor by tensor. A collective.
 
     Only rank 0 ever holds the whole model; of one tensor all do, on their devices. `make` may fail; then all ranks fail
@@ -62,6 +83,7 @@ def hand_out(tensors: Mapping[str, Tensor], world: World, make: Callable[[], Map
 
     Args:
         tensors: by name; sharded parameters or plain buffers of any dtype (values are cast).
+        keeps: likewise of weights that every rank wants whole: their shape, and what takes them.
         world: the ranks.
         make: whole tensors by the same names, with the same shapes.
     """
@@ -69,15 +91,23 @@ def hand_out(tensors: Mapping[str, Tensor], world: World, make: Callable[[], Map
     with world.together("reading the model's weights on rank 0"):
         if world.is_main:
             whole = make()
-            assert whole.keys() == tensors.keys(), f"{sorted(whole.keys() ^ tensors.keys())[:3]} on one side alone"
+            asked = tensors.keys() | keeps.keys()
+            assert whole.keys() == asked, f"{sorted(whole.keys() ^ asked)[:3]} on one side alone"
     for name, tensor in tensors.items():
-        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        if world.is_main:
-            sent = whole[name].detach().to(world.device, dtype).contiguous()
-        else:
-            sent = torch.empty(tensor.shape, dtype=dtype, device=world.device)
-        dist.broadcast(sent, src=0, group=world.group)
-        keep_rows(tensor, sent)
+        keep_rows(tensor, _sent(whole.get(name), tensor.shape, tensor.dtype, world))
+    for name, (shape, keep) in keeps.items():
+        keep(_sent(whole.get(name), shape, torch.float32, world))
+
+
+def _sent(whole: Tensor | None, shape: torch.Size, dtype: torch.dtype, world: World) -> Tensor:
+    """Rank 0's whole tensor, on every rank's device; floating-point ones in fp32."""
+    dtype = torch.float32 if dtype.is_floating_point else dtype
+    if whole is not None:
+        sent = whole.detach().to(world.device, dtype).contiguous()
+    else:
+        sent = torch.empty(shape, dtype=dtype, device=world.device)
+    dist.broadcast(sent, src=0, group=world.group)
+    return sent
 
 
 def keep_rows(tensor: Tensor, whole: Tensor) -> None:

@@ -24,6 +24,7 @@ from embedtrain.config.schema import Precision
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.adapter_files import AdapterFiles
 from embedtrain.models.encoder import Encoder
+from embedtrain.models.four_bit import FourBit, quantise_frozen
 
 NAME = "default"  # what PEFT calls an adapter that has no other name
 _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
@@ -89,6 +90,8 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     for module in modules.values():
         for parameter in module.parameters():
             parameter.requires_grad_(True)
+    if lora.four_bit:
+        quantise_frozen(encoder)
     for parameter in encoder.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen)
@@ -183,6 +186,11 @@ def deltas(
 def is_a(name: str) -> bool:
     """Whether this is the matrix A of an adapter."""
     return name.endswith(_A)
+
+
+def b_of(name: str) -> str:
+    """The matrix B of the adapter on a weight, by the encoder's names."""
+    return name.removesuffix(".weight").removesuffix(".base_layer") + _B
 
 
 def scales_of(encoder: nn.Module) -> dict[str, float]:
@@ -310,8 +318,11 @@ def _computed_in(precision: Precision) -> torch.dtype:
 def described(adapted: Adapted, encoder: Encoder) -> str:
     """A line for the user: what is trained of what."""
     trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
-    every = sum(parameter.numel() for parameter in encoder.parameters())
-    frozen = Counter(str(p.dtype).removeprefix("torch.") for p in encoder.parameters() if not p.requires_grad)
+    packed = sum(part.in_features * part.out_features for part in encoder.modules() if isinstance(part, FourBit))
+    every = packed + sum(parameter.numel() for parameter in encoder.parameters())
+    frozen = Counter({"4 bits": 1} if packed else {}) + Counter(
+        str(p.dtype).removeprefix("torch.") for p in encoder.parameters() if not p.requires_grad
+    )
     layers = sum(isinstance(part, LoraLayer) for part in encoder.modules())
     besides = (
         f", and whole: {', '.join(adapted.parts)}"

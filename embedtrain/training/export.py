@@ -62,7 +62,7 @@ def export_run(
     exported: Exported | None = None
     with contextlib.ExitStack() as held:
         with world.together("exporting the model"):
-            settings, base = (None, None) if model.adapted is None else (run_dir.adapter, _base(model, recipe.seed))
+            settings, base = (None, None) if model.adapted is None else (run_dir.adapter, _base(model, recipe))
             export = plan_export(
                 run_dir.model, run_dir.architecture, pieces, dtype, asked, settings=settings, base=base
             )
@@ -95,6 +95,7 @@ def export_run(
     return world.broadcast(exported)  # type: ignore[return-value]
 
 
-def _base(model: LoadedModel, seed: int) -> Base:
+def _base(model: LoadedModel, recipe: Recipe) -> Base:
     coarse = any(p.dtype == torch.bfloat16 for p in model.encoder.parameters() if not p.requires_grad)
-    return Base(model.source, seed, rounded=coarse and stored_dtype(model.source) == torch.float32)
+    coarse = coarse and stored_dtype(model.source) == torch.float32
+    return Base(model.source, recipe.seed, rounded=coarse, four_bit=recipe.model.lora.four_bit)

@@ -27,6 +27,7 @@ from embedtrain.models.adapters import (
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import TensorPlace, build_encoder, find_weights, initialise, stored_dtype
 from embedtrain.models.encoder import Encoder
+from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.source import ModelSource, open_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
 
@@ -155,11 +156,15 @@ def _read_weights(
     encoder: Encoder, source: ModelSource, places: dict[str, TensorPlace] | None, world: World, seed: int
 ) -> str:
     tensors = {base: t for name, t in encoder.state_dict().items() if (base := base_name(name)) is not None}
+    keeps = {
+        str(base_name(name)): (torch.Size((layer.out_features, layer.in_features)), layer.fill)
+        for name, layer in four_bit_layers(encoder)
+    }
     if places is not None:
         with world.together("reading the model's weights"):
-            read_shards(tensors, places)
+            read_shards(tensors, places, keeps, world.device)
         return f"weights: every rank read its own slices of {source.directory}"
-    hand_out(tensors, world, lambda: initialise(source, seed))
+    hand_out(tensors, keeps, world, lambda: initialise(source, seed))
     if source.directory is None:
         return f"weights: random from seed {seed}, made on rank 0 and handed out"
     return f"weights: read on rank 0 from {source.directory} by transformers and handed out"

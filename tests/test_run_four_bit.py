@@ -1,0 +1,128 @@
+"""Frozen layers in 4 bits: the same on any ranks, not saved, and merged into what they were computed with."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from embedtrain.config import lora_checks
+from embedtrain.config.compose import compose_export, compose_recipes
+from embedtrain.config.lora import LoraConfig
+from embedtrain.config.schema import ModelConfig, ParallelConfig, Strategy
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError
+from embedtrain.export import act
+from embedtrain.models.adapters import add_adapters, initial_adapters
+from embedtrain.models.build import assemble, initialise
+from embedtrain.models.four_bit import FourBit, four_bit_layers, rounded
+from embedtrain.models.source import open_source
+from embedtrain.training.model import load_model
+from tests.small import parallel, save_small, small_model, write_rows
+from tests.test_run import losses, run, taken_back
+
+pytest.importorskip("bitsandbytes")
+IDS = torch.tensor([[0, 4, 5, 6, 2], [0, 9, 8, 2, 1]])
+MASK = (IDS != 1).long()
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four-bit")
+    write_rows(folder / "train.jsonl", 36)
+    small = small_model("llama")
+    small.config |= {"hidden_size": 64, "intermediate_size": 128}
+    save_small(small, folder / "llama")
+    return folder
+
+
+def on_ranks(world: World, model: ModelConfig, options: ParallelConfig) -> dict[str, torch.Tensor]:
+    """Vectors, and the gradient of what is trained."""
+    encoder = load_model(model, options, world, seed=3).encoder.eval()
+    assert len(list(four_bit_layers(encoder))) == 14
+    vectors = encoder(IDS, MASK)
+    vectors.pow(3).sum().backward()
+    found = {"vectors": vectors.detach()}
+    for name, parameter in encoder.named_parameters():
+        if isinstance(parameter.grad, DTensor):
+            found[name] = parameter.grad.full_tensor()
+    return found
+
+
+def in_one_process(model: ModelConfig) -> dict[str, torch.Tensor]:
+    """The same of a plain model whose linear layers hold what 4 bits are brought back to."""
+    source = open_source(model)
+    encoder = assemble(source)
+    state = initialise(source, 0)
+    linear = {f"{name}.weight" for name, part in encoder.named_modules() if isinstance(part, torch.nn.Linear)}
+    encoder.load_state_dict({n: rounded(tensor) if n in linear else tensor for n, tensor in state.items()})
+    adapted = add_adapters(encoder, replace(model.lora, four_bit=False), None, torch.float32)
+    assert adapted.config.r == 4
+
+    encoder.load_state_dict(initial_adapters(encoder, adapted, 3), strict=False)
+    vectors = encoder.eval()(IDS, MASK)
+    vectors.pow(3).sum().backward()
+    found = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}
+    return {"vectors": vectors.detach()} | found
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [(2, "fsdp"), pytest.param(1, "fsdp", marks=pytest.mark.slow), pytest.param(2, "ddp", marks=pytest.mark.slow)],
+)
+def test_vectors_and_gradients_are_those_of_the_unpacked_weights(ranks, workshop, size, strategy):
+    model = replace(
+        small_model("llama"), config=None, path=str(workshop / "llama"), lora=LoraConfig(rank=4, four_bit=True)
+    )
+    expected = in_one_process(model)
+    for found in ranks(size, on_ranks, model, parallel(Strategy(strategy))):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_run_is_saved_resumed_and_merged(ranks, workshop, tmp_path):
+    arguments = (
+        f"model.path={workshop / 'llama'}", f"data.train=[{workshop / 'train.jsonl'}]", "model.pooling=last",
+        "model.lora.rank=4", "model.lora.four_bit=true", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=9",
+        "optim.lr=2e-2", "export.check=true", "export.formats=[adapter]",
+    )  # fmt: skip
+    out = tmp_path / "run"
+    told = ranks(2, run, *arguments, f"output_dir={out}")[0]
+    assert "the others are frozen in 4 bits and float32" in told
+    names = {name for path in (out / "checkpoints").rglob("weights*.safetensors") for name in load_file(path)}
+    assert names
+    assert all("lora_" in name for name in names)
+    again = taken_back(out, tmp_path / "again", 2)
+    ranks(1, run, *arguments, f"output_dir={again}")
+    assert losses(again) == pytest.approx(losses(out), rel=1e-5)
+    act(compose_export([f"run={out}", f"to={tmp_path / 'to'}"]))
+    live, offline = (load_file(path / "model.safetensors") for path in (out / "model", tmp_path / "to"))
+    base = load_file(workshop / "llama" / "model.safetensors")
+    assert live.keys() == offline.keys() == base.keys()
+    for name, tensor in live.items():
+        torch.testing.assert_close(offline[name], tensor, rtol=0, atol=1e-6, msg=name)
+    name = "layers.0.self_attn.q_proj.weight"
+    adapter = load_file(out / "model" / "adapter" / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.layers.0.self_attn.q_proj.lora_{which}.weight"] for which in "AB")
+    torch.testing.assert_close(live[name], rounded(base[name]) + 2 * b @ a, rtol=0, atol=1e-6)
+
+
+def test_the_size_that_is_told_is_what_it_takes():
+    layer = FourBit(torch.nn.Linear(1024, 2048, bias=False))
+    layer.fill(torch.randn(2048, 1024))
+    scales = layer._scales
+    taken = sum(t.nbytes for t in (layer.packed, scales.absmax, scales.state2.absmax))
+    assert layer.num_bytes == pytest.approx(taken, rel=0.01)
+    x = torch.randn(3, 1024)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.unpacked()))
+
+
+def test_without_the_package_one_sentence(monkeypatch):
+    monkeypatch.setattr(lora_checks.importlib.util, "find_spec", lambda _: None)
+    arguments = ["name=t", "model.path=x", "model.pooling=last", "data.train=[x]", "train.steps=1", "model.lora.rank=4"]
+    compose_recipes(arguments)
+    with pytest.raises(ConfigError, match=r"needs the package bitsandbytes.*pip install .embedtrain\[qlora"):
+        compose_recipes([*arguments, "model.lora.four_bit=true"])

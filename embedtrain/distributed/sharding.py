@@ -7,6 +7,7 @@ is built after all this: one built before holds tensors that are no longer the m
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from embedtrain.config.schema import ParallelConfig, Precision
 from embedtrain.distributed.mesh import Layout
@@ -50,7 +52,7 @@ def shard_(
     """
     _require_shardable(encoder, blocks)
     if layout.activation_checkpointing:
-        _recompute(encoder)
+        _recompute(encoder, blocks)
     if parallel.compile:
         for block in blocks:
             block.compile(dynamic=True)
@@ -86,13 +88,30 @@ def large_embedding(encoder: nn.Module) -> nn.Embedding | None:
     return found if found.weight.numel() >= LARGE_EMBEDDING else None
 
 
-def _recompute(encoder: nn.Module) -> None:
-    backbone = encoder.backbone
-    if not getattr(backbone, "supports_gradient_checkpointing", False):
+def _recompute(encoder: nn.Module, blocks: list[nn.Module]) -> None:
+    """Let blocks keep their inputs alone, and compute the rest again in the backward pass.
+
+    Not by transformers' own switch: some models have none (MPNet, and many with code of their own), and it is of no
+    effect in evaluation mode.
+    """
+    if not blocks:
         raise ModelError(
-            f"{type(backbone).__name__} cannot recompute activations: set parallel.activation_checkpointing=false"
+            f"{type(encoder.backbone).__name__} has no list of repeated layers whose activations could be computed "
+            "again: set parallel.activation_checkpointing=false"
         )
-    backbone.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator,union-attr]
+    for block in blocks:
+        block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # Around `forward` and not around the call: what FSDP hangs on a call would gather the weights once more.
+    @functools.wraps(forward)
+    def computed_twice(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return computed_twice
 
 
 def _require_shardable(encoder: nn.Module, blocks: list[nn.Module]) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModel
 
 import embedtrain.checkpoint.export as export_module
 from embedtrain.checkpoint.export import stored_encoder, stored_pieces
@@ -24,7 +23,7 @@ from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.build import initialise
 from embedtrain.models.source import open_source
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
-from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model, write_rows
+from tests.small import save_small, small_model, write_rows
 from tests.test_run import run
 
 CHECKED = "export.check=true"
@@ -33,31 +32,6 @@ CHECKED = "export.check=true"
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows") / "train.jsonl", 20)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_trains_resumes_and_comes_out(ranks, rows, tmp_path, architecture):
-    """Two steps on two ranks, a third after resuming; transformers finds nothing missing or left over."""
-    model = save_small(small_model(architecture), tmp_path / "model")
-    pooling = POOLINGS.get(architecture)
-    common = [f"model.path={model}", f"model.pooling={pooling.value if pooling else 'mean'}", f"data.train=[{rows}]"]
-    common += [f"output_dir={tmp_path / 'run'}", "model.query_prompt='beta '"]
-    ranks(2, run, *common, CHECKED, "train.steps=2")
-    before = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    told, _ = ranks(2, run, *common, CHECKED, "train.steps=3")
-    assert "resuming from" in told
-    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    started = load_file(model / "model.safetensors")
-    assert after.keys() == before.keys() == started.keys()
-    moved = {name for name in after if not torch.equal(after[name], started[name])}
-    assert {name for name in after if "pooler" not in name and "bias" not in name} <= moved
-    assert not {name for name in moved if "pooler" in name}
-    _, report = AutoModel.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    opened = SentenceTransformer(str(tmp_path / "run" / "model"))
-    assert opened.prompts["query"] == "beta "
-    with_prompt = opened.encode(["beta alpha gamma"])
-    assert np.allclose(opened.encode_query(["alpha gamma"]), with_prompt, atol=1e-6)
 
 
 def test_a_sentence_transformers_directory_goes_in_and_comes_out(ranks, rows, tmp_path, minilm_dir):

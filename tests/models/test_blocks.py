@@ -21,7 +21,10 @@ BLOCKS = {
     "qwen2": "Qwen2DecoderLayer",
     "qwen3": "Qwen3DecoderLayer",
     "gemma3_text": "Gemma3DecoderLayer",
+    "mistral": "MistralDecoderLayer",
     "modernbert": "ModernBertEncoderLayer",
+    "mpnet": "MPNetLayer",
+    "distilbert": "TransformerBlock",
 }
 
 
@@ -59,11 +62,23 @@ def test_under_peft(architecture):
     assert names(find_blocks(wrapped)) == [BLOCKS[architecture]] * 3
 
 
-@pytest.mark.parametrize("architecture", ["xlm-roberta", "modernbert", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_inside_a_sentence_transformer(architecture, tmp_path):
+    """Without adapters and with them, which stand between it and the model that knows its layers."""
     transformer = Transformer(str(save_small(small_model(architecture), tmp_path)))
     model = SentenceTransformer(modules=[transformer, PoolingModule(32)], device="cpu")
     assert names(find_blocks(model)) == [BLOCKS[architecture]] * 2
+    transformer.model = get_peft_model(transformer.model, LoraConfig(target_modules="all-linear", r=2))
+    assert names(find_blocks(model)) == [BLOCKS[architecture]] * 2
+
+
+def test_declared_classes_that_are_not_there():
+    """A model cut out of a larger one still names that one's layers, such as a vision tower's."""
+    encoder = encoder_of("llama")
+    for part in encoder.modules():
+        if hasattr(type(part), "_no_split_modules"):
+            part._no_split_modules = {"Llama4VisionEncoderLayer", "LlamaDecoderLayer"}
+    assert names(find_blocks(encoder)) == ["LlamaDecoderLayer"] * 3
 
 
 @pytest.mark.parametrize("declared", [None, [""], [], ["BertLayre"], "BertLayer", {"BertEmbeddings"}])

@@ -134,6 +134,16 @@ def test_gradient_equals_one_process(ranks, models, architecture, world_size, st
         check(ranks, models(architecture), world_size, options, way, num_rows=10)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_gradients_of_other_llms(ranks, models, architecture, world_size):
+    """Norms of queries and keys; embeddings that are scaled, and layers that see a window alone."""
+    for way in WAYS:
+        check(ranks, models(architecture), world_size, parallel(), way, num_rows=10)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5])
 def test_ranks_without_rows_take_part(ranks, models, num_rows):
     """Fewer rows than ranks: the rest run dummies and the gradient is still the global batch's."""

@@ -1,0 +1,101 @@
+"""Activations computed again: nothing of a gradient changes, whatever the model, the mesh and the number of passes."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from embedtrain.config.schema import ModelConfig, Pooling, Strategy
+from embedtrain.distributed.world import World
+from embedtrain.errors import ModelError
+from embedtrain.models.blocks import find_blocks
+from embedtrain.models.build import assemble, initialise
+from embedtrain.models.source import open_source
+from embedtrain.training.model import load_model
+from tests.small import parallel, save_small, small_model
+
+# The last one declares no layers, and its class knows nothing of computing again.
+NAMES = ("bert", "modernbert", "llama", "qwen3", "gemma3_text", "mpnet")
+
+
+def texts(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Queries, documents and hard negatives of a rank: ids and mask, padded to one length each."""
+    found = []
+    for column, length in enumerate((4, 7, 11)):
+        generator = torch.Generator().manual_seed(10 * rank + column)
+        ids = torch.randint(4, 30, (3, length), generator=generator)
+        mask = (torch.arange(length) < torch.tensor([[length], [length - 1], [2]])).long()
+        found.append((torch.where(mask.bool(), ids, 1), mask))
+    return found
+
+
+def loss(encoder: nn.Module, rank: int, num_passes: int) -> Tensor:
+    """As a triplet's: each column is a forward pass of its own, and one backward pass follows."""
+    queries, *others = (encoder(ids, mask) for ids, mask in texts(rank)[:num_passes])
+    return sum((1 + column) * (queries * vectors).sum() for column, vectors in enumerate(others))
+
+
+def plain(model: ModelConfig, num_passes: int, num_ranks: int) -> dict[str, Tensor]:
+    """The gradient in one process, of the mean over the ranks' losses."""
+    source = open_source(model)
+    encoder = assemble(source)
+    encoder.load_state_dict(initialise(source, seed=0))
+    for rank in range(num_ranks):
+        (loss(encoder.train(), rank, num_passes) / num_ranks).backward()
+    return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of whole gradients, relative to the expected one's norm."""
+    assert found.keys() == expected.keys()
+    squares = sum((found[name] - expected[name]).double().square().sum() for name in expected)
+    return float((squares / sum(g.double().square().sum() for g in expected.values())).sqrt())
+
+
+def same_gradients(world: World, models: dict[str, ModelConfig]) -> None:
+    for name, model in models.items():
+        expected = {num_passes: plain(model, num_passes, world.size) for num_passes in (2, 3)}
+        for strategy, again in itertools.product((Strategy.ddp, Strategy.fsdp), (False, True)):
+            options = parallel(strategy, activation_checkpointing=again)
+            encoder = load_model(model, options, world, seed=0).encoder.train()
+            assert sum(isinstance(part, FSDPModule) for part in encoder.modules()) == 2 + 1, (name, "blocks + root")
+            configs = [part.config for part in encoder.modules() if hasattr(part, "config")]
+            assert configs
+            assert not any(getattr(config, "use_cache", False) for config in configs), name
+            runs: list[int] = []
+            for number, block in enumerate(find_blocks(encoder)):
+                inner = next(part for part in block.modules() if isinstance(part, nn.Linear))
+                inner.register_forward_hook(lambda *_, number=number, runs=runs: runs.append(number))
+            for num_passes in (2, 3):
+                runs.clear()
+                encoder.zero_grad()
+                loss(encoder, world.rank, num_passes).backward()
+                assert sorted(runs) == sorted([0, 1] * num_passes * (2 if again else 1)), (name, strategy, again)
+                found = {n: p.grad.full_tensor() for n, p in encoder.named_parameters() if isinstance(p.grad, DTensor)}
+                assert difference(found, expected[num_passes]) < 1e-6, (name, strategy, again, num_passes)
+            with torch.no_grad():
+                runs.clear()
+                encoder(*texts(0)[0])
+            assert sorted(runs) == [0, 1]
+
+
+def test_gradients_are_those_of_one_process(ranks, tmp_path):
+    models = {
+        name: ModelConfig(path=str(save_small(small_model(name), tmp_path / name)), pooling=Pooling.mean)
+        for name in NAMES
+    }
+    ranks(2, same_gradients, models)
+
+
+def without_layers(world: World, model: ModelConfig) -> None:
+    with pytest.raises(ModelError, match=r"BertModel has no list of repeated layers .*activation_checkpointing=false"):
+        load_model(model, parallel(Strategy.ddp, activation_checkpointing=True), world, seed=0)
+
+
+def test_a_model_without_layers(ranks, tmp_path):
+    model = small_model("bert")
+    flat = save_small(small_model("bert", config=model.config | {"num_hidden_layers": 0}), tmp_path / "flat")
+    ranks(1, without_layers, ModelConfig(path=str(flat), pooling=Pooling.mean))

@@ -1,0 +1,132 @@
+"""Recipes that come with the project: their commands compose, they say where their values are from, and they run."""
+
+import contextlib
+import io
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from embedtrain.config.compose import compose_recipes
+from embedtrain.config.schema import Pooling, Recipe, Strategy
+from embedtrain.distributed.world import World
+from embedtrain.models.source import open_source
+from embedtrain.train import train
+from tests.conftest import ROOT
+from tests.small import save_small, small_model, write_rows
+
+PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+MODELS = {
+    "bce_xlmr": "xlm-roberta", "bge_m3_dense": "xlm-roberta", "e5_mistral_lora": "mistral", "llama_embedder": "llama",
+    "minilm": "bert", "modernbert": "modernbert", "qwen3_embedder": "qwen3",
+}  # fmt: skip
+# Reopening costs a second or two: where adapters are merged, and one for each pooling.
+CHECKED = ("bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
+
+
+def header(name: str) -> list[str]:
+    """A recipe's comment above its `# @package`."""
+    lines = PATHS[name].read_text().splitlines()
+    return [line.removeprefix("#").strip() for line in lines[: lines.index("# @package _global_")]]
+
+
+def composed(name: str, *arguments: str) -> Recipe:
+    (recipe,) = compose_recipes([f"recipe={name}", *arguments])
+    return recipe
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_the_first_line_is_the_command(name):
+    words = shlex.split(header(name)[0])
+    start = words.index("embedtrain") + 1
+    assert words[start] == f"recipe={name}"
+    (recipe,) = compose_recipes(words[start:])
+    assert recipe.name == name
+    assert recipe.data.train, "the command says where the rows go"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_where_the_values_are_from(name):
+    told = " ".join(header(name)[1:])
+    assert "ublish" in told, "what is published, and by whom"
+    assert "our" in told.lower(), "and what is of our choice"
+    recipe = composed(name, "data.train=[my.jsonl]")
+    assert recipe.parallel.strategy is Strategy.auto
+    assert recipe.parallel.block_class is None
+
+
+def test_every_recipe_is_run_here():
+    assert set(PATHS) == {*MODELS, "quickstart"}  # which `make demo` and its own tests run
+
+
+def test_the_larger_llama_is_an_override():
+    """What is the recipe's stays the recipe's, whichever model is chosen."""
+    small = composed("llama_embedder", "data.train=[my.jsonl]")
+    large = composed("llama_embedder", "model=llama_3_1_8b", "optim.lr=2e-6", "data.train=[my.jsonl]")
+    assert (small.model.path, large.model.path) == ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
+    large.model.path, large.optim.lr = small.model.path, small.optim.lr
+    assert large == small
+    assert (small.model.pooling, small.model.bidirectional) == (Pooling.mean, True)
+    assert (small.model.query_prompt, small.model.document_prompt) == ("query: ", "passage: ")
+
+
+def test_all_minilm_itself_is_an_override(minilm_dir):
+    recipe = composed("minilm", "model=minilm", "data.train=[my.jsonl]")
+    assert recipe.model.path == "sentence-transformers/all-MiniLM-L6-v2"
+    recipe.model.path = str(minilm_dir)
+    assert open_source(recipe.model).pooling is Pooling.mean
+
+
+def test_instructions_are_as_the_models_cards_have_them():
+    """One has a blank behind `Query:` and one has none; documents have no instruction."""
+    for name, before in (("qwen3_embedder", "Query:"), ("e5_mistral_lora", "Query: ")):
+        recipe = composed(name, "data.train=[my.jsonl]")
+        assert recipe.model.query_prompt.startswith("Instruct: Given a web search query, ")
+        assert recipe.model.query_prompt.endswith(f"answer the query\n{before}")
+        assert recipe.model.document_prompt == ""
+        assert recipe.data.instruction_format == f"Instruct: {{instruction}}\n{before}{{text}}"
+        assert (recipe.model.pooling, recipe.model.append_eos) == (Pooling.last, True)
+
+
+def run(world: World, arguments: list[str]) -> str:
+    (recipe,) = compose_recipes(arguments)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        train(recipe, world)
+    return told.getvalue()
+
+
+def shrunk(name: str, folder: Path) -> Path:
+    """A small random model of the kind that the recipe names; bge-m3 says itself how it pools."""
+    directory = save_small(small_model(MODELS[name]), folder / "plain")
+    if name != "bge_m3_dense":
+        return directory
+    import sentence_transformers.models as parts
+
+    modules = [parts.Transformer(str(directory)), parts.Pooling(32, pooling_mode="cls"), parts.Normalize()]
+    SentenceTransformer(modules=modules, device="cpu").save(str(folder / "whole"))
+    return folder / "whole"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_runs_shrunk(ranks, tmp_path, name):
+    """As it is, bf16 and strategy auto included, but for the sizes of model and batch and the number of steps."""
+    rows = write_rows(tmp_path / "train.jsonl", 16)
+    arguments = [
+        f"recipe={name}", f"model.path={shrunk(name, tmp_path)}", f"data.train=[{rows}]", "model.max_length=48",
+        "train.epochs=null", "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=128", "optim.warmup=0",
+        "evaluation.sets=[]", f"output_dir={tmp_path / 'run'}", f"export.check={str(name in CHECKED).lower()}",
+    ]  # fmt: skip
+    told, _ = ranks(2, run, arguments)
+    assert ("reopening the adapter with PEFT" in told) == (name == "e5_mistral_lora")
+    opened = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
+    recipe = composed(name, *arguments[1:])
+    assert opened.prompts["query"] == (recipe.model.query_prompt or "")
+    assert opened.prompts["document"] == (recipe.model.document_prompt or "")
+    vectors = opened.encode_query(["alpha beta gamma", "delta"])
+    assert vectors.shape == (2, 32)
+    assert np.isfinite(vectors).all()
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)
+    adapter = tmp_path / "run" / "model" / "adapter"
+    assert adapter.is_dir() == (name == "e5_mistral_lora")

@@ -31,8 +31,8 @@ from embedtrain.errors import ModelError, TrainingError
 # From so many elements on a vocabulary's embedding is gathered for the lookup alone: as a part of the root it would
 # stay whole for the whole step, as would its gradient (XLM-R: 192 million elements).
 LARGE_EMBEDDING = 2**24
-# Groups whose weights are given back after each forward pass, for FSDP does not tell.
-_GIVE_BACK: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# Groups that keep their weights after a forward pass, as was asked for; FSDP does not tell.
+_KEEP: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def shard_(
@@ -64,8 +64,8 @@ def shard_(
     embedding = large_embedding(encoder) if layout.shard > 1 else None
     for part in (*blocks, *([] if embedding is None else [embedding])):
         fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=gives_back)
-        if gives_back:
-            _GIVE_BACK.add(part)
+        if not layout.reshard:
+            _KEEP.add(part)
     if isinstance(embedding, FSDPModule):
         embedding.set_unshard_in_backward(False)  # the gradient of a lookup asks for the ids alone
     fully_shard(encoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
@@ -173,7 +173,13 @@ def gathered_whole(encoder: nn.Module, one_pass: Callable[[], object]) -> Iterat
     finally:
         reshard(encoder)
         for part in parts:
-            part.set_reshard_after_forward(part in _GIVE_BACK, recurse=False)
+            gives_back = part is not encoder and part not in _KEEP and _has_shards(part)
+            part.set_reshard_after_forward(gives_back, recurse=False)
+
+
+def _has_shards(part: nn.Module) -> bool:
+    first = next(iter(part.parameters()), None)
+    return isinstance(first, DTensor) and first.device_mesh.size(first.device_mesh.ndim - 1) > 1
 
 
 def warm_up(encoder: nn.Module, device: torch.device) -> None:

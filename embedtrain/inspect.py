@@ -98,7 +98,8 @@ def _tokenizer(recipe: Recipe) -> tuple["UncutTokenizer | None", Mapping[str, st
         told = "lengths are in characters: the vocabulary is trained on the data when a run begins"
         return None, source.prompts, told
     loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
-    return UncutTokenizer(TextTokenizer(loaded, text_length(source, loaded))), source.prompts, ""
+    bound = TextTokenizer(loaded, text_length(source, loaded), include_prompt=source.include_prompt)
+    return UncutTokenizer(bound), source.prompts, ""
 
 
 def _problems(looked: "Looked", most: int, cache: "Cache") -> tuple[list[str], int]:

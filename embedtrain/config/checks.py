@@ -11,6 +11,7 @@ from embedtrain.config.evaluation_checks import EVALUATION_RULES, check_sets
 from embedtrain.config.export_checks import check_export
 from embedtrain.config.lora_checks import check_lora
 from embedtrain.config.loss_checks import check_loss
+from embedtrain.config.model_checks import check_model
 from embedtrain.config.schema import Recipe, Strategy
 from embedtrain.config.source_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
 from embedtrain.config.source_losses import batches_by_source, loss_of
@@ -186,6 +187,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     for broken, sentence in RULES:
         if broken(recipe):
             raise ConfigError(sentence(recipe))
+    check_model(recipe.model)
     check_sets(recipe.evaluation.sets, "evaluation.sets")
     check_train_sources(recipe.data.train)
     check_loss(recipe.loss)

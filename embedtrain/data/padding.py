@@ -16,7 +16,8 @@ def padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[in
     positions count them from the left.
 
     Args:
-        ids: the tokens of all texts, one text after the other: int [sum of lengths].
+        ids: the tokens of all texts, one text after the other: int [sum of lengths]. One that does not count in its
+            text's vector is its complement, `~id`, and so negative: it needs no room of its own on the way here.
         lengths: of each text, int64 [N].
         rows: where each text stands in the list it is from, [N].
         padding: the id that is put where no token is.
@@ -24,4 +25,7 @@ def padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[in
     mask = np.arange(max(1, int(lengths.max(initial=0)))) < lengths[:, None]
     filled = np.full(mask.shape, padding, dtype=np.int64)
     filled[mask] = ids
-    return Tokens(torch.from_numpy(filled), torch.from_numpy(mask.astype(np.int64)), tuple(rows))
+    left_out = filled < 0
+    pooled = torch.from_numpy((mask & ~left_out).astype(np.int64)) if left_out.any() else None
+    filled[left_out] = ~filled[left_out]
+    return Tokens(torch.from_numpy(filled), torch.from_numpy(mask.astype(np.int64)), tuple(rows), pooled)

@@ -22,35 +22,59 @@ class TextTokenizer:
         tokenizer: any fast or slow Hugging Face tokenizer that has a padding token. It must not change once texts
             have been tokenised.
         max_length: tokens of a text that are kept, special tokens included.
+        include_prompt: whether the tokens of prompts count in a text's vector.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, *, include_prompt: bool = True) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
+        self.include_prompt = include_prompt
         # What stands for a text without tokens (an empty document, and no special tokens, as with Qwen): a row
         # whose mask is all 0 has no mean and no last token, and would turn into NaN.
         self.nothing = int(tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id)
         self._fast = FastTokens(tokenizer)
 
-    def ids(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
+    def ids(
+        self, texts: Sequence[str], max_length: int | None = None, prompts: str | Sequence[str] = ""
+    ) -> list[list[int]]:
         """Token ids of each text, special tokens included, truncated, not padded; at least one token each.
 
+        Where prompts do not count, theirs are given as `~id`, which `padded` turns back; one token always counts.
+
         Args:
-            texts: any number of texts.
+            texts: any number of texts, with their prompts.
             max_length: tokens of a text that are kept, where that is less than the model takes.
+            prompts: what each text begins with that is a prompt, or what all of them do.
         """
         if not texts:
             return []
         most = self.max_length if max_length is None else min(max_length, self.max_length)
-        return [ids or [self.nothing] for ids in self._fast.ids(list(texts), most)]
+        found = [ids or [self.nothing] for ids in self._fast.ids(list(texts), most)]
+        if self.include_prompt or not prompts:
+            return found
+        each = [prompts] * len(texts) if isinstance(prompts, str) else prompts
+        lengths = self._prompt_lengths(each, most)
+        return [_without(ids, lengths[prompt]) for ids, prompt in zip(found, each, strict=True)]
 
-    def chunks(self, texts: Sequence[str], chunk_tokens: int) -> list[Tokens]:
+    def _prompt_lengths(self, prompts: Sequence[str], most: int) -> dict[str, int]:
+        """How many tokens of a text its prompt is, counted as sentence-transformers (6.2) does.
+
+        That is of the prompt alone, special tokens before it included, and without one that ends it. Where a text's
+        first word melts into the prompt's last token that may be one too many or too few, there as here.
+        """
+        distinct = [prompt for prompt in dict.fromkeys(prompts) if prompt]
+        special = set(self.tokenizer.all_special_ids)
+        found = self._fast.ids(distinct, most) if distinct else []
+        lengths = [len(ids) - (bool(ids) and ids[-1] in special) for ids in found]
+        return {"": 0, **dict(zip(distinct, lengths, strict=True))}
+
+    def chunks(self, texts: Sequence[str], chunk_tokens: int, prompts: str | Sequence[str] = "") -> list[Tokens]:
         """All texts as padded chunks of at most `chunk_tokens` tokens each, padding included.
 
         Texts are sorted by length first, so little padding is computed; `Tokens.rows` leads back.
         A text longer than the budget gets a chunk of its own.
         """
-        return self.cut(self.ids(texts), chunk_tokens)
+        return self.cut(self.ids(texts, prompts=prompts), chunk_tokens)
 
     def cut(self, ids: Sequence[Sequence[int]], chunk_tokens: int) -> list[Tokens]:
         """The same of texts that are tokenised already."""
@@ -86,7 +110,13 @@ class TextTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of all that decides which tokens a text has, but for lengths: equal for equal tokenizers."""
-        return self._fast.fingerprint(self.nothing)
+        return self._fast.fingerprint(self.nothing, *([] if self.include_prompt else ["prompts do not count"]))
+
+
+def _without(ids: list[int], num_prompt: int) -> list[int]:
+    """The same ids, those of the prompt marked; see `padded`."""
+    left_out = min(num_prompt, len(ids) - 1)
+    return [~token for token in ids[:left_out]] + ids[left_out:]
 
 
 def in_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor:

@@ -1,6 +1,6 @@
 """The types that flow from files to the encoder: Texts, Example, Row, GlobalBatch, Tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -129,7 +129,7 @@ class BatchTokens(Protocol):
     keys: NDArray[np.int64]
 
     def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tokens of these texts, one after the other."""
+        """The tokens of these texts, one after the other; what TextTokenizer.ids gives."""
         ...
 
 
@@ -164,19 +164,25 @@ class Tokens:
         ids: int64 [N, L].
         mask: int64 [N, L], 1 where a token is real. Padding may be on either side.
         rows: where each text stood in the list it was made from; -1 is a dummy whose vector is dropped.
+        pooled: int64 [N, L], 1 where a token counts in its text's vector; None: all real ones do.
     """
 
     ids: Tensor
     mask: Tensor
     rows: tuple[int, ...]
+    pooled: Tensor | None = None
 
     def to(self, device: torch.device) -> "Tokens":
         """The same tokens on `device`."""
-        return Tokens(self.ids.to(device, non_blocking=True), self.mask.to(device, non_blocking=True), self.rows)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Tokens":
         """The same tokens in page-locked memory."""
-        return Tokens(self.ids.pin_memory(), self.mask.pin_memory(), self.rows)
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        pooled = None if self.pooled is None else change(self.pooled)
+        return Tokens(change(self.ids), change(self.mask), self.rows, pooled)
 
     @property
     def num_real(self) -> int:

@@ -6,6 +6,7 @@ Shapes: n texts, n_r of them on rank r, W ranks, D dimensions.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,13 +19,16 @@ from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.sharding import gathered_whole, reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
-from embedtrain.evaluation.passes import Passes, plan_passes
+from embedtrain.evaluation.passes import Passes, Prompted, plan_passes
 from embedtrain.evaluation.stored_vectors import StoredVectors
 
 # Passes of a rank between two looks at what came out: progress is told, and vectors are stored where that is asked for.
 _PASSES_A_BLOCK = 16
 
 Told = Callable[[str, int, int], None]
+# Texts as the model sees them, and what each begins with that is a prompt.
+_Chunk: TypeAlias = tuple[list[str], list[str]]
+_NO_TEXTS: _Chunk = ([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class SentenceEncoder:
     All methods are collectives: every rank calls them with the same texts.
 
     Args:
-        encoder: token ids and mask [N, L] to float32 [N, D]; it is called, never its `forward`.
+        encoder: token ids and mask [N, L], and the mask of those that count or None, to float32 [N, D]; it is called,
+            never its `forward`.
         tokenizer: bound to the length that the model takes.
         world: the ranks.
         chunk_tokens: tokens, padding included, that one forward pass may hold.
@@ -105,15 +110,29 @@ class SentenceEncoder:
         return EncodedShard(vectors, torch.cat([block.rows for block in blocks]))
 
     def encode_all(
-        self, texts: Sequence[str], prompt: str = "", *, max_length: int | None = None, what: str = "queries"
+        self,
+        texts: Sequence[str],
+        prompt: str = "",
+        *,
+        max_length: int | None = None,
+        what: str = "queries",
+        within: str | Sequence[str] = "",
     ) -> Tensor:
         """Encode n texts; every rank gets all vectors, float32 [n, D], in the order of the texts.
+
+        Args:
+            texts: any number of texts.
+            prompt: put before each.
+            max_length: tokens of a text that are kept, where that is less than the model takes.
+            what: what the texts are, for progress.
+            within: a prompt that texts begin with already, or that each does, where it differs.
 
         Raises:
             TrainingError: on every rank, if a vector is not finite on any.
         """
-        passes = self._plan(texts, prompt, max_length)
-        blocks = list(self._encode(texts, prompt, max_length, passes, None, what))
+        prompted = self._prompted(texts, prompt, within)
+        passes = self._plan(prompted, max_length)
+        blocks = list(self._encode(prompted, max_length, passes, None, what))
         with torch.inference_mode(False), torch.no_grad():
             mine = torch.cat([vectors for vectors, _ in blocks])
             everything = gather_rows(mine)
@@ -132,6 +151,7 @@ class SentenceEncoder:
         stored: StoredVectors | None = None,
         finish: Callable[[Tensor], Tensor] = lambda vectors: vectors,
         what: str = "documents",
+        within: str = "",
     ) -> Iterator[EncodedShard]:
         """The same as `encode_sharded`, a block at a time: at least one, and as many on every rank.
 
@@ -142,27 +162,32 @@ class SentenceEncoder:
             stored: where vectors are kept on disk, so that encoding that was stopped goes on.
             finish: what is made of [m, D] vectors, row by row, before they are stored and given out.
             what: what the texts are, for progress.
+            within: a prompt that texts begin with already.
 
         Raises:
             TrainingError: on every rank, if a vector is not finite on any.
             DataError: stored vectors cannot be written or read.
         """
-        passes = self._plan(texts, prompt, max_length)
+        prompted = self._prompted(texts, prompt, within)
+        passes = self._plan(prompted, max_length)
         if stored is not None:
-            stored = stored.of(texts, prompt, self.tokenizer, max_length, passes.limit)
-        for raw, kinds in self._encode(texts, prompt, max_length, passes, stored, what, finish):
+            stored = stored.of(texts, prompt, self.tokenizer, max_length, passes.limit, prompted.within)
+        for raw, kinds in self._encode(prompted, max_length, passes, stored, what, finish):
             rows, counts = passes.expanded(kinds)
             with torch.inference_mode(False), torch.no_grad():
                 vectors = raw if len(rows) == len(kinds) else raw.repeat_interleave(counts.to(raw.device), dim=0)
             yield EncodedShard(vectors, rows)
 
-    def _plan(self, texts: Sequence[str], prompt: str, max_length: int | None) -> Passes:
-        return plan_passes(texts, prompt, self.tokenizer, max_length, self.chunk_tokens, self.world)
+    def _prompted(self, texts: Sequence[str], prompt: str, within: str | Sequence[str]) -> Prompted:
+        # Where prompts count like any text, what is one does not matter.
+        return Prompted(texts, prompt, "" if self.tokenizer.include_prompt else within)
+
+    def _plan(self, texts: Prompted, max_length: int | None) -> Passes:
+        return plan_passes(texts, self.tokenizer, max_length, self.chunk_tokens, self.world)
 
     def _encode(
         self,
-        texts: Sequence[str],
-        prompt: str,
+        texts: Prompted,
         max_length: int | None,
         passes: Passes,
         stored: StoredVectors | None,
@@ -186,8 +211,8 @@ class SentenceEncoder:
                 block = left[start : start + _PASSES_A_BLOCK * size]
                 mine = [passes.chunk(number) for number in block[self.world.rank :: size]]
                 rows = [passes.first[kinds].tolist() for kinds in mine]
-                vectors = self._block([[prompt + texts[row] for row in some] for some in rows], block, max_length)
-                self._require_finite(vectors, [texts[row] for some in rows for row in some])
+                vectors = self._block([(texts.seen(some), texts.prompts(some)) for some in rows], block, max_length)
+                self._require_finite(vectors, [texts.texts[row] for some in rows for row in some])
                 kinds = np.concatenate([np.empty(0, dtype=np.int64), *mine])
                 with torch.inference_mode(False), torch.no_grad():
                     vectors = finish(vectors)
@@ -196,26 +221,27 @@ class SentenceEncoder:
                 self.told(f"encoding {what}", total - len(left) + start + len(block), total)
                 yield vectors, kinds
 
-    def _block(self, chunks: list[list[str]], block: Sequence[int], max_length: int | None) -> Tensor:
+    def _block(self, chunks: list[_Chunk], block: Sequence[int], max_length: int | None) -> Tensor:
         """One pass over each of this rank's chunks, and over dummies while other ranks have more."""
         turns = max(1, -(-len(block) // self.world.size))
         with _evaluating(self.encoder, reshard_after=self.gather is Gather.block):
             # Where weights are whole nobody waits for anybody; one pass is still needed to know D.
             dummies = turns - len(chunks) if self.gather is Gather.block or not chunks else 0
-            return torch.cat([self._forward(texts, max_length) for texts in [*chunks, *([[]] * dummies)]])
+            return torch.cat([self._forward(chunk, max_length) for chunk in [*chunks, *([_NO_TEXTS] * dummies)]])
 
     def _gathered(self) -> contextlib.AbstractContextManager[None]:
         """All weights, where that was asked for."""
         if self.gather is Gather.block:
             return contextlib.nullcontext()
-        return gathered_whole(self.encoder, lambda: self._block([[]], [0] * self.world.size, None))
+        return gathered_whole(self.encoder, lambda: self._block([_NO_TEXTS], [0] * self.world.size, None))
 
-    def _forward(self, texts: list[str], max_length: int | None) -> Tensor:
+    def _forward(self, chunk: _Chunk, max_length: int | None) -> Tensor:
         """One pass over one chunk; over a dummy whose vector is dropped where there are no texts."""
-        ids = self.tokenizer.ids(texts, max_length)
+        texts, prompts = chunk
+        ids = self.tokenizer.ids(texts, max_length, prompts)
         tokens = self.tokenizer.pad(ids, range(len(ids))) if ids else self.tokenizer.dummy()
         tokens = tokens.to(self.world.device)
-        vectors: Tensor = self.encoder(tokens.ids, tokens.mask)
+        vectors: Tensor = self.encoder(tokens.ids, tokens.mask, tokens.pooled)
         return vectors.float()[: len(texts)]
 
     def _require_finite(self, vectors: Tensor, texts: list[str]) -> None:

@@ -27,7 +27,8 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
                 for path in sorted(directory.iterdir()):
                     if path.is_file() and path.suffix in _ENDINGS:
                         files[f"{number}/{path.name}"] = digest_of_file(str(path))
-    return {
+    told: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
+    return told | {
         "files": world.broadcast(files),
         "pooling": source.pooling.value,
         "normalize": source.normalize,

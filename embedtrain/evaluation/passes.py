@@ -25,6 +25,37 @@ _LEAST_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
+class Prompted:
+    """Texts, and what of them as the model sees them is a prompt.
+
+    Attributes:
+        texts: n of them.
+        prompt: put before each.
+        within: a prompt that texts begin with already, or that each does: it matters where prompts do not count.
+    """
+
+    texts: Sequence[str]
+    prompt: str = ""
+    within: str | Sequence[str] = ""
+
+    def seen(self, rows: Sequence[int]) -> list[str]:
+        """Some of them as the model sees them."""
+        return [self.prompt + self.texts[row] for row in rows]
+
+    def prompts(self, rows: Sequence[int]) -> list[str]:
+        """What each of these begins with that is a prompt."""
+        return [self.prompt + (self.within if isinstance(self.within, str) else self.within[row]) for row in rows]
+
+    def keys(self) -> NDArray[np.int64]:
+        """int64 [n], equal where two have the same vector."""
+        if isinstance(self.within, str):
+            return text_keys(self.texts).numpy()
+        # A text and how much of it is a prompt.
+        both = zip(self.texts, self.within, strict=True)
+        return text_keys([f"{len(within)} {text}" for text, within in both]).numpy()
+
+
+@dataclass(frozen=True, slots=True)
 class Passes:
     """The chunks of a set of texts; a function of the texts and their lengths, and of nothing else.
 
@@ -60,18 +91,18 @@ class Passes:
 
 
 def plan_passes(
-    texts: Sequence[str], prompt: str, tokenizer: TextTokenizer, max_length: int | None, chunk_tokens: int, world: World
+    texts: Prompted, tokenizer: TextTokenizer, max_length: int | None, chunk_tokens: int, world: World
 ) -> Passes:
     """Cut texts into chunks. A collective: each rank tokenises its share of them to know their lengths."""
     with world.together("looking for equal texts"):
-        keys = text_keys(texts).numpy()
+        keys = texts.keys()
     _, index, inverse = np.unique(keys, return_index=True, return_inverse=True)
     by_first = np.argsort(index)
     number = np.empty_like(by_first)
     number[by_first] = np.arange(len(by_first))
     kinds = number[inverse] if len(keys) else np.empty(0, dtype=np.int64)
     first = index[by_first]
-    lengths = _lengths(texts, first, prompt, tokenizer, max_length, world)
+    lengths = _lengths(texts, first, tokenizer, max_length, world)
     order = np.argsort(-lengths, kind="stable")
     limit = min(chunk_tokens, max(_LEAST_TOKENS, int(lengths.sum()) // _MANY))
     cuts = [0]
@@ -83,19 +114,14 @@ def plan_passes(
 
 
 def _lengths(
-    texts: Sequence[str],
-    rows: NDArray[np.int64],
-    prompt: str,
-    tokenizer: TextTokenizer,
-    max_length: int | None,
-    world: World,
+    texts: Prompted, rows: NDArray[np.int64], tokenizer: TextTokenizer, max_length: int | None, world: World
 ) -> NDArray[np.int64]:
     """The number of tokens of the texts `rows`, on every rank; each rank tokenises every W-th only."""
     share = rows[world.rank :: world.size].tolist()
     mine: list[int] = []
     with world.together("tokenising"):
         for start in range(0, len(share), _BLOCK):
-            some = [prompt + texts[row] for row in share[start : start + _BLOCK]]
+            some = texts.seen(share[start : start + _BLOCK])
             mine += [len(ids) for ids in tokenizer.ids(some, max_length)]
     counts = [len(range(rank, len(rows), world.size)) for rank in range(world.size)]
     gathered = gather_rows(torch.tensor(mine, dtype=torch.int64, device=world.device), counts).cpu().numpy()

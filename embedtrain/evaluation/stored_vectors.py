@@ -41,9 +41,15 @@ class StoredVectors:
     identity: Mapping[str, Any]
 
     def of(
-        self, texts: Sequence[str], prompt: str, tokenizer: TextTokenizer, max_length: int | None, limit: int
+        self,
+        texts: Sequence[str],
+        prompt: str,
+        tokenizer: TextTokenizer,
+        max_length: int | None,
+        limit: int,
+        within: str | Sequence[str] = "",
     ) -> "StoredVectors":
-        """The place of one set of texts."""
+        """The place of one set of texts; `within` is a prompt that they begin with already."""
         told = {
             **self.identity,
             "prompt": prompt,
@@ -51,6 +57,8 @@ class StoredVectors:
             "max_length": min(max_length or tokenizer.max_length, tokenizer.max_length),
             "limit": limit,
         }
+        if within:
+            told["prompt within"] = within if isinstance(within, str) else list(within)
         digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16)
         digest.update(text_keys(texts).numpy().tobytes())
         return StoredVectors(self.directory / digest.hexdigest(), told)

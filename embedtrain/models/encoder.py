@@ -61,12 +61,17 @@ class Encoder(nn.Module):
         """D, how many dimensions its vectors have."""
         return self.dense[-1].linear.out_features if len(self.dense) else hidden_size(self.backbone.config)  # type: ignore[union-attr, return-value]
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Token ids [N, L] and mask [N, L] (1 = real) to float32 vectors [N, D]."""
-        return self.vectors(self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state, mask)
+    def forward(self, ids: Tensor, mask: Tensor, pooled: Tensor | None = None) -> Tensor:
+        """Token ids [N, L] and mask [N, L] (1 = real) to float32 vectors [N, D].
+
+        `pooled` [N, L] (1 = counts) says which of the real tokens a vector is made of: without it all, while all
+        tokens see a prompt's it leaves out.
+        """
+        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+        return self.vectors(hidden, mask if pooled is None else pooled)
 
     def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """What follows the backbone: its token vectors [N, L, H] and the mask [N, L] to float32 vectors [N, D]."""
+        """What follows the backbone: its token vectors [N, L, H] and the mask [N, L] of those that count to [N, D]."""
         vectors = pool(hidden, mask, self.pooling)
         for head in self.dense:
             vectors = head(vectors)

@@ -12,11 +12,14 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from embedtrain.config.model_checks import no_prompt_to_leave_out
 from embedtrain.config.schema import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.models.attention import attend, require_pooling
 from embedtrain.models.encoder import ACTIVATIONS, switch_off_unused
 from embedtrain.models.gate import read_json, require_harmless, require_own_attention
 from embedtrain.models.hub import local_directory, one_line
+from embedtrain.models.rotary import scale
 
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -46,8 +49,11 @@ class ModelSource:
 
     Attributes:
         directory: where weights and tokenizer lie; None for a model made from a configuration.
-        config: the backbone's configuration, cache switched off.
+        config: the backbone's configuration, cache switched off; attention and positions are as they were asked for.
         max_length: tokens of a text that are kept; None: what the tokenizer and the positions allow.
+        include_prompt: whether a vector is made of the prompt's tokens too.
+        append_eos: whether texts are to end with the end-of-text token; None: what it is, decides.
+        is_whole: a sentence-transformers directory, whose tokenizer does what its texts need.
         prompts: the directory's prompts by name, `query` and `document` among them.
         lowercase: whether texts are lowercased before they are tokenised.
         trust_remote_code: whether Python that lies in `directory` may run.
@@ -59,6 +65,9 @@ class ModelSource:
     pooling: Pooling
     normalize: bool
     max_length: int | None
+    include_prompt: bool = True
+    append_eos: bool | None = None
+    is_whole: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     dense: tuple[DenseSource, ...] = ()
     lowercase: bool = False
@@ -70,11 +79,26 @@ def open_source(model: ModelConfig) -> ModelSource:
     """Find the model and read its configuration files.
 
     Raises:
-        ConfigError: neither or both of `model.path` and `model.config`, or no pooling known for it.
+        ConfigError: neither or both of `model.path` and `model.config`, no pooling known for it, or options that a
+            model of its kind cannot have.
         ModelError: no such directory or Hub repository, or one that holds what cannot be trained here.
     """
-    if model.config is not None:
-        return _from_config(model)
+    found = _from_path(model) if model.config is None else _from_config(model)
+    config = attend(found.config, model.bidirectional)
+    scale(config, model.rope_scaling)
+    if model.pooling is not None:
+        require_pooling(config, model.pooling)
+    if model.include_prompt is False and found.pooling is not Pooling.mean:
+        raise ConfigError(no_prompt_to_leave_out(found.pooling))
+    return replace(
+        found,
+        config=config,
+        include_prompt=found.include_prompt if model.include_prompt is None else model.include_prompt,
+        append_eos=model.append_eos,
+    )
+
+
+def _from_path(model: ModelConfig) -> ModelSource:
     if not model.path:
         raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config")
     directory = local_directory(model.path, model.revision, "model.path", "model.revision")
@@ -143,7 +167,7 @@ def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
 
 def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
     """A sentence-transformers directory. Module types are matched against a list, never imported."""
-    transformer, pooling, normalize, dense = directory, None, False, []
+    transformer, pooling, include_prompt, normalize, dense = directory, None, True, False, []
     kinds: list[str] = []
     for module in read_json(directory / "modules.json", list):
         if not isinstance(module, dict) or "type" not in module:
@@ -157,7 +181,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             case "Transformer":
                 transformer = part
             case "Pooling":
-                pooling = _pooling(part / "config.json")
+                pooling, include_prompt = _pooling(part / "config.json")
             case "Normalize":
                 normalize = True
             case "Dense":
@@ -186,6 +210,8 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         pooling=model.pooling or _required(pooling, f"{directory}, whose modules.json has no Pooling,"),
         normalize=normalize,
         max_length=settings.get("max_seq_length"),
+        include_prompt=include_prompt,
+        is_whole=True,
         prompts=_prompts(directory / "config_sentence_transformers.json"),
         dense=tuple(dense),
         lowercase=bool(settings.get("do_lower_case")),
@@ -249,7 +275,8 @@ def _usable(config: PretrainedConfig, where: str) -> PretrainedConfig:
     return config
 
 
-def _pooling(path: Path) -> Pooling:
+def _pooling(path: Path) -> tuple[Pooling, bool]:
+    """How vectors are pooled, and whether the prompt's tokens are in them."""
     settings = read_json(path)
     mode = settings.get("pooling_mode")
     modes = [mode] if isinstance(mode, str) else list(mode or [])
@@ -258,11 +285,7 @@ def _pooling(path: Path) -> Pooling:
         raise ModelError(
             f"{path} asks for pooling {' + '.join(modes) or 'nothing'}; embedtrain trains {', '.join(_POOLINGS)}"
         )
-    if settings.get("include_prompt", True) is False:
-        raise ModelError(
-            f"{path} leaves the prompt out of pooling (include_prompt: false), which embedtrain cannot train"
-        )
-    return _POOLINGS[modes[0]]
+    return _POOLINGS[modes[0]], settings.get("include_prompt", True) is not False
 
 
 def _dense(directory: Path) -> DenseSource:

@@ -1,13 +1,17 @@
 """A model's tokenizer, whether it belongs to the model, and how many tokens of a text are kept."""
 
+import math
 from pathlib import Path
 
 from tokenizers import normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from embedtrain.config.schema import Pooling
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.models.end_of_text import append_end
 from embedtrain.models.gate import require_harmless
 from embedtrain.models.hub import local_directory, one_line
+from embedtrain.models.rotary import has_rotary_positions
 from embedtrain.models.source import ModelSource
 
 # Position numbers of these models start behind the padding id, so that many fewer tokens fit.
@@ -23,8 +27,12 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer in `tokenizer` (directory or Hub id, there at `revision`), else the model's own.
 
+    It ends texts with the end-of-text token where that was asked for, or where vectors are made of the last token and
+    nobody has said before how the model's texts end.
+
     Raises:
-        ConfigError: a model made from model.config has none, and none is named; or a revision of a directory.
+        ConfigError: a model made from model.config has none, and none is named; a revision of a directory; or
+            `model.append_eos` cannot be had.
         ModelError: there is none, it has no padding token, or its files ask for more than to be read.
     """
     if tokenizer is None and source.directory is None:
@@ -39,9 +47,14 @@ def load_tokenizer(
         first = normalizers.Lowercase()
         backend = loaded.backend_tokenizer
         backend.normalizer = normalizers.Sequence([first, backend.normalizer] if backend.normalizer else [first])
+    by_default = source.pooling is Pooling.last and (tokenizer is not None or not source.is_whole)
+    append_end(loaded, source.append_eos, where, by_default=by_default)
     if loaded.pad_token_id is None:
         if loaded.eos_token_id is None:
-            raise ModelError(f"the tokenizer of {where} has neither a padding nor an end-of-text token")
+            raise ModelError(
+                f"the tokenizer of {where} has neither a padding nor an end-of-text token: name one of its tokens as "
+                "pad_token in its tokenizer_config.json, or set model.tokenizer to a tokenizer that has one"
+            )
         # Padding is masked out everywhere, so any known token does; LLM tokenizers often have none of their own.
         loaded.pad_token = loaded.eos_token
     return loaded
@@ -90,9 +103,12 @@ def text_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> int:
         limit -= int(config.pad_token_id or 0) + 1
     if source.max_length is not None:
         if limit and source.max_length > limit:
+            factor = math.ceil(source.max_length / limit)
+            stretched = f", or model.rope_scaling={{rope_type: yarn, factor: {factor}}} for more"
             raise ConfigError(
                 f"model.max_length={source.max_length} is more than the {limit} tokens that this "
-                f"{config.model_type} model has positions for"
+                f"{config.model_type} model has positions for: write model.max_length={limit}"
+                f"{stretched if has_rotary_positions(config) else ''}"
             )
         return source.max_length
     # Tokenizers without a limit say 1e30; texts beyond 8192 tokens are asked for by hand.

@@ -41,7 +41,8 @@ class GuideTexts:
         """Chunks of all queries, then all documents, of these rows."""
         queries = [self.query_prompt + row.query for row in rows]
         documents = [self.document_prompt + text for row in rows for text in row.documents]
-        return tuple(self.tokenizer.chunks(queries + documents, self.chunk_tokens))
+        prompts = [self.query_prompt] * len(queries) + [self.document_prompt] * len(documents)
+        return tuple(self.tokenizer.chunks(queries + documents, self.chunk_tokens, prompts))
 
 
 def cost_of_a_pass(*, on_gpu: bool, sharded: bool) -> int:
@@ -190,12 +191,16 @@ def _texts_of(
     plain = [asked(row.query, row.instruction) for row in rows] + [text for row in rows for text in row.documents]
     seen = [row.query_prompt(row.query) for row in rows]
     seen += [row.document_prompt(text) for row in rows for text in row.documents]
+    before = [row.query_prompt.before for row in rows]
+    before += [row.document_prompt.before for row in rows for _ in row.documents]
     most = [row.query_max_length for row in rows] + [row.document_max_length for row in rows for _ in row.documents]
     ids: list[Sequence[int]] = [()] * len(seen)
     for length in dict.fromkeys(most):
         places = [place for place, other in enumerate(most) if other == length]
-        for place, found in zip(places, tokenizer.ids([seen[place] for place in places], length), strict=True):
-            ids[place] = found
+        prompts = [before[place] for place in places]
+        found = tokenizer.ids([seen[place] for place in places], length, prompts)
+        for place, one in zip(places, found, strict=True):
+            ids[place] = one
     return text_keys(plain), np.array([len(row.documents) for row in rows], dtype=np.int64), ids
 
 

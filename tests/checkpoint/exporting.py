@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from embedtrain.checkpoint.directory import write_architecture
+from embedtrain.checkpoint.directory import Pieces, write_architecture
 from embedtrain.checkpoint.export import Exported, only_export, plan_export
 from embedtrain.checkpoint.probes import Expected, plain_vectors, tolerance_of
 from embedtrain.checkpoint.weight_files import TensorSpec
@@ -46,11 +46,12 @@ def export_model(
     """Export weights that lie whole in this process; options as in a recipe."""
     options = ExportConfig(**asked)
     specs = {name: TensorSpec.of(tensor) for name, tensor in made.state.items()}
-    export = plan_export(to, made.directory, specs, dtype, options)
+    rows = ((name, 0, tensor) for name, tensor in made.state.items())
+    export = plan_export(to, made.directory, Pieces(specs, rows), dtype, options)
     expected = Expected(
         made.vectors, tolerance_of(dtype, exact_encoder=True), {"query": ""} | made.source.prompts, made.max_length
     )
     with only_export(to):
         export.begin()
-        export.write(((name, 0, tensor) for name, tensor in made.state.items()), main=True)
+        export.write(rows, main=True)
         return export.finish(card, expected if options.check else None, trust_remote_code=made.source.trust_remote_code)

@@ -251,3 +251,24 @@ def test_evaluate_options(changes, words):
     check_evaluate(replace(options, sets=[], mteb=["STS12"]))
     with pytest.raises(ConfigError, match=words):
         check_evaluate(replace(options, **changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"include_prompt": False, "pooling": Pooling.cls}, r"model\.include_prompt=false is for model\.pooling=mean"),
+        ({"include_prompt": False, "pooling": Pooling.last}, r"model\.include_prompt=false is for model\.pooling=mean"),
+        ({"rope_scaling": "yarn"}, "a mapping with rope_type and factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longest text of a batch"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor=None"),
+    ],
+)
+def test_options_that_no_model_can_have(change: dict[str, object], sentence: str) -> None:
+    recipe = good()
+    recipe.model = replace(recipe.model, **change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=sentence):
+        check_recipe(recipe)
+    recipe.model = replace(
+        recipe.model, include_prompt=False, pooling=Pooling.mean, rope_scaling={"rope_type": "yarn", "factor": 2}
+    )
+    assert check_recipe(recipe) is recipe

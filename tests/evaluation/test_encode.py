@@ -107,10 +107,10 @@ def fail_between_two_passes(world):
     encoder = sentence_encoder(world)
     model, ids = encoder.encoder.train(), encoder.tokenizer.ids
 
-    def ids_until_the_first_pass(texts, max_length=None):
+    def ids_until_the_first_pass(texts, max_length=None, prompts=""):
         if model.forwards == 1:
             raise Breaks
-        return ids(texts, max_length)
+        return ids(texts, max_length, prompts)
 
     encoder.tokenizer.ids = ids_until_the_first_pass
     with pytest.raises(Breaks):

@@ -49,8 +49,8 @@ def test_pool_is_float32_and_finite_for_a_text_without_tokens():
 def test_alone_as_in_a_batch(architecture):
     torch.manual_seed(1)
     encoder = assemble(open_source(small_model(architecture))).eval()
-    # BERT numbers positions from the left whatever is padding: this is why padding stands on the right.
-    sides = (False,) if architecture == "bert" else (False, True)
+    # BERT and DistilBERT number positions from the left whatever is padding: this is why padding stands on the right.
+    sides = (False,) if architecture in ("bert", "distilbert") else (False, True)
     for pooling in Pooling:
         encoder.pooling = pooling
         for left in sides:
@@ -60,6 +60,22 @@ def test_alone_as_in_a_batch(architecture):
                 for i, n in enumerate(LENGTHS):
                     alone = encoder(ids[i][mask[i].bool()][None], torch.ones(1, n, dtype=torch.int64))[0]
                     torch.testing.assert_close(together[i], alone, atol=1e-5, rtol=0)
+
+
+def test_tokens_that_do_not_count_are_seen_and_left_out():
+    torch.manual_seed(0)
+    encoder = assemble(open_source(small_model("bert", normalize=False))).eval()
+    ids, mask = padded(left=False)
+    pooled = mask * (torch.arange(7) > 1)
+    pooled[1, 0] = 1  # the text of one token
+    with torch.no_grad():
+        found, hidden = encoder(ids, mask, pooled), encoder.backbone(ids, attention_mask=mask).last_hidden_state
+        expected = torch.stack([hidden[0, 2:3].mean(0), hidden[1, 0], hidden[2, 2:7].mean(0), hidden[3, 2:5].mean(0)])
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(encoder(ids, mask, mask), encoder(ids, mask))
+        # As sentence-transformers does: the first that counts, and the last.
+        torch.testing.assert_close(pool(hidden, pooled, Pooling.cls)[2], hidden[2, 2])
+        torch.testing.assert_close(pool(hidden, pooled, Pooling.last)[2], hidden[2, 6])
 
 
 def test_heads_and_normalisation():

@@ -135,7 +135,6 @@ def test_pooling_old_and_new(st_dir, mode):
         {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
         {"pooling_mode": "weightedmean"},
         {},
-        {"pooling_mode": "mean", "include_prompt": False},
     ],
 )
 def test_pooling_that_cannot_be_trained(st_dir, content):

@@ -63,8 +63,8 @@ def parts_of_rows(rows: ArrowRows) -> list[range]:
 
 
 def value_type(tokenizer: TextTokenizer) -> Any:
-    """The smallest type of number that all token ids fit."""
-    return np.uint16 if tokenizer.highest_id <= np.iinfo(np.uint16).max else np.int32
+    """The smallest type of number that all token ids fit, and those below 0 where prompts do not count."""
+    return np.uint16 if tokenizer.include_prompt and tokenizer.highest_id <= np.iinfo(np.uint16).max else np.int32
 
 
 def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, wording: Wording, path: Path) -> None:
@@ -177,7 +177,7 @@ class _Known:
     def _add(self, kind: _Kind, texts: list[str]) -> None:
         values, lengths = [self.values], [self.lengths]
         for some in _at_once(texts):
-            ids = self._tokenizer.ids([kind.prompt(text) for text in some], kind.max_length)
+            ids = self._tokenizer.ids([kind.prompt(text) for text in some], kind.max_length, kind.prompt.before)
             lengths.append(np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)))
             flat = itertools.chain.from_iterable(ids)
             values.append(np.fromiter(flat, dtype=self.values.dtype, count=int(lengths[-1].sum())))

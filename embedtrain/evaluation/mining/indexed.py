@@ -22,6 +22,7 @@ def indexed(
     stored: StoredVectors,
     told: Told,
     what: str = "documents",
+    prompt: str = "",
 ) -> ShardedIndex:
     """Encode documents to be searched by cosine; what was stored before is not encoded again. A collective.
 
@@ -33,6 +34,7 @@ def indexed(
         stored: where they are kept on disk.
         told: called with what is encoded, how far it has come, and of how much.
         what: they are.
+        prompt: what each of them begins with that is one.
 
     Raises:
         TrainingError: on every rank, if a vector is not finite.
@@ -44,7 +46,9 @@ def indexed(
         return unit_vectors(vectors).to(dtype)
 
     before, encoder.told = encoder.told, told
-    for block in encoder.encode_blocks(texts, max_length=max_length, stored=stored, finish=finish, what=what):
+    for block in encoder.encode_blocks(
+        texts, max_length=max_length, stored=stored, finish=finish, what=what, within=prompt
+    ):
         index.add(block)
     encoder.told = before
     return index

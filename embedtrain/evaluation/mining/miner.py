@@ -76,7 +76,15 @@ class Miner:
                 is_ready = True
             texts = self.prepared.pool.seen_as(wording)
             with doing("encoding documents to find negatives among"):
-                index = indexed(self.encoder, texts, wording.max_length, self.options.index, self.stored, told)
+                index = indexed(
+                    self.encoder,
+                    texts,
+                    wording.max_length,
+                    self.options.index,
+                    self.stored,
+                    told,
+                    prompt=wording.before,
+                )
             for block in left:
                 with doing(f"mining {self.sources[block.source].name}"):
                     self._mine_block(block, index, told)
@@ -104,7 +112,7 @@ class Miner:
         self.work.write(block.name, [row.line for row in mined], figures)
 
     def _find(self, questions: Questions, max_length: int | None, index: ShardedIndex, told: Told) -> Found:
-        queries = unit_vectors(self.encoder.encode_all(questions.seen, max_length=max_length))
+        queries = unit_vectors(self.encoder.encode_all(questions.seen, max_length=max_length, within=questions.prompts))
         window = find_window(index, queries, questions.excluded, self.options.rank_max)
         answer_scores = scores_of(index, queries, questions.answers)
         ranks = ranks_of(window, questions.answers, answer_scores)

@@ -28,6 +28,7 @@ class Questions:
         of_row: int64 [Q], the question of each row.
         texts: of each question, without prompt.
         seen: likewise, as the model sees it.
+        prompts: what each of these begins with that is a prompt.
         keys: int64 [U], see `asked`.
         answers: of each question, the positives of all rows that ask it.
         excluded: of each question, the documents that are no negatives of it.
@@ -38,6 +39,7 @@ class Questions:
     of_row: Whole
     texts: Sequence[str]
     seen: Sequence[str]
+    prompts: Sequence[str]
     keys: Whole
     answers: Pairs
     excluded: Pairs
@@ -47,21 +49,22 @@ class Questions:
     @classmethod
     def of(cls, rows: Sequence[Example], source: MinedSource, prepared: Prepared, *, keep_own: bool) -> Self:
         """Of some rows of a source."""
-        number_of: dict[tuple[str, str], int] = {}
+        number_of: dict[tuple[str, str, str], int] = {}
         texts: list[str] = []
         of_row: Whole = np.empty(len(rows), dtype=np.int64)
         for place, row in enumerate(rows):
-            number = number_of.setdefault((asked(row.query, row.instruction), source.query(row)), len(number_of))
+            number = number_of.setdefault((asked(row.query, row.instruction), *source.query(row)), len(number_of))
             if number == len(texts):
                 texts.append(row.query)
             of_row[place] = number
-        keys = text_keys([key for key, _ in number_of]).numpy()
+        keys = text_keys([key for key, _, _ in number_of]).numpy()
         excluded = Pairs(*prepared.no_negatives.of(bare_keys(texts)))
         own = _own(rows, of_row, excluded, prepared) if keep_own else Pairs(_none(), _none())
         return cls(
             of_row=of_row,
             texts=texts,
-            seen=[seen for _, seen in number_of],
+            seen=[seen for _, seen, _ in number_of],
+            prompts=[prompt for _, _, prompt in number_of],
             keys=keys,
             answers=Pairs(*prepared.answers.of(keys)),
             excluded=excluded,

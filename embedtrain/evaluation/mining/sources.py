@@ -61,9 +61,10 @@ class MinedSource:
     query_max_length: int | None
     document_max_length: int | None
 
-    def query(self, row: Example) -> str:
-        """A row's query as the model sees it."""
-        return prompt_of(row.instruction, self.query_prompt, self.instruction_format)(row.query)
+    def query(self, row: Example) -> tuple[str, str]:
+        """A row's query as the model sees it, and what it begins with that is a prompt."""
+        prompt = prompt_of(row.instruction, self.query_prompt, self.instruction_format)
+        return prompt(row.query), prompt.before
 
     def wording(self, document_instruction: str | None) -> Wording:
         """How the documents of a row with this instruction are seen."""

@@ -184,7 +184,14 @@ class _BiEncoder:
         stored = StoredVectors(directory, {**self._identity, "dtype": self._options.index.dtype.value})
         texts = pool.seen_as(lambda text: prompt + text)
         self._index = indexed(
-            self._encoder, texts, None, self._options.index, stored, told, what="documents by the teacher"
+            self._encoder,
+            texts,
+            None,
+            self._options.index,
+            stored,
+            told,
+            what="documents by the teacher",
+            prompt=prompt,
         )
 
     def scores(self, queries: Sequence[str], pairs: Pairs, told: Told) -> Floats:

@@ -197,9 +197,9 @@ def test_equal_texts_are_tokenised_once(tmp_path: Path) -> None:
     class Counting(TextTokenizer):
         seen = 0
 
-        def ids(self, texts: Any, max_length: int | None = None) -> list[list[int]]:
+        def ids(self, texts: Any, max_length: int | None = None, prompts: Any = "") -> list[list[int]]:
             self.seen += len(texts)
-            return super().ids(texts, max_length)
+            return super().ids(texts, max_length, prompts)
 
     cache = Cache(directory=tmp_path / "cache")
     same = {"query": "a", "pos": ["a", "b"], "neg": ["c"]}

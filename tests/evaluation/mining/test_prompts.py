@@ -41,10 +41,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_prompts_are_those_of_training(ranks, folder):
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_prompts_are_those_of_training(ranks, folder, include_prompt):
+    pooling = folder / "model" / "guide" / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"include_prompt": include_prompt}))
+    to = folder / f"to-{include_prompt}"
     source = f"{{path: '{folder / 'own.jsonl'}', document_prompt: 'delta ', query_max_length: 6}}"
     command = arguments(
-        folder / "model" / "guide", [folder / "plain.jsonl", source], folder / "to", corpus=folder / "pool.jsonl",
+        folder / "model" / "guide", [folder / "plain.jsonl", source], to, corpus=folder / "pool.jsonl",
         negatives=4, rank_max=15, instruction_format="'{instruction} kappa {text}'",
     )  # fmt: skip
     told, error = ranks(2, attempt, folder, command)[0]
@@ -52,9 +56,9 @@ def test_prompts_are_those_of_training(ranks, folder):
     assert "they are encoded 3 times" in told
     model = SentenceTransformer(str(folder / "model" / "guide"), device="cpu")
 
-    def vectors(texts, length):
+    def vectors(prompt, texts, length):
         model.max_seq_length = length
-        return model.encode(texts, prompt="", batch_size=1)
+        return model.encode(texts, prompt=prompt, batch_size=1)
 
     seen = {
         "plain": [("nu nu ", "mu ", 48)] * len(PLAIN),
@@ -67,17 +71,33 @@ def test_prompts_are_those_of_training(ranks, folder):
         ],
     }
     for name, given in (("plain", PLAIN), ("own", OWN)):
-        rows = read_jsonl(folder / "to" / f"{name}.jsonl")
+        rows = read_jsonl(to / f"{name}.jsonl")
         assert [row["query"] for row in rows] == [row["query"] for row in given]
         for row, before, (query_prompt, document_prompt, length) in zip(rows, given, seen[name], strict=True):
             assert {key: row.get(key) for key in ("prompt", "type")} == {
                 key: before.get(key) for key in ("prompt", "type")
             }
-            of_query = vectors([query_prompt + row["query"]], length)[0]
-            scores = vectors([document_prompt + text for text in (*row["pos"], *row["neg"])], 48) @ of_query
+            of_query = vectors(query_prompt, [row["query"]], length)[0]
+            scores = vectors(document_prompt, [*row["pos"], *row["neg"]], 48) @ of_query
             assert [*row["pos_scores"], *row["neg_scores"]] == pytest.approx(scores, abs=2e-6)
-            best = np.sort(vectors([document_prompt + text for text in _pool()], 48) @ of_query)[::-1]
+            best = np.sort(vectors(document_prompt, _pool(), 48) @ of_query)[::-1]
             assert row["neg_scores"][0] in (pytest.approx(best[0], abs=2e-6), pytest.approx(best[1], abs=2e-6))
+
+
+def test_a_teacher_leaves_out_its_prompts_as_its_directory_says(ranks, folder):
+    pooling = folder / "model" / "guide" / "1_Pooling" / "config.json"
+    pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"include_prompt": False}))
+    directory = folder / "model" / "guide"
+    command = arguments(
+        directory, [folder / "plain.jsonl"], folder / "taught", corpus=folder / "pool.jsonl", negatives=4, rank_max=15,
+        teacher=directory,
+    )  # fmt: skip
+    assert ranks(2, attempt, folder, command)[0][1] == ""
+    model = SentenceTransformer(str(directory), device="cpu")
+    for row in read_jsonl(folder / "taught" / "plain.jsonl"):
+        of_query = model.encode([row["query"]], prompt="nu nu ")[0]
+        scores = model.encode([*row["pos"], *row["neg"]], prompt="mu ", batch_size=1) @ of_query
+        assert [*row["pos_scores"], *row["neg_scores"]] == pytest.approx(scores, abs=2e-6)
 
 
 def _pool():

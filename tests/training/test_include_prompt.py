@@ -1,0 +1,172 @@
+"""A prompt left out of mean pooling: the plain definition's gradient, and sentence-transformers' vectors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sentence_transformers import SentenceTransformer
+from torch.distributed.tensor import DTensor
+
+from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.schema import ModelConfig, Pooling, Precision, TrainSource
+from embedtrain.data.batches import TrainData, load_train_data
+from embedtrain.data.store.cache import Cache
+from embedtrain.data.types import Row
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError
+from embedtrain.evaluation.encode import SentenceEncoder
+from embedtrain.evaluation.identity import model_identity
+from embedtrain.evaluation.sentence_transformers_api import SentenceTransformersAdapter
+from embedtrain.evaluation.stored_vectors import StoredVectors
+from embedtrain.losses.infonce import InfoNCE
+from embedtrain.models.build import assemble, initialise
+from embedtrain.models.source import open_source
+from embedtrain.training.batches import Cutting, GuideTexts, cut
+from embedtrain.training.gradients import Backward
+from embedtrain.training.guide import GuideModel
+from embedtrain.training.model import load_model
+from tests.checkpoint.exporting import architecture_of, export_model
+from tests.small import WORDS, parallel, save_small, small_model, small_tokenizer
+
+TEMPERATURE = 0.2
+PROMPTS = {"query_prompt": "alpha beta ", "document_prompt": "mu "}
+ROWS = [
+    {"query": "gamma", "pos": ["delta epsilon"]},
+    {"query": "gamma zeta eta", "pos": ["theta"], "neg": ["iota", "kappa lambda nu"], "prompt": "zeta zeta"},
+    {"query": "lambda lambda", "pos": ["nu nu nu nu"], "prompt": ""},
+    {"query": "kappa", "pos": ["eta a b c"], "prompt": "iota", "type": "symmetric_sts"},
+    {"query": "nu theta", "pos": ["x y"]},
+]
+INSTRUCT = "{instruction} kappa {text} z"
+# Prompt and text of each query, then of each document.
+SEEN = [
+    ("alpha beta ", "gamma"), ("zeta zeta kappa ", "gamma zeta eta z"), ("", "lambda lambda"),
+    ("iota kappa ", "kappa z"), ("alpha beta ", "nu theta"),
+    ("mu ", "delta epsilon"), ("mu ", "theta"), ("mu ", "iota"), ("mu ", "kappa lambda nu"), ("mu ", "nu nu nu nu"),
+    ("iota kappa ", "eta a b c z"), ("mu ", "x y"),
+]  # fmt: skip
+POSITIVES = [0, 1, 4, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for architecture in ("xlm-roberta", "llama"):
+        save_small(small_model(architecture), folder / architecture)
+    return folder
+
+
+def options(folder: Path, architecture: str, **more: object) -> ModelConfig:
+    values = {"pooling": Pooling.mean, "include_prompt": False, "path": str(folder / architecture), **more}
+    return ModelConfig(**values)
+
+
+def plain_gradient(model: ModelConfig) -> tuple[float, dict[str, torch.Tensor]]:
+    encoder = assemble(open_source(model))
+    encoder.load_state_dict(initialise(open_source(model), seed=0))
+    encoder.double().eval()
+    tokenizer = small_tokenizer()
+
+    def encode(prompt: str, text: str) -> torch.Tensor:
+        ids = torch.tensor([tokenizer(prompt + text)["input_ids"]])
+        hidden = encoder.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+        first = 1 + len(prompt.split()) if prompt else 0  # a token a word, and <s>
+        return F.normalize(hidden[first:].mean(0), dim=0)
+
+    vectors = torch.stack([encode(*one) for one in SEEN])
+    logits = vectors[: len(ROWS)] @ vectors[len(ROWS) :].T / TEMPERATURE
+    loss = F.cross_entropy(logits, torch.tensor(POSITIVES))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
+
+
+def train_data(folder: Path) -> TrainData:
+    source = TrainSource(path=str(folder / "rows.jsonl"))
+    cache = Cache(directory=folder / "cache")
+    return load_train_data([source], **PROMPTS, instruction_format=INSTRUCT, seed=1, global_batch_size=5, cache=cache)
+
+
+def gradient(world: World, folder: Path, model: ModelConfig, kept: bool, cutting: Cutting):
+    loaded = load_model(model, parallel(), world, seed=0)
+    loaded.encoder.eval()
+    data = train_data(folder)
+    if kept:
+        data.prepare(loaded.tokenizer, Cache(directory=folder / "cache"))
+    batch = data.batch(0)
+    assert (batch.tokens is not None) is kept
+    loss = InfoNCE(InfoNCEConfig(temperature=TEMPERATURE))
+    backward = Backward(loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy())
+    output, _ = backward(cut(batch, world.rank, world.size, loaded.tokenizer, cutting))
+    found = {n: p.grad.full_tensor() for n, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)}
+    return output.share.item(), found if world.is_main else {}
+
+
+@pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
+def test_gradient_equals_the_plain_one(ranks, folder, architecture):
+    model = options(folder, architecture)
+    loss, expected = plain_gradient(model)
+    whole = torch.stack([one.norm() for one in expected.values()]).norm()
+    for world_size in (1, 2):
+        for kept in (False, True):
+            for cutting in (Cutting(10_000, pass_tokens=10_000), Cutting(24, pass_tokens=4)):
+                answers = ranks(world_size, gradient, folder, model, kept, cutting)
+                assert sum(share for share, _ in answers) == pytest.approx(loss, rel=1e-6)
+                found = answers[0][1]
+                assert found.keys() == expected.keys()
+                for name, one in expected.items():
+                    assert (found[name].double() - one).norm() < 1e-5 * max(one.norm(), 1e-3 * whole), name
+
+
+def vectors(world: World, directory: str, texts: list[str], prompt: str, max_length: int | None):
+    model = load_model(ModelConfig(path=directory, max_length=max_length), parallel(), world, seed=0, trains=False)
+    encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=24, query_prompt=prompt)
+    found = encoder.encode_all(texts, prompt)
+    each = encoder.encode_all([prompt + text for text in texts], within=[prompt] * len(texts))
+    torch.testing.assert_close(each, found)
+    theirs = SentenceTransformersAdapter(encoder).encode(texts, prompt=prompt, convert_to_tensor=True)
+    torch.testing.assert_close(theirs, found)
+    guide = GuideModel(model.encoder, GuideTexts(model.tokenizer, prompt, "mu ", 24), world)
+    seen = guide(guide.texts([Row(text, ("nu lambda",)) for text in texts]), len(texts))
+    torch.testing.assert_close(seen.queries.float(), found, atol=1e-5, rtol=0)
+    torch.testing.assert_close(seen.documents.float()[:1], encoder.encode_all(["nu lambda"], "mu "), atol=1e-5, rtol=0)
+    assert model_identity(model.source, Precision.fp32, world)["include_prompt"] is False
+    stored = StoredVectors(Path("vectors"), {})
+    places = {stored.of(texts, "", model.tokenizer, None, 24, within).directory for within in ("", "a ", ["a "])}
+    assert len(places) == 3
+    return found, model.source.include_prompt
+
+
+@pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
+def test_vectors_are_those_of_sentence_transformers(ranks, folder, tmp_path, architecture):
+    made = architecture_of(tmp_path / "made", options(folder, architecture))
+    export_model(tmp_path / "out", made)
+    assert json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())["include_prompt"] is False
+    texts = [" ".join(WORDS[(i * j) % 13] for j in range(1, 2 + i)) for i in range(9)] + ["gamma", "gamma"]
+    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    for prompt in ("alpha beta ", "zeta: ", ""):
+        for max_length in (None, 6):
+            theirs.max_seq_length = max_length or 48
+            expected = theirs.encode(texts, prompt=prompt, convert_to_tensor=True)
+            for world_size in (1, 2):
+                for found, include_prompt in ranks(
+                    world_size, vectors, str(tmp_path / "out"), texts, prompt, max_length
+                ):
+                    assert include_prompt is False
+                    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    theirs.set_pooling_include_prompt(True)
+    theirs.max_seq_length = 48
+    other = theirs.encode(texts, prompt="alpha beta ", convert_to_tensor=True)
+    theirs.set_pooling_include_prompt(False)
+    assert (other - theirs.encode(texts, prompt="alpha beta ", convert_to_tensor=True)).norm(dim=1).min() > 0.01
+    # Asked by hand the directory's word is taken back.
+    assert open_source(ModelConfig(path=str(tmp_path / "out"))).include_prompt is False
+    assert open_source(ModelConfig(path=str(tmp_path / "out"), include_prompt=True)).include_prompt is True
+
+
+def test_it_is_refused_where_it_has_no_effect(folder):
+    for pooling in (Pooling.cls, Pooling.last):
+        with pytest.raises(ConfigError, match=r"model\.include_prompt=false is for model\.pooling=mean"):
+            open_source(options(folder, "xlm-roberta", pooling=pooling))

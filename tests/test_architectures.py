@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from sentence_transformers import models as parts
+from sentence_transformers.sentence_transformer import modules as parts
 from transformers import AutoModel, dynamic_module_utils
 
 import embedtrain.train

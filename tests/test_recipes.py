@@ -104,7 +104,7 @@ def shrunk(name: str, folder: Path) -> Path:
     directory = save_small(small_model(MODELS[name], config=model.config | window), folder / "plain")
     if name != "bge_m3_dense":
         return directory
-    import sentence_transformers.models as parts
+    from sentence_transformers.sentence_transformer import modules as parts
 
     modules = [parts.Transformer(str(directory)), parts.Pooling(32, pooling_mode="cls"), parts.Normalize()]
     SentenceTransformer(modules=modules, device="cpu").save(str(folder / "whole"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
-from sentence_transformers import models as parts
+from sentence_transformers.sentence_transformer import modules as parts
 from transformers import AutoModel, dynamic_module_utils
 
 import embedtrain.train
@@ -20,7 +20,7 @@ from embedtrain.checkpoint.probes import PROBES
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from tests.own_code import model_with_own_code
-from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model, write_beir, write_rows
+from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, POOLINGS, save_small, small_model, write_beir, write_rows
 from tests.test_run import BASE, figures, losses, taken_back
 
 # Llama 3's positions, of which those of low frequency are stretched.
@@ -60,9 +60,11 @@ def embedding_gemma(folder: Path) -> Path:
     return folder / "whole"
 
 
-CASES = {name: of(name) for name in ARCHITECTURES} | {
+CASES = {name: of(name) for name in ARCHITECTURES | MORE_ARCHITECTURES} | {
     "bert": of("bert", "parallel.strategy=ddp"),  # with a pooler, which gets no gradient
     "llama": of("llama", rope_parameters=LLAMA_3),
+    "mistral": of("mistral", sliding_window=4),  # less than most texts
+    "distilbert": of("distilbert", sinusoidal_pos_embds=True),  # which only begin as sines: they are trained
     "mpnet": of("mpnet", "parallel.activation_checkpointing=true"),  # which has no such switch of its own
     "embedding_gemma": Case(embedding_gemma, ("model.pooling=null",)),
     "own_code": Case(

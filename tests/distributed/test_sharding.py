@@ -107,7 +107,7 @@ def in_bf16(world: World, models: dict[str, ModelConfig]) -> None:
         reference = in_one_process(model)
         encoder = load_model(model, parallel(precision=Precision.bf16), world, seed=0).encoder.eval()
         inside: list[torch.dtype] = []
-        block = next(part for part in encoder.modules() if type(part).__name__.endswith("Layer"))
+        block = find_blocks(encoder)[0]
         block.register_forward_pre_hook(lambda _, args, inside=inside: inside.append(args[0].dtype))
         with torch.no_grad():
             found = encoder(IDS, MASK)

@@ -12,7 +12,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.source import open_source
-from tests.small import ARCHITECTURES, save_small, small_model
+from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, save_small, small_model
 
 BLOCKS = {
     "xlm-roberta": "XLMRobertaLayer",
@@ -28,6 +28,10 @@ BLOCKS = {
 }
 
 
+def test_no_architecture_is_forgotten():
+    assert BLOCKS.keys() == ARCHITECTURES.keys() | MORE_ARCHITECTURES.keys()
+
+
 def encoder_of(architecture: str, num_layers: int = 3) -> nn.Module:
     model = small_model(architecture)
     return build_encoder(
@@ -39,7 +43,7 @@ def names(blocks: list[nn.Module]) -> list[str]:
     return [type(block).__name__ for block in blocks]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", BLOCKS)
 def test_exactly_the_layers(architecture):
     for num_layers in (1, 3):
         encoder = encoder_of(architecture, num_layers)
@@ -55,14 +59,14 @@ def any_holds(blocks: list[nn.Module], encoder: nn.Module, name: str) -> bool:
     return any(parameter is p for block in blocks for p in block.parameters())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", BLOCKS)
 def test_under_peft(architecture):
     backbone = encoder_of(architecture).backbone
     wrapped = get_peft_model(backbone, LoraConfig(target_modules="all-linear", r=2))
     assert names(find_blocks(wrapped)) == [BLOCKS[architecture]] * 3
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", BLOCKS)
 def test_inside_a_sentence_transformer(architecture, tmp_path):
     """Without adapters and with them, which stand between it and the model that knows its layers."""
     transformer = Transformer(str(save_small(small_model(architecture), tmp_path)))

@@ -5,7 +5,7 @@ import sys
 import warnings
 from importlib import import_module
 
-TABLES = ("training", "encoding", "collectives", "evaluation", "losses", "data", "checkpoints")
+TABLES = ("training", "encoding", "collectives", "evaluation", "losses", "data", "checkpoints", "plan")
 ON_DEMAND = ("data_memory",)  # takes long and much room on the disk
 
 

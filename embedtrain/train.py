@@ -14,6 +14,7 @@ from embedtrain.checkpoint.directory import write_architecture
 from embedtrain.checkpoint.folder import StepFolder
 from embedtrain.checkpoint.hub import require_possible
 from embedtrain.checkpoint.store import Checkpoints
+from embedtrain.config.accelerate import notes_on_accelerate
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guides_of
 from embedtrain.config.schema import Recipe
@@ -32,6 +33,7 @@ from embedtrain.losses.types import FROM_ROWS
 from embedtrain.models.build import digest_of_weights
 from embedtrain.models.source import open_source
 from embedtrain.models.tokenizer import read_tokenizer
+from embedtrain.planning.work import Work
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after
 from embedtrain.tracking.tracker import Tracker
@@ -96,7 +98,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     require_same_data(data, world)
     sets = load_sets(recipe.evaluation.sets, world, subset=recipe.evaluation.subset, cache=cache)
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
-    for note in (*data.notes, *(note for loaded in sets for note in loaded.notes)):
+    for note in (*notes_on_accelerate(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)):
         console.note(note)
     held.enter_context(_taken(run_dir, world, recipe.parallel.timeout))
     identity = identity_of(recipe, data, losses, prompts) | {BASE_WEIGHTS: world.broadcast(base)}
@@ -121,6 +123,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         seed=recipe.seed,
         tokenizer=_own_vocabulary(recipe, data, run_dir, world, console, anew=found is None),
         read_weights=found is None,
+        work=Work.of(recipe),
     )
     _tokenise(data, model, cache, world, console)
     guides, guide_notes = load_guides(

@@ -9,6 +9,7 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "embedtrain"
 UPPER = {"training", "evaluation", "checkpoint", "tracking"}
+MIDDLE = {"planning"}
 LOWER = {"losses", "models", "data", "distributed"}
 GROUND = {"config", "errors"}
 # room -> the rooms it may import besides itself, `config` and `errors`.
@@ -19,10 +20,11 @@ ALLOWED = {
     "models": set(),
     "losses": {"distributed.collectives"},
     "distributed": LOWER,
-    "training": UPPER | LOWER,
-    "evaluation": UPPER | LOWER,
-    "checkpoint": UPPER | LOWER,
-    "tracking": UPPER | LOWER,
+    "planning": {"models", "losses", "distributed"},
+    "training": UPPER | MIDDLE | LOWER,
+    "evaluation": UPPER | MIDDLE | LOWER,
+    "checkpoint": UPPER | MIDDLE | LOWER,
+    "tracking": UPPER | MIDDLE | LOWER,
 }
 
 

@@ -23,8 +23,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from embedtrain.config.accelerate import with_accelerate
 from embedtrain.config.checks import check_evaluate, check_recipe
-from embedtrain.config.door_options import EvaluateOptions, ExportOptions, InspectOptions, SearchOptions
+from embedtrain.config.door_options import EvaluateOptions, ExportOptions, InspectOptions, PlanOptions, SearchOptions
 from embedtrain.config.elements import items, literal, losses_of, sources_of
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.export_checks import asked_export, check_export
@@ -38,7 +39,9 @@ from embedtrain.config.mining_checks import check_mine
 from embedtrain.config.schema import ExportConfig, Recipe
 from embedtrain.errors import ConfigError
 
-Options = TypeVar("Options", Recipe, EvaluateOptions, ExportOptions, InspectOptions, MineOptions, SearchOptions)
+Options = TypeVar(
+    "Options", Recipe, EvaluateOptions, ExportOptions, InspectOptions, MineOptions, PlanOptions, SearchOptions
+)
 
 
 def compose_recipes(arguments: list[str]) -> list[Recipe]:
@@ -48,7 +51,9 @@ def compose_recipes(arguments: list[str]) -> list[Recipe]:
         ConfigError: an unknown option, a value of the wrong type, a combination that cannot work.
         SystemExit: after `--help` and its like.
     """
-    recipes = [check_recipe(to_recipe(config)) for config in _compose("config", folder("configs"), arguments)]
+    recipes = [
+        check_recipe(with_accelerate(to_recipe(config))) for config in _compose("config", folder("configs"), arguments)
+    ]
     if os.environ.get("WORLD_SIZE", "1") != "1" and len(recipes) > 1:
         raise ConfigError(
             "multirun (-m) under torchrun cannot work: the second job would meet the first one's process group; "
@@ -207,6 +212,7 @@ def _register(arguments: list[str], *, with_recipes: bool) -> None:
     store.store(name="export_schema", node=ExportOptions)
     store.store(name="inspect_schema", node=InspectOptions)
     store.store(name="mine_schema", node=MineOptions)
+    store.store(name="plan_schema", node=PlanOptions)
     store.store(name="search_schema", node=SearchOptions)
     for name, kind in LOSSES.items():
         store.store(group="loss", name=f"{name}_schema", node=kind)

@@ -80,3 +80,18 @@ class InspectOptions:
     problems: int = 10  # rows that cannot be used, named of each source
     cache_dir: str | None = None  # as data.cache_dir
     trust_remote_code: bool = False
+
+
+@dataclass(kw_only=True)
+class PlanOptions:
+    """Options of `python -m embedtrain.plan`; all others on its command line are the recipe's."""
+
+    gpus: int = 8  # in all
+    gpus_per_node: int = 8
+    gpu_memory: float = 80.0  # GiB of each; a tenth of it is left to the driver and to what the plan does not know
+    bandwidth_node: float = 300.0  # GB/s that a GPU sends within its node (H100: NVLink)
+    bandwidth_network: float = 50.0  # GB/s that a GPU sends to other nodes (an adapter of 400 Gb/s each)
+    tflops: float = 400.0  # that a GPU reaches in training; 400 is what good trainers publish of an H100 in bf16
+    tokens_per_text: int | None = None  # in the mean, padding included; default: the model's length, all of it
+    texts_per_row: int = 2  # a query and its positive; one more for each hard negative that is used
+    json: bool = False  # one JSON object instead of tables; `--json` is the same

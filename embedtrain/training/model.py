@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.schema import ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.mesh import Layout, choose_layout, keeps_gradients_whole, memory_of_rank
+from embedtrain.distributed.mesh import Layout, memory_of_rank
 from embedtrain.distributed.sharding import shard_, warm_up
 from embedtrain.distributed.weights import hand_out, keep_rows, read_shards
 from embedtrain.distributed.world import World
@@ -30,6 +30,9 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.source import ModelSource, open_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
+from embedtrain.planning.choose import choose, choose_for_encoding
+from embedtrain.planning.facts import facts_of
+from embedtrain.planning.work import Machines, Work
 
 # What accelerate and transformers read the wrap list from; asked of us in the same way, and said so.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
@@ -67,6 +70,7 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     read_weights: bool = True,
     trains: bool = True,
+    work: Work | None = None,
 ) -> LoadedModel:
     """Build on the meta device, shard, then read each rank's part of the weights.
 
@@ -78,6 +82,7 @@ def load_model(
         tokenizer: a tokenizer made on the spot, for a model without one; its ids go into the configuration.
         read_weights: false where a checkpoint's weights follow: then only what is frozen is read.
         trains: false where it will only encode, which takes less memory.
+        work: what a step of training does; default: that of a recipe which says nothing.
 
     Raises:
         ConfigError, ModelError: on every rank alike, before any weight is read where that is possible.
@@ -93,22 +98,31 @@ def load_model(
         length = text_length(source, loaded)
         files = open_adapter(model.lora)
         encoder = build_encoder(source)
+        blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
         places = find_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
         adapted: Adapted | None = None
         if model.lora.on:
             frozen = frozen_dtype(model.lora.frozen, parallel.precision, stored_dtype(source))
             adapted = add_adapters(encoder, model.lora, files, frozen)
-        num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
-        num_trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
-        layout = choose_layout(parallel, world, num_parameters, memory, trains=trains)
-        blocks, notes = _blocks(encoder, parallel, required=layout.strategy is not Strategy.ddp)
+        machines = Machines(ranks=world.size, per_node=world.local_size, memory=memory, gpu=world.device.type == "cuda")
+        facts = facts_of(
+            encoder, blocks, precision=parallel.precision, tokens_per_text=length, gpu=world.device.type == "cuda"
+        )
+        if trains:
+            choice = choose(parallel, machines, facts, replace(work or Work(), tokens_per_text=length))
+        else:
+            choice = choose_for_encoding(parallel, machines, facts)
+        layout = choice.layout
+        if layout.strategy is not Strategy.ddp and not blocks:
+            _blocks(encoder, parallel, required=True)
     notes.append(
-        f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {num_parameters:,} parameters, "
+        f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {facts.parameters:,} parameters, "
         f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}, {length} tokens"
     )
+    saved = ", activations recomputed" * layout.activation_checkpointing + ", in host memory" * layout.cpu_offload
     notes.append(
         f"{layout.strategy.value}: {layout.replicate} x {layout.shard} ranks (replicate x shard), "
-        f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root; {layout.reason}"
+        f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root{saved}; {layout.reason}"
     )
     if adapted is not None:
         notes.append(described(adapted, encoder))
@@ -119,11 +133,11 @@ def load_model(
         notes += _begin_adapters(encoder, adapted, model, world, seed)
     warm_up(encoder, world.device)
     source = replace(source, max_length=length)
-    whole = keeps_gradients_whole(parallel, layout, num_trained, memory)
-    if trains and not whole:
-        size = 4 * num_trained / 2**30
+    if trains and not choice.whole:
+        size = 4 * facts.trained / 2**30
         notes.append(f"gradients are reduced after every chunk: whole ones would take {size:.1f} GiB on every rank")
-    return LoadedModel(encoder, source, TextTokenizer(loaded, length), layout, tuple(notes), whole, adapted)
+    bound = TextTokenizer(loaded, length, include_prompt=source.include_prompt)
+    return LoadedModel(encoder, source, bound, layout, tuple(notes), choice.whole, adapted)
 
 
 def adopt_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -22,9 +22,10 @@ from embedtrain.checkpoint.snapshot import begin_all
 from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.schema import CheckpointConfig, OptimConfig, ParallelConfig
-from embedtrain.distributed.mesh import choose_layout
+from embedtrain.distributed.mesh import Layout
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
+from embedtrain.planning.choose import shape_of
 from embedtrain.training.model import load_model
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.trained import Trained
@@ -61,7 +62,8 @@ class Live:
             encoder: Any = Odd()
             with torch.no_grad():  # otherwise zero, and what is read could not be told from what was there
                 encoder.table += seed
-            fully_shard(encoder, mesh=choose_layout(parallel, world, 100, 10**9).mesh(world.device))
+            shape = shape_of(parallel.strategy, parallel, world.size, world.local_size)
+            fully_shard(encoder, mesh=Layout(parallel.strategy, *shape, "").mesh(world.device))
         else:
             model = small_model("xlm-roberta")
             model.config |= sizes

@@ -40,7 +40,7 @@ from embedtrain.config.needs import needs_of
 from embedtrain.config.schema import Accumulate, ModelConfig, OptimConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Prompt, Row
-from embedtrain.distributed.mesh import choose_layout
+from embedtrain.distributed.mesh import Layout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.distributed.world import World
 from embedtrain.losses.choose import choose_loss
@@ -375,7 +375,7 @@ def adapters(world: World, model: ModelConfig, chunk_tokens: int, keep_tokens: i
     lora = LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False, lora_dropout=0.0)
     inject_adapter_in_model(lora, encoder.backbone)
     options = parallel()
-    layout = choose_layout(options, world, 1000, 2**33)
+    layout = Layout(options.strategy, 1, world.size, "")
     shard_(encoder, find_blocks(encoder, None), layout, options, world.device)
     encoder.eval()
     config = LOSSES["matryoshka"]

@@ -1,0 +1,1 @@
+"""What a training takes of memory, network and time, and the layout that follows, before anything is launched."""

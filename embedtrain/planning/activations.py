@@ -1,0 +1,205 @@
+"""What a forward and a backward pass hold per token: measured on the meta device, with one and with two blocks.
+
+Nothing is guessed by architecture. The encoder's own code runs, on tensors without memory, and the bytes that are
+alive are counted; two blocks less one are a block's. Attention counts as a fused kernel does it: queries, keys,
+values, output, log-sum-exp and the mask's bias, never the matrix of weights. A model that computes attention by itself
+is counted as it computes.
+"""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from embedtrain.models.encoder import Encoder
+from embedtrain.planning.alive import Alive
+
+# Tokens of the measured pass. On the meta device they cost nothing, and what does not grow with them (the gradient of
+# one weight) becomes too little to matter.
+_TOKENS = 1 << 17
+_SHAPES_ONLY = "embedtrain_shapes_only"
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): a block keeps 34 bytes a
+# token and hidden unit in 16 bits, without the matrices of attention.
+_RULE_OF_THUMB = 34 / 2
+# No known architecture keeps more elements a token, a block and a hidden unit: Gemma 3 comes to 35. A head that
+# computes its weights one by one keeps a few for every token of the text; none has fewer than 16 units.
+_BOUND, _BOUND_OF_HEADS = 80, 4 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes a token.
+
+    Attributes:
+        block: what a block's forward pass leaves for its backward pass.
+        rest: what everything else leaves: embeddings, final norm, pooling.
+        forward: what the forward pass takes at most above what it leaves.
+        backward: what the backward pass takes at most above what the forward pass left.
+        alone: what a forward pass without gradient takes at most.
+    """
+
+    block: float
+    rest: float
+    forward: float
+    backward: float
+    alone: float
+
+    def kept(self, blocks: int) -> float:
+        """Bytes a token between the forward and the backward pass of a model of so many blocks."""
+        return self.rest + blocks * self.block
+
+
+def measure(
+    encoder: Encoder, blocks: list[nn.Module], *, dtype: torch.dtype, tokens_per_text: int, recompute: bool, gpu: bool
+) -> Activations:
+    """Run one and two blocks of the encoder forward and backward without memory.
+
+    Args:
+        encoder: parameters on the meta device, `requires_grad` as it is trained; left as it is.
+        blocks: its blocks.
+        dtype: what is computed in.
+        tokens_per_text: length of the texts.
+        recompute: whether blocks' activations are recomputed.
+        gpu: whether dropout keeps a byte an element, as CUDA's does, or the type that is computed in.
+
+    Raises:
+        Exception: whatever a model's own code raises on the meta device.
+    """
+    found = []
+    for number in range(1, min(2, len(blocks)) + 1):
+        with _first_blocks(encoder, blocks, number):
+            part = copy.deepcopy(encoder)
+        found.append(_passes(_prepared(part, dtype, recompute=recompute, gpu=gpu), tokens_per_text))
+    last = found[-1]
+    block = last[0] - found[0][0] if len(found) == 2 else 0.0
+    rest = max(0.0, found[0][0] - block) if blocks else last[0]
+    return Activations(block, rest, last[1] - last[0], last[2] - last[0], last[3])
+
+
+def assumed(hidden: int, dtype: torch.dtype, *, recompute: bool) -> Activations:
+    """What a model keeps whose code does not run on the meta device, by the rule of thumb."""
+    return _of_elements(hidden * dtype.itemsize, _RULE_OF_THUMB, recompute=recompute)
+
+
+def at_most(hidden: int, dtype: torch.dtype, *, tokens_per_text: int, recompute: bool) -> Activations:
+    """More than a model keeps, without a look at it."""
+    return _of_elements(hidden * dtype.itemsize, _BOUND + _BOUND_OF_HEADS * tokens_per_text, recompute=recompute)
+
+
+def _of_elements(each: int, block: float, *, recompute: bool) -> Activations:
+    return Activations(
+        block=each * (2.0 if recompute else block),  # its input, and room for what a few models keep besides
+        rest=each * 4.0,
+        forward=each * block,
+        backward=each * block * (2.0 if recompute else 1.0),
+        alone=each * block,
+    )
+
+
+def _passes(encoder: Encoder, length: int) -> tuple[float, float, float, float]:
+    """Bytes a token: left by the forward pass, most of it, most of the backward pass, most without gradient."""
+    texts = max(1, _TOKENS // length)
+    ids = torch.empty((texts, length), dtype=torch.int64, device="meta")
+    mask = torch.empty_like(ids)
+    known = [ids, mask, *encoder.parameters(), *encoder.buffers()]
+    with Alive(known) as alive:
+        vectors = encoder(ids, mask)
+        left, forward = alive.bytes, alive.peak
+        alive.peak = left
+        if vectors.requires_grad:
+            vectors.sum().backward()
+        backward = alive.peak
+    del vectors
+    with torch.no_grad(), Alive(known) as alive:
+        encoder(ids, mask)
+        alone = alive.peak
+    tokens = texts * length
+    return left / tokens, forward / tokens, backward / tokens, alone / tokens
+
+
+def _prepared(part: Encoder, dtype: torch.dtype, *, recompute: bool, gpu: bool) -> Encoder:
+    part.to("meta").to(dtype)
+    for module in part.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = _SHAPES_ONLY
+        if gpu and isinstance(module, nn.Dropout) and module.p > 0:
+            module.forward = _fused_dropout(module.p)  # type: ignore[method-assign]
+    part.train()
+    if recompute:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 has a new name for it, 5.17 has not
+            part.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in part.parameters():
+        if parameter.requires_grad:
+            # FSDP takes a gradient away as soon as its group has all of them; counted with the groups.
+            parameter.register_post_accumulate_grad_hook(_forget)
+    return part
+
+
+@contextlib.contextmanager
+def _first_blocks(encoder: nn.Module, blocks: list[nn.Module], number: int) -> Iterator[None]:
+    """The encoder with its first blocks alone, while it is copied."""
+    wanted = {id(block) for block in blocks[:number]}
+    others = {id(block) for block in blocks[number:]}
+    held = [
+        (part, dict(part._modules))
+        for part in encoder.modules()
+        if isinstance(part, nn.ModuleList) and any(id(child) in wanted | others for child in part)
+    ]
+    try:
+        for part, children in held:
+            kept = [child for child in children.values() if id(child) not in others]
+            part._modules.clear()
+            part._modules.update({str(place): child for place, child in enumerate(kept)})
+        yield
+    finally:
+        for part, children in held:
+            part._modules.clear()
+            part._modules.update(children)
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _fused_dropout(p: float) -> Any:
+    return lambda hidden: torch.native_dropout(hidden, p, True)[0]
+
+
+class _Attention(torch.autograd.Function):
+    """What a fused kernel with a mask makes and keeps. q, k, v: [N, heads, L, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        texts, heads, length, _ = q.shape
+        out = q.new_empty(texts, length, heads, v.shape[-1])
+        sums = q.new_empty(texts, heads, length, dtype=torch.float32)
+        bias = q.new_empty(texts, 1, length, k.shape[2])  # the mask as numbers that are added
+        ctx.save_for_backward(q, k, v, out, sums, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _shapes_only(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    # With a mask transformers repeats keys and values of grouped heads.
+    groups = query.shape[1] // key.shape[1]
+    made: Tensor = _Attention.apply(query, repeat_kv(key, groups), repeat_kv(value, groups))  # type: ignore[no-untyped-call]
+    return made, None
+
+
+# A name without a mask function of its own: no mask is made.
+AttentionInterface.register(_SHAPES_ONLY, _shapes_only)

@@ -1,0 +1,129 @@
+"""A recipe and machines -> what the plan door tells."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from embedtrain.config.door_options import PlanOptions
+from embedtrain.config.schema import Recipe
+from embedtrain.planning.changes import changes, largest_chunk
+from embedtrain.planning.choose import Candidate, choose
+from embedtrain.planning.encoder import describe
+from embedtrain.planning.facts import ModelFacts, facts_of
+from embedtrain.planning.work import Machines, Passes, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan.
+
+    Attributes:
+        name: the recipe's.
+        facts: the model.
+        machines: where.
+        work: what a step does.
+        best: the layout that is chosen.
+        next_best: the one that would be taken without it.
+        largest_chunk: the largest `train.chunk_tokens` with which `best` fits; None: none does.
+        changes: what to write where it does not fit.
+    """
+
+    name: str
+    facts: ModelFacts
+    machines: Machines
+    work: Work
+    best: Candidate
+    next_best: Candidate | None
+    largest_chunk: int | None
+    changes: list[str]
+
+    @property
+    def passes(self) -> Passes:
+        """One rank's part of a global batch."""
+        return self.work.passes(self.machines.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values. Bytes, seconds and elements are numbers of one.
+
+        `recipe`; `model`: parameters, trained, frozen_bytes by type, and elements of a block, of the root and of a
+        large embedding; `machines` and `work` as asked for, with one rank's `passes`; `chosen` and `next_best` (or
+        null): the layout, `why`, `fits`, `memory` by kind at its largest `moment`, `traffic`; `largest_chunk` (or
+        null); `changes`: sentences.
+        """
+        facts = self.facts
+        return {
+            "recipe": self.name,
+            "model": {
+                "name": facts.name,
+                "parameters": facts.parameters,
+                "trained": facts.trained,
+                "frozen_bytes": facts.frozen_by_dtype,
+                "blocks": len(facts.blocks),
+                "block_parameters": facts.block.elements,
+                "root_parameters": facts.root.elements,
+                "embedding_parameters": facts.embedding.elements,
+                "hidden": facts.hidden,
+                "dimension": facts.dimension,
+                "precision": facts.precision.value,
+            },
+            "machines": {**asdict(self.machines), "usable": self.machines.usable},
+            "work": {
+                "rows": self.work.rows,
+                "texts_per_row": self.work.texts_per_row,
+                "tokens_per_text": self.work.tokens_per_text,
+                "chunk_tokens": self.work.chunk_tokens,
+                "passes": asdict(self.passes),
+            },
+            "chosen": _told(self.best),
+            "next_best": None if self.next_best is None else _told(self.next_best),
+            "largest_chunk": self.largest_chunk,
+            "changes": self.changes,
+        }
+
+
+def plan(recipe: Recipe, options: PlanOptions) -> Planned:
+    """Plan a training without a GPU and without weights.
+
+    Raises:
+        ConfigError, ModelError: as in training.
+    """
+    described = describe(recipe)
+    length = options.tokens_per_text or described.max_length
+    facts = facts_of(
+        described.encoder, described.blocks, precision=recipe.parallel.precision, tokens_per_text=length, gpu=True
+    )
+    machines = Machines(
+        ranks=options.gpus,
+        per_node=min(options.gpus, options.gpus_per_node),
+        memory=int(options.gpu_memory * 2**30),
+        bandwidth_node=options.bandwidth_node * 1e9,
+        bandwidth_network=options.bandwidth_network * 1e9,
+        flops=options.tflops * 1e12,
+    )
+    work = Work.of(recipe, tokens_per_text=length, texts_per_row=options.texts_per_row)
+    choice = choose(recipe.parallel, machines, facts, work, measured=True)
+    assert choice.best is not None
+    best = choice.best
+    return Planned(
+        name=recipe.name,
+        facts=facts,
+        machines=machines,
+        work=work,
+        best=best,
+        next_best=choice.next_best,
+        largest_chunk=largest_chunk(facts, best.layout, machines, work, whole=best.whole),
+        changes=changes(recipe.parallel, machines, facts, work, best),
+    )
+
+
+def _told(one: Candidate) -> dict[str, Any]:
+    layout = asdict(one.layout)
+    return {
+        "name": one.name,
+        "strategy": layout.pop("strategy").value,
+        "why": layout.pop("reason"),
+        **layout,
+        "whole_gradients": one.whole,
+        "fits": one.fits,
+        "memory": {**one.memory.kinds, "total": one.memory.total, "moment": one.memory.moment},
+        "traffic": {**asdict(one.traffic), "bytes": one.traffic.bytes, "step": one.traffic.step},
+    }

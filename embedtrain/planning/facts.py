@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from embedtrain.config.schema import Precision
 from embedtrain.distributed.sharding import large_embedding
 from embedtrain.models.encoder import Encoder, hidden_size
+from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.planning import activations
 from embedtrain.planning.activations import Activations
 
@@ -152,10 +153,11 @@ def facts_of(
         embedding=_group(alone),
         looked_up=sum(p.numel() for m in encoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters()),
         frozen_by_dtype=dict(frozen),
-        buffers=sum(buffer.nbytes for buffer in encoder.buffers()),
+        buffers=sum(buffer.nbytes for buffer in encoder.buffers())
+        + sum(layer.num_bytes for _, layer in four_bit_layers(encoder)),
         hidden=hidden,
         dimension=encoder.dimension,
-        can_recompute=bool(blocks) and bool(getattr(encoder.backbone, "supports_gradient_checkpointing", False)),
+        can_recompute=bool(blocks),
         precision=precision,
         tokens_per_text=tokens_per_text,
         keeps=keeps,

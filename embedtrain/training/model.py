@@ -12,9 +12,10 @@ from transformers.utils import logging as transformers_logging
 from embedtrain.config.schema import ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.mesh import Layout, memory_of_rank
-from embedtrain.distributed.sharding import shard_, warm_up
+from embedtrain.distributed.sharding import reshard, shard_, warm_up
 from embedtrain.distributed.weights import hand_out, keep_rows, read_shards
 from embedtrain.distributed.world import World
+from embedtrain.errors import ModelError
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import (
     Adapted,
@@ -28,6 +29,7 @@ from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import TensorPlace, build_encoder, find_weights, initialise, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
+from embedtrain.models.sees import sees_ahead
 from embedtrain.models.source import ModelSource, open_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
 from embedtrain.planning.choose import choose, choose_for_encoding
@@ -132,6 +134,8 @@ def load_model(
     if read_weights and adapted is not None:
         notes += _begin_adapters(encoder, adapted, model, world, seed)
     warm_up(encoder, world.device)
+    if model.bidirectional is not None and (read_weights or adapted is not None):
+        _require_direction(encoder, model.bidirectional, world)
     source = replace(source, max_length=length)
     if trains and not choice.whole:
         size = 4 * facts.trained / 2**30
@@ -182,6 +186,24 @@ def _read_weights(
     if source.directory is None:
         return f"weights: random from seed {seed}, made on rank 0 and handed out"
     return f"weights: read on rank 0 from {source.directory} by transformers and handed out"
+
+
+def _require_direction(encoder: Encoder, bidirectional: bool, world: World) -> None:
+    """Look whether attention goes the way that was asked for: of configurations that name it not all models obey."""
+    training = encoder.training
+    found = sees_ahead(encoder.eval(), (0, 1, 2), world.device)
+    encoder.train(training)
+    reshard(encoder)
+    if found is not bidirectional:
+        ways = {
+            True: "see those behind them",
+            False: "do not see those behind them",
+            None: "see them beside padding alone",
+        }
+        raise ModelError(
+            f"model.bidirectional={str(bidirectional).lower()}, and tokens of this {type(encoder.backbone).__name__} "
+            f"{ways[found]}: leave it out, or choose another model"
+        )
 
 
 def _begin_adapters(encoder: Encoder, adapted: Adapted, model: ModelConfig, world: World, seed: int) -> list[str]:

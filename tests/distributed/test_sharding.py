@@ -166,10 +166,10 @@ def ways_to_save_memory(world: World, model: ModelConfig) -> None:
     limit, sharding.LARGE_EMBEDDING = sharding.LARGE_EMBEDDING, 64 * 32
     try:
         ways = [
-            {},
+            {"reshard": True},
             {"reshard": False},
-            {"activation_checkpointing": True},
-            {"cpu_offload": True},
+            {"activation_checkpointing": True, "reshard": True},
+            {"cpu_offload": True, "reshard": True},
             {"cpu_offload": True, "reshard": False, "activation_checkpointing": True},
         ]
         for way in ways:

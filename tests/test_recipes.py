@@ -10,9 +10,11 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.config.compose import compose_recipes
+from embedtrain.config.plan_options import compose_plan
 from embedtrain.config.schema import Pooling, Recipe, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.models.source import open_source
+from embedtrain.planning.planned import plan
 from embedtrain.train import train
 from tests.conftest import ROOT
 from tests.small import save_small, small_model, write_rows
@@ -21,6 +23,34 @@ PATHS = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 MODELS = {
     "bce_xlmr": "xlm-roberta", "bge_m3_dense": "xlm-roberta", "e5_mistral_lora": "mistral", "llama_embedder": "llama",
     "minilm": "bert", "modernbert": "modernbert", "qwen3_embedder": "qwen3",
+}  # fmt: skip
+# Their published sizes, for no configuration can be fetched here.
+_XLMR = {"model_type": "xlm-roberta", "vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1}
+_XLMR_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+_XLMR_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+SIZES: dict[str, tuple[dict[str, object], float]] = {
+    "bce_xlmr": (_XLMR | _XLMR_BASE, 0.28),
+    "bge_m3_dense": (_XLMR | _XLMR_LARGE | {"max_position_embeddings": 8194}, 0.57),
+    "e5_mistral_lora": (
+        {"model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}, 7.15,
+    ),
+    "llama_embedder": (
+        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "head_dim": 64}, 1.24,
+    ),
+    "minilm": (
+        {"model_type": "bert", "vocab_size": 30522, "hidden_size": 384, "num_hidden_layers": 6,
+         "num_attention_heads": 12, "intermediate_size": 1536}, 0.0225,
+    ),
+    "modernbert": (
+        {"model_type": "modernbert", "vocab_size": 50368, "hidden_size": 768, "num_hidden_layers": 22,
+         "num_attention_heads": 12, "intermediate_size": 1152}, 0.149,
+    ),
+    "qwen3_embedder": (
+        {"model_type": "qwen3", "vocab_size": 151669, "hidden_size": 1024, "num_hidden_layers": 28,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, "head_dim": 128}, 0.595,
+    ),
 }  # fmt: skip
 # Reopening costs a second or two: where adapters are merged, and one for each pooling.
 CHECKED = ("bge_m3_dense", "e5_mistral_lora", "llama_embedder", "qwen3_embedder")
@@ -55,6 +85,18 @@ def test_where_the_values_are_from(name):
     recipe = composed(name, "data.train=[my.jsonl]")
     assert recipe.parallel.strategy is Strategy.auto
     assert recipe.parallel.block_class is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_plans(name):
+    """For one node of 80 GB GPUs, in the model's real size: it fits, and has as many parameters as published."""
+    config, billions = SIZES[name]
+    written = ", ".join(f"{key}: {value}" for key, value in config.items())
+    arguments = [f"recipe={name}", "model.path=null", f"model.config={{{written}}}", "gpus=8", "gpu_memory=80"]
+    found = plan(*compose_plan([*arguments, f"model.vocab_size={config['vocab_size']}"]))
+    assert found.best.fits
+    assert found.facts.parameters == pytest.approx(billions * 1e9, rel=0.02)
+    assert found.largest_chunk is not None
 
 
 def test_every_recipe_is_run_here():

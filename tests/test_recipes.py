@@ -93,7 +93,8 @@ def test_it_plans(name):
     config, billions = SIZES[name]
     written = ", ".join(f"{key}: {value}" for key, value in config.items())
     arguments = [f"recipe={name}", "model.path=null", f"model.config={{{written}}}", "gpus=8", "gpu_memory=80"]
-    found = plan(*compose_plan([*arguments, f"model.vocab_size={config['vocab_size']}"]))
+    arguments += [f"model.vocab_size={config['vocab_size']}", "model.pooling=mean"]
+    found = plan(*compose_plan(arguments))
     assert found.best.fits
     assert found.facts.parameters == pytest.approx(billions * 1e9, rel=0.02)
     assert found.largest_chunk is not None

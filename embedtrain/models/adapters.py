@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,17 @@ from accelerate import init_empty_weights
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from embedtrain.config.lora import ALL_LINEAR, FrozenDtype, LoraConfig
+from embedtrain.config.lora import FrozenDtype, LoraConfig
 from embedtrain.config.schema import Precision
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.adapter_files import AdapterFiles
+from embedtrain.models.adapter_targets import chosen_layers, chosen_parts
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import FourBit, quantise_frozen
 
 NAME = "default"  # what PEFT calls an adapter that has no other name
 _A, _B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 _BASE = ".base_layer."
-EMBEDDINGS, NORMS, DENSE = "embeddings", "norms", "dense"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     for parameter in encoder.parameters():
         parameter.requires_grad_(False)
     of_files = _parts_of_files(encoder, files)
-    modules = of_files | _parts(encoder, lora.train)
+    modules = of_files | chosen_parts(encoder, lora.train)
     on_meta = any(parameter.is_meta for parameter in encoder.parameters())
     with init_empty_weights(include_buffers=False) if on_meta else contextlib.nullcontext():
         _inject(encoder, config, files)
@@ -215,43 +215,12 @@ def without_adapters(encoder: nn.Module) -> Iterator[None]:
 
 def _of_options(encoder: Encoder, lora: LoraConfig) -> peft.LoraConfig:
     assert lora.rank is not None
-    targets = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
-    linear = Counter(
-        name.rsplit(".", 1)[-1] for name, part in encoder.backbone.named_modules() if isinstance(part, nn.Linear)
-    )
-    if targets != [ALL_LINEAR]:
-        names = [name for name, _ in encoder.backbone.named_modules()]
-        for target in targets:
-            found = [name for name in names if name == target or name.endswith(f".{target}")]
-            if not found:
-                raise ConfigError(
-                    f"model.lora.targets: {type(encoder.backbone).__name__} has no layer {target}; its linear layers "
-                    f"are {', '.join(f'{name} x{count}' for name, count in linear.items())}: name some of them, or "
-                    f"write model.lora.targets={ALL_LINEAR}"
-                )
-            for name in found:
-                _require_linear(encoder.backbone.get_submodule(name), target)
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=sorted(linear) if targets == [ALL_LINEAR] else targets,
+        target_modules=chosen_layers(encoder.backbone, lora.targets),
         task_type="FEATURE_EXTRACTION",
-    )
-
-
-def _require_linear(layer: nn.Module, target: str) -> None:
-    if isinstance(layer, nn.Linear):
-        return
-    if isinstance(layer, nn.Embedding):
-        raise ConfigError(
-            f"model.lora.targets: {target} is an embedding, which has no adapter here: train it whole with "
-            f"model.lora.train=[{EMBEDDINGS}]"
-        )
-    inside = sorted({name.rsplit(".", 1)[-1] for name, part in layer.named_modules() if isinstance(part, nn.Linear)})
-    raise ConfigError(
-        f"model.lora.targets: {target} is a {type(layer).__name__}, and adapters are put on linear layers"
-        + (f": it holds {', '.join(inside)}" if inside else "")
     )
 
 
@@ -263,52 +232,16 @@ def _inject(encoder: Encoder, config: peft.LoraConfig, files: AdapterFiles | Non
         raise ModelError(f"{where}: no such adapter can be put on {type(encoder.backbone).__name__}: {error}") from None
 
 
-def _parts(encoder: Encoder, names: Iterable[str]) -> dict[str, nn.Module]:
-    """Modules to be trained whole, by the encoder's names."""
-    found: dict[str, nn.Module] = {}
-    for asked in names:
-        chosen = dict(_part(encoder, asked))
-        if not chosen:
-            kinds = sorted({name.rsplit(".", 1)[-1] for name, part in encoder.backbone.named_modules() if _owns(part)})
-            raise ConfigError(
-                f"model.lora.train: {type(encoder.backbone).__name__} has no {asked}; allowed are {EMBEDDINGS}, "
-                f"{NORMS}, {DENSE} (heads behind the pooling), or its modules: "
-                f"{', '.join(kind for kind in kinds if not kind.isdigit())}"
-            )
-        found |= chosen
-    return found
-
-
 def _parts_of_files(encoder: Encoder, files: AdapterFiles | None) -> dict[str, nn.Module]:
     if files is None:
         return {}
     try:
-        return _parts(encoder, files.parts)
+        return chosen_parts(encoder, files.parts)
     except ConfigError:
         kind = type(encoder.backbone).__name__
         raise ModelError(
             files.of_another(f"it holds {', '.join(files.parts)} whole, and not all is in a {kind}")
         ) from None
-
-
-def _part(encoder: Encoder, asked: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in encoder.named_modules():
-        inside = name.removeprefix("backbone.")
-        match asked:
-            case "embeddings":
-                chosen = isinstance(module, nn.Embedding)
-            case "norms":
-                chosen = "norm" in type(module).__name__.lower() and _owns(module)
-            case "dense":
-                chosen = name.startswith("dense.") and _owns(module)
-            case _:
-                chosen = inside == asked or inside.endswith(f".{asked}")
-        if chosen:
-            yield name, module
-
-
-def _owns(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
 
 
 def _computed_in(precision: Precision) -> torch.dtype:

@@ -238,10 +238,11 @@ def _loss_of(recipe: DictConfig) -> str:
 
 def _choices_text() -> str:
     """For `--help`: every recipe with the command in its first line, and what the other groups offer."""
-    lines = []
-    for name in choices("recipe"):
+    lines, names = [], choices("recipe")
+    widest = max(map(len, names))
+    for name in names:
         first = (folder("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        lines.append(f"  recipe={name:<14} {first.removeprefix('# ')}")
+        lines.append(f"  recipe={name:<{widest}} {first.removeprefix('# ')}")
     lines += [f"  {group}={'|'.join(choices(group))}" for group in ("model", "loss", "parallel")]
     return "\n".join(lines)
 

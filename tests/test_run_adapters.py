@@ -156,3 +156,16 @@ def test_an_export_without_the_adapters_effect_fails(ranks, workshop, tmp_path, 
     with pytest.raises(AssertionError, match=r"of what its adapters change is in its vectors|differ from the encoder"):
         ranks(2, unmerged, *options(workshop, tmp_path / "run", *more))
     ranks(2, run, *options(workshop, tmp_path / "good", *more))
+
+
+def test_an_exported_adapter_says_nothing_that_was_put_into_a_run(ranks, workshop, tmp_path):
+    """PEFT obeys more of its settings than is trained here; a run may have been somebody else's meanwhile."""
+    out = tmp_path / "run"
+    ranks(1, run, *options(workshop, out, "train.steps=1", "export.formats=[adapter]"))
+    path = out / "adapter" / "adapter_config.json"
+    honest = json.loads(path.read_text())
+    assert json.loads((out / "model" / "adapter" / "adapter_config.json").read_text()) == honest
+    mapping = {"base_model_class": "system", "parent_library": "os"}
+    path.write_text(json.dumps(honest | {"auto_mapping": mapping, "runtime_config": {}, "eva_config": {"rho": 2}}))
+    export(f"run={out}", f"to={tmp_path / 'to'}")
+    assert json.loads((tmp_path / "to" / "adapter" / "adapter_config.json").read_text()) == honest

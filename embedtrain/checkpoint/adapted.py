@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from peft import LoraConfig as LoraConfigOfPeft
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -121,10 +122,27 @@ def _in_adapter(encoder: nn.Module) -> set[str]:
 def write_settings(directory: Path, adapted: Adapted, model: ModelConfig, source: ModelSource) -> None:
     """Write adapter_config.json: with any checkpoint, and the base, all that an export needs."""
     shutil.rmtree(directory, ignore_errors=True)
+    _write_settings(directory, adapted.config, model.path, source.commit)
+
+
+def copy_settings(settings: Path, to: Path) -> None:
+    """Write once more what a folder's adapter_config.json says, as far as it is read here.
+
+    Not the file itself: PEFT obeys more of it, and it may be somebody else's.
+
+    Raises:
+        ModelError: it is damaged, or of an adapter that cannot be trained here.
+    """
+    files = read_settings(settings)
+    files.config.modules_to_save = list(files.parts) or None
+    _write_settings(to, files.config, files.made_for or None, files.revision)
+
+
+def _write_settings(directory: Path, config: LoraConfigOfPeft, base: str | None, revision: str | None) -> None:
     directory.mkdir(parents=True)
-    settings = settings_of(adapted.config) | {
-        "base_model_name_or_path": model.path,
-        "revision": source.commit,
+    settings = settings_of(config) | {
+        "base_model_name_or_path": base,
+        "revision": revision,
         "inference_mode": True,
         "peft_version": version("peft"),
     }

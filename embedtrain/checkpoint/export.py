@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from embedtrain.checkpoint.adapted import live_merged
+from embedtrain.checkpoint.adapted import copy_settings, live_merged
 from embedtrain.checkpoint.directory import (
     ADAPTER_FOLDER,
     DTYPES,
@@ -106,7 +106,7 @@ class Export:
         self.to.parent.mkdir(parents=True, exist_ok=True)
         begin_model(self.unfinished, self.architecture, self.plan, self.dtype)
         if self.settings is not None:
-            shutil.copytree(self.settings, self.unfinished / ADAPTER_FOLDER)
+            copy_settings(self.settings, self.unfinished / ADAPTER_FOLDER)
 
     def write(self, pieces: Iterable[Piece], *, main: bool) -> None:
         """Write what this process has of the weights, once the directory is there.

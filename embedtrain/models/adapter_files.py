@@ -59,12 +59,14 @@ class AdapterFiles:
         config: as far as it decides what is computed.
         made_for: the model it was trained on, as its authors called it.
         parts: modules that are stored whole besides.
+        revision: commit of that model's Hub repository, where it has one.
     """
 
     directory: Path
     config: peft.LoraConfig
     made_for: str
     parts: tuple[str, ...]
+    revision: str | None = None
 
     def read(self, names: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """Weights by the encoder's names.
@@ -156,4 +158,7 @@ def read_settings(directory: Path) -> AdapterFiles:
     except Exception as error:  # of values that make no sense PEFT raises nearly anything
         raise ModelError(f"{directory / CONFIG}: {one_line(error)}") from None
     parts = settings.get("modules_to_save") or ()
-    return AdapterFiles(directory, config, str(settings.get("base_model_name_or_path") or ""), tuple(map(str, parts)))
+    made_for, revision = (settings.get(name) for name in ("base_model_name_or_path", "revision"))
+    return AdapterFiles(
+        directory, config, str(made_for or ""), tuple(map(str, parts)), None if revision is None else str(revision)
+    )

@@ -322,12 +322,12 @@ class _Ways:
         set_optimizer_state_dict(self.run.trained, self.run.optimizer, optimizer, options=options)
 
     def _export(self) -> None:
-        specs, pieces = live_pieces(self.encoder)
-        export = plan_export(self.folder / "ours", self.architecture, specs, torch.float32, ExportConfig())
+        pieces = live_pieces(self.encoder)
+        export = plan_export(self.folder / "ours", self.architecture, pieces, torch.float32, ExportConfig())
         if self.world.is_main:
             export.begin()
         self.world.barrier()
-        export.write(pieces, main=self.world.is_main)
+        export.write(pieces.rows, main=self.world.is_main)
 
     def _export_whole(self) -> None:
         state: dict[str, Any] = get_model_state_dict(self.encoder, options=WHOLE)

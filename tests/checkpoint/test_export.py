@@ -190,5 +190,5 @@ def test_bf16_weights_go_in_and_come_out_as_bf16(ranks, rows, tmp_path):
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     with read_manifest(tmp_path / "run" / "checkpoints" / "step-00000001").tensors(WEIGHTS) as stored:
-        specs, _ = stored_pieces(stored)
+        specs = stored_pieces(stored).specs
     assert {spec.dtype for spec in specs.values()} == {torch.float32}

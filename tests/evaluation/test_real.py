@@ -19,7 +19,8 @@ class MeanPooled(nn.Module):
         super().__init__()
         self.backbone = AutoModel.from_pretrained(directory, add_pooling_layer=False)
 
-    def forward(self, ids, mask):
+    def forward(self, ids, mask, pooled=None):
+        assert pooled is None, "every token counts"
         hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1).float()
         return nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)

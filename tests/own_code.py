@@ -1,6 +1,7 @@
 """A model of somebody's own: its Python lies beside its weights, and it says nothing of its layers."""
 
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -63,10 +64,15 @@ class PairingModel(PreTrainedModel):
 """
 
 
-def model_with_own_code(directory: Path, modules: Path) -> Path:
-    """A model of a type that transformers does not know, random weights; `modules` is where its code was run from."""
-    from transformers import dynamic_module_utils
+def forget_code() -> None:
+    """Let go of the package of models' code, which other tests of this process may have found in another place."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
 
+
+def model_with_own_code(directory: Path) -> Path:
+    """A model of a type that transformers does not know, random weights."""
+    forget_code()
     directory.mkdir(parents=True)
     (directory / "configuration_pairing.py").write_text(_CONFIGURATION)
     (directory / "modeling_pairing.py").write_text(_MODELING)
@@ -74,12 +80,7 @@ def model_with_own_code(directory: Path, modules: Path) -> Path:
     (directory / "config.json").write_text(json.dumps({"model_type": "pairing", "auto_map": classes}))
     small_tokenizer().save_pretrained(directory)
     torch.manual_seed(0)
-    elsewhere = dynamic_module_utils.HF_MODULES_CACHE
-    dynamic_module_utils.HF_MODULES_CACHE = str(modules)
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
-        weights = AutoModel.from_config(config, trust_remote_code=True).state_dict()
-    finally:
-        dynamic_module_utils.HF_MODULES_CACHE = elsewhere
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+    weights = AutoModel.from_config(config, trust_remote_code=True).state_dict()
     save_file(dict(weights), directory / "model.safetensors", metadata={"format": "pt"})
     return directory

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules as parts
-from transformers import AutoModel, dynamic_module_utils
+from transformers import AutoModel
 
 import embedtrain.train
 from embedtrain.checkpoint.probes import PROBES
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
-from tests.own_code import model_with_own_code
+from tests.own_code import forget_code, model_with_own_code
 from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, POOLINGS, save_small, small_model, write_beir, write_rows
 from tests.test_run import BASE, figures, losses, taken_back
 
@@ -68,15 +68,16 @@ CASES = {name: of(name) for name in ARCHITECTURES | MORE_ARCHITECTURES} | {
     "mpnet": of("mpnet", "parallel.activation_checkpointing=true"),  # which has no such switch of its own
     "embedding_gemma": Case(embedding_gemma, ("model.pooling=null",)),
     "own_code": Case(
-        lambda folder: model_with_own_code(folder / "model", folder / "modules"),
+        # A name of its own: a process keeps what code it has found under a folder's name, and other tests have theirs.
+        lambda folder: model_with_own_code(folder / "pairing"),
         ("model.pooling=mean", "model.trust_remote_code=true", "parallel.activation_checkpointing=true"),
     ),
 }
 
 
-def run(world: World, modules: str, arguments: list[str]) -> tuple[str, np.ndarray, np.ndarray]:
+def run(world: World, arguments: list[str]) -> tuple[str, np.ndarray, np.ndarray]:
     """What was said; and vectors of the probes, by the encoder as it ends training and by sentence-transformers."""
-    dynamic_module_utils.HF_MODULES_CACHE = modules
+    forget_code()
     (recipe,) = compose_recipes([*BASE, *arguments])
     vectors: list[np.ndarray] = []
     export = embedtrain.train.export_run
@@ -109,10 +110,8 @@ TWINS = ("xlm-roberta", "qwen2", "gemma3_text")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in TWINS else name for name in CASES]
 )
-def test_from_a_directory_to_a_directory(ranks, tmp_path, monkeypatch, name):
+def test_from_a_directory_to_a_directory(ranks, tmp_path, name):
     """Four steps with an evaluation and a checkpoint after two; then the last two again, from that checkpoint."""
-    modules = str(tmp_path / "modules")
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", modules)
     model = CASES[name].make(tmp_path)
     rows, dev = write_rows(tmp_path / "train.jsonl", 30), write_beir(tmp_path / "dev", 12)
     arguments = [
@@ -120,14 +119,14 @@ def test_from_a_directory_to_a_directory(ranks, tmp_path, monkeypatch, name):
         "train.steps=4", "evaluation.every=2", "checkpoint.every=2", "checkpoint.keep=9",
     ]  # fmt: skip
     whole, again = tmp_path / "run", tmp_path / "again"
-    (told, live, theirs), _ = ranks(2, run, modules, [*arguments, f"output_dir={whole}"])
+    (told, live, theirs), _ = ranks(2, run, [*arguments, f"output_dir={whole}"])
     (layers,) = (line for line in told.splitlines() if "+ root" in line)
     assert ", 2 " in layers, "both layers are groups of their own"
     assert np.abs(live - theirs).max() < 1e-5
     assert np.abs(theirs - theirs[0]).max() > 0.1, "texts have vectors of their own"
 
     taken_back(whole, again, 2)
-    (told, live, theirs), _ = ranks(2, run, modules, [*arguments, f"output_dir={again}", "export.check=true"])
+    (told, live, theirs), _ = ranks(2, run, [*arguments, f"output_dir={again}", "export.check=true"])
     assert "resuming from" in told
     assert losses(again) == losses(whole)
     assert list(losses(again)) == [1, 2, 3, 4]

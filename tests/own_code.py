@@ -68,6 +68,8 @@ def forget_code() -> None:
     """Let go of the package of models' code, which other tests of this process may have found in another place."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         del sys.modules[name]
+    for path in [path for path in sys.path if (Path(path) / "transformers_modules").is_dir()]:
+        sys.path.remove(path)
 
 
 def model_with_own_code(directory: Path) -> Path:

@@ -21,6 +21,18 @@ class Pooling(str, Enum):
     last = "last"
 
 
+class Attention(str, Enum):
+    """How texts of different lengths share a forward pass.
+
+    `packed` puts one after another and computes no padding; `padded` fills all up to the longest. `auto` packs where
+    the model's code allows it and gives the same vectors, and says why where it does not.
+    """
+
+    auto = "auto"
+    packed = "packed"
+    padded = "padded"
+
+
 class Strategy(str, Enum):
     """How weights lie over the ranks: replicated, sharded, or sharded within groups that are replicated."""
 
@@ -145,6 +157,7 @@ class ModelConfig:
     bidirectional: bool | None = None  # tokens see those behind them as well; default: as its configuration says
     append_eos: bool | None = None  # end every text with the end-of-text token; default: with pooling `last`, yes
     include_prompt: bool | None = None  # mean pooling counts the prompt's tokens; default: the directory's, else true
+    attention: Attention = Attention.auto  # packed: no padding is computed; padded; auto: packed where that is right
     rope_scaling: Any = None  # a mapping such as {rope_type: yarn, factor: 4}: rotary positions beyond the model's own
     lora: LoraConfig = field(default_factory=LoraConfig)
     query_prompt: str | None = None  # put before every query; default: the directory's, else none

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.config.accelerate import notes_on_accelerate
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guides_of
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.schema import Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.chosen import chosen_data
@@ -29,7 +30,7 @@ from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import split_best
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.losses.choose import choose_losses, notes_on
-from embedtrain.losses.types import FROM_ROWS
+from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import digest_of_weights
 from embedtrain.models.source import open_source
 from embedtrain.models.tokenizer import read_tokenizer
@@ -51,7 +52,7 @@ from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.lock import only_run
 from embedtrain.training.loop import Loop
-from embedtrain.training.model import LoadedModel, load_model, quiet_libraries
+from embedtrain.training.model import LoadedModel, load_model, proven, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rundir import RunDirectory
 from embedtrain.training.state import TrainState, from_dict
@@ -98,8 +99,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     require_same_data(data, world)
     sets = load_sets(recipe.evaluation.sets, world, subset=recipe.evaluation.subset, cache=cache)
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
-    for note in (*notes_on_accelerate(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)):
-        console.note(note)
+    _tell(console, [*notes_on_accelerate(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
     held.enter_context(_taken(run_dir, world, recipe.parallel.timeout))
     identity = identity_of(recipe, data, losses, prompts) | {BASE_WEIGHTS: world.broadcast(base)}
     checkpoints = Checkpoints(
@@ -133,21 +133,14 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         chunk_tokens=recipe.train.chunk_tokens,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    for note in (*model.notes, *guide_notes):
-        console.note(note)
-    with world.together("making the loss"):
-        loss = choose_losses(
-            losses,
-            dimension=model.encoder.dimension,
-            guide_dimensions=_guide_dimensions(guides, data),
-            seed=recipe.seed,
-        ).to(world.device)
-        for note in notes_on(losses, data.names, loss, model.encoder.dimension):
-            console.note(note)
+    _tell(console, [*model.notes, *guide_notes])
+    loss = _loss(recipe, losses, data, model, guides, world, console)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
     checkpoints.require_room(trained, total_steps)
     state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
+    if found is not None:  # whose weights stand only now
+        model = proven(model, recipe.model, recipe.parallel, world, say=console.note)
     if state.best_by != recipe.checkpoint.best:
         state.best_by, state.best, state.best_step, state.not_better = recipe.checkpoint.best, None, None, 0
     encoder = SentenceEncoder(
@@ -208,6 +201,11 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     return exported.directory
 
 
+def _tell(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        console.note(note)
+
+
 @contextlib.contextmanager
 def _taken(run_dir: RunDirectory, world: World, timeout: float) -> Iterator[None]:
     """Make the run directory, and keep other runs out of it."""
@@ -250,6 +248,22 @@ def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
     given = recipe.train.pass_tokens
     costs = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
     return Cutting(recipe.train.chunk_tokens, recipe.train.keep_tokens, costs if given is None else given)
+
+
+def _loss(
+    recipe: Recipe,
+    losses: Sequence[LossConfig],
+    data: TrainData,
+    model: LoadedModel,
+    guides: Mapping[str, GuideModel],
+    world: World,
+    console: Console,
+) -> Loss:
+    with world.together("making the loss"):
+        dimension, others = model.encoder.dimension, _guide_dimensions(guides, data)
+        loss = choose_losses(losses, dimension=dimension, guide_dimensions=others, seed=recipe.seed).to(world.device)
+    _tell(console, notes_on(losses, data.names, loss, dimension))
+    return loss
 
 
 def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from embedtrain.data.chunks import cut_rows, deal
 from embedtrain.data.keys import asked, text_keys
-from embedtrain.data.padding import padded
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch, Row, Tokens
 from embedtrain.losses.types import LossInput
@@ -156,8 +155,8 @@ def cut(
         assert rows is not None
         keys, num_documents, ids = _texts_of(rows, tokenizer)
         lengths = np.array([len(text) for text in ids], dtype=np.int64)
-        parts = cut_rows(lengths, cutting.chunk_tokens, cutting.pass_tokens)
-        chunks = [tokenizer.pad(ids, part.tolist()) for part in parts]
+        parts = cut_rows(lengths, cutting.chunk_tokens, cutting.pass_tokens, packed=tokenizer.packed)
+        chunks = [tokenizer.chunk(ids, part.tolist()) for part in parts]
         exchange = None
     else:
         chunks, exchange = _dealt(batch.tokens, rank, size, tokenizer, cutting)
@@ -208,12 +207,12 @@ def _dealt(
     tokens: BatchTokens, rank: int, size: int, tokenizer: TextTokenizer, cutting: Cutting
 ) -> tuple[list[Tokens], Exchange]:
     """The chunks of texts that fall to this rank, and how their vectors reach the ranks of their rows."""
-    dealt = deal(tokens.lengths, size, cutting.chunk_tokens, cutting.pass_tokens)
+    dealt = deal(tokens.lengths, size, cutting.chunk_tokens, cutting.pass_tokens, packed=tokenizer.packed)
     parts = [part for part in dealt.of_rank(rank) if len(part)]
     encoded = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-    first, chunks, padding = 0, [], int(tokenizer.tokenizer.pad_token_id or 0)
+    first, chunks = 0, []
     for part in parts:
-        chunks.append(padded(tokens.ids(part), tokens.lengths[part], range(first, first + len(part)), padding))
+        chunks.append(tokenizer.laid_out(tokens.ids(part), tokens.lengths[part], range(first, first + len(part))))
         first += len(part)
     return chunks, plan_exchange(dealt.rank_of, _ranks_of_rows(tokens, size), rank, size, encoded)
 

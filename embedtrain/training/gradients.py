@@ -133,7 +133,7 @@ class Backward:
 
     def _encode(self, step: int, index: int, chunk: Tokens) -> Tensor:
         torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))
-        return self.encoder(chunk.ids, chunk.mask, chunk.pooled)  # type: ignore[no-any-return]
+        return self.encoder(*chunk.inputs)  # type: ignore[no-any-return]
 
 
 def chunk_seed(seed: int, step: int, rank: int, index: int) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +36,7 @@ from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_l
 from embedtrain.planning.choose import choose, choose_for_encoding
 from embedtrain.planning.facts import facts_of
 from embedtrain.planning.work import Machines, Work
+from embedtrain.training.attention import look_at, notes_on, why_it_must_pad
 
 # What accelerate and transformers read the wrap list from; asked of us in the same way, and said so.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
@@ -102,14 +104,14 @@ def load_model(
         encoder = build_encoder(source)
         blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
         places = find_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
+        seen = look_at(encoder, model.attention, parallel, world)
         adapted: Adapted | None = None
         if model.lora.on:
             frozen = frozen_dtype(model.lora.frozen, parallel.precision, stored_dtype(source))
             adapted = add_adapters(encoder, model.lora, files, frozen)
-        machines = Machines(ranks=world.size, per_node=world.local_size, memory=memory, gpu=world.device.type == "cuda")
-        facts = facts_of(
-            encoder, blocks, precision=parallel.precision, tokens_per_text=length, gpu=world.device.type == "cuda"
-        )
+        gpu = world.device.type == "cuda"
+        machines = Machines(ranks=world.size, per_node=world.local_size, memory=memory, gpu=gpu)
+        facts = facts_of(encoder, blocks, precision=parallel.precision, tokens_per_text=length, gpu=gpu)
         if trains:
             choice = choose(parallel, machines, facts, replace(work or Work(), tokens_per_text=length))
         else:
@@ -140,8 +142,42 @@ def load_model(
     if trains and not choice.whole:
         size = 4 * facts.trained / 2**30
         notes.append(f"gradients are reduced after every chunk: whole ones would take {size:.1f} GiB on every rank")
-    bound = TextTokenizer(loaded, length, include_prompt=source.include_prompt)
-    return LoadedModel(encoder, source, bound, layout, tuple(notes), choice.whole, adapted)
+    bound = TextTokenizer(loaded, length, include_prompt=source.include_prompt, packed=seen.why_padded is None)
+    notes += notes_on(seen, model.attention, world, trains=trains)
+    made = LoadedModel(encoder, source, bound, layout, tuple(notes), choice.whole, adapted)
+    return proven(made, model, parallel, world) if read_weights else made
+
+
+def proven(
+    made: LoadedModel,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    say: Callable[[str], None] = lambda note: None,
+) -> LoadedModel:
+    """The model with its weights; its texts are padded from here on if packing them changes their vectors.
+
+    A collective.
+
+    Args:
+        made: with weights.
+        model: what the recipe says of it.
+        parallel: as it was loaded.
+        world: the ranks.
+        say: is told why, if so; the notes are as well.
+
+    Raises:
+        ModelError: it does, and `model.attention=packed` asks for it.
+    """
+    tokenizer = made.tokenizer
+    why = why_it_must_pad(made.encoder, model.attention, parallel, world) if tokenizer.packed else None
+    if why is None:
+        return made
+    note = f"texts are padded: {why}"
+    say(note)
+    padding = TextTokenizer(tokenizer.tokenizer, tokenizer.max_length, include_prompt=tokenizer.include_prompt)
+    return replace(made, tokenizer=padding, notes=(*made.notes, note))
 
 
 def adopt_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -247,7 +247,7 @@ def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
     """How texts are cut into chunks."""
     given = recipe.train.pass_tokens
     costs = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
-    return Cutting(recipe.train.chunk_tokens, recipe.train.keep_tokens, costs if given is None else given)
+    return Cutting(recipe.train.chunk_tokens, model.keep_tokens, costs if given is None else given)
 
 
 def _loss(

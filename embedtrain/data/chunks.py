@@ -50,6 +50,12 @@ class Deal:
         column = self.texts[:, rank]
         return column[column >= 0]
 
+    def most_tokens(self, lengths: NDArray[np.int64], *, packed: bool) -> list[int]:
+        """What each chunk has on the rank where it has most, padding included, given the tokens of each text."""
+        sizes = np.where(self.texts >= 0, lengths[self.texts], 0)
+        chunks = [sizes[start:stop] for start, stop in pairwise(self.bounds)]
+        return [int(one.sum(axis=0).max() if packed else one.max() * len(one)) for one in chunks]
+
     @property
     def rank_of(self) -> NDArray[np.int64]:
         """The rank that encodes each text: int64 [T]."""

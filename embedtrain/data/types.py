@@ -213,13 +213,10 @@ class Tokens:
 
     def to(self, device: torch.device) -> "Tokens":
         """The same tokens on `device`."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> "Tokens":
-        """The same tokens in page-locked memory."""
-        return self._each(Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        """The same with its tensors changed."""
         pooled = None if self.pooled is None else change(self.pooled)
         packing = None if self.packing is None else self.packing.each(change)
         return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing)

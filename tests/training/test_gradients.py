@@ -93,7 +93,7 @@ def sharded_gradient(
     gradients = {
         name: p.grad.full_tensor() for name, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)
     }
-    norm = clip_grad_norm(loaded.encoder.parameters(), None)
+    norm = float(clip_grad_norm(loaded.encoder.parameters(), None))
     return (
         output.share.item(),
         gradients if world.is_main else {},
@@ -120,7 +120,7 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 # One piece, several pieces whose graphs are all kept, chunks encoded twice; texts of the rank's rows, or dealt.
 WAYS = [
     (cutting, anywhere)
-    for cutting in (Cutting(10_000), Cutting(40, 10_000, pass_tokens=4), Cutting(40, pass_tokens=4))
+    for cutting in (Cutting(10_000, pass_tokens=10_000), Cutting(40, 10_000, pass_tokens=4), Cutting(40, pass_tokens=4))
     for anywhere in (False, True)
 ]
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]

@@ -114,7 +114,8 @@ def load_model(
             adapted = add_adapters(encoder, model.lora, files, frozen)
         gpu = world.device.type == "cuda"
         machines = Machines(ranks=world.size, per_node=world.local_size, memory=memory, gpu=gpu)
-        facts = facts_of(encoder, blocks, precision=parallel.precision, tokens_per_text=length, gpu=gpu)
+        packed = seen.why_padded is None
+        facts = facts_of(encoder, blocks, precision=parallel.precision, tokens_per_text=length, gpu=gpu, packed=packed)
         does = replace(work or Work(), tokens_per_text=length)
         choice = choose(parallel, machines, facts, does) if trains else choose_for_encoding(parallel, machines, facts)
         layout = choice.layout

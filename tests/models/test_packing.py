@@ -163,3 +163,24 @@ def test_what_packed_attention_has_not_is_a_reason():
     assert look(encoder, precision=Precision.fp32, gpu=False).why_padded is not None
     pack(encoder)
     assert "softcap" in look(encoder, precision=Precision.fp32, gpu=False).why_padded
+
+
+def test_compiled_blocks_are_compiled_once_for_all_batches():
+    """What a batch's texts are lies where the compiler does not look."""
+    encoder = encoder_of(options("llama"))
+    tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
+    ids = texts(tokenizer)
+    chunks = [tokenizer.chunk(ids, rows) for rows in ([0, 2, 3], [1, 4, 5, 6], [2, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7])]
+    expected = [encoder(*chunk.inputs) for chunk in chunks]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in encoder.backbone.layers:
+        block.compile(dynamic=True, backend="aot_eager")
+    graphs = set()
+    for chunk, vectors in zip(chunks, expected, strict=True):
+        found = encoder(*chunk.inputs)
+        found.sum().backward()
+        torch.testing.assert_close(found, vectors, atol=1e-6, rtol=0)
+        graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    (number,) = graphs
+    assert number > 0

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.config.accelerate import notes_on_accelerate
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guides_of
+from embedtrain.config.losses import LossConfig
 from embedtrain.config.schema import Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.chosen import chosen_data
@@ -29,15 +30,18 @@ from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import split_best
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.losses.choose import choose_losses, notes_on
-from embedtrain.losses.types import FROM_ROWS
+from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import digest_of_weights
 from embedtrain.models.source import open_source
 from embedtrain.models.tokenizer import read_tokenizer
+from embedtrain.planning.facts import compute_dtype
+from embedtrain.planning.flops import flops_of
 from embedtrain.planning.work import Work
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, cost_of_a_pass
+from embedtrain.training.bf16 import notes_on_bf16
 from embedtrain.training.course import (
     Effect,
     changes_since,
@@ -51,11 +55,13 @@ from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.lock import only_run
 from embedtrain.training.loop import Loop
+from embedtrain.training.matmul_rate import matmul_rate
 from embedtrain.training.model import LoadedModel, load_model, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rundir import RunDirectory
 from embedtrain.training.state import TrainState, from_dict
 from embedtrain.training.step import Trainable
+from embedtrain.training.tensor_float import products_in_tf32
 from embedtrain.training.trained import Trained
 
 
@@ -98,8 +104,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     require_same_data(data, world)
     sets = load_sets(recipe.evaluation.sets, world, subset=recipe.evaluation.subset, cache=cache)
     best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
-    for note in (*notes_on_accelerate(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)):
-        console.note(note)
+    _tell(console, [*notes_on_accelerate(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
     held.enter_context(_taken(run_dir, world, recipe.parallel.timeout))
     identity = identity_of(recipe, data, losses, prompts) | {BASE_WEIGHTS: world.broadcast(base)}
     checkpoints = Checkpoints(
@@ -116,6 +121,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         for effect, line in changes_since(found, recipe).items():
             (console.warn if effect is Effect.steers else console.note)(line)
 
+    rate = matmul_rate(world, compute_dtype(recipe.parallel.precision))
     model = load_model(
         recipe.model,
         recipe.parallel,
@@ -133,17 +139,9 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         chunk_tokens=recipe.train.chunk_tokens,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    for note in (*model.notes, *guide_notes):
-        console.note(note)
-    with world.together("making the loss"):
-        loss = choose_losses(
-            losses,
-            dimension=model.encoder.dimension,
-            guide_dimensions=_guide_dimensions(guides, data),
-            seed=recipe.seed,
-        ).to(world.device)
-        for note in notes_on(losses, data.names, loss, model.encoder.dimension):
-            console.note(note)
+    speed = (f"mfu is a share of {rate}", *notes_on_bf16(recipe.parallel.precision, world.device))
+    _tell(console, [*model.notes, *guide_notes, *speed])
+    loss = _loss(recipe, losses, data, model, guides, world, console)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
     checkpoints.require_room(trained, total_steps)
@@ -180,6 +178,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
                 ),
                 optim=recipe.optim,
                 state=state,
+                flops=flops_of(model.encoder),
                 notices=lambda: (stopping.notice | Notice.save_failed) if checkpoints.failed else stopping.notice,
                 hold_back=checkpoints.hold_back,
             ),
@@ -195,6 +194,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
             total_batches=total_batches,
             run_dir=run_dir,
             stopping=stopping,
+            rate=rate,
         )
         stopped = loop.go()
         if stopped is None:
@@ -206,6 +206,11 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     if stopped is not None:
         raise stopped
     return exported.directory
+
+
+def _tell(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        console.note(note)
 
 
 @contextlib.contextmanager
@@ -250,6 +255,23 @@ def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
     given = recipe.train.pass_tokens
     costs = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
     return Cutting(recipe.train.chunk_tokens, recipe.train.keep_tokens, costs if given is None else given)
+
+
+def _loss(
+    recipe: Recipe,
+    losses: Sequence[LossConfig],
+    data: TrainData,
+    model: LoadedModel,
+    guides: Mapping[str, GuideModel],
+    world: World,
+    console: Console,
+) -> Loss:
+    with world.together("making the loss"):
+        dimension, others = model.encoder.dimension, _guide_dimensions(guides, data)
+        loss = choose_losses(losses, dimension=dimension, guide_dimensions=others, seed=recipe.seed).to(world.device)
+    products_in_tf32(loss, recipe.parallel.precision)
+    _tell(console, notes_on(losses, data.names, loss, dimension))
+    return loss
 
 
 def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:

@@ -7,6 +7,7 @@ from functools import reduce
 from operator import or_
 
 import torch
+from torch import Tensor
 
 from embedtrain.config.schema import OptimConfig
 from embedtrain.distributed.collectives import gather_vector
@@ -14,6 +15,7 @@ from embedtrain.distributed.stopping import Notice
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
+from embedtrain.planning.flops import NOTHING, ModelFlops
 from embedtrain.training.batches import RankBatch
 from embedtrain.training.gradients import Backward
 from embedtrain.training.optimizer import Schedule, clip_grad_norm
@@ -32,6 +34,7 @@ class StepReport:
     num_rows: int
     real_tokens: int
     computed_tokens: int  # padding included
+    flops: float  # of the model, for real tokens alone
     seconds: float
     notices: Notice  # of all ranks together
 
@@ -47,6 +50,7 @@ class Trainable:
     backward: Backward
     optim: OptimConfig
     state: TrainState
+    flops: ModelFlops = NOTHING  # what texts ask of the encoder
     notices: Callable[[], Notice] = lambda: Notice(0)  # what this rank has to say to the others
     hold_back: Callable[[], None] = lambda: None  # called before the weights change
 
@@ -63,7 +67,8 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
     output, finite = run.backward(*(batch.to(run.world.device) for batch in batches))  # kept, or encoded twice
     grad_norm = clip_grad_norm(run.trained.parameters(), run.optim.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
-    totals, notices = _require_finite(run, [output.share.item(), *map(float, tokens)], output, grad_norm, finite)
+    mine = [output.share.item(), *map(float, tokens), sum(run.flops.of(_lengths(batch)) for batch in batches)]
+    totals, notices = _require_finite(run, mine, output, grad_norm, finite)
     lr = run.schedule.apply(run.state.step)
     run.hold_back()
     run.optimizer.step()
@@ -71,7 +76,7 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
     num_rows = sum(batch.num_rows for batch in batches)
     run.state.step += 1
     run.state.samples += num_rows
-    loss, real, computed, *measures = totals
+    loss, real, computed, flops, *measures = totals
     return StepReport(
         loss=loss,
         measures=dict(zip(output.shares, measures, strict=True)),
@@ -80,9 +85,15 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
         num_rows=num_rows,
         real_tokens=int(real),
         computed_tokens=int(computed),
+        flops=flops,
         seconds=time.perf_counter() - began,
         notices=notices,
     )
+
+
+def _lengths(batch: RankBatch) -> Tensor:
+    """Int64 [N], tokens of each text that this rank encodes; on the CPU, where the batch still is."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk.mask.sum(dim=1) for chunk in batch.chunks)])
 
 
 def _require_finite(

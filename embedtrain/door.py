@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
+from embedtrain.threads import set_threads
 
 Options = TypeVar("Options")
 
@@ -29,6 +30,7 @@ def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) 
     try:
         options = _in_plain_words(lambda: read(sys.argv[1:]), patience=30.0)
         _set_aside()
+        set_threads()
 
         from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -34,11 +34,14 @@ from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import digest_of_weights
 from embedtrain.models.source import open_source
 from embedtrain.models.tokenizer import read_tokenizer
+from embedtrain.planning.facts import compute_dtype
+from embedtrain.planning.flops import flops_of
 from embedtrain.planning.work import Work
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, cost_of_a_pass
+from embedtrain.training.bf16 import notes_on_bf16
 from embedtrain.training.course import (
     Effect,
     changes_since,
@@ -52,11 +55,13 @@ from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.lock import only_run
 from embedtrain.training.loop import Loop
+from embedtrain.training.matmul_rate import matmul_rate
 from embedtrain.training.model import LoadedModel, load_model, proven, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rundir import RunDirectory
 from embedtrain.training.state import TrainState, from_dict
 from embedtrain.training.step import Trainable
+from embedtrain.training.tensor_float import products_in_tf32
 from embedtrain.training.trained import Trained
 
 
@@ -116,6 +121,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         for effect, line in changes_since(found, recipe).items():
             (console.warn if effect is Effect.steers else console.note)(line)
 
+    rate = matmul_rate(world, compute_dtype(recipe.parallel.precision))
     model = load_model(
         recipe.model,
         recipe.parallel,
@@ -133,7 +139,8 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         chunk_tokens=recipe.train.chunk_tokens,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    _tell(console, [*model.notes, *guide_notes])
+    speed = (f"mfu is a share of {rate}", *notes_on_bf16(recipe.parallel.precision, world.device))
+    _tell(console, [*model.notes, *guide_notes, *speed])
     loss = _loss(recipe, losses, data, model, guides, world, console)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
@@ -173,6 +180,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
                 ),
                 optim=recipe.optim,
                 state=state,
+                flops=flops_of(model.encoder),
                 notices=lambda: (stopping.notice | Notice.save_failed) if checkpoints.failed else stopping.notice,
                 hold_back=checkpoints.hold_back,
             ),
@@ -188,6 +196,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
             total_batches=total_batches,
             run_dir=run_dir,
             stopping=stopping,
+            rate=rate,
         )
         stopped = loop.go()
         if stopped is None:
@@ -262,6 +271,7 @@ def _loss(
     with world.together("making the loss"):
         dimension, others = model.encoder.dimension, _guide_dimensions(guides, data)
         loss = choose_losses(losses, dimension=dimension, guide_dimensions=others, seed=recipe.seed).to(world.device)
+    products_in_tf32(loss, recipe.parallel.precision)
     _tell(console, notes_on(losses, data.names, loss, dimension))
     return loss
 

@@ -222,6 +222,11 @@ class Tokens:
         return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing)
 
     @property
+    def lengths(self) -> Tensor:
+        """Int64 [N], real tokens of each text."""
+        return self.mask.sum(dim=1) if self.packing is None else torch.tensor(self.packing.lengths)
+
+    @property
     def num_real(self) -> int:
         """Real tokens, padding not counted."""
-        return int(self.mask.sum())
+        return int(self.lengths.sum())

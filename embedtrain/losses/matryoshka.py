@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from embedtrain.losses.compare import widened
 from embedtrain.losses.types import Loss, LossInput, LossOutput
 
 
@@ -25,6 +26,7 @@ class Matryoshka(Loss):
 
     def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
         """See Loss. What is logged is the inner loss's at the most dimensions, and its value at each n."""
+        queries, documents = widened(queries), widened(documents)
         share, shares = queries.new_zeros(()), dict[str, Tensor]()
         for dim, weight in zip(self.dims, self.weights, strict=True):
             short = (F.normalize(vectors[:, :dim], dim=1) for vectors in (queries, documents))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from embedtrain.distributed.mesh import Layout
 from embedtrain.planning.facts import ModelFacts
+from embedtrain.planning.flops import of_token
 from embedtrain.planning.work import Machines, Work
 
 _FP32 = 4
@@ -147,11 +148,10 @@ def _gathers(layout: Layout, chunks: int, kept: int, *, whole: bool) -> tuple[in
 
 
 def _flops(facts: ModelFacts, work: Work) -> tuple[float, float]:
-    """Of a token's forward and backward pass: two a weight, two more for every gradient; attention besides."""
+    """Of a token's forward and backward pass, as a plan knows it: with padding, all layers seeing all tokens."""
     multiplied = facts.parameters - facts.looked_up
-    trained = min(multiplied, facts.trained)
     attention = 4.0 * len(facts.blocks) * work.tokens_per_text * facts.hidden
-    return 2.0 * multiplied + attention, 2.0 * (multiplied + trained) + 2.0 * attention
+    return of_token(multiplied, min(multiplied, facts.trained), attention)
 
 
 def _vectors(facts: ModelFacts, everyone: _Link, work: Work) -> float:

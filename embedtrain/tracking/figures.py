@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-DATA_WAIT_WORTH_SAYING = 0.05
+WAITS = ("data_wait", "communication")
+WAIT_WORTH_SAYING = 0.05
 MEASURES = 10  # rank of what a loss tells besides its value
 
 
@@ -38,11 +39,13 @@ _COLUMNS: list[tuple[str, str, Callable[[float], str], int]] = [
     ("tokens_per_s", "tokens/s", rate, 6),
     ("padding", "padding", lambda value: f"{value:.1%}", 8),
     ("memory_gib", "memory", lambda value: f"{value:.1f} GiB", 5),
+    ("mfu", "mfu", lambda value: f"{value:.1%}", 9),
     ("data_wait", "waiting for data", lambda value: f"{value:.0%}", 9),
+    ("communication", "communication", lambda value: f"{value:.0%}", 9),
 ]
 
 
-_KNOWN = {"step", *(key for key, *_ in _COLUMNS)}
+_KNOWN = {"step", "model_tflops", *(key for key, *_ in _COLUMNS)}  # of which mfu says as much
 
 
 def _measure(value: float) -> str:
@@ -53,7 +56,8 @@ def step_figures(row: Mapping[str, float], total_steps: int, left: float | None)
     """The figures of a logged step, in the order they are printed.
 
     Args:
-        row: `padding` and `data_wait` are shares (0.031 is 3.1 %), `memory_gib` is GiB, `lr` and others as they are.
+        row: `padding`, `mfu`, `data_wait` and `communication` are shares (0.031 is 3.1 %), `memory_gib` is GiB, `lr`
+            and others as they are.
             Keys that are unknown here are the loss's own measures (accuracy, temperature, a part's value); they
             follow the loss, and are the first to go where space runs out.
         total_steps: 0 when it is not known.
@@ -64,7 +68,7 @@ def step_figures(row: Mapping[str, float], total_steps: int, left: float | None)
     for key, label, form, rank in _COLUMNS:
         value = row.get(key)
         # A loader that keeps up is no news; one that does not is why a GPU idles.
-        if value is None or (key == "data_wait" and value < DATA_WAIT_WORTH_SAYING):
+        if value is None or (key in WAITS and value < WAIT_WORTH_SAYING):
             continue
         figures.append(Figure(key, label, form(value) if math.isfinite(value) else str(value), rank))
         if key == "loss":

@@ -8,10 +8,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from embedtrain.tracking.figures import MEASURES, Figure, duration, fit
+from embedtrain.tracking.figures import MEASURES, WAITS, Figure, duration, fit
 
 _GAP = 2
-_LEFT_OUT = {"grad_norm", "padding", "data_wait"}  # the logged lines above have them
+_LEFT_OUT = {"grad_norm", "padding", "data_wait", "communication"}  # the logged lines above have them
 _SHORTEST_BAR, _LONGEST_BAR = 10, 40
 
 
@@ -104,7 +104,7 @@ def styled_line(figures: list[Figure], widths: dict[str, int]) -> Text:
     line = Text()
     for figure in figures:
         widths[figure.key] = max(widths.get(figure.key, 0), len(figure.text))
-        warns = figure.key == "data_wait"
+        warns = figure.key in WAITS
         line.append("  " if line else "").append(f"{figure.label} ", style="yellow" if warns else "dim")
         line.append(figure.value, style="yellow" if warns else "bold" if figure.key == "loss" else "")
         line.append(" " * (widths[figure.key] - len(figure.text)))

@@ -100,8 +100,8 @@ class Tracker:
         """Tell and record a logged step.
 
         Args:
-            row: `step` and any figures of it; `console` tells those it knows, the others record all. `padding` and
-                `data_wait` are shares of 1. `memory_gib` is filled in if it is not there.
+            row: `step` and any figures of it; `console` tells those it knows, the others record all. `padding`,
+                `data_wait`, `mfu` and `communication` are shares of 1. `memory_gib` is filled in if it is not there.
         """
         if not self._world.is_main:
             return

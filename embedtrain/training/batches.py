@@ -103,9 +103,14 @@ class RankBatch:
     guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)
 
     @property
+    def lengths(self) -> torch.Tensor:
+        """Int64 [N], tokens of each text that this rank encodes; to be read before the batch goes to a device."""
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk.lengths for chunk in self.chunks)])
+
+    @property
     def real_tokens(self) -> int:
         """Tokens of the texts that this rank encodes."""
-        return sum(chunk.num_real for chunk in self.chunks)
+        return int(self.lengths.sum())
 
     @property
     def computed_tokens(self) -> int:

@@ -19,6 +19,9 @@ from embedtrain.errors import Abandoned, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.batches import Cutting, RankBatch, cut
+from embedtrain.training.communication import Communication
+from embedtrain.training.garbage import automatic, scheduled
+from embedtrain.training.matmul_rate import MatmulRate
 from embedtrain.training.prefetch import Prefetcher
 from embedtrain.training.rundir import RunDirectory
 from embedtrain.training.state import as_dict
@@ -43,6 +46,7 @@ class Loop:
     total_batches: int  # the last step has what is left of them
     run_dir: RunDirectory
     stopping: Stopping
+    rate: MatmulRate  # what the model's rate is a share of
     _asked: bool = False  # to stop, on all ranks alike
     _saved: int = 0  # the step of the newest checkpoint; 0: none
 
@@ -78,9 +82,16 @@ class Loop:
     def _train(self) -> None:
         state, recipe = self.run.state, self.recipe
         each = recipe.train.accumulation
-        batches = Prefetcher(self._batch, state.step * each, self.total_batches, workers=recipe.data.workers)
+        batches = Prefetcher(
+            self._batch, state.step * each, self.total_batches, workers=recipe.data.workers, ahead=2 * each
+        )
+        communication = Communication(self.run.world, recipe.train.log_every)
         since = _SinceLastLog()
-        with self.tracker.training(self.total_steps, state.step), contextlib.closing(iter(batches)) as stream:
+        with (
+            self.tracker.training(self.total_steps, state.step),
+            contextlib.closing(iter(batches)) as stream,
+            scheduled() as garbage,
+        ):
             if state.evaluation_due:  # left when the run was stopped; its checkpoint does not know what comes of it
                 if self._evaluate() or (self._over and not self._asked):
                     self.save()
@@ -90,7 +101,8 @@ class Loop:
                 note("reading the batches", state.step + 1)
                 own = list(itertools.islice(stream, each))
                 note("training", state.step + 1)
-                report = train_step(self.run, *own)
+                with communication.of_step():
+                    report = train_step(self.run, *own)
                 if Notice.save_failed in report.notices:
                     self.checkpoints.wait()  # which says why
                 self._asked = Notice.stop in report.notices
@@ -98,8 +110,10 @@ class Loop:
                 last = state.step == self.total_steps
                 self.tracker.advance(state.step)
                 if last or state.step % recipe.train.log_every == 0:
-                    self.tracker.step(since.row(state.step, report))
+                    rates = since.rates(self.run.world.size, self.rate.flops)
+                    self.tracker.step({**since.row(state.step, report), **rates, **communication.take()})
                     since = _SinceLastLog()
+                garbage.after(state.step)
                 improved = False
                 if last or _due(state.step, recipe.evaluation.every):
                     improved = self._evaluate()
@@ -168,7 +182,7 @@ class Loop:
         """
         state = self.run.state
         try:
-            with self.tracker.counted() as told:
+            with self.tracker.counted() as told, automatic():
                 figures = self.evaluator.evaluate(told=told, stop=self._agree_to_stop)
         except Abandoned:
             state.evaluation_due = True
@@ -204,7 +218,7 @@ class _SinceLastLog:
         self.waited += waited
 
     def row(self, step: int, report: StepReport) -> dict[str, float]:
-        seconds = sum(r.seconds for r in self.reports) + self.waited
+        seconds = self._seconds
         real = sum(r.real_tokens for r in self.reports)
         return {
             "step": step,
@@ -218,6 +232,15 @@ class _SinceLastLog:
             "padding": 1.0 - real / max(1, sum(r.computed_tokens for r in self.reports)),
             "data_wait": self.waited / seconds,
         }
+
+    def rates(self, ranks: int, matmul_rate: float) -> dict[str, float]:
+        """What one rank does for the model, in 10^12 floating point operations a second, and its share of a rate."""
+        flops = sum(r.flops for r in self.reports) / ranks / self._seconds
+        return {"model_tflops": flops / 1e12, "mfu": flops / matmul_rate}
+
+    @property
+    def _seconds(self) -> float:
+        return sum(r.seconds for r in self.reports) + self.waited
 
     def _by_source(self) -> dict[str, float]:
         """The mean loss of each source's batches since the last row, where batches are of one source."""

@@ -16,6 +16,7 @@ from embedtrain.distributed.stopping import Notice
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
+from embedtrain.planning.flops import NOTHING, ModelFlops
 from embedtrain.training.batches import RankBatch
 from embedtrain.training.gradients import Backward
 from embedtrain.training.optimizer import Schedule, clip_grad_norm
@@ -34,6 +35,7 @@ class StepReport:
     num_rows: int
     real_tokens: int
     computed_tokens: int  # padding included
+    flops: float  # of the model, for real tokens alone
     seconds: float
     notices: Notice  # of all ranks together
 
@@ -49,6 +51,7 @@ class Trainable:
     backward: Backward
     optim: OptimConfig
     state: TrainState
+    flops: ModelFlops = NOTHING  # what texts ask of the encoder
     notices: Callable[[], Notice] = lambda: Notice(0)  # what this rank has to say to the others
     hold_back: Callable[[], None] = lambda: None  # called before the weights change
 
@@ -65,7 +68,8 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
     output, finite = run.backward(*(batch.to(run.world.device) for batch in batches))  # kept, or encoded twice
     grad_norm = clip_grad_norm(run.trained.parameters(), run.optim.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
-    totals, norm, notices = _require_finite(run, list(map(float, tokens)), output, grad_norm, finite)
+    mine = [*map(float, tokens), sum(run.flops.of(batch.lengths) for batch in batches)]
+    totals, norm, notices = _require_finite(run, mine, output, grad_norm, finite)
     lr = run.schedule.apply(run.state.step)
     run.hold_back()
     run.optimizer.step()
@@ -73,7 +77,7 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
     num_rows = sum(batch.num_rows for batch in batches)
     run.state.step += 1
     run.state.samples += num_rows
-    loss, *measures, real, computed = totals
+    loss, *measures, real, computed, flops = totals
     return StepReport(
         loss=loss,
         measures=dict(zip(output.shares, measures, strict=True)),
@@ -82,6 +86,7 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
         num_rows=num_rows,
         real_tokens=int(real),
         computed_tokens=int(computed),
+        flops=flops,
         seconds=time.perf_counter() - began,
         notices=notices,
     )

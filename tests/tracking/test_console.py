@@ -102,6 +102,18 @@ def test_a_loader_that_is_waited_for_is_said(capsys):
     assert "waiting for data 12%" in capsys.readouterr().out
 
 
+def test_how_much_of_the_machine_is_used_is_said(capsys):
+    """Ranks that wait for one another are news from one step in twenty on; a rate that its share tells is left out."""
+    console = Console()
+    console.step({**ROW, "model_tflops": 312.5, "mfu": 0.4321, "communication": 0.04})
+    console.step({**ROW, "model_tflops": 312.5, "mfu": 0.4321, "communication": 0.31})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "mfu 43.2%" in first
+    assert "312" not in first
+    assert "communication" not in first
+    assert second.endswith("mfu 43.2%  communication 31%")
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 def test_nothing_is_wider_than_the_terminal(width):
     rich, out = terminal(width)

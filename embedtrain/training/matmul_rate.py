@@ -1,0 +1,80 @@
+"""The rate of a large matrix product, measured on the devices of a run: what its model FLOP/s are a share of (mfu).
+
+A data sheet's rate is one of a clock that a GPU does not keep, and of a CPU nobody knows one.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embedtrain.distributed.collectives import gather_vector
+from embedtrain.distributed.world import World
+
+# Of n x n matrices, and seconds that the rounds may take: the largest n that fits. Small ones do not fill a GPU.
+SIZES = {"cuda": (2048, 4096, 8192), "cpu": (256, 512, 1024, 2048)}
+SECONDS = {"cuda": 0.4, "cpu": 0.06}
+ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulRate:
+    """What was found.
+
+    Attributes:
+        flops: floating point operations a second of one rank, the mean of all.
+        size: n.
+        dtype: that was multiplied.
+    """
+
+    flops: float
+    size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.flops / 1e12:,.3g} TFLOP/s a rank in products of {self.size} x {self.size} matrices in {kind}"
+
+
+def matmul_rate(world: World, dtype: torch.dtype) -> MatmulRate:
+    """Measure it on all ranks at the same time. A collective; below half a second.
+
+    Args:
+        world: the ranks.
+        dtype: what the run computes in.
+    """
+    sizes, device = SIZES[world.device.type], world.device
+    _seconds(sizes[0], dtype, device, rounds=1)  # kernels are chosen, libraries loaded
+    once = _seconds(sizes[0], dtype, device, rounds=1)
+    fitting = [n for n in sizes if once * (n / sizes[0]) ** 3 * (ROUNDS + 1) <= SECONDS[device.type]]
+    size = min(world.gather(max(fitting, default=sizes[0])))
+    found = gather_vector([2.0 * size**3 / _seconds(size, dtype, device, rounds=ROUNDS)], device)
+    if device.type == "cuda":  # the matrices are no part of what training takes
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return MatmulRate(float(found.mean()), size, dtype)
+
+
+def _seconds(size: int, dtype: torch.dtype, device: torch.device, *, rounds: int) -> float:
+    """Of one product, the median of some, after one that is not counted."""
+    # Zeros would be multiplied faster than numbers, for they take less power.
+    source = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, dtype=dtype, device=device, generator=source) for _ in range(2))
+    out = torch.empty_like(left)
+    torch.mm(left, right, out=out)
+    return statistics.median(_once(left, right, out) for _ in range(rounds))
+
+
+def _once(left: Tensor, right: Tensor, out: Tensor) -> float:
+    if left.device.type != "cuda":
+        began = time.perf_counter()
+        torch.mm(left, right, out=out)
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.mm(left, right, out=out)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

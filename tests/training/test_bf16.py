@@ -1,0 +1,118 @@
+"""What bf16 runs round and what they do not, and the word to those whose processor has none of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from embedtrain.config.schema import ModelConfig, Precision
+from embedtrain.distributed.world import World
+from embedtrain.training.bf16 import notes_on_bf16
+from embedtrain.training.gradients import Backward
+from embedtrain.training.model import load_model
+from tests.small import parallel, small_model, small_tokenizer
+from tests.training.test_losses import LOSSES, cut_for, loss_of, rows_for
+
+
+class Narrow(TorchDispatchMode):
+    """Notes what is computed in less than fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor) and tensor.dtype in (torch.bfloat16, torch.float16):
+                self.found.add(str(func))
+        return made
+
+
+def narrow_in_losses(world: World, model: ModelConfig) -> tuple[dict[str, set[str]], set[str]]:
+    """Of each loss in a bf16 run what it computes in less than fp32, its backward pass too; and of the model."""
+    loaded = load_model(model, parallel(precision=Precision.bf16), world, seed=0, tokenizer=small_tokenizer())
+    found, of_model = {}, set()
+    for name, config in LOSSES.items():
+        mine = cut_for(rows_for(config, 8), world, loaded.tokenizer, 10_000, 10_000)
+        backward = Backward(loaded.encoder, loss_of(config), world, seed=0, dummy=loaded.tokenizer.dummy())
+        real = backward._loss_backward
+        within = Narrow()
+
+        def watched(*args, within=within, real=real):
+            with within:
+                return real(*args)
+
+        backward._loss_backward = watched
+        with Narrow() as everything:
+            output, finite = backward(mine)
+        assert finite
+        assert output.share.dtype == torch.float32
+        found[name], of_model = within.found, of_model | everything.found
+    return found, of_model
+
+
+def test_no_loss_rounds_anything_in_a_bf16_run(ranks):
+    found, of_model = ranks(1, narrow_in_losses, small_model("bert"))[0]
+    assert any("mm" in name for name in of_model), "the model computes in bf16"
+    assert found == {name: set() for name in LOSSES}
+
+
+def of_rounded_vectors(world: World) -> dict[str, list[float]]:
+    """Each loss of vectors that are bf16 themselves, and of the same in fp32; under autocast, and without."""
+    random = torch.Generator().manual_seed(3)
+    found = {}
+    for name, config in LOSSES.items():
+        if name in ("softmax", "cached"):
+            continue  # classes of sentence-transformers, which compute as they do
+        mine = cut_for(rows_for(config, 8), world, tokenizer=_tokenizer(), chunk_tokens=10_000, keep_tokens=10_000)
+        count = mine.num_queries + len(mine.known.owners)
+        vectors = torch.nn.functional.normalize(torch.randn(count, 32, generator=random), dim=1).bfloat16()
+        loss, values = loss_of(config), []
+        for given, autocast in ((vectors.float(), False), (vectors, False), (vectors, True)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                output = loss(given[: mine.num_queries], given[mine.num_queries :], mine.known)
+            values.append(output.share.item())
+        found[name] = values
+    return found
+
+
+def _tokenizer():
+    from embedtrain.data.tokens import TextTokenizer
+
+    return TextTokenizer(small_tokenizer(), 48)
+
+
+def test_a_loss_widens_what_it_is_given(ranks):
+    for name, (exact, *others) in ranks(1, of_rounded_vectors)[0].items():
+        assert others == pytest.approx([exact, exact], rel=1e-6), name
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "capabilities", "said"),
+    [
+        (Precision.bf16, CPU, {"avx2": True, "amx_bf16": False, "avx512_bf16": False}, True),
+        (Precision.bf16, CPU, {"avx2": True, "amx_bf16": True}, False),
+        (Precision.bf16, CPU, {"avx512_f": True, "avx512_bf16": True}, False),
+        (Precision.bf16, CPU, {"neon": True, "bf16": True}, False),
+        (Precision.bf16, CPU, {}, False),
+        (Precision.fp32, CPU, {"avx2": True}, False),
+        (Precision.bf16, GPU, {"avx2": True}, False),
+    ],
+)
+def test_a_processor_without_bf16_is_told_of(precision, device, capabilities, said):
+    notes = notes_on_bf16(precision, device, capabilities)
+    assert len(notes) == said
+    assert all("parallel.precision=fp32" in note for note in notes)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo")
+def test_this_processor_is_known(monkeypatch):
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    has = bool(words & {"amx_bf16", "avx512_bf16", "bf16", "svebf16"})
+    assert bool(notes_on_bf16(Precision.bf16, CPU)) is (not has and hasattr(torch.cpu, "get_capabilities"))

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -117,9 +118,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     )
     found = checkpoints.newest()
     if found is not None:
-        require_same_course(found, identity)
-        for effect, line in changes_since(found, recipe).items():
-            (console.warn if effect is Effect.steers else console.note)(line)
+        _compare(found, identity, recipe, console)
 
     rate = matmul_rate(world, compute_dtype(recipe.parallel.precision))
     model = load_model(
@@ -208,6 +207,13 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     if stopped is not None:
         raise stopped
     return exported.directory
+
+
+def _compare(found: StepFolder, identity: Mapping[str, Any], recipe: Recipe, console: Console) -> None:
+    """Refuse what would be another run than the checkpoint's, and say what else the recipe has otherwise."""
+    require_same_course(found, identity)
+    for effect, line in changes_since(found, recipe).items():
+        (console.warn if effect is Effect.steers else console.note)(line)
 
 
 def _tell(console: Console, notes: Sequence[str]) -> None:

@@ -108,7 +108,7 @@ class Collectives(TorchDispatchMode):
     """Counts the collectives that this rank takes part in, those inside DTensor and FSDP as well."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counts = Counter()
 
     def __torch_dispatch__(

@@ -3,26 +3,29 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TypeVar
 
 import torch
 from sentence_transformers import SentenceTransformer
 from torch import Tensor, nn
 
 from benchmarks.inputs import without_dropout
-from benchmarks.measure import Timed, ratio, require, speed
+from benchmarks.measure import ROUNDS, Timed, ratio, require, speed
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.schema import OptimConfig, Precision, ScheduleKind
 from embedtrain.data.batches import TrainData
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.training.batches import Cutting, cut
+from embedtrain.training.batches import Cutting, RankBatch, cut
 from embedtrain.training.gradients import Backward
 from embedtrain.training.model import LoadedModel
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.state import TrainState
-from embedtrain.training.step import StepReport, Trainable, train_step
+from embedtrain.training.step import Trainable, train_step
 from embedtrain.training.trained import Trained
+
+T = TypeVar("T")
 
 SCALE = 20.0
 OPTIM = OptimConfig(lr=2e-5, weight_decay=0.01, max_grad_norm=1.0, schedule=ScheduleKind.constant, warmup=0)
@@ -41,15 +44,17 @@ class Took:
 
 
 Side = Callable[[int], Took]
+Features = dict[str, Tensor]
 Rounds = Sequence[Timed[Took]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Batches:
     """Some batches for each round, the same for all sides; round 0, which warms up, has a few rows."""
 
     data: TrainData
     steps: int
+    rounds: int = ROUNDS
 
     def __call__(self, number: int) -> list[GlobalBatch]:
         """Those of round `number`."""
@@ -57,31 +62,40 @@ class Batches:
             return [GlobalBatch(0, self.data.batch(0).rows[:_FEW])]
         return [self.data.batch(step) for step in range((number - 1) * self.steps, number * self.steps)]
 
+    def each(self, make: Callable[[GlobalBatch], T]) -> list[list[T]]:
+        """What `make` makes of every batch of every round: ahead of time, as loaders do beside the steps."""
+        return [[make(batch) for batch in self(number)] for number in range(self.rounds + 1)]
 
-@dataclass(slots=True)
+
 class OurSteps:
-    """`train_step` on the batches of a round; `keep` is the share of their tokens whose graphs are kept."""
+    """`train_step` on the batches of a round, whose chunks are cut ahead.
 
-    run: Trainable
-    model: LoadedModel
-    batches: Batches
-    cutting: Cutting
-    keep: float = 1.0
+    Args:
+        model: all of it is trained.
+        world: the one rank.
+        batches: of each round.
+        cutting: how they are cut.
+        keep: the share of a batch's tokens whose graphs are kept.
+    """
+
+    def __init__(self, model: LoadedModel, world: World, batches: Batches, cutting: Cutting, keep: float = 1.0) -> None:
+        self.run = trainable(model, world)
+
+        def chunks(batch: GlobalBatch) -> RankBatch:
+            tokens = cut(batch, 0, 1, model.tokenizer, cutting).computed_tokens
+            return cut(batch, 0, 1, model.tokenizer, replace(cutting, keep_tokens=int(keep * tokens)))
+
+        self.ready = batches.each(chunks)
 
     def __call__(self, number: int) -> Took:
         """Take the steps of round `number`."""
-        reports = [self._step(batch) for batch in self.batches(number)]
+        reports = [train_step(self.run, batch) for batch in self.ready[number]]
         real, computed = (sum(getattr(one, f"{kind}_tokens") for one in reports) for kind in ("real", "computed"))
         return Took(tuple(report.loss for report in reports), real, computed)
 
-    def _step(self, batch: GlobalBatch) -> StepReport:
-        tokens = cut(batch, 0, 1, self.model.tokenizer, self.cutting).computed_tokens
-        cutting = replace(self.cutting, keep_tokens=int(self.keep * tokens))
-        return train_step(self.run, cut(batch, 0, 1, self.model.tokenizer, cutting))
-
 
 class TheirSteps:
-    """What sentence-transformers' trainer does in a step, without the trainer around it.
+    """What sentence-transformers' trainer does in a step, without the trainer around it; texts are tokenised ahead.
 
     Args:
         model: all of it is trained.
@@ -91,35 +105,25 @@ class TheirSteps:
     """
 
     def __init__(self, model: SentenceTransformer, loss: nn.Module, precision: Precision, batches: Batches) -> None:
-        self.model, self.loss, self.batches = model, loss, batches
+        self.model, self.loss = model, loss
         without_dropout(model)
         model.train()
         self.optimizer = build_optimizer(model, OPTIM)
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision is Precision.bf16)
+        self.ready = batches.each(self._features)
 
     def __call__(self, number: int) -> Took:
         """Take the steps of round `number`."""
-        losses, real, computed = [], 0, 0
-        for batch in self.batches(number):
-            features = self._features(batch)
-            losses.append(self._step(features))
-            masks = [one["attention_mask"] for one in features]
-            real += sum(int(mask.sum()) for mask in masks)
-            computed += sum(mask.numel() for mask in masks)
-        return Took(tuple(losses), real, computed)
+        losses = tuple(self._step([_to(one, self.model.device) for one in batch]) for batch in self.ready[number])
+        masks = [one["attention_mask"] for batch in self.ready[number] for one in batch]
+        return Took(losses, sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks))
 
-    def _features(self, batch: GlobalBatch) -> list[dict[str, Tensor]]:
+    def _features(self, batch: GlobalBatch) -> list[Features]:
         columns = [[row.query for row in batch.rows], [row.documents[0] for row in batch.rows]]
-        return [
-            {
-                key: value.to(self.model.device)
-                for key, value in self.model.preprocess(texts).items()
-                if torch.is_tensor(value)
-            }
-            for texts in columns
-        ]
+        found = [self.model.preprocess(texts) for texts in columns]
+        return [{key: value for key, value in one.items() if torch.is_tensor(value)} for one in found]
 
-    def _step(self, features: list[dict[str, Tensor]]) -> float:
+    def _step(self, features: list[Features]) -> float:
         self.optimizer.zero_grad(set_to_none=True)
         with self.autocast:
             loss = self.loss(features, None)
@@ -127,6 +131,10 @@ class TheirSteps:
         nn.utils.clip_grad_norm_(self.model.parameters(), OPTIM.max_grad_norm or 0.0)
         self.optimizer.step()
         return float(loss)
+
+
+def _to(features: Features, device: torch.device) -> Features:
+    return {key: value.to(device, non_blocking=True) for key, value in features.items()}
 
 
 def trainable(model: LoadedModel, world: World, optim: OptimConfig = OPTIM) -> Trainable:

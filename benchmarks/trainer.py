@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from benchmarks.inputs import MINILM, minilm, without_dropout
 from benchmarks.measure import ROUNDS, Timed, seconds
-from benchmarks.sides import OPTIM, SCALE, TOLERANCE, Batches, OurSteps, Took, compared, computed, trainable
+from benchmarks.sides import OPTIM, SCALE, TOLERANCE, Batches, OurSteps, Took, compared, computed
 from benchmarks.workloads import Workload
 from embedtrain.config.schema import Precision
 from embedtrain.data.batches import TrainData
@@ -30,7 +30,7 @@ def their_trainer(world: World, workload: Workload, cutting: Cutting) -> list[st
     theirs = SentenceTransformer(MINILM, device=str(world.device))
     theirs.max_seq_length = workload.max_length
     without_dropout(theirs)
-    ours = OurSteps(trainable(model, world), model, Batches(data, steps=1), cutting)
+    ours = OurSteps(model, world, Batches(data, steps=1, rounds=ROUNDS + 1), cutting)
     turns = InTurns(ours)
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -7,7 +7,7 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 
 from benchmarks.inputs import MINILM, minilm, precisions
 from benchmarks.measure import ROUNDS, interleave, markdown, unit
-from benchmarks.sides import SCALE, TOLERANCE, Batches, OurSteps, Side, TheirSteps, compared, computed, trainable
+from benchmarks.sides import SCALE, TOLERANCE, Batches, OurSteps, Side, TheirSteps, compared, computed
 from benchmarks.trainer import their_trainer
 from benchmarks.workloads import Workload, equal_lengths, question_passage, short_pairs, web
 from embedtrain.config.schema import Precision, TrainConfig
@@ -61,5 +61,4 @@ def ours(
     world: World, precision: Precision, batches: Batches, keep: float = 1.0, cutting: Cutting = CUTTING
 ) -> OurSteps:
     """Our side."""
-    model = minilm(world, precision)
-    return OurSteps(trainable(model, world), model, batches, cutting, keep)
+    return OurSteps(minilm(world, precision), world, batches, cutting, keep)

@@ -128,9 +128,8 @@ def _row(model: Model, way: Way, folder: Path, world: World, rate: float) -> lis
     try:
         found = _train(model, way, folder, world)
     except (RuntimeError, EmbedtrainError) as error:  # out of memory is one, and what a compiler says: others go on
-        kind = (
-            "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"failed: {str(error).splitlines()[:1]}"
-        )
+        short = isinstance(error, torch.OutOfMemoryError)
+        kind = "out of memory" if short else f"failed: {(str(error).splitlines() or [''])[0]}"
         return [*told, kind, *["-"] * 10]
     finally:
         _forget()
@@ -158,7 +157,7 @@ def _row(model: Model, way: Way, folder: Path, world: World, rate: float) -> lis
 def _forget() -> None:
     """Give back what a model held, one that failed as well."""
     gc.collect()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

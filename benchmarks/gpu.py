@@ -164,6 +164,7 @@ def _forget() -> None:
 
 def _train(model: Model, way: Way, folder: Path, world: World) -> Found:
     device, sized = world.device, model.sized
+    _forget()  # what made the random weights
     _peak(device)
     loaded = load(folder, world, attention=way.attention, compiled=way.compiled)
     loading = _peak(device)
@@ -209,7 +210,8 @@ def _keep(model: Model, way: Way, tokens: int, device: torch.device) -> int:
         return most
     total = torch.cuda.get_device_properties(device).total_memory
     besides = whole.peak - whole.bytes_a_token * whole.computed / STEPS
-    return min(most, int((FREE * total - besides) / whole.bytes_a_token) - model.sized.chunk_tokens)
+    fit = int((FREE * total - besides) / whole.bytes_a_token) - model.sized.chunk_tokens  # of what is encoded again
+    return max(0, min(most, fit))
 
 
 def _bytes_a_token(run: Trainable, loaded: LoadedModel, way: Way, sized: Sized) -> float:

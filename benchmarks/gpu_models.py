@@ -185,4 +185,5 @@ def model_flops(encoder: Encoder, lengths: NDArray[np.int64]) -> float:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     causal = 0.5 if config.model_type == "qwen3" else 1.0
     each = 12.0 * causal * config.num_hidden_layers * config.num_attention_heads * head
-    return 6.0 * weights * float(lengths.sum()) + each * float(np.square(lengths, dtype=np.float64).sum())
+    flops: float = 6.0 * weights * float(lengths.sum()) + each * float(np.square(lengths, dtype=np.float64).sum())
+    return flops

@@ -30,7 +30,7 @@ T = TypeVar("T")
 SCALE = 20.0
 OPTIM = OptimConfig(lr=2e-5, weight_decay=0.01, max_grad_norm=1.0, schedule=ScheduleKind.constant, warmup=0)
 # How far losses may be apart. In bf16 a vector has three digits, and the scale makes differences of cosines larger.
-TOLERANCE = {Precision.fp32: 1e-5, Precision.bf16: 5e-2}
+TOLERANCE = {Precision.fp32: 1e-5, Precision.bf16: 2e-2}
 _FEW = 8  # rows of the step that warms up
 
 

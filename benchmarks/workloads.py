@@ -64,12 +64,12 @@ def question_passage(num_pairs: int = 64, steps: int = 2) -> Workload:
     return Workload("question/passage", num_pairs, steps, MAX_LENGTH, pairs)
 
 
-def web(num_pairs: int = 32, steps: int = 3) -> Workload:
+def web(num_pairs: int = 32, steps: int = 2) -> Workload:
     """Titles and bodies of pages: most are short, a few are cut at the model's length."""
     return Workload("web title/body", num_pairs, steps, MAX_LENGTH, partial(_joined, median=65, spread=1.0))
 
 
-def short_pairs(num_pairs: int = 64, steps: int = 4) -> Workload:
+def short_pairs(num_pairs: int = 64, steps: int = 3) -> Workload:
     """A synopsis and the first sentence of its description, as they are."""
     return Workload("short pairs", num_pairs, steps, MAX_LENGTH, _first_sentences)
 

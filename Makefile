@@ -32,7 +32,7 @@ format: .venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv  ## side-by-side measurements, printed as tables
+bench: .venv  ## side-by-side measurements, printed as tables: about forty minutes
 	$(BIN)/python -m benchmarks
 
 # Dated back until all is installed, so that an installation cut off in the middle is not taken for a whole one.

@@ -5,17 +5,31 @@ import sys
 import warnings
 from importlib import import_module
 
-TABLES = ("training", "encoding", "collectives", "evaluation", "losses", "data", "checkpoints", "plan")
+TABLES = (
+    "training",
+    "caching",
+    "encoding",
+    "collectives",
+    "scaling",
+    "evaluation",
+    "losses",
+    "data",
+    "checkpoints",
+    "plan",
+    "gpu",
+    "gpu_theirs",
+)
 ON_DEMAND = ("data_memory",)  # takes long and much room on the disk
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or TABLES
-    unknown = [name for name in chosen if name not in TABLES + ON_DEMAND]
+    chosen = [name.partition(":") for name in sys.argv[1:] or TABLES]  # gpu:Qwen3-4B is one model of that table
+    unknown = [name for name, _, _ in chosen if name not in TABLES + ON_DEMAND]
     if unknown:
         sys.exit(f"there is no table {unknown[0]}; there are {', '.join(TABLES + ON_DEMAND)}")
     # Before torch is imported. More threads than free cores wait for each other, and that would be measured.
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.filterwarnings("ignore")
 
@@ -27,9 +41,10 @@ def main() -> None:
     torch.set_num_threads(1)
     quiet_libraries()
     print(machine(), flush=True)
-    for name in chosen:
+    for name, _, part in chosen:
         module = import_module(f"benchmarks.{name}")
-        print(f"\n## {module.TITLE}\n\n{module.measure()}", flush=True)
+        measured = module.measure(part) if part else module.measure()
+        print(f"\n## {module.TITLE}\n\n{measured}", flush=True)
 
 
 if __name__ == "__main__":

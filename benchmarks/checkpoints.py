@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.inputs import MINILM, train_data
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
-from benchmarks.training import OPTIM, trainable
+from benchmarks.sides import OPTIM, trainable
 from embedtrain.checkpoint.directory import write_architecture
 from embedtrain.checkpoint.export import live_pieces, plan_export
 from embedtrain.checkpoint.folder import step_path

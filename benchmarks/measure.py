@@ -51,14 +51,15 @@ def interleave(*calls: Callable[[int], T]) -> list[list[Timed[T]]]:
     return [rounds[1:] for rounds in timed]
 
 
-def speeds(ours: Sequence[Timed[T]], theirs: Sequence[Timed[T]], tokens: Sequence[int]) -> tuple[str, str, str]:
-    """Median real tokens a second of both sides, and the median ratio with its smallest and largest."""
-    medians = [
-        statistics.median(n / one.seconds for n, one in zip(tokens, side, strict=True)) for side in (ours, theirs)
-    ]
-    ratios = sorted(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
-    ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-    return f"{medians[0]:,.0f}", f"{medians[1]:,.0f}", ratio
+def ratio(ours: Sequence[Timed[T]], theirs: Sequence[Timed[T]]) -> str:
+    """How many times theirs took of what ours took: the median of the rounds, with the smallest and the largest."""
+    found = sorted(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
+    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+
+
+def speed(side: Sequence[Timed[T]], tokens: Sequence[int]) -> float:
+    """Median real tokens a second."""
+    return statistics.median(n / one.seconds for n, one in zip(tokens, side, strict=True))
 
 
 def require(right: bool, message: str) -> None:
@@ -76,11 +77,22 @@ def unit() -> str:
     return "s" if torch.cuda.is_available() else "CPU s"
 
 
+def bf16_units() -> tuple[str, ...]:
+    """What this machine's CPU has to multiply bf16 with; without any of it bf16 is slower than fp32."""
+    known = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "bf16"}  # the last is ARM's
+    return tuple(name for flag, name in known.items() if flag in _cpu("flags", "Features").split())
+
+
 def machine() -> str:
-    cpu = platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    """Cores, CPU, GPU and versions, in one line."""
+    cpu = f"{_cpu('model name') or platform.machine()} ({', '.join(bf16_units()) or 'no bf16 units'})"
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "sentence-transformers"))
     return f"{os.cpu_count()} cores, {cpu}{gpu}; Python {platform.python_version()}, {versions}; 1 thread a process"
+
+
+def _cpu(*names: str) -> str:
+    """What Linux says of the first core."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(names)), "")

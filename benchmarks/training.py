@@ -1,125 +1,64 @@
-"""A training step beside sentence-transformers': from texts to changed weights, tokenising included."""
+"""A training step beside sentence-transformers' own: the same model, texts, batch, loss and optimiser."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
-import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import (
-    CachedMultipleNegativesRankingLoss,
-    MultipleNegativesRankingLoss,
-)
-from torch import nn
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-from benchmarks.inputs import MINILM, minilm, precisions, train_data, without_dropout
-from benchmarks.measure import interleave, markdown, require, speeds, unit
-from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import OptimConfig, Precision, ScheduleKind
-from embedtrain.data.types import GlobalBatch
+from benchmarks.inputs import MINILM, minilm, precisions
+from benchmarks.measure import ROUNDS, interleave, markdown, unit
+from benchmarks.sides import SCALE, TOLERANCE, Batches, OurSteps, Side, TheirSteps, compared, computed
+from benchmarks.trainer import their_trainer
+from benchmarks.workloads import Workload, equal_lengths, question_passage, short_pairs, web
+from embedtrain.config.schema import Precision, TrainConfig
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.losses.infonce import InfoNCE
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.gradients import Backward
-from embedtrain.training.model import LoadedModel
-from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.state import TrainState
-from embedtrain.training.step import Trainable, train_step
-from embedtrain.training.trained import Trained
+from embedtrain.training.batches import Cutting
 
-PAIRS = 64
-SCALE = 20.0
-TITLE = f"A training step, {PAIRS} pairs, all-MiniLM-L6-v2, against sentence-transformers"
-OPTIM = OptimConfig(lr=2e-5, weight_decay=0.01, max_grad_norm=1.0, schedule=ScheduleKind.constant, warmup=0)
-# Tokens whose graphs are kept; the second is about what sentence-transformers' default of 32 texts holds.
-WHOLE, CACHED = 16384, 2048
-TOLERANCE = {Precision.fp32: 1e-5, Precision.bf16: 2e-2}
-
-MakeLoss = Callable[[SentenceTransformer], nn.Module]
+TITLE = "A training step, all-MiniLM-L6-v2, against sentence-transformers"
+WORKLOADS = (question_passage(), short_pairs(), web(), equal_lengths())
+# The default of train.chunk_tokens: a whole batch of these, but for its shapes.
+CUTTING = Cutting(TrainConfig().chunk_tokens)
+# Ours, and theirs that it is held against.
+COMPARED = ((Precision.bf16, Precision.fp32), (Precision.bf16, Precision.bf16), (Precision.fp32, Precision.fp32))
 
 
-def measure() -> str:
-    cases: list[tuple[str, int, MakeLoss]] = [
-        ("MultipleNegativesRankingLoss", WHOLE, lambda model: MultipleNegativesRankingLoss(model, scale=SCALE)),
-        (
-            "CachedMultipleNegativesRankingLoss, mini_batch_size=32",
-            CACHED,
-            lambda model: CachedMultipleNegativesRankingLoss(model, scale=SCALE, mini_batch_size=32),
-        ),
-    ]
-    rows = []
+def measure(workloads: Sequence[Workload] = WORKLOADS) -> str:
     with joined_world() as world:
-        for precision in precisions():
-            rows += [_row(world, precision, *case) for case in cases]
+        rows = [row for workload in workloads for row in _rows(world, workload)]
+        rows.append(their_trainer(world, workloads[0], CUTTING))
+    return markdown(header(), rows)
+
+
+def header() -> list[str]:
     per_s = f"real tokens / {unit()}"
-    return markdown(
-        ["against", "train.chunk_tokens", "precision", f"ours, {per_s}", f"theirs, {per_s}", "ratio", "loss apart"],
-        rows,
-    )
+    padding = ("computed a real token, ours", "theirs")
+    return ["texts", "ours", "theirs", f"ours, {per_s}", f"theirs, {per_s}", "ratio", "loss apart", *padding]
 
 
-def _row(world: World, precision: Precision, name: str, chunk_tokens: int, make_loss: MakeLoss) -> list[object]:
-    model = minilm(world, precision)
-    data = train_data(PAIRS, model.tokenizer)
-    run = trainable(model, world, OPTIM)
-    theirs = TheirStep(world.device, make_loss, precision)
-    tokens: list[int] = []
-
-    def batch(number: int) -> GlobalBatch:
-        whole = data.batch(number)
-        return whole if number else GlobalBatch(0, whole.rows[:8])
-
-    def our_step(number: int) -> float:
-        report = train_step(run, cut(batch(number), 0, 1, model.tokenizer, Cutting(chunk_tokens)))
-        tokens.append(report.real_tokens)
-        return report.loss
-
-    ours, others = interleave(our_step, lambda number: theirs(batch(number)))
-    apart = max(abs(a.value - b.value) for a, b in zip(ours, others, strict=True))
-    require(apart <= TOLERANCE[precision], f"training, {name}: losses are {apart} apart")
-    return [name, chunk_tokens, precision.value, *speeds(ours, others, tokens[1:]), f"{apart:.0e}"]
-
-
-def trainable(model: LoadedModel, world: World, optim: OptimConfig) -> Trainable:
-    """What `train_step` needs, dropout off."""
-    without_dropout(model.encoder)
-    optimizer = build_optimizer(model.encoder, optim)
-    loss = InfoNCE(InfoNCEConfig(temperature=1 / SCALE))
-    return Trainable(
-        world=world,
-        trained=Trained(model.encoder, loss),
-        optimizer=optimizer,
-        schedule=Schedule(optimizer, optim, total_steps=1),
-        backward=Backward(model.encoder, loss, world, seed=0, dummy=model.tokenizer.dummy()),
-        optim=optim,
-        state=TrainState(),
-    )
+def _rows(world: World, workload: Workload) -> list[list[str]]:
+    data = workload.data(ROUNDS * workload.steps, minilm(world, Precision.fp32).tokenizer)
+    batches = Batches(data, workload.steps)
+    chosen = precisions()
+    sides: list[Side] = [ours(world, precision, batches) for precision in chosen]
+    for precision in chosen:
+        model = SentenceTransformer(MINILM, device=str(world.device))
+        model.max_seq_length = workload.max_length
+        loss = MultipleNegativesRankingLoss(model, scale=SCALE)
+        sides.append(TheirSteps(model, loss, precision, batches))
+    timed = interleave(*sides)
+    mine, others = (dict(zip(chosen, part, strict=True)) for part in (timed[: len(chosen)], timed[len(chosen) :]))
+    rows = []
+    for one, other in COMPARED:
+        if one in mine and other in others:
+            tolerance = max(TOLERANCE[one], TOLERANCE[other])
+            cells = compared(f"training, {workload.name}", mine[one], others[other], tolerance)
+            told = [f"{workload.num_pairs} pairs, {workload.name}", one.value, other.value, *cells]
+            rows.append([*told, computed(mine[one]), computed(others[other])])
+    return rows
 
 
-class TheirStep:
-    """What sentence-transformers' trainer does in a step, without the trainer around it: call it with a batch."""
-
-    def __init__(self, device: torch.device, make_loss: MakeLoss, precision: Precision) -> None:
-        self.model = SentenceTransformer(MINILM, device=str(device))
-        without_dropout(self.model)
-        self.model.train()
-        self.loss = make_loss(self.model)
-        self.optimizer = build_optimizer(self.model, OPTIM)
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision is Precision.bf16)
-
-    def __call__(self, batch: GlobalBatch) -> float:
-        """Take the step; return the loss before it."""
-        columns = [[row.query for row in batch.rows], [row.documents[0] for row in batch.rows]]
-        features = [
-            {
-                key: value.to(self.model.device)
-                for key, value in self.model.preprocess(texts).items()
-                if torch.is_tensor(value)
-            }
-            for texts in columns
-        ]
-        self.optimizer.zero_grad(set_to_none=True)
-        with self.autocast:
-            loss = self.loss(features, None)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), OPTIM.max_grad_norm)
-        self.optimizer.step()
-        return float(loss)
+def ours(
+    world: World, precision: Precision, batches: Batches, keep: float = 1.0, cutting: Cutting = CUTTING
+) -> OurSteps:
+    """Our side."""
+    return OurSteps(minilm(world, precision), world, batches, cutting, keep)

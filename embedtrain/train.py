@@ -117,8 +117,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         timeout=recipe.parallel.timeout,
     )
     found = checkpoints.newest()
-    if found is not None:
-        _compare(found, identity, recipe, console)
+    _compare(found, identity, recipe, console)
 
     rate = matmul_rate(world, compute_dtype(recipe.parallel.precision))
     model = load_model(
@@ -138,8 +137,8 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         chunk_tokens=recipe.train.chunk_tokens,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    speed = (f"mfu is a share of {rate}", *notes_on_bf16(recipe.parallel.precision, world.device))
-    _tell(console, [*model.notes, *guide_notes, *speed])
+    on_speed = (f"mfu is a share of {rate}", *notes_on_bf16(recipe.parallel.precision, world.device))
+    _tell(console, [*model.notes, *guide_notes, *on_speed])
     loss = _loss(recipe, losses, data, model, guides, world, console)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
@@ -209,8 +208,10 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     return exported.directory
 
 
-def _compare(found: StepFolder, identity: Mapping[str, Any], recipe: Recipe, console: Console) -> None:
-    """Refuse what would be another run than the checkpoint's, and say what else the recipe has otherwise."""
+def _compare(found: StepFolder | None, identity: Mapping[str, Any], recipe: Recipe, console: Console) -> None:
+    """Refuse what would be another run than the checkpoint's, if there is one, and say what else is otherwise now."""
+    if found is None:
+        return
     require_same_course(found, identity)
     for effect, line in changes_since(found, recipe).items():
         (console.warn if effect is Effect.steers else console.note)(line)

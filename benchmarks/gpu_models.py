@@ -1,0 +1,189 @@
+"""Models of real sizes with random weights, and random texts of mixed lengths: for what no download is needed for."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+from benchmarks.inputs import MINILM
+from embedtrain.config.schema import Attention, ModelConfig, ParallelConfig, Pooling, Precision
+from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.distributed.world import World
+from embedtrain.models.encoder import Encoder
+from embedtrain.training.model import LoadedModel, load_model
+
+MEAN_LENGTH, SPREAD, SHORTEST, LONGEST = 100, 0.75, 8, 512
+_FIRST_ID, _LAST_ID = 1000, 30000  # no special tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized:
+    """A model, and how much of it fits on a GPU of 141 GB.
+
+    Attributes:
+        name: for the table.
+        config: as its `config.json` has it; dropout off.
+        pooling: of its vectors.
+        pairs: of a batch all of whose graphs are kept.
+        chunk_tokens: of one forward pass.
+    """
+
+    name: str
+    config: dict[str, Any]
+    pooling: Pooling
+    pairs: int
+    chunk_tokens: int
+
+
+_XLMR = {
+    "model_type": "xlm-roberta",
+    "vocab_size": 250002,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151669,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+def _sizes(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {**sizes, "intermediate_size": intermediate}
+
+
+MODELS = (
+    Sized(
+        name="XLM-R-base",
+        config={**_XLMR, **_sizes(768, 12, 12, 3072)},
+        pooling=Pooling.cls,
+        pairs=512,
+        chunk_tokens=65536,
+    ),
+    Sized(
+        name="XLM-R-large",
+        config={**_XLMR, **_sizes(1024, 24, 16, 4096)},
+        pooling=Pooling.cls,
+        pairs=256,
+        chunk_tokens=32768,
+    ),
+    Sized(
+        name="Qwen3-0.6B",
+        config={**_QWEN3, **_sizes(1024, 28, 16, 3072)},
+        pooling=Pooling.last,
+        pairs=160,
+        chunk_tokens=16384,
+    ),
+    Sized(
+        name="Qwen3-4B",
+        config={**_QWEN3, **_sizes(2560, 36, 32, 9728)},
+        pooling=Pooling.last,
+        pairs=32,
+        chunk_tokens=4096,
+    ),
+)
+
+
+def tiny(model: Sized) -> Sized:
+    """The same architecture, so small that a CPU trains it at once."""
+    few = {"vocab_size": 31000, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    heads = {"num_attention_heads": 2} | (
+        {"num_key_value_heads": 1, "head_dim": 16} if "head_dim" in model.config else {}
+    )
+    return replace(model, config={**model.config, **few, **heads}, pairs=4, chunk_tokens=512)
+
+
+@contextmanager
+def saved(model: Sized, device: torch.device) -> Iterator[Path]:
+    """A sentence-transformers directory of the model with random weights in bf16, made on `device`."""
+    with TemporaryDirectory(prefix="embedtrain-bench-") as folder:
+        values = dict(model.config)
+        torch.manual_seed(0)
+        with torch.device(device):
+            made = AutoModel.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+        made.to(torch.bfloat16).save_pretrained(folder)
+        del made
+        AutoTokenizer.from_pretrained(MINILM, model_max_length=LONGEST).save_pretrained(folder)
+        _as_sentence_transformer(model, Path(folder))
+        yield Path(folder)
+
+
+def _as_sentence_transformer(model: Sized, folder: Path) -> None:
+    """Make the directory one of sentence-transformers."""
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (kind, path) in enumerate(kinds.items())
+    ]
+    mode = {Pooling.cls: "cls_token", Pooling.mean: "mean_tokens", Pooling.last: "lasttoken"}[model.pooling]
+    pooling = {"word_embedding_dimension": model.config["hidden_size"], f"pooling_mode_{mode}": True}
+    if model.pooling is not Pooling.mean:
+        pooling["pooling_mode_mean_tokens"] = False  # its default
+    (folder / "1_Pooling").mkdir()
+    (folder / "2_Normalize").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": LONGEST}))
+
+
+def load(folder: Path, world: World, *, attention: Attention = Attention.auto, compiled: bool = False) -> LoadedModel:
+    """The saved model, trained in bf16 as a run does: fp32 weights, computed in bf16."""
+    config = ModelConfig(path=str(folder), attention=attention)
+    return load_model(config, ParallelConfig(precision=Precision.bf16, compile=compiled), world, seed=0)
+
+
+class RandomTexts:
+    """Tokens of queries and documents with log-normal lengths; see BatchTokens."""
+
+    def __init__(self, pairs: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        median = MEAN_LENGTH / np.exp(SPREAD**2 / 2)
+        drawn = random.lognormal(np.log(median), SPREAD, 2 * pairs)
+        self.lengths = np.clip(drawn, SHORTEST, LONGEST).astype(np.int64)
+        self.num_documents = np.ones(pairs, dtype=np.int64)
+        self.keys = np.arange(2 * pairs, dtype=np.int64)
+        self._ends = np.cumsum(self.lengths)
+        self._values = random.integers(_FIRST_ID, _LAST_ID, int(self._ends[-1]), dtype=np.int32)
+
+    def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
+        """One text's tokens after the other's."""
+        parts = [self._values[self._ends[text] - self.lengths[text] : self._ends[text]] for text in texts]
+        return np.concatenate(parts)
+
+    def batch(self) -> GlobalBatch:
+        """All of them as one batch."""
+        return GlobalBatch(0, [Row("", ("",))] * len(self.num_documents), tokens=self, beside=False)
+
+
+def model_flops(encoder: Encoder, lengths: NDArray[np.int64]) -> float:
+    """Floating-point operations of a step on these texts: what the model asks for, not what was done.
+
+    6 for each weight and token, embeddings left out, and 12 x layers x width x length for a token's attention, half of
+    it where tokens see those before them alone. Padding, and what is computed a second time, do not count.
+    """
+    config: Any = encoder.backbone.config
+    tables = {id(part.weight) for part in encoder.modules() if isinstance(part, nn.Embedding)}
+    weights = sum(weight.numel() for weight in encoder.parameters() if id(weight) not in tables)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    causal = 0.5 if config.model_type == "qwen3" else 1.0
+    each = 12.0 * causal * config.num_hidden_layers * config.num_attention_heads * head
+    flops: float = 6.0 * weights * float(lengths.sum()) + each * float(np.square(lengths, dtype=np.float64).sum())
+    return flops

@@ -61,7 +61,7 @@ def _in_chunks(batch: GlobalBatch, world: World, model: LoadedModel, chunks: int
     """The rank's share in exactly so many chunks."""
     rows = batch.share(world.rank, world.size)
     ids = model.tokenizer.ids([row.query for row in rows] + [text for row in rows for text in row.documents])
-    parts = tuple(model.tokenizer.pad(ids, range(len(ids))[i::chunks]) for i in range(chunks))
+    parts = tuple(model.tokenizer.chunk(ids, range(len(ids))[i::chunks]) for i in range(chunks))
     return replace(
         cut(batch, world.rank, world.size, model.tokenizer, Cutting(16384)), chunks=parts, kept=chunks if fits else 0
     )

@@ -20,6 +20,7 @@ from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.lora import LoraConfig
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.schema import ModelConfig, OptimConfig, ParallelConfig, Pooling, Precision, Strategy
+from embedtrain.data.padding import packed
 from embedtrain.data.types import GlobalBatch, Row, Tokens
 from embedtrain.distributed.sharding import shard_, warm_up
 from embedtrain.distributed.world import World
@@ -27,6 +28,7 @@ from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
+from embedtrain.models.packing import pack
 from embedtrain.models.source import open_source
 from embedtrain.planning.choose import choose
 from embedtrain.planning.facts import facts_of
@@ -146,7 +148,8 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
     if case.lora.on:
         add_adapters(encoder, case.lora, None, torch.bfloat16)
     blocks, gpu, parallel = find_blocks(encoder), world.device.type == "cuda", case.parallel
-    facts = facts_of(encoder, blocks, precision=parallel.precision, tokens_per_text=case.length, gpu=gpu)
+    pack(encoder)
+    facts = facts_of(encoder, blocks, precision=parallel.precision, tokens_per_text=case.length, gpu=gpu, packed=True)
     machines = Machines(ranks=world.size, per_node=world.size, memory=2**40, gpu=gpu)
     rows = case.rows * world.size
     work = Work(rows=rows, tokens_per_text=case.length, chunk_tokens=case.chunk_tokens)
@@ -173,9 +176,9 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
     )
     texts = _Texts(rows, case.length)
     batch = GlobalBatch(0, [Row("", ("",))] * rows, tokens=texts, beside=False)
-    padding: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=1))
+    tokenizer: Any = SimpleNamespace(packed=True, laid_out=packed)
     for _ in range(STEPS):
-        train_step(run, cut(batch, world.rank, world.size, padding, Cutting(case.chunk_tokens)))
+        train_step(run, cut(batch, world.rank, world.size, tokenizer, Cutting(case.chunk_tokens)))
     return choice.best.memory.total, choice.best.name, choice.best.memory.moment
 
 

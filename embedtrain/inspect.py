@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from embedtrain.config.door_options import InspectOptions
 from embedtrain.config.inspect_options import compose_inspect
-from embedtrain.config.schema import Pooling, Recipe
+from embedtrain.config.schema import Attention, Pooling, Recipe
 from embedtrain.door import enter
 from embedtrain.errors import ConfigError
 
@@ -210,9 +210,28 @@ def _costs(recipe: Recipe, data: "TrainData") -> dict[str, "Cost"]:
 
     def cost(ranks: int, on_gpu: bool) -> "Cost":
         passes = cost_of_a_pass(on_gpu=on_gpu, sharded=ranks > 1) if asked is None else asked
-        return cost_of(data, batches, ranks, recipe.train.chunk_tokens, passes)
+        packed = on_gpu in packing
+        return cost_of(data, batches, ranks, recipe.train.chunk_tokens, passes, packed=packed)
 
+    packing = _packing(recipe)
     return {name: cost(ranks, on_gpu) for ranks, name, on_gpu in MACHINES}
+
+
+def _packing(recipe: Recipe) -> set[bool]:
+    """On which machines, with a GPU or without, the model's texts are packed."""
+    from dataclasses import replace
+
+    from embedtrain.models.build import build_encoder
+    from embedtrain.models.packing import look
+    from embedtrain.models.source import open_source
+
+    if recipe.model.attention is Attention.padded:
+        return set()
+    source = open_source(replace(recipe.model, pooling=recipe.model.pooling or Pooling.mean))
+    encoder = build_encoder(source)
+    return {
+        gpu for gpu in (True, False) if look(encoder, precision=recipe.parallel.precision, gpu=gpu).why_padded is None
+    }
 
 
 if __name__ == "__main__":

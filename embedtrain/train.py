@@ -56,7 +56,7 @@ from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.lock import only_run
 from embedtrain.training.loop import Loop
 from embedtrain.training.matmul_rate import matmul_rate
-from embedtrain.training.model import LoadedModel, load_model, quiet_libraries
+from embedtrain.training.model import LoadedModel, load_model, proven, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rundir import RunDirectory
 from embedtrain.training.state import TrainState, from_dict
@@ -146,6 +146,8 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
     checkpoints.require_room(trained, total_steps)
     state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
+    if found is not None:  # whose weights stand only now
+        model = proven(model, recipe.model, recipe.parallel, world, say=console.note)
     if state.best_by != recipe.checkpoint.best:
         state.best_by, state.best, state.best_step, state.not_better = recipe.checkpoint.best, None, None, 0
     encoder = SentenceEncoder(
@@ -254,7 +256,7 @@ def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
     """How texts are cut into chunks."""
     given = recipe.train.pass_tokens
     costs = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
-    return Cutting(recipe.train.chunk_tokens, recipe.train.keep_tokens, costs if given is None else given)
+    return Cutting(recipe.train.chunk_tokens, model.keep_tokens, costs if given is None else given)
 
 
 def _loss(

@@ -56,8 +56,8 @@ def plain_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
     """The vectors of PROBES by an encoder that lies whole in this process, each text alone."""
     ids = tokenizer.ids(PROBES)
     with torch.no_grad():
-        chunks = [tokenizer.pad(ids, [row]) for row in range(len(ids))]
-        return torch.cat([encoder.eval()(chunk.ids, chunk.mask) for chunk in chunks])
+        chunks = [tokenizer.chunk(ids, [row]) for row in range(len(ids))]
+        return torch.cat([encoder.eval()(*chunk.inputs) for chunk in chunks])
 
 
 def tolerance_of(dtype: torch.dtype, *, exact_encoder: bool) -> float:

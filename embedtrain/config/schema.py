@@ -234,7 +234,7 @@ class TrainConfig:
     epochs: float | None = None  # epochs
     global_batch_size: int = 256  # rows a step over all ranks: the number of ranks never changes it
     chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold on one rank
-    keep_tokens: int | None = None  # tokens whose graphs are kept instead of encoded twice; default: chunk_tokens
+    keep_tokens: int | None = None  # tokens whose graphs are kept, not encoded twice; default: what memory has room for
     pass_tokens: int | None = None  # what one more forward pass costs, in tokens: less is less padding in more passes
     accumulation: int = 1  # global batches whose gradients make one step; each has its own negatives
     log_every: int = 10

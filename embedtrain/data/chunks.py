@@ -50,6 +50,12 @@ class Deal:
         column = self.texts[:, rank]
         return column[column >= 0]
 
+    def most_tokens(self, lengths: NDArray[np.int64], *, packed: bool) -> list[int]:
+        """What each chunk has on the rank where it has most, padding included, given the tokens of each text."""
+        sizes = np.where(self.texts >= 0, lengths[self.texts], 0)
+        chunks = [sizes[start:stop] for start, stop in pairwise(self.bounds)]
+        return [int(one.sum(axis=0).max() if packed else one.max() * len(one)) for one in chunks]
+
     @property
     def rank_of(self) -> NDArray[np.int64]:
         """The rank that encodes each text: int64 [T]."""
@@ -73,13 +79,16 @@ def deal(
     chunk_tokens: int,
     pass_tokens: int,
     most_chunks: int | None = None,
+    *,
+    packed: bool = False,
 ) -> Deal:
     """Deal texts to ranks and cut each rank's into chunks.
 
     The cuts make sum(rows x longest) + chunks x `pass_tokens` of a rank as small as can be, with at most
     `chunk_tokens` tokens, padding included, in a chunk; a text longer than that gets a chunk of its own. With very
     many groups the cuts are the best among some thousand places. In each chunk the longest text goes to the rank
-    with the fewest tokens so far, so that all compute alike.
+    with the fewest tokens so far, so that all compute alike. Packed texts are cut into as few chunks as can be, of
+    about equal size: nothing is gained by more.
 
     A function of its arguments alone, so every rank finds the same without a word to the others.
 
@@ -89,6 +98,7 @@ def deal(
         chunk_tokens: tokens of one forward pass, padding included.
         pass_tokens: what one more forward pass costs, in tokens that could be computed meanwhile.
         most_chunks: cut into no more chunks than this, unless `chunk_tokens` asks for more.
+        packed: whether a chunk takes as many tokens as its texts have; else rows x longest.
     """
     found = np.asarray(lengths, dtype=np.int64)
     num_groups = -(-len(found) // size)
@@ -96,16 +106,19 @@ def deal(
     order[: len(found)] = _longest_first(found)
     texts = order.reshape(num_groups, size)
     longest = np.maximum(1, found[texts[:, 0]])
-    reach = np.arange(num_groups) + np.maximum(1, chunk_tokens // longest)
-    bounds = _cut(longest, reach, pass_tokens, most_chunks)
-    return Deal(_balanced(texts, found, bounds), tuple(bounds))
+    if packed:
+        bounds = _even(longest, chunk_tokens)
+    else:
+        reach = np.arange(num_groups) + np.maximum(1, chunk_tokens // longest)
+        bounds = _cut(longest, reach, pass_tokens, most_chunks)
+    return Deal(_balanced(texts, found, bounds, packed=packed), tuple(bounds))
 
 
 def cut_rows(
-    lengths: NDArray[np.int64] | Sequence[int], chunk_tokens: int, pass_tokens: int
+    lengths: NDArray[np.int64] | Sequence[int], chunk_tokens: int, pass_tokens: int, *, packed: bool = False
 ) -> list[NDArray[np.int64]]:
     """`deal` for one rank alone: chunks of text numbers, the longest texts first."""
-    return deal(lengths, 1, chunk_tokens, pass_tokens).of_rank(0)
+    return deal(lengths, 1, chunk_tokens, pass_tokens, packed=packed).of_rank(0)
 
 
 def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -137,6 +150,25 @@ def _cut(longest: NDArray[np.int64], reach: NDArray[np.int64], pass_tokens: int,
             high, bounds = price, found
         else:
             low = price
+    return bounds
+
+
+def _even(longest: NDArray[np.int64], chunk_tokens: int) -> list[int]:
+    """Where to cut groups into few chunks of about as many tokens, none above `chunk_tokens` but a group alone.
+
+    A group counts as its longest text: so much may fall to one rank.
+    """
+    ends = np.concatenate([[0], np.cumsum(longest)])
+    bounds = [0]
+    while bounds[-1] < len(longest):
+        begin = ends[bounds[-1]]
+        left = int(ends[-1] - begin)
+        share = -(-left // max(1, -(-left // chunk_tokens)))
+        # Up to the group that passes an equal share, where that still fits.
+        place = int(np.searchsorted(ends, begin + share))
+        if ends[min(place, len(longest))] - begin > chunk_tokens:
+            place -= 1
+        bounds.append(min(len(longest), max(place, bounds[-1] + 1)))
     return bounds
 
 
@@ -182,10 +214,12 @@ def _cheapest(
     return [int(places[at]) for at in reversed(path)]
 
 
-def _balanced(texts: NDArray[np.int64], lengths: NDArray[np.int64], bounds: Sequence[int]) -> NDArray[np.int64]:
+def _balanced(
+    texts: NDArray[np.int64], lengths: NDArray[np.int64], bounds: Sequence[int], *, packed: bool
+) -> NDArray[np.int64]:
     """The same groups with each one's texts in the ranks' columns: int64 [G, W].
 
-    A rank computes rows x its longest text, so in each chunk the longest of the first group counts. The other
+    Padded, a rank computes rows x its longest text, so in each chunk the longest of the first group counts. The
     groups go back and forth, which keeps the real tokens even.
     """
     out = np.empty_like(texts)
@@ -194,5 +228,7 @@ def _balanced(texts: NDArray[np.int64], lengths: NDArray[np.int64], bounds: Sequ
         ranks = np.argsort(load, kind="stable")
         out[start:stop:2, ranks] = texts[start:stop:2]
         out[start + 1 : stop : 2, ranks] = texts[start + 1 : stop : 2, ::-1]
-        load += (stop - start) * np.where(out[start] >= 0, lengths[out[start]], 0)
+        counted = out[start:stop] if packed else out[start : start + 1]
+        tokens = np.where(counted >= 0, lengths[counted], 0).sum(axis=0)
+        load += tokens if packed else (stop - start) * tokens
     return out

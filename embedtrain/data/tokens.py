@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.fast_tokens import FastTokens
-from embedtrain.data.padding import padded
+from embedtrain.data.padding import packed, padded
 from embedtrain.data.types import Tokens
 
 
@@ -23,12 +24,21 @@ class TextTokenizer:
             have been tokenised.
         max_length: tokens of a text that are kept, special tokens included.
         include_prompt: whether the tokens of prompts count in a text's vector.
+        packed: whether a chunk's texts stand one after another; else they are padded to the longest.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, *, include_prompt: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        *,
+        include_prompt: bool = True,
+        packed: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.include_prompt = include_prompt
+        self.packed = packed
         # What stands for a text without tokens (an empty document, and no special tokens, as with Qwen): a row
         # whose mask is all 0 has no mean and no last token, and would turn into NaN.
         self.nothing = int(tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id)
@@ -69,29 +79,32 @@ class TextTokenizer:
         return {"": 0, **dict(zip(distinct, lengths, strict=True))}
 
     def chunks(self, texts: Sequence[str], chunk_tokens: int, prompts: str | Sequence[str] = "") -> list[Tokens]:
-        """All texts as padded chunks of at most `chunk_tokens` tokens each, padding included.
+        """All texts as chunks of at most `chunk_tokens` tokens each, padding included.
 
-        Texts are sorted by length first, so little padding is computed; `Tokens.rows` leads back.
+        Texts are sorted by length first, so little padding is computed, or none; `Tokens.rows` leads back.
         A text longer than the budget gets a chunk of its own.
         """
         return self.cut(self.ids(texts, prompts=prompts), chunk_tokens)
 
     def cut(self, ids: Sequence[Sequence[int]], chunk_tokens: int) -> list[Tokens]:
         """The same of texts that are tokenised already."""
-        return [self.pad(ids, rows) for rows in cut_by_length([len(i) for i in ids], chunk_tokens)]
+        lengths = [len(one) for one in ids]
+        return [self.chunk(ids, rows) for rows in cut_by_length(lengths, chunk_tokens, packed=self.packed)]
 
-    def pad(self, ids: Sequence[Sequence[int]] | Sequence[NDArray[np.int32]], rows: Sequence[int]) -> Tokens:
-        """The texts `rows` of `ids` as one padded chunk.
-
-        Padding stands on the right whatever the tokenizer prefers: pooling reads the mask, and models with
-        learned positions count them from the left.
-        """
+    def chunk(self, ids: Sequence[Sequence[int]] | Sequence[NDArray[np.int32]], rows: Sequence[int]) -> Tokens:
+        """The texts `rows` of `ids` as one chunk, packed or padded."""
         chosen = [ids[row] for row in rows]
         lengths = np.array([len(one) for one in chosen], dtype=np.int64)
         if isinstance(chosen[0], np.ndarray):
             flat = np.concatenate(chosen)
         else:
             flat = np.fromiter(itertools.chain.from_iterable(chosen), dtype=np.int32, count=int(lengths.sum()))
+        return self.laid_out(flat, lengths, rows)
+
+    def laid_out(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+        """The same of tokens that stand one text after the other; see `packed` and `padded`."""
+        if self.packed:
+            return packed(flat, lengths, rows)
         return padded(flat, lengths, rows, int(self.tokenizer.pad_token_id or 0))
 
     def dummy(self) -> Tokens:
@@ -99,8 +112,7 @@ class TextTokenizer:
 
         Every forward pass of a sharded model is a collective, so all ranks must run the same number.
         """
-        tokens = self.pad(self.ids(["a"]), [0])
-        return Tokens(tokens.ids, tokens.mask, (-1,))
+        return replace(self.chunk(self.ids(["a"]), [0]), rows=(-1,))
 
     @cached_property
     def highest_id(self) -> int:
@@ -126,16 +138,20 @@ def in_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor:
     return torch.cat(list(vectors))[order.to(vectors[0].device)]
 
 
-def cut_by_length(lengths: Sequence[int], chunk_tokens: int) -> list[list[int]]:
-    """Cut texts into chunks of like length: longest first, rows x longest <= `chunk_tokens`.
+def cut_by_length(lengths: Sequence[int], chunk_tokens: int, *, packed: bool = False) -> list[list[int]]:
+    """Cut texts into chunks of like length, the longest first, of at most `chunk_tokens`: rows x longest, or their sum.
 
     A function of the lengths alone, so it can be cut alike on any rank. The longest come first so that
     memory runs out in the first chunk or never.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     chunks: list[list[int]] = []
+    tokens = 0
     for row in order:
-        if not chunks or (len(chunks[-1]) + 1) * max(1, lengths[chunks[-1][0]]) > chunk_tokens:
+        # Padded, a text takes as much as the first and longest of its chunk.
+        tokens += max(1, lengths[row] if packed or not chunks else lengths[chunks[-1][0]])
+        if not chunks or tokens > chunk_tokens:
             chunks.append([])
+            tokens = max(1, lengths[row])
         chunks[-1].append(row)
     return chunks

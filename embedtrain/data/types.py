@@ -1,5 +1,6 @@
 """The types that flow from files to the encoder: Texts, Example, Row, GlobalBatch, Tokens."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -156,33 +157,69 @@ class GlobalBatch:
         return tuple(self.rows[rank::size])
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Texts ready for the encoder: N texts padded to L tokens.
+class Packing:
+    """Where texts lie that stand one after another in one row, without padding. N texts, T tokens.
+
+    Not a dataclass: what is compiled looks into those, and would be compiled anew for every batch.
 
     Attributes:
-        ids: int64 [N, L].
-        mask: int64 [N, L], 1 where a token is real. Padding may be on either side.
+        lengths: tokens of each text, at least one: [N].
+        starts: int32 [N + 1], where each begins, and the end.
+        positions: int64 [1, T], each token's place in its own text, from 0.
+    """
+
+    __slots__ = ("lengths", "positions", "starts")
+
+    def __init__(self, lengths: tuple[int, ...], starts: Tensor, positions: Tensor) -> None:
+        self.lengths, self.starts, self.positions = lengths, starts, positions
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Neighbours of equal length: how many texts, and their length."""
+        return [(len(list(run)), length) for length, run in itertools.groupby(self.lengths)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(self.lengths)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Packing":
+        """The same with its tensors changed."""
+        return Packing(self.lengths, change(self.starts), change(self.positions))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Texts ready for the encoder: N texts padded to L tokens, or packed into one row of T = L tokens.
+
+    Attributes:
+        ids: int64 [N, L], or [1, T].
+        mask: the same shape, 1 where a token is real. Padding may be on either side.
         rows: where each text stood in the list it was made from; -1 is a dummy whose vector is dropped.
-        pooled: int64 [N, L], 1 where a token counts in its text's vector; None: all real ones do.
+        pooled: the same shape, 1 where a token counts in its text's vector; None: all real ones do.
+        packing: where the texts of a packed chunk lie; None: they are padded.
     """
 
     ids: Tensor
     mask: Tensor
     rows: tuple[int, ...]
     pooled: Tensor | None = None
+    packing: Packing | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Packing | None]:
+        """What the encoder is called with."""
+        return self.ids, self.mask, self.pooled, self.packing
 
     def to(self, device: torch.device) -> "Tokens":
         """The same tokens on `device`."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> "Tokens":
-        """The same tokens in page-locked memory."""
-        return self._each(Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        """The same with its tensors changed."""
         pooled = None if self.pooled is None else change(self.pooled)
-        return Tokens(change(self.ids), change(self.mask), self.rows, pooled)
+        packing = None if self.packing is None else self.packing.each(change)
+        return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing)
 
     @property
     def num_real(self) -> int:

@@ -129,10 +129,16 @@ def max_over_ranks(values: list[int], device: torch.device) -> list[int]:
     return [int(value) for value in box.tolist()]
 
 
-def gather_vector(values: list[float], device: torch.device) -> Tensor:
-    """Every rank's list of numbers as a float64 matrix [W, len(values)], on the CPU of every rank."""
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
-    out = torch.empty(dist.get_world_size() * mine.numel(), dtype=torch.float64, device=device)
+def gather_vector(values: Tensor, more: Sequence[float] = ()) -> Tensor:
+    """Every rank's numbers as a float64 matrix [W, values + more], on the CPU of every rank.
+
+    Args:
+        values: this rank's, a vector where it computes.
+        more: others that follow them.
+    """
+    known = torch.tensor(more, dtype=torch.float64).to(values.device, non_blocking=True)
+    mine = torch.cat([values.detach().double(), known])
+    out = torch.empty(dist.get_world_size() * mine.numel(), dtype=torch.float64, device=mine.device)
     _all_gather(out, mine)
     return out.view(-1, mine.numel()).cpu()
 

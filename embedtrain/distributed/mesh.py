@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a private name, checked on torch 2.13
@@ -39,6 +40,13 @@ class Layout:
         # (an earlier job of a multirun, or test) for an equal one: "Could not resolve the process group".
         _clear_sharding_prop_cache()
         return init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
+
+
+def free_memory_of_rank(world: World) -> int:
+    """Bytes of memory that one rank may still take: of its GPU, or its part of what the node has left."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(world.device)[0])
+    return int(psutil.virtual_memory().available) // world.local_size
 
 
 def memory_of_rank(world: World) -> int:

@@ -239,9 +239,9 @@ class SentenceEncoder:
         """One pass over one chunk; over a dummy whose vector is dropped where there are no texts."""
         texts, prompts = chunk
         ids = self.tokenizer.ids(texts, max_length, prompts)
-        tokens = self.tokenizer.pad(ids, range(len(ids))) if ids else self.tokenizer.dummy()
+        tokens = self.tokenizer.chunk(ids, range(len(ids))) if ids else self.tokenizer.dummy()
         tokens = tokens.to(self.world.device)
-        vectors: Tensor = self.encoder(tokens.ids, tokens.mask, tokens.pooled)
+        vectors: Tensor = self.encoder(*tokens.inputs)
         return vectors.float()[: len(texts)]
 
     def _require_finite(self, vectors: Tensor, texts: list[str]) -> None:

@@ -105,10 +105,16 @@ def plan_passes(
     lengths = _lengths(texts, first, tokenizer, max_length, world)
     order = np.argsort(-lengths, kind="stable")
     limit = min(chunk_tokens, max(_LEAST_TOKENS, int(lengths.sum()) // _MANY))
+    sizes = np.maximum(1, lengths[order])
+    ends = np.concatenate([[0], np.cumsum(sizes)])
     cuts = [0]
     while cuts[-1] < len(order):
-        longest = max(1, int(lengths[order[cuts[-1]]]))
-        cuts.append(min(len(order), cuts[-1] + max(1, limit // longest)))
+        at = cuts[-1]
+        if tokenizer.packed:
+            stop = int(np.searchsorted(ends, ends[at] + limit, side="right")) - 1
+        else:
+            stop = at + limit // int(sizes[at])
+        cuts.append(min(len(order), max(at + 1, stop)))
     starts = np.concatenate([[0], np.bincount(kinds, minlength=len(first)).cumsum()])
     return Passes(first, np.argsort(kinds, kind="stable"), starts.astype(np.int64), order, cuts, limit)
 

@@ -56,6 +56,7 @@ class StoredVectors:
             "tokenizer": tokenizer.fingerprint,
             "max_length": min(max_length or tokenizer.max_length, tokenizer.max_length),
             "limit": limit,
+            "packed": tokenizer.packed,
         }
         if within:
             told["prompt within"] = within if isinstance(within, str) else list(within)

@@ -1,7 +1,7 @@
 """What goes into a loss and what comes out: LossInput, LossOutput, and Loss itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -60,16 +60,22 @@ class LossInput:
 
     def to(self, device: torch.device) -> "LossInput":
         """The same with all tensors on `device`."""
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "LossInput":
+        """The same with all tensors changed."""
+
+        def changed(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
         return LossInput(
-            owners=self.owners.to(device),
-            query_keys=self.query_keys.to(device),
-            document_keys=self.document_keys.to(device),
-            document_ids=None if self.document_ids is None else self.document_ids.to(device),
-            scores=None if self.scores is None else self.scores.to(device),
-            labels=None if self.labels is None else self.labels.to(device),
-            guides={
-                name: Guide(guide.queries.to(device), guide.documents.to(device)) for name, guide in self.guides.items()
-            },
+            owners=change(self.owners),
+            query_keys=change(self.query_keys),
+            document_keys=change(self.document_keys),
+            document_ids=changed(self.document_ids),
+            scores=changed(self.scores),
+            labels=changed(self.labels),
+            guides={name: Guide(change(guide.queries), change(guide.documents)) for name, guide in self.guides.items()},
             seed=self.seed,
             source=self.source,
         )

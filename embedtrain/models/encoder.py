@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from embedtrain.config.schema import Pooling
-from embedtrain.models.pooling import pool
+from embedtrain.data.types import Packing
+from embedtrain.models.pooling import pool, pool_packed
 
 
 class Dense(nn.Module):
@@ -61,18 +62,32 @@ class Encoder(nn.Module):
         """D, how many dimensions its vectors have."""
         return self.dense[-1].linear.out_features if len(self.dense) else hidden_size(self.backbone.config)  # type: ignore[union-attr, return-value]
 
-    def forward(self, ids: Tensor, mask: Tensor, pooled: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, mask: Tensor, pooled: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
         """Token ids [N, L] and mask [N, L] (1 = real) to float32 vectors [N, D].
 
         `pooled` [N, L] (1 = counts) says which of the real tokens a vector is made of: without it all, while all
-        tokens see a prompt's it leaves out.
+        tokens see a prompt's it leaves out. With `packing` the N texts stand one after another in one row: ids, mask
+        and pooled are [1, T]; for a backbone that `packing.pack` prepared.
         """
-        hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
-        return self.vectors(hidden, mask if pooled is None else pooled)
+        counts = mask if pooled is None else pooled
+        if packing is None:
+            return self.vectors(self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state, counts)
+        # Positions count as the model counts them. A mask of four dimensions is passed on as it is, so none is made.
+        hidden = self.backbone(
+            input_ids=ids,
+            attention_mask=ids.new_ones((1, 1, 1, 1)),
+            position_ids=packing.positions + first_position(self.backbone),
+            packing=packing,
+        ).last_hidden_state
+        return self._finished(pool_packed(hidden[0], None if pooled is None else pooled[0], packing, self.pooling))
 
     def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """What follows the backbone: its token vectors [N, L, H] and the mask [N, L] of those that count to [N, D]."""
-        vectors = pool(hidden, mask, self.pooling)
+        return self._finished(pool(hidden, mask, self.pooling))
+
+    def _finished(self, vectors: Tensor) -> Tensor:
         for head in self.dense:
             vectors = head(vectors)
         vectors = vectors.float()
@@ -100,6 +115,14 @@ def switch_off_unused(config: PretrainedConfig) -> None:
         config.use_cache = False
     if getattr(config, "reference_compile", None) is not False and hasattr(config, "reference_compile"):
         config.reference_compile = False
+
+
+def first_position(backbone: nn.Module) -> int:
+    """The position of a text's first token: RoBERTa's heirs count from behind the padding's number."""
+    embeddings = getattr(backbone, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return int(embeddings.padding_idx) + 1  # type: ignore[union-attr]
+    return 0
 
 
 def hidden_size(config: PretrainedConfig) -> int:

@@ -2,8 +2,8 @@
 
 Nothing is guessed by architecture. The encoder's own code runs, on tensors without memory, and the bytes that are
 alive are counted; two blocks less one are a block's. Attention counts as a fused kernel does it: queries, keys,
-values, output, log-sum-exp and the mask's bias, never the matrix of weights. A model that computes attention by itself
-is counted as it computes.
+values, output, log-sum-exp and, where texts are padded, the mask's bias, never the matrix of weights. A model that
+computes attention by itself is counted as it computes.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from embedtrain.planning.alive import Alive
 # one weight) becomes too little to matter.
 _TOKENS = 1 << 17
 _SHAPES_ONLY = "embedtrain_shapes_only"
+_PACKED_ON_GPU, _PACKED_ON_CPU = "embedtrain_packed_shapes_on_gpu", "embedtrain_packed_shapes_on_cpu"
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): a block keeps 34 bytes a
 # token and hidden unit in 16 bits, without the matrices of attention.
 _RULE_OF_THUMB = 34 / 2
@@ -57,7 +58,14 @@ class Activations:
 
 
 def measure(
-    encoder: Encoder, blocks: list[nn.Module], *, dtype: torch.dtype, tokens_per_text: int, recompute: bool, gpu: bool
+    encoder: Encoder,
+    blocks: list[nn.Module],
+    *,
+    dtype: torch.dtype,
+    tokens_per_text: int,
+    recompute: bool,
+    gpu: bool,
+    packed: bool = False,
 ) -> Activations:
     """Run one and two blocks of the encoder forward and backward without memory.
 
@@ -68,15 +76,17 @@ def measure(
         tokens_per_text: length of the texts.
         recompute: whether blocks' activations are recomputed.
         gpu: whether dropout keeps a byte an element, as CUDA's does, or the type that is computed in.
+        packed: whether texts are packed.
 
     Raises:
         Exception: whatever a model's own code raises on the meta device.
     """
     found = []
+    attention = (_PACKED_ON_GPU if gpu else _PACKED_ON_CPU) if packed else _SHAPES_ONLY
     for number in range(1, min(2, len(blocks)) + 1):
         with _first_blocks(encoder, blocks, number):
             part = copy.deepcopy(encoder)
-        found.append(_passes(_prepared(part, dtype, recompute=recompute, gpu=gpu), tokens_per_text))
+        found.append(_passes(_prepared(part, dtype, attention, recompute=recompute, gpu=gpu), tokens_per_text))
     last = found[-1]
     block = last[0] - found[0][0] if len(found) == 2 else 0.0
     rest = max(0.0, found[0][0] - block) if blocks else last[0]
@@ -124,12 +134,12 @@ def _passes(encoder: Encoder, length: int) -> tuple[float, float, float, float]:
     return left / tokens, forward / tokens, backward / tokens, alone / tokens
 
 
-def _prepared(part: Encoder, dtype: torch.dtype, *, recompute: bool, gpu: bool) -> Encoder:
+def _prepared(part: Encoder, dtype: torch.dtype, attention: str, *, recompute: bool, gpu: bool) -> Encoder:
     part.to("meta").to(dtype)
     for module in part.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
-            config._attn_implementation = _SHAPES_ONLY
+            config._attn_implementation = attention
         if gpu and isinstance(module, nn.Dropout) and module.p > 0:
             module.forward = _fused_dropout(module.p)  # type: ignore[method-assign]
     part.train()
@@ -175,21 +185,21 @@ def _fused_dropout(p: float) -> Any:
 
 
 class _Attention(torch.autograd.Function):
-    """What a fused kernel with a mask makes and keeps. q, k, v: [N, heads, L, size]."""
+    """What a fused kernel makes and keeps, with a mask or without. q, k, v: [N, heads, L, size]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> Tensor:
         texts, heads, length, _ = q.shape
         out = q.new_empty(texts, length, heads, v.shape[-1])
         sums = q.new_empty(texts, heads, length, dtype=torch.float32)
-        bias = q.new_empty(texts, 1, length, k.shape[2])  # the mask as numbers that are added
+        bias = q.new_empty(texts, 1, length, k.shape[2] if masked else 0)  # the mask as numbers that are added
         ctx.save_for_backward(q, k, v, out, sums, bias)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *_ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 def _shapes_only(
@@ -197,9 +207,31 @@ def _shapes_only(
 ) -> tuple[Tensor, None]:
     # With a mask transformers repeats keys and values of grouped heads.
     groups = query.shape[1] // key.shape[1]
-    made: Tensor = _Attention.apply(query, repeat_kv(key, groups), repeat_kv(value, groups))  # type: ignore[no-untyped-call]
-    return made, None
+    return _fused(query, repeat_kv(key, groups), repeat_kv(value, groups), masked=True), None
 
 
-# A name without a mask function of its own: no mask is made.
+def _packed_on_gpu(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    groups = query.shape[1] // key.shape[1]
+    return _fused(query, repeat_kv(key, groups), repeat_kv(value, groups), masked=False), None
+
+
+def _packed_on_cpu(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    """In fp32, and what comes of the runs is put together once more."""
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = query.float(), repeat_kv(key.float(), groups), repeat_kv(value.float(), groups)
+    return torch.cat([_fused(q, k, v, masked=False)]).to(value.dtype), None
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, *, masked: bool) -> Tensor:
+    made: Tensor = _Attention.apply(query, key, value, masked)  # type: ignore[no-untyped-call]
+    return made
+
+
+# Names without a mask function of their own: no mask is made.
 AttentionInterface.register(_SHAPES_ONLY, _shapes_only)
+AttentionInterface.register(_PACKED_ON_GPU, _packed_on_gpu)
+AttentionInterface.register(_PACKED_ON_CPU, _packed_on_cpu)

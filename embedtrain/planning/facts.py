@@ -116,7 +116,13 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def facts_of(
-    encoder: Encoder, blocks: list[nn.Module], *, precision: Precision, tokens_per_text: int, gpu: bool
+    encoder: Encoder,
+    blocks: list[nn.Module],
+    *,
+    precision: Precision,
+    tokens_per_text: int,
+    gpu: bool,
+    packed: bool = False,
 ) -> ModelFacts:
     """Look at an encoder on the meta device, its `requires_grad` and types as it will be trained.
 
@@ -126,6 +132,7 @@ def facts_of(
         precision: what will be computed in.
         tokens_per_text: length of its texts.
         gpu: whether it will run on one.
+        packed: whether its texts will be packed.
     """
     embedding = large_embedding(encoder)
     inside = {id(p) for block in blocks for p in block.parameters()}
@@ -141,7 +148,13 @@ def facts_of(
     def keeps(recompute: bool) -> Activations:
         try:
             return activations.measure(
-                encoder, blocks, dtype=dtype, tokens_per_text=tokens_per_text, recompute=recompute, gpu=gpu
+                encoder,
+                blocks,
+                dtype=dtype,
+                tokens_per_text=tokens_per_text,
+                recompute=recompute,
+                gpu=gpu,
+                packed=packed,
             )
         except Exception:  # of a model's own code, which may do anything with a tensor that has no content
             return activations.assumed(hidden, dtype, recompute=recompute)

@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from embedtrain.config.door_options import PlanOptions
-from embedtrain.config.schema import Recipe
+from embedtrain.config.schema import Attention, Recipe
+from embedtrain.models.packing import look
 from embedtrain.planning.changes import changes, largest_chunk
 from embedtrain.planning.choose import Candidate, choose
 from embedtrain.planning.encoder import describe
@@ -88,8 +89,11 @@ def plan(recipe: Recipe, options: PlanOptions) -> Planned:
     """
     described = describe(recipe)
     length = options.tokens_per_text or described.max_length
+    precision = recipe.parallel.precision
+    packs = recipe.model.attention is not Attention.padded
+    packed = packs and look(described.encoder, precision=precision, gpu=True).why_padded is None
     facts = facts_of(
-        described.encoder, described.blocks, precision=recipe.parallel.precision, tokens_per_text=length, gpu=True
+        described.encoder, described.blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed
     )
     machines = Machines(
         ranks=options.gpus,

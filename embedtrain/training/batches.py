@@ -4,16 +4,15 @@ B, M: queries and documents of this rank's rows; T: texts of the global batch.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from embedtrain.data.chunks import cut_rows, deal
+from embedtrain.data.chunks import Deal, cut_rows, deal
 from embedtrain.data.keys import asked, text_keys
-from embedtrain.data.padding import padded
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch, Row, Tokens
 from embedtrain.losses.types import LossInput
@@ -68,11 +67,10 @@ class Cutting:
     keep_tokens: int | None = None
     pass_tokens: int = 32
 
-    def kept(self, chunks: Sequence[Tokens]) -> int:
-        """Of how many chunks, the first ones, the graphs may be held."""
+    def kept(self, sizes: Iterable[int]) -> int:
+        """Of how many chunks, the first ones, the graphs may be held, given the tokens of each, padding included."""
         keep = self.chunk_tokens if self.keep_tokens is None else self.keep_tokens
-        held = itertools.accumulate(chunk.ids.numel() for chunk in chunks)
-        return sum(tokens <= keep for tokens in held)
+        return sum(tokens <= keep for tokens in itertools.accumulate(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,8 @@ class RankBatch:
         known: what the loss needs to know of this rank's rows.
         num_rows: rows of the whole global batch.
         kept: of how many chunks, the first ones, the graphs may be held in memory together.
+        turns: chunks of the rank that has most, where all ranks know it without asking; `kept` is the same on all then.
+        order: int64, which of the vectors in the order of chunks each text's is; None where they are in that order.
         exchange: how vectors come to the ranks of their rows; None where each rank encodes the texts of its own
             rows, B queries and then M documents.
         guides: chunks of this rank's rows for other models, by path.
@@ -97,6 +97,8 @@ class RankBatch:
     known: LossInput
     num_rows: int
     kept: int
+    turns: int | None = None
+    order: torch.Tensor | None = None
     exchange: Exchange | None = None
     guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)
 
@@ -111,18 +113,22 @@ class RankBatch:
         return sum(chunk.ids.numel() for chunk in self.chunks)
 
     def to(self, device: torch.device) -> "RankBatch":
-        """The same batch with its tensors on `device`."""
-        return replace(
-            self,
-            chunks=tuple(chunk.to(device) for chunk in self.chunks),
-            known=self.known.to(device),
-            exchange=None if self.exchange is None else self.exchange.to(device),
-            guides={path: tuple(chunk.to(device) for chunk in chunks) for path, chunks in self.guides.items()},
-        )
+        """The same batch with its tensors on `device`; this process does not wait for them."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "RankBatch":
-        """The same with its chunks in page-locked memory, from where a GPU fetches them while it computes."""
-        return replace(self, chunks=tuple(chunk.pinned() for chunk in self.chunks))
+        """The same in page-locked memory, from where a GPU fetches it while it computes."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RankBatch":
+        return replace(
+            self,
+            chunks=tuple(chunk.each(change) for chunk in self.chunks),
+            known=self.known.each(change),
+            order=None if self.order is None else change(self.order),
+            exchange=None if self.exchange is None else self.exchange.each(change),
+            guides={path: tuple(chunk.each(change) for chunk in chunks) for path, chunks in self.guides.items()},
+        )
 
 
 def cut(
@@ -156,11 +162,15 @@ def cut(
         assert rows is not None
         keys, num_documents, ids = _texts_of(rows, tokenizer)
         lengths = np.array([len(text) for text in ids], dtype=np.int64)
-        parts = cut_rows(lengths, cutting.chunk_tokens, cutting.pass_tokens)
-        chunks = [tokenizer.pad(ids, part.tolist()) for part in parts]
+        parts = cut_rows(lengths, cutting.chunk_tokens, cutting.pass_tokens, packed=tokenizer.packed)
+        chunks = [tokenizer.chunk(ids, part.tolist()) for part in parts]
+        turns, kept = None, cutting.kept(chunk.ids.numel() for chunk in chunks)
+        order = torch.from_numpy(np.argsort(np.concatenate([*parts, np.empty(0, dtype=np.int64)])))
         exchange = None
     else:
-        chunks, exchange = _dealt(batch.tokens, rank, size, tokenizer, cutting)
+        chunks, exchange, dealt = _dealt(batch.tokens, rank, size, tokenizer, cutting)
+        turns, kept = dealt.num_chunks, cutting.kept(dealt.most_tokens(batch.tokens.lengths, packed=tokenizer.packed))
+        order = None
         num_documents = batch.tokens.num_documents[rank::size]
         keys = torch.from_numpy(batch.tokens.keys[_ranks_of_rows(batch.tokens, size) == rank])
     num_queries = len(num_documents)
@@ -178,7 +188,9 @@ def cut(
             teacher_dimension=teacher_dimension,
         ),
         num_rows=len(batch.rows),
-        kept=cutting.kept(chunks),
+        kept=kept,
+        turns=turns,
+        order=order,
         exchange=exchange,
         guides={path: texts(rows or ()) for path, texts in (guides or {}).items()},
     )
@@ -206,16 +218,16 @@ def _texts_of(
 
 def _dealt(
     tokens: BatchTokens, rank: int, size: int, tokenizer: TextTokenizer, cutting: Cutting
-) -> tuple[list[Tokens], Exchange]:
-    """The chunks of texts that fall to this rank, and how their vectors reach the ranks of their rows."""
-    dealt = deal(tokens.lengths, size, cutting.chunk_tokens, cutting.pass_tokens)
+) -> tuple[list[Tokens], Exchange, Deal]:
+    """This rank's chunks, how vectors reach the ranks of their rows, and who encodes what."""
+    dealt = deal(tokens.lengths, size, cutting.chunk_tokens, cutting.pass_tokens, packed=tokenizer.packed)
     parts = [part for part in dealt.of_rank(rank) if len(part)]
     encoded = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-    first, chunks, padding = 0, [], int(tokenizer.tokenizer.pad_token_id or 0)
+    first, chunks = 0, []
     for part in parts:
-        chunks.append(padded(tokens.ids(part), tokens.lengths[part], range(first, first + len(part)), padding))
+        chunks.append(tokenizer.laid_out(tokens.ids(part), tokens.lengths[part], range(first, first + len(part))))
         first += len(part)
-    return chunks, plan_exchange(dealt.rank_of, _ranks_of_rows(tokens, size), rank, size, encoded)
+    return chunks, plan_exchange(dealt.rank_of, _ranks_of_rows(tokens, size), rank, size, encoded), dealt
 
 
 def _ranks_of_rows(tokens: BatchTokens, size: int) -> NDArray[np.int64]:

@@ -55,7 +55,7 @@ class Communication:
         with profiled(self._world.device) if self._world.device.type == "cuda" else waiting() as alone:
             yield
         share = alone() / (time.perf_counter() - began)
-        mean = float(gather_vector([share], self._world.device).mean())
+        mean = float(gather_vector(torch.tensor([share], device=self._world.device)).mean())
         self._share = mean if math.isfinite(mean) else None  # a rank could not be profiled
 
     def take(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ Texts are encoded wherever they fit best. n: texts that this rank encodes; m: te
 M documents; W ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,9 +44,9 @@ class Exchange:
         found = exchange_rows(slopes[self.places], self.received, self.sent)
         return torch.empty_like(found).index_copy_(0, self.order, found)
 
-    def to(self, device: torch.device) -> "Exchange":
-        """The same on `device`."""
-        return replace(self, order=self.order.to(device), places=self.places.to(device))
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Exchange":
+        """The same with its tensors changed."""
+        return replace(self, order=change(self.order), places=change(self.places))
 
 
 def plan_exchange(

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embedtrain.data.tokens import in_order
 from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import average_gradients, max_over_ranks
 from embedtrain.distributed.sharding import synchronise_gradients
@@ -60,7 +59,7 @@ class Backward:
         self.guides = dict(guides or {})
         self.sources = sources
 
-    def __call__(self, *batches: RankBatch) -> tuple[LossOutput, bool]:
+    def __call__(self, *batches: RankBatch) -> tuple[LossOutput, Tensor]:
         """Add the gradient of the mean over the global batches' rows to the parameters' `grad`.
 
         Args:
@@ -68,10 +67,12 @@ class Backward:
                 no row of one is a negative in another.
 
         Returns:
-            This rank's share of the loss, detached, and whether all of this rank's vectors are finite.
+            This rank's share of the loss, detached, and whether all of this rank's vectors are finite: both on its
+            device, for nothing here waits for a GPU.
         """
         num_rows = max(1, sum(batch.num_rows for batch in batches))
-        share, finite = torch.zeros((), device=self.world.device), True
+        share = torch.zeros((), device=self.world.device)
+        finite = torch.ones((), dtype=torch.bool, device=self.world.device)
         shares, weights = dict[str, Tensor](), dict[str, float]()
         for batch in batches:
             weight = batch.num_rows / num_rows
@@ -80,7 +81,7 @@ class Backward:
             for name, value in self._measures(batch, found).items():  # batches of other sources may have others
                 shares[name] = shares.get(name, torch.zeros_like(value)) + weight * value
                 weights[name] = weights.get(name, 0.0) + weight
-            finite = finite and fine
+            finite = finite & fine
         shares = {name: value / weights[name] for name, value in shares.items()}
         used = {id(loss): loss for loss in (self.loss.of_source(batch.known.source) for batch in batches)}
         average_gradients(itertools.chain(*(loss.parameters() for loss in used.values())))
@@ -91,37 +92,49 @@ class Backward:
             return found.shares
         return {**found.shares, f"loss/{self.sources[batch.known.source]}": found.share}
 
-    def _one(self, batch: RankBatch, weight: float, *, last: bool) -> tuple[LossOutput, bool]:
-        # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies,
-        # whose graphs are always kept.
+    def _one(self, batch: RankBatch, weight: float, *, last: bool) -> tuple[LossOutput, Tensor]:
+        # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
         mine = len(batch.chunks)
-        kept = batch.kept if batch.kept < mine else _ALL
-        most, fewest = max_over_ranks([max(1, mine), -kept], self.world.device)
-        kept = min(-fewest, most)
+        most, kept = self._agreed(batch)
         chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
         vectors: list[Tensor | None] = []
         for index, chunk in enumerate(chunks):
             with torch.set_grad_enabled(index < kept):
                 vectors.append(self._encode(batch.step, index, chunk))
-        encoded_here = in_order([v.detach() for v in vectors if v is not None], chunks)
-        output, slopes, finite = self._at_home(encoded_here, batch, weight)
+        made = [vector.detach() for vector in vectors if vector is not None]
+        output, slopes, finite = self._at_home(torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight)
+        # A dummy's vector is nobody's.
+        slope_of = [*slopes.split([len(vector) for vector in made[:mine]]), *map(torch.zeros_like, made[mine:])]
         for index, chunk in enumerate(chunks):
             final = last and index == most - 1
             synchronise_gradients(self.encoder, last=final, whole=self.whole_gradients)
             encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
             assert encoded is not None
-            encoded.backward(slopes[list(chunk.rows)] if chunk.rows != self.dummy.rows else torch.zeros_like(encoded))
+            encoded.backward(slope_of[index])
             vectors[index] = encoded = None  # the graph's memory
         return output, finite
 
-    def _at_home(self, encoded: Tensor, batch: RankBatch, weight: float) -> tuple[LossOutput, Tensor, bool]:
+    def _agreed(self, batch: RankBatch) -> tuple[int, int]:
+        """How many passes every rank runs, and of how many it keeps the graphs; a dummy's are no burden."""
+        if batch.turns is not None:
+            most = max(1, batch.turns)
+            return most, most if batch.kept == batch.turns else batch.kept
+        mine = len(batch.chunks)
+        kept = batch.kept if batch.kept < mine else _ALL
+        most, fewest = max_over_ranks([max(1, mine), -kept], self.world.device)
+        return most, min(-fewest, most)
+
+    def _at_home(self, encoded: Tensor, batch: RankBatch, weight: float) -> tuple[LossOutput, Tensor, Tensor]:
         """The loss where the rows are, its gradient at the vectors encoded here, and whether these are finite."""
-        rows = encoded.clone() if batch.exchange is None else batch.exchange.home(encoded)
+        rows = encoded if batch.order is None else encoded[batch.order]
+        rows = rows.clone() if batch.exchange is None else batch.exchange.home(rows)
         output = self._loss_backward(rows.requires_grad_(), batch, weight)
         slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
         if batch.exchange is not None:
             slopes = batch.exchange.back(slopes)
-        return output, slopes, bool(encoded.isfinite().all())
+        if batch.order is not None:
+            slopes = torch.empty_like(slopes).index_copy_(0, batch.order, slopes)
+        return output, slopes, encoded.isfinite().all()
 
     def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:
         seen = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
@@ -133,7 +146,7 @@ class Backward:
 
     def _encode(self, step: int, index: int, chunk: Tokens) -> Tensor:
         torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))
-        return self.encoder(chunk.ids, chunk.mask, chunk.pooled)  # type: ignore[no-any-return]
+        return self.encoder(*chunk.inputs)  # type: ignore[no-any-return]
 
 
 def chunk_seed(seed: int, step: int, rank: int, index: int) -> int:

@@ -42,7 +42,7 @@ class GuideModel:
         (most,) = max_over_ranks([len(chunks)], self.world.device)
         padded = [*chunks, *[self._dummy] * (max(1, most) - len(chunks))]
         with torch.no_grad():
-            rows = in_order([self.encoder(chunk.ids, chunk.mask, chunk.pooled) for chunk in padded], padded)
+            rows = in_order([self.encoder(*chunk.inputs) for chunk in padded], padded)
         reshard(self.encoder)
         return Guide(rows[:num_queries], rows[num_queries:])
 

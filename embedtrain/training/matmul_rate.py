@@ -50,7 +50,8 @@ def matmul_rate(world: World, dtype: torch.dtype) -> MatmulRate:
     once = _seconds(sizes[0], dtype, device, rounds=1)
     fitting = [n for n in sizes if once * (n / sizes[0]) ** 3 * (ROUNDS + 1) <= SECONDS[device.type]]
     size = min(world.gather(max(fitting, default=sizes[0])))
-    found = gather_vector([2.0 * size**3 / _seconds(size, dtype, device, rounds=ROUNDS)], device)
+    mine = 2.0 * size**3 / _seconds(size, dtype, device, rounds=ROUNDS)
+    found = gather_vector(torch.tensor([mine], dtype=torch.float64, device=device))
     if device.type == "cuda":  # the matrices are no part of what training takes
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.schema import ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.mesh import Layout, memory_of_rank
+from embedtrain.distributed.mesh import Layout, free_memory_of_rank, memory_of_rank
 from embedtrain.distributed.sharding import reshard, shard_, warm_up
 from embedtrain.distributed.weights import hand_out, keep_rows, read_shards
 from embedtrain.distributed.world import World
@@ -34,7 +35,9 @@ from embedtrain.models.source import ModelSource, open_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
 from embedtrain.planning.choose import choose, choose_for_encoding
 from embedtrain.planning.facts import facts_of
+from embedtrain.planning.keep import keep_tokens
 from embedtrain.planning.work import Machines, Work
+from embedtrain.training.attention import look_at, notes_on, why_it_must_pad
 
 # What accelerate and transformers read the wrap list from; asked of us in the same way, and said so.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
@@ -52,6 +55,7 @@ class LoadedModel:
         notes: one line each, what was found and decided.
         adapted: the adapters that are trained; None where the model itself is.
         whole_gradients: whether a rank holds whole gradients between the chunks of a step.
+        keep_tokens: tokens of a step whose graphs a rank may keep.
     """
 
     encoder: Encoder
@@ -60,6 +64,7 @@ class LoadedModel:
     layout: Layout
     notes: tuple[str, ...]
     whole_gradients: bool
+    keep_tokens: int = 0
     adapted: Adapted | None = None
 
 
@@ -90,7 +95,7 @@ def load_model(
         ConfigError, ModelError: on every rank alike, before any weight is read where that is possible.
     """
     quiet_libraries()
-    memory = min(world.gather(memory_of_rank(world)))
+    memory, free = map(min, zip(*world.gather((memory_of_rank(world), free_memory_of_rank(world))), strict=True))
     with world.together("opening the model"):
         source = open_source(model)
         if tokenizer is not None:
@@ -102,19 +107,19 @@ def load_model(
         encoder = build_encoder(source)
         blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
         places = find_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
+        seen = look_at(encoder, model.attention, parallel, world)
         adapted: Adapted | None = None
         if model.lora.on:
             frozen = frozen_dtype(model.lora.frozen, parallel.precision, stored_dtype(source))
             adapted = add_adapters(encoder, model.lora, files, frozen)
-        machines = Machines(ranks=world.size, per_node=world.local_size, memory=memory, gpu=world.device.type == "cuda")
-        facts = facts_of(
-            encoder, blocks, precision=parallel.precision, tokens_per_text=length, gpu=world.device.type == "cuda"
-        )
-        if trains:
-            choice = choose(parallel, machines, facts, replace(work or Work(), tokens_per_text=length))
-        else:
-            choice = choose_for_encoding(parallel, machines, facts)
+        gpu = world.device.type == "cuda"
+        machines = Machines(ranks=world.size, per_node=world.local_size, memory=memory, gpu=gpu)
+        packed = seen.why_padded is None
+        facts = facts_of(encoder, blocks, precision=parallel.precision, tokens_per_text=length, gpu=gpu, packed=packed)
+        does = replace(work or Work(), tokens_per_text=length)
+        choice = choose(parallel, machines, facts, does) if trains else choose_for_encoding(parallel, machines, facts)
         layout = choice.layout
+        kept = keep_tokens(facts, layout, machines, does, whole=choice.whole, free=free) if trains else 0
         if layout.strategy is not Strategy.ddp and not blocks:
             _blocks(encoder, parallel, required=True)
     notes.append(
@@ -140,8 +145,42 @@ def load_model(
     if trains and not choice.whole:
         size = 4 * facts.trained / 2**30
         notes.append(f"gradients are reduced after every chunk: whole ones would take {size:.1f} GiB on every rank")
-    bound = TextTokenizer(loaded, length, include_prompt=source.include_prompt)
-    return LoadedModel(encoder, source, bound, layout, tuple(notes), choice.whole, adapted)
+    bound = TextTokenizer(loaded, length, include_prompt=source.include_prompt, packed=seen.why_padded is None)
+    notes += notes_on(seen, model.attention, world, trains=trains)
+    made = LoadedModel(encoder, source, bound, layout, tuple(notes), choice.whole, kept, adapted)
+    return proven(made, model, parallel, world) if read_weights else made
+
+
+def proven(
+    made: LoadedModel,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    say: Callable[[str], None] = lambda note: None,
+) -> LoadedModel:
+    """The model with its weights; its texts are padded from here on if packing them changes their vectors.
+
+    A collective.
+
+    Args:
+        made: with weights.
+        model: what the recipe says of it.
+        parallel: as it was loaded.
+        world: the ranks.
+        say: is told why, if so; the notes are as well.
+
+    Raises:
+        ModelError: it does, and `model.attention=packed` asks for it.
+    """
+    tokenizer = made.tokenizer
+    why = why_it_must_pad(made.encoder, model.attention, parallel, world) if tokenizer.packed else None
+    if why is None:
+        return made
+    note = f"texts are padded: {why}"
+    say(note)
+    padding = TextTokenizer(tokenizer.tokenizer, tokenizer.max_length, include_prompt=tokenizer.include_prompt)
+    return replace(made, tokenizer=padding, notes=(*made.notes, note))
 
 
 def adopt_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:

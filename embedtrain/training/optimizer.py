@@ -72,10 +72,11 @@ class Schedule:
         return rate
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm before.
 
-    The norm is that of the whole gradient over all ranks and shards, the same number on every rank.
+    The norm is that of the whole gradient over all ranks and shards, the same number on every rank. It stays where it
+    is computed: whoever reads it waits for that.
     """
     owned = [parameter for parameter in parameters if parameter.grad is not None]
     sharded = [parameter for parameter in owned if isinstance(parameter.grad, DTensor)]
@@ -89,4 +90,4 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     if max_norm is not None:
         for part in filter(None, (sharded, plain)):
             torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
-    return float(norm)
+    return norm

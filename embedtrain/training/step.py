@@ -1,5 +1,6 @@
 """One optimiser step, and what it reports."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,8 +68,8 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
     output, finite = run.backward(*(batch.to(run.world.device) for batch in batches))  # kept, or encoded twice
     grad_norm = clip_grad_norm(run.trained.parameters(), run.optim.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
-    mine = [output.share.item(), *map(float, tokens), sum(run.flops.of(_lengths(batch)) for batch in batches)]
-    totals, notices = _require_finite(run, mine, output, grad_norm, finite)
+    mine = [*map(float, tokens), sum(run.flops.of(_lengths(batch)) for batch in batches)]
+    totals, norm, notices = _require_finite(run, mine, output, grad_norm, finite)
     lr = run.schedule.apply(run.state.step)
     run.hold_back()
     run.optimizer.step()
@@ -76,11 +77,11 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
     num_rows = sum(batch.num_rows for batch in batches)
     run.state.step += 1
     run.state.samples += num_rows
-    loss, real, computed, flops, *measures = totals
+    loss, *measures, real, computed, flops = totals
     return StepReport(
         loss=loss,
         measures=dict(zip(output.shares, measures, strict=True)),
-        grad_norm=grad_norm,
+        grad_norm=norm,
         lr=lr,
         num_rows=num_rows,
         real_tokens=int(real),
@@ -93,32 +94,38 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
 
 def _lengths(batch: RankBatch) -> Tensor:
     """Int64 [N], tokens of each text that this rank encodes; on the CPU, where the batch still is."""
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk.mask.sum(dim=1) for chunk in batch.chunks)])
+    found = [
+        chunk.mask.sum(dim=1) if chunk.packing is None else torch.tensor(chunk.packing.lengths)
+        for chunk in batch.chunks
+    ]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
 
 
 def _require_finite(
-    run: Trainable, mine: list[float], output: LossOutput, grad_norm: float, finite: bool
-) -> tuple[list[float], Notice]:
-    """`mine` (the share first) and the loss's measures summed over the ranks, once nothing is NaN or infinite.
+    run: Trainable, mine: list[float], output: LossOutput, grad_norm: Tensor, finite: Tensor
+) -> tuple[list[float], float, Notice]:
+    """Sums over the ranks, once nothing is NaN or infinite: the loss, `mine`, its measures; and the gradient's norm.
 
-    The ranks' notices travel along, so that all act on them after the same step.
+    The ranks' notices travel along, so that all act on them after the same step. This is the one place in a step where
+    a rank waits for its GPU: no weight may move before it is known.
     """
-    size = run.world.size
-    measures = [value.item() for value in output.shares.values()]
-    ranks = gather_vector([float(finite), *mine, *measures, float(run.notices())], run.world.device)
+    seen = torch.stack([part.double() for part in (finite, grad_norm, output.share, *output.shares.values())])
+    ranks = gather_vector(seen, [*mine, float(run.notices())])
+    norm = float(ranks[run.world.rank, 1])
     # A text's vector that is not finite spoils every rank's loss, so the vectors' rank is looked for first.
-    broken = [rank for rank in range(size) if not ranks[rank, 0]]
+    broken = [rank for rank in range(run.world.size) if not ranks[rank, 0]]
     what = "its texts' vectors are"
     if not broken:
-        broken, what = [rank for rank in range(size) if not ranks[rank, 1].isfinite()], "its part of the loss is"
-    if not broken and not torch.tensor(grad_norm).isfinite():
-        broken, what = list(range(size)), "the gradient is"
+        broken = [rank for rank in range(run.world.size) if not ranks[rank, 2].isfinite()]
+        what = "its part of the loss is"
+    if not broken and not math.isfinite(norm):
+        broken, what = list(range(run.world.size)), "the gradient is"
     if broken:
         named = f"rank {broken[0]}" if len(broken) == 1 else f"ranks {', '.join(map(str, broken))}"
         raise TrainingError(
             f"step {run.state.step + 1}, {named}: {what} not finite, so training stops before the weights change; "
-            f"lower optim.lr, or look at the rows of this step (loss {float(ranks[:, 1].sum())}, "
-            f"gradient norm {grad_norm})"
+            f"lower optim.lr, or look at the rows of this step (loss {float(ranks[:, 2].sum())}, "
+            f"gradient norm {norm})"
         )
     notices = reduce(or_, (Notice(int(said)) for said in ranks[:, -1].tolist()))
-    return ranks[:, 1:-1].sum(dim=0).tolist(), notices
+    return ranks[:, 2:-1].sum(dim=0).tolist(), norm, notices

@@ -165,3 +165,23 @@ def test_time() -> None:
             began = time.perf_counter()
             deal(lengths, size, 16384, 256)
             assert time.perf_counter() - began < bound
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("chunk_tokens", [64, 2048, 16384, 10**9])
+def test_packed_texts_are_cut_into_few_chunks_alike_on_all_ranks(size: int, chunk_tokens: int) -> None:
+    for lengths in (questions_and_passages(2000), log_normal(17), np.array([5]), np.array([], dtype=np.int64)):
+        dealt = deal(lengths, size, chunk_tokens, 32, packed=True)
+        ranks = [dealt.of_rank(rank) for rank in range(size)]
+        assert sorted(np.concatenate([dealt.texts_of(rank) for rank in range(size)]).tolist()) == [*range(len(lengths))]
+        tokens = np.array([[lengths[chunk].sum() for chunk in chunks] for chunks in ranks]).T.reshape(-1, size)
+        assert all(tokens[i, r] <= chunk_tokens or len(ranks[r][i]) == 1 for i, r in np.ndindex(tokens.shape))
+        assert dealt.most_tokens(lengths, packed=True) == tokens.max(axis=1, initial=0).tolist()
+        assert all((np.diff(lengths[dealt.texts_of(rank)]) <= 0).all() for rank in range(size))
+        if len(lengths) == 2000 and chunk_tokens >= 2048:
+            # Groups count as their longest text: hardly more than their share.
+            assert dealt.num_chunks <= -(-int(1.02 * lengths.sum()) // (size * chunk_tokens)) + 1
+            assert tokens.sum(axis=0).max() <= 1.01 * tokens.sum(axis=0).mean()
+            assert tokens[:-1].min(initial=10**9) >= 0.7 * min(
+                chunk_tokens, tokens.sum(axis=0).mean() / dealt.num_chunks
+            )

@@ -25,7 +25,7 @@ def counting(texts: list[str], prompts: str | list[str], most: int = 16, templat
     )
     tokenizer = TextTokenizer(loaded, most, include_prompt=False)
     ids = tokenizer.ids(texts, prompts=prompts)
-    chunk = tokenizer.pad(ids, range(len(ids)))
+    chunk = tokenizer.chunk(ids, range(len(ids)))
     plain = TextTokenizer(loaded, most)
     assert [row[mask.bool()].tolist() for row, mask in zip(chunk.ids, chunk.mask, strict=True)] == plain.ids(texts)
     pooled = chunk.mask if chunk.pooled is None else chunk.pooled
@@ -50,10 +50,10 @@ def test_the_prompts_tokens_do_not_count() -> None:
 def test_they_count_unless_they_are_left_out() -> None:
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     assert tokenizer.ids(["alpha beta"], prompts="alpha ") == tokenizer.ids(["alpha beta"])
-    assert tokenizer.pad(tokenizer.ids(["alpha beta"], prompts="alpha "), [0]).pooled is None
+    assert tokenizer.chunk(tokenizer.ids(["alpha beta"], prompts="alpha "), [0]).pooled is None
     left_out = TextTokenizer(small_tokenizer(), 16, include_prompt=False)
     assert left_out.fingerprint != tokenizer.fingerprint
-    chunk = left_out.pad(left_out.ids(["alpha beta"], prompts="alpha "), [0])
+    chunk = left_out.chunk(left_out.ids(["alpha beta"], prompts="alpha "), [0])
     assert chunk.to("cpu").pooled is not None
     (first, second) = left_out.chunks(["alpha beta gamma", "mu"], 5, ["alpha ", ""])
     assert (first.pooled.tolist(), second.pooled) == ([[0, 0, 1, 1, 1]], None)

@@ -57,7 +57,7 @@ def whole_numbers(world: World) -> None:
     expected = torch.cat([torch.arange(rank) + 2**62 for rank in range(world.size)])
     assert gather_rows(mine).equal(expected)
     assert max_over_ranks([7 - world.rank, world.rank], world.device) == [7, world.size - 1]
-    table = gather_vector([world.rank, float("nan"), 1e300], world.device)
+    table = gather_vector(torch.tensor([world.rank, float("nan")], device=world.device), [1e300])
     assert table[:, 0].tolist() == list(range(world.size))
     assert table[:, 1].isnan().all()
     assert table[:, 2].tolist() == [1e300] * world.size

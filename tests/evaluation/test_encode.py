@@ -22,7 +22,7 @@ def alone(texts, prompt=""):
     """Each text on its own through the whole model in one process."""
     encoder, tokenizer = TinyEncoder().eval(), TextTokenizer(small_tokenizer(), 16)
     with torch.no_grad():
-        chunks = [tokenizer.pad(tokenizer.ids([prompt + t]), [0]) for t in texts]
+        chunks = [tokenizer.chunk(tokenizer.ids([prompt + t]), [0]) for t in texts]
         return torch.cat([encoder(chunk.ids, chunk.mask) for chunk in chunks])
 
 

@@ -105,7 +105,7 @@ def sharded_gradient(
     assert all(isinstance(p, DTensor) for p in parameters.values())
     gradients = {name: p.grad.full_tensor() for name, p in parameters.items() if isinstance(p.grad, DTensor)}
     assert {name for name, p in parameters.items() if p.requires_grad} == gradients.keys()
-    return output.share.item(), gradients, clip_grad_norm(parameters.values(), None)
+    return output.share.item(), gradients, float(clip_grad_norm(parameters.values(), None))
 
 
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]

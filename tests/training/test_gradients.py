@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import ModelConfig, ParallelConfig, Pooling, Strategy
+from embedtrain.config.schema import Attention, ModelConfig, ParallelConfig, Pooling, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
@@ -88,11 +88,12 @@ def sharded_gradient(
     mine = cut(rows, world.rank, world.size, loaded.tokenizer, cutting)
     output, finite = backward(mine)
     assert finite
+    assert loaded.tokenizer.packed is (model.attention is Attention.auto)
     assert all(isinstance(p, DTensor) for p in loaded.encoder.parameters())
     gradients = {
         name: p.grad.full_tensor() for name, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)
     }
-    norm = clip_grad_norm(loaded.encoder.parameters(), None)
+    norm = float(clip_grad_norm(loaded.encoder.parameters(), None))
     return (
         output.share.item(),
         gradients if world.is_main else {},
@@ -119,7 +120,7 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 # One piece, several pieces whose graphs are all kept, chunks encoded twice; texts of the rank's rows, or dealt.
 WAYS = [
     (cutting, anywhere)
-    for cutting in (Cutting(10_000, pass_tokens=10_000), Cutting(10_000, pass_tokens=4), Cutting(40, pass_tokens=4))
+    for cutting in (Cutting(10_000, pass_tokens=10_000), Cutting(40, 10_000, pass_tokens=4), Cutting(40, pass_tokens=4))
     for anywhere in (False, True)
 ]
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]
@@ -142,6 +143,14 @@ def test_gradients_of_other_llms(ranks, models, architecture, world_size):
     """Norms of queries and keys; embeddings that are scaled, and layers that see a window alone."""
     for way in WAYS:
         check(ranks, models(architecture), world_size, parallel(), way, num_rows=10)
+
+
+@pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
+def test_padding_changes_nothing(ranks, models, architecture):
+    """Everything else here is packed."""
+    model = replace(models(architecture), attention=Attention.padded)
+    for way in WAYS:
+        check(ranks, model, 2, parallel(), way, num_rows=10)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5])

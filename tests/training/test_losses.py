@@ -267,7 +267,7 @@ def on_ranks(
             assert finite
             named = dict(parameters(live.encoder, loss))
             gradients = {name: whole(p.grad) for name, p in named.items() if p.grad is not None}
-            norm = clip_grad_norm(named.values(), OPTIM.max_grad_norm)
+            norm = float(clip_grad_norm(named.values(), OPTIM.max_grad_norm))
             optimizer.step()
             value = sum(world.gather(output.share.item()))
             measures = {name: sum(world.gather(share.item())) for name, share in output.shares.items()}

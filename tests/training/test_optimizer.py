@@ -116,7 +116,7 @@ def clipped(world: World, model: ModelConfig, max_norm: float | None) -> tuple[f
     if world.size > 2:
         assert any(n == 0 for n in world.gather(min(p.to_local().numel() for p in trained.encoder.parameters())))
     gradient(world, trained)
-    norm = clip_grad_norm(trained.encoder.parameters(), max_norm)
+    norm = float(clip_grad_norm(trained.encoder.parameters(), max_norm))
     return norm, {name: whole(p.grad) for name, p in trained.encoder.named_parameters() if p.grad is not None}
 
 

@@ -29,7 +29,9 @@ class Cost:
     imbalance: float
 
 
-def cost_of(data: TrainData, batches: Sequence[int], ranks: int, chunk_tokens: int, pass_tokens: int) -> Cost:
+def cost_of(
+    data: TrainData, batches: Sequence[int], ranks: int, chunk_tokens: int, pass_tokens: int, *, packed: bool = False
+) -> Cost:
     """What these batches cost; the data's tokens must be kept.
 
     Args:
@@ -38,14 +40,15 @@ def cost_of(data: TrainData, batches: Sequence[int], ranks: int, chunk_tokens: i
         ranks: how many ranks share them.
         chunk_tokens: see `deal`.
         pass_tokens: likewise.
+        packed: likewise.
     """
     real, chunks, computed = 0, 0, []
     for number in batches:
         tokens = data.batch(number).tokens
         assert tokens is not None
-        dealt = deal(tokens.lengths, ranks, chunk_tokens, pass_tokens)
+        dealt = deal(tokens.lengths, ranks, chunk_tokens, pass_tokens, packed=packed)
         real, chunks = real + int(tokens.lengths.sum()), chunks + dealt.num_chunks
-        computed.append([computed_by(dealt.of_rank(rank), tokens.lengths) for rank in range(ranks)])
+        computed.append([computed_by(dealt.of_rank(rank), tokens.lengths, packed=packed) for rank in range(ranks)])
     by_rank = np.array(computed, dtype=np.float64)
     return Cost(
         ranks,
@@ -56,6 +59,8 @@ def cost_of(data: TrainData, batches: Sequence[int], ranks: int, chunk_tokens: i
     )
 
 
-def computed_by(chunks: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64]) -> int:
-    """Tokens that a rank computes for its chunks of texts, padding included."""
+def computed_by(chunks: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64], *, packed: bool = False) -> int:
+    """Tokens that a rank computes for its chunks of texts, padding included, unless they are packed."""
+    if packed:
+        return sum(int(lengths[chunk].sum()) for chunk in chunks)
     return sum(len(chunk) * int(lengths[chunk].max()) for chunk in chunks if len(chunk))

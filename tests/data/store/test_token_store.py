@@ -365,12 +365,12 @@ def test_padding_of_lists_and_arrays_is_alike() -> None:
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     ids = tokenizer.ids([text(i, 1 + i % 12) for i in range(30)])
     rows = [3, 17, 0, 8]
-    tokens = tokenizer.pad(ids, rows)
+    tokens = tokenizer.chunk(ids, rows)
     longest = max(len(ids[row]) for row in rows)
     assert tokens.ids.tolist() == [ids[row] + [1] * (longest - len(ids[row])) for row in rows]
     assert tokens.mask.tolist() == [[1] * len(ids[row]) + [0] * (longest - len(ids[row])) for row in rows]
     assert tokens.rows == tuple(rows)
     assert tokens.ids.dtype == tokens.mask.dtype == torch.int64
-    arrays = tokenizer.pad([np.array(one, dtype=np.int32) for one in ids], rows)
+    arrays = tokenizer.chunk([np.array(one, dtype=np.int32) for one in ids], rows)
     assert arrays.ids.equal(tokens.ids)
     assert arrays.mask.equal(tokens.mask)

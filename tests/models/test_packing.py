@@ -1,0 +1,186 @@
+"""Packed texts have the vectors and gradients that each has alone, and what cannot be packed is found out."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from embedtrain.config.schema import ModelConfig, Pooling, Precision
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.models.build import assemble, build_encoder
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.packing import look, pack, unpack, why_not_alike
+from embedtrain.models.source import open_source
+from tests.small import ARCHITECTURES, small_model, small_tokenizer, text
+
+CPU = torch.device("cpu")
+WINDOWED = {"sliding_window": 6}
+# Texts here have up to 41 tokens: every window is shorter than most.
+CASES = {
+    "bert": {},
+    "xlm-roberta": {},
+    "modernbert": {},
+    "distilbert": {},
+    "llama": {},
+    "llama, both ways": {"bidirectional": True},
+    "qwen2": {},
+    "qwen2, window": {"config": {"use_sliding_window": True, "max_window_layers": 1} | WINDOWED},
+    "qwen3": {},
+    "qwen3, both ways": {"bidirectional": True},
+    "mistral": {},
+    "mistral, window": {"config": WINDOWED},
+    "mistral, window, both ways": {"config": WINDOWED, "bidirectional": True},
+    "gemma3_text": {},
+    "gemma3_text, window": {"config": WINDOWED},
+    "gemma3_text, window, both ways": {"config": WINDOWED, "bidirectional": True},
+}
+
+
+def options(case: str, **changes: object) -> ModelConfig:
+    others = {key: value for key, value in CASES[case].items() if key != "config"}
+    model = small_model(case.partition(",")[0], **others | changes)
+    return dataclasses.replace(model, config=model.config | CASES[case].get("config", {}))
+
+
+def encoder_of(model: ModelConfig) -> Encoder:
+    torch.manual_seed(0)
+    encoder = assemble(open_source(model)).eval()
+    pack(encoder)
+    return encoder
+
+
+def texts(tokenizer: TextTokenizer, prompt: str = "") -> list[list[int]]:
+    """The longest first, several of one length, and one of a single word."""
+    made = [prompt + text(seed, length) for seed, length in enumerate((39, 39, 25, 11, 11, 11, 7, 1))]
+    return tokenizer.ids(made, prompts=prompt)
+
+
+def gradients(encoder: Encoder, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
+    encoder.zero_grad()
+    slopes = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1))
+    (vectors * slopes).sum().backward()
+    return {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_is_one_by_one(case):
+    encoder = encoder_of(options(case))
+    tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
+    ids = texts(tokenizer)
+    packed = encoder(*tokenizer.chunk(ids, range(len(ids))).inputs)
+    ours = gradients(encoder, packed)
+    unpack(encoder)
+    alone = torch.cat([encoder(torch.tensor([one]), torch.ones(1, len(one), dtype=torch.int64)) for one in ids])
+    theirs = gradients(encoder, alone)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    assert ours.keys() == theirs.keys()
+    largest = max(float(grad.abs().max()) for grad in theirs.values())
+    for name, grad in theirs.items():
+        assert float((ours[name] - grad).abs().max()) <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_pooling_from_the_flat_buffer_is_that_of_padded_texts(pooling, include_prompt):
+    encoder = encoder_of(small_model("bert", pooling=pooling))
+    found = []
+    for packed in (True, False):
+        tokenizer = TextTokenizer(small_tokenizer(), 48, include_prompt=include_prompt, packed=packed)
+        ids = texts(tokenizer, prompt="alpha beta ")
+        chunk = tokenizer.chunk(ids, range(len(ids)))
+        assert (chunk.packing is not None) is packed and (chunk.pooled is None) is include_prompt
+        assert chunk.num_real == sum(map(len, ids)) and (chunk.ids.numel() == chunk.num_real) is packed
+        found.append(encoder(*chunk.inputs))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("which", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_dropout_is_that_of_the_configuration(which):
+    model = small_model("bert")
+    encoder = encoder_of(dataclasses.replace(model, config=model.config | {which: 0.5})).train()
+    tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
+    chunk = tokenizer.chunk(texts(tokenizer), range(8))
+    first, again, other = (torch.manual_seed(seed) and encoder(*chunk.inputs) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.allclose(first, other, atol=1e-2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("precision", Precision)
+def test_real_architectures_are_packed(architecture, precision):
+    source = open_source(small_model(architecture))
+    assert look(build_encoder(source), precision=precision, gpu=False).why_padded is None
+    encoder = assemble(source).eval()
+    pack(encoder)
+    dtype = torch.bfloat16 if precision is Precision.bf16 else torch.float32
+    assert why_not_alike(encoder.to(dtype), source.config, precision, CPU) is None
+
+
+def test_a_model_with_attention_of_its_own_is_padded():
+    found = look(build_encoder(open_source(small_model("mpnet"))), precision=Precision.fp32, gpu=False)
+    assert found.why_padded == "it computes attention by itself, not through transformers' interface"
+
+
+def test_a_gpu_packs_in_bf16_alone_and_heads_its_kernel_takes():
+    encoder = build_encoder(open_source(small_model("bert", dropout=0.1)))
+    assert "parallel.precision=fp32" in look(encoder, precision=Precision.fp32, gpu=True).why_padded
+    assert look(encoder, precision=Precision.bf16, gpu=True).dropout == 0.1
+    odd = build_encoder(open_source(small_model("qwen3", config=small_model("qwen3").config | {"head_dim": 20})))
+    assert "size 20" in look(odd, precision=Precision.bf16, gpu=True).why_padded
+
+
+class Leaks(nn.Module):
+    """A layer that hands each token something of the one before it, whosesoever that is."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor, *args: object, **others: object) -> torch.Tensor:
+        return self.layer(hidden, *args, **others) + 1e-3 * hidden.roll(1, dims=1)
+
+
+def test_texts_that_see_one_another_are_found_out():
+    source = open_source(small_model("llama"))
+    encoder = assemble(source).eval()
+    encoder.backbone.layers[0] = Leaks(encoder.backbone.layers[0])
+    pack(encoder)
+    assert look(encoder, precision=Precision.fp32, gpu=False).why_padded is None
+    assert "see one another" in why_not_alike(encoder, source.config, Precision.fp32, CPU)
+
+
+def test_positions_that_are_counted_otherwise_are_found_out(monkeypatch):
+    source = open_source(small_model("xlm-roberta"))
+    encoder = assemble(source).eval()
+    pack(encoder)
+    monkeypatch.setattr("embedtrain.models.encoder.first_position", lambda backbone: 0)
+    assert "from those of the same texts padded" in why_not_alike(encoder, source.config, Precision.fp32, CPU)
+
+
+def test_what_packed_attention_has_not_is_a_reason():
+    config = small_model("gemma3_text").config | {"model_type": "gemma2"}
+    encoder = assemble(open_source(ModelConfig(config=config, pooling=Pooling.mean)))
+    assert look(encoder, precision=Precision.fp32, gpu=False).why_padded is not None
+    pack(encoder)
+    assert "softcap" in look(encoder, precision=Precision.fp32, gpu=False).why_padded
+
+
+def test_compiled_blocks_are_compiled_once_for_all_batches():
+    """What a batch's texts are lies where the compiler does not look."""
+    encoder = encoder_of(options("llama"))
+    tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
+    ids = texts(tokenizer)
+    chunks = [tokenizer.chunk(ids, rows) for rows in ([0, 2, 3], [1, 4, 5, 6], [2, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7])]
+    expected = [encoder(*chunk.inputs) for chunk in chunks]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in encoder.backbone.layers:
+        block.compile(dynamic=True, backend="aot_eager")
+    graphs = set()
+    for chunk, vectors in zip(chunks, expected, strict=True):
+        found = encoder(*chunk.inputs)
+        found.sum().backward()
+        torch.testing.assert_close(found, vectors, atol=1e-6, rtol=0)
+        graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    (number,) = graphs
+    assert number > 0

@@ -1,0 +1,45 @@
+"""As many graphs are kept as memory has room for, and no plan takes more than there is."""
+
+from dataclasses import replace
+
+import pytest
+
+from embedtrain.config.schema import Strategy
+from embedtrain.distributed.mesh import Layout
+from embedtrain.planning.keep import keep_tokens
+from embedtrain.planning.memory import memory_of
+from embedtrain.planning.work import Machines, Work
+from tests.planning.models import XLMR_LARGE, facts
+
+GIB = 2**30
+WORK = Work(rows=16384, texts_per_row=5, tokens_per_text=90, chunk_tokens=16384)
+LAYOUT = Layout(Strategy.ddp, 8, 1, "")
+
+
+def kept(memory: float, work: Work = WORK, free: float | None = None) -> int:
+    machines = Machines(ranks=8, per_node=8, memory=int(memory * GIB))
+    room = int((memory if free is None else free) * GIB)
+    return keep_tokens(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True, free=room)
+
+
+def test_more_memory_keeps_more_up_to_all():
+    some = [kept(memory) for memory in (8, 24, 40, 80, 100, 2000)]
+    assert some == sorted(some) and some[0] == WORK.chunk_tokens < some[2] < some[3]
+    assert some[-1] == 16384 * 5 * 90 // 8  # all that a rank has
+
+
+@pytest.mark.parametrize("memory", [40, 80])
+def test_what_is_kept_fits(memory):
+    machines = Machines(ranks=8, per_node=8, memory=memory * GIB)
+    work = replace(WORK, keep_tokens=kept(memory))
+    total = memory_of(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True).total
+    assert 0.5 * memory * GIB < total <= 0.85 * memory * GIB
+
+
+def test_what_others_take_of_the_device_is_not_there():
+    assert kept(80, free=40) <= kept(40)
+
+
+def test_what_the_recipe_says_is_obeyed():
+    assert kept(80, replace(WORK, keep_tokens=0)) == 0
+    assert kept(8, replace(WORK, keep_tokens=10**6)) == 10**6

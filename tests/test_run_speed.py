@@ -35,8 +35,10 @@ def flops_of_run(world: World, *arguments: str) -> tuple[list[float], list[list[
     real = loop.train_step
 
     def step(trainable, *batches):
-        own = [chunk.mask.sum(dim=1) for batch in batches for chunk in batch.chunks]
-        everyone = world.gather(torch.cat(own).tolist() if own else [])
+        own = []
+        for chunk in (chunk for batch in batches for chunk in batch.chunks):
+            own += chunk.mask.sum(dim=1).tolist() if chunk.packing is None else chunk.packing.lengths
+        everyone = world.gather(own)
         lengths.append(sorted(itertools.chain(*everyone)))
         report = real(trainable, *batches)
         reported.append(report.flops)

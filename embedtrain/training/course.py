@@ -37,6 +37,7 @@ EFFECTS = {
     "seed": Effect.fixed,
     "output_dir": Effect.nothing,
     "model": Effect.fixed,
+    "model.attention": Effect.rounds,
     "data.train": Effect.fixed,
     "data.batches": Effect.fixed,
     # Of these, rows and their numbers in an epoch tell whether they change anything: identity_of has them.
@@ -111,7 +112,8 @@ def identity_of(
 
 def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
     # Prompts count as they were found, in the model's directory or here.
-    return {f"model.{key}": value for key, value in options.items() if not key.endswith("_prompt")}
+    apart = ("query_prompt", "document_prompt", "attention")
+    return {f"model.{key}": value for key, value in options.items() if key not in apart}
 
 
 def _given(store: RowStore, given: Given) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def test_gradient_equals_one_process(ranks, made, name, meshes):
             assert found.keys() == expected.keys(), told
             whole = torch.stack([g.norm() for g in expected.values()]).norm()
             for key, gradient in expected.items():
-                error = (found[key].double() - gradient).norm() / max(gradient.norm(), 1e-3 * whole)
+                error = (found[key].double() - gradient).norm() / max(gradient.norm(), 1e-2 * whole)
                 assert error < 1e-5, f"{key}, {told}"
             assert answers[0][2] == pytest.approx(whole.item(), rel=1e-5), told
             assert len({answer[2] for answer in answers}) == 1

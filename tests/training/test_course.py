@@ -120,6 +120,7 @@ ALLOWED = [
     ("train.steps=20", Effect.steers, "train.steps 10 -> 20"),
     ("parallel.precision=fp32", Effect.steers, "parallel.precision bf16 -> fp32"),
     ("loss.implementation=tiled", Effect.rounds, "loss.implementation auto -> tiled"),
+    ("model.attention=padded", Effect.rounds, "model.attention auto -> padded"),
     ("parallel.strategy=ddp", Effect.rounds, "parallel.strategy auto -> ddp"),
     ("train.chunk_tokens=99", Effect.rounds, "train.chunk_tokens 16384 -> 99"),
     ("data.cache=offsets", Effect.rounds, "data.cache tokens -> offsets"),

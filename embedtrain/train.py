@@ -19,7 +19,7 @@ from embedtrain.config.accelerate import notes_on_accelerate
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guides_of
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.schema import Recipe
+from embedtrain.config.schema import Precision, Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.chosen import chosen_data
 from embedtrain.data.store.cache import Cache, cache_directory
@@ -56,7 +56,7 @@ from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.lock import only_run
 from embedtrain.training.loop import Loop
-from embedtrain.training.matmul_rate import matmul_rate
+from embedtrain.training.matmul_rate import MatmulRate, matmul_rate
 from embedtrain.training.model import LoadedModel, load_model, proven, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rundir import RunDirectory
@@ -119,7 +119,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     found = checkpoints.newest()
     _compare(found, identity, recipe, console)
 
-    rate = matmul_rate(world, compute_dtype(recipe.parallel.precision))
+    rate = _rate(recipe.parallel.precision, world, console)
     model = load_model(
         recipe.model,
         recipe.parallel,
@@ -137,8 +137,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         chunk_tokens=recipe.train.chunk_tokens,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    on_speed = (f"mfu is a share of {rate}", *notes_on_bf16(recipe.parallel.precision, world.device))
-    _tell(console, [*model.notes, *guide_notes, *on_speed])
+    _tell(console, [*model.notes, *guide_notes])
     loss = _loss(recipe, losses, data, model, guides, world, console)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
@@ -157,7 +156,6 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         document_prompt=prompts.get("document", ""),
         gather=recipe.evaluation.gather,
     )
-    evaluator = Evaluator(sets, encoder, world, index=recipe.evaluation.index)
     with _recorded(recipe, run_dir, world, model, state, console) as tracker, checkpoints, world.guarded():
         loop = Loop(
             recipe=recipe,
@@ -187,7 +185,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
             tokenizer=model.tokenizer,
             cutting=_cutting(recipe, model, world),
             checkpoints=checkpoints,
-            evaluator=evaluator,
+            evaluator=Evaluator(sets, encoder, world, index=recipe.evaluation.index),
             best=best,
             tracker=tracker,
             total_steps=total_steps,
@@ -264,6 +262,13 @@ def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
     given = recipe.train.pass_tokens
     costs = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
     return Cutting(recipe.train.chunk_tokens, model.keep_tokens, costs if given is None else given)
+
+
+def _rate(precision: Precision, world: World, console: Console) -> MatmulRate:
+    """What the ranks' devices can do; before the model is there, which needs their memory."""
+    rate = matmul_rate(world, compute_dtype(precision))
+    _tell(console, [f"mfu is a share of {rate}", *notes_on_bf16(precision, world.device)])
+    return rate
 
 
 def _loss(

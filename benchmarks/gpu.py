@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_models import MODELS, RandomTexts, Sized, load, model_flops, saved
+from benchmarks.gpu_models import MODELS, RandomTexts, Sized, load, saved
 from benchmarks.measure import markdown
 from benchmarks.sides import trainable
 from embedtrain.config.schema import Attention
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
+from embedtrain.planning.flops import flops_of
 from embedtrain.training.batches import Cutting, RankBatch, cost_of_a_pass, cut
 from embedtrain.training.model import LoadedModel
 from embedtrain.training.step import Trainable, train_step
@@ -178,7 +179,8 @@ def _train(model: Model, way: Way, folder: Path, world: World) -> Found:
     seconds = timed(lambda: _steps(run, batches, STEPS), device)
     peak = _peak(device)
     done = [batches[step % BATCHES] for step in range(STEPS)]
-    flops = sum(model_flops(loaded.encoder, texts[step % BATCHES].lengths) for step in range(STEPS))
+    asked = flops_of(loaded.encoder)
+    flops = sum(asked.of(torch.from_numpy(texts[step % BATCHES].lengths)) for step in range(STEPS))
     real, computed = sum(one.real_tokens for one in done), sum(one.computed_tokens for one in done)
     kept = statistics.mean(_kept(one) / one.computed_tokens for one in batches)
     return Found(seconds, real, computed, flops, loss, kept, loading, peak, _bytes_a_token(run, loaded, way, sized))

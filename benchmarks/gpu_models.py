@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from benchmarks.inputs import MINILM
 from embedtrain.config.schema import Attention, ModelConfig, ParallelConfig, Pooling, Precision
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
-from embedtrain.models.encoder import Encoder
 from embedtrain.training.model import LoadedModel, load_model
 
 MEAN_LENGTH, SPREAD, SHORTEST, LONGEST = 100, 0.75, 8, 512
@@ -171,19 +169,3 @@ class RandomTexts:
     def batch(self) -> GlobalBatch:
         """All of them as one batch."""
         return GlobalBatch(0, [Row("", ("",))] * len(self.num_documents), tokens=self, beside=False)
-
-
-def model_flops(encoder: Encoder, lengths: NDArray[np.int64]) -> float:
-    """Floating-point operations of a step on these texts: what the model asks for, not what was done.
-
-    6 for each weight and token, embeddings left out, and 12 x layers x width x length for a token's attention, half of
-    it where tokens see those before them alone. Padding, and what is computed a second time, do not count.
-    """
-    config: Any = encoder.backbone.config
-    tables = {id(part.weight) for part in encoder.modules() if isinstance(part, nn.Embedding)}
-    weights = sum(weight.numel() for weight in encoder.parameters() if id(weight) not in tables)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    causal = 0.5 if config.model_type == "qwen3" else 1.0
-    each = 12.0 * causal * config.num_hidden_layers * config.num_attention_heads * head
-    flops: float = 6.0 * weights * float(lengths.sum()) + each * float(np.square(lengths, dtype=np.float64).sum())
-    return flops

@@ -93,7 +93,7 @@ def taken_back(directory: Path, to: Path, step: int) -> Path:
     return to
 
 
-@pytest.mark.parametrize("layout", ["sharded", "full"])
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 def test_resume_is_exact_and_elastic(ranks, workshop, tmp_path, layout):
     """Taken back to step 4 of 8: on two ranks bit-equal with dropout; without it on three ranks, then on one, equal."""
     common = ("train.steps=8", "checkpoint.every=2", "checkpoint.keep=9", f"checkpoint.layout={layout}")

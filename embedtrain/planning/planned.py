@@ -1,6 +1,6 @@
 """A recipe and machines -> what the plan door tells."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from embedtrain.config.door_options import PlanOptions
@@ -10,6 +10,7 @@ from embedtrain.planning.changes import changes, largest_chunk
 from embedtrain.planning.choose import Candidate, choose
 from embedtrain.planning.encoder import describe
 from embedtrain.planning.facts import ModelFacts, facts_of
+from embedtrain.planning.keep import keep_tokens
 from embedtrain.planning.work import Machines, Passes, Work
 
 
@@ -24,6 +25,7 @@ class Planned:
         work: what a step does.
         best: the layout that is chosen.
         next_best: the one that would be taken without it.
+        keep_tokens: tokens whose graphs are kept: what the recipe says, or what memory has room for beside `best`.
         largest_chunk: the largest `train.chunk_tokens` with which `best` fits; None: none does.
         changes: what to write where it does not fit.
     """
@@ -34,13 +36,14 @@ class Planned:
     work: Work
     best: Candidate
     next_best: Candidate | None
+    keep_tokens: int
     largest_chunk: int | None
     changes: list[str]
 
     @property
     def passes(self) -> Passes:
         """One rank's part of a global batch."""
-        return self.work.passes(self.machines.ranks)
+        return replace(self.work, keep_tokens=self.keep_tokens).passes(self.machines.ranks)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values. Bytes, seconds and elements are numbers of one.
@@ -72,6 +75,7 @@ class Planned:
                 "texts_per_row": self.work.texts_per_row,
                 "tokens_per_text": self.work.tokens_per_text,
                 "chunk_tokens": self.work.chunk_tokens,
+                "keep_tokens": self.keep_tokens,
                 "passes": asdict(self.passes),
             },
             "chosen": _told(self.best),
@@ -114,6 +118,7 @@ def plan(recipe: Recipe, options: PlanOptions) -> Planned:
         work=work,
         best=best,
         next_best=choice.next_best,
+        keep_tokens=keep_tokens(facts, best.layout, machines, work, whole=best.whole, free=machines.memory),
         largest_chunk=largest_chunk(facts, best.layout, machines, work, whole=best.whole),
         changes=changes(recipe.parallel, machines, facts, work, best),
     )

@@ -103,8 +103,8 @@ def _chunks(planned: Planned) -> list[tuple[str, str]]:
     return [
         (
             "of the recipe",
-            f"train.chunk_tokens={planned.work.chunk_tokens}: {passes.chunks:,} a step on each GPU, the graphs of "
-            f"{passes.kept:,} kept{', the others encoded twice' * (passes.kept < passes.chunks)}",
+            f"train.chunk_tokens={planned.work.chunk_tokens}: {passes.chunks:,} a step on each GPU, with room for the "
+            f"graphs of {passes.kept:,}{', the others encoded twice' * (passes.kept < passes.chunks)}",
         ),
         ("largest that fits", most),
     ]

@@ -31,6 +31,8 @@ _TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # What the kernel takes.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 KERNEL_HEAD_SIZE = 256
+# Masks of windows are kept from one layer to the next for texts of up to so many tokens: a megabyte each.
+_KEPT_LENGTH = 1024
 
 
 class CannotPack(Exception):
@@ -118,7 +120,8 @@ def _by_runs(
         batch = [part.view(texts, length, *part.shape[1:]).transpose(1, 2) for part in run]
         groups = batch[0].shape[1] // batch[1].shape[1]
         narrow = reach is not None and length > reach + 1
-        mask = _window(length, reach, causal, q.device) if narrow and reach is not None else None
+        kept = _window if length <= _KEPT_LENGTH else _window.__wrapped__
+        mask = kept(length, reach, causal, q.device) if narrow and reach is not None else None
         seen = F.scaled_dot_product_attention(
             batch[0],
             repeat_kv(batch[1], groups),

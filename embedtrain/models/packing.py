@@ -6,6 +6,7 @@ no list of architectures is trusted.
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -88,9 +89,8 @@ def look(encoder: Encoder, *, precision: Precision, gpu: bool) -> Look:
         return Look(_OWN)
     wrong = [size for size in sizes if size > KERNEL_HEAD_SIZE or size % 8]
     if gpu and wrong:
-        return Look(
-            f"its heads have size {wrong[0]}, and a GPU's kernel for packed texts takes up to {KERNEL_HEAD_SIZE}"
-        )
+        taken = f"multiples of 8 up to {KERNEL_HEAD_SIZE}"
+        return Look(f"its heads have size {wrong[0]}, and a GPU's kernel for packed texts takes {taken}")
     return Look(None, max(dropouts))
 
 
@@ -128,7 +128,7 @@ def why_not_alike(encoder: Forward, config: PretrainedConfig, precision: Precisi
 def _chunk(device: torch.device, texts: list[list[int]]) -> tuple[Tensor, Tensor, None, Packing]:
     lengths = [len(text) for text in texts]
     ids = torch.tensor([[token for text in texts for token in text]], device=device)
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     positions = torch.tensor([[place for length in lengths for place in range(length)]], device=device)
     return ids, torch.ones_like(ids), None, Packing(tuple(lengths), starts, positions)
 

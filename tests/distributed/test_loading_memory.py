@@ -1,7 +1,7 @@
 """Loading takes a rank's share of the weights and one tensor, not the model: measured on 4 ranks.
 
-Without the pass of one token that follows: like every pass it gathers blocks, in the memory of the device, which
-is the host's here alone.
+Without the pass of one token that follows, and those that ask whether texts can be packed: like every pass they gather
+blocks, in the memory of the device, which is the host's here alone.
 """
 
 import shutil
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.lora import FrozenDtype, LoraConfig
-from embedtrain.config.schema import ModelConfig
+from embedtrain.config.schema import Attention, ModelConfig
 from embedtrain.distributed.world import World
 from embedtrain.training import model as loading
 from embedtrain.training.model import load_model
@@ -60,7 +60,7 @@ def test_a_rank_holds_its_share_and_one_tensor(ranks, directory, tmp_path):
     shutil.copytree(directory, pickled)
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
-    model = replace(small_model("llama"), config=None, path=str(directory))
+    model = replace(small_model("llama"), config=None, path=str(directory), attention=Attention.padded)
     models = {
         "slices": model,
         "adapters": replace(model, lora=LoraConfig(rank=4, frozen=FrozenDtype.bf16)),

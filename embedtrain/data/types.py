@@ -207,9 +207,10 @@ class Tokens:
     packing: Packing | None = None
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, Packing | None]:
-        """What the encoder is called with."""
-        return self.ids, self.mask, self.pooled, self.packing
+    def inputs(self) -> tuple[Tensor | Packing | None, ...]:
+        """What the encoder is called with: ids, mask and pooled, and the packing of a packed chunk."""
+        padded = (self.ids, self.mask, self.pooled)
+        return padded if self.packing is None else (*padded, self.packing)
 
     def to(self, device: torch.device) -> "Tokens":
         """The same tokens on `device`."""

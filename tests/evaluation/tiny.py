@@ -27,7 +27,7 @@ class TinyEncoder(nn.Module):
         self.backbone = BertModel(config, add_pooling_layer=False)
         self.forwards = 0
 
-    def forward(self, ids: Tensor, mask: Tensor, pooled: Tensor | None = None, packing: None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor, pooled: Tensor | None = None) -> Tensor:
         self.forwards += 1
         hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = (mask if pooled is None else pooled).unsqueeze(-1).float()

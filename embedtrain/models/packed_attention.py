@@ -71,8 +71,13 @@ def attention(
     reach = _reach(causal, sliding_window, said=is_causal is not None)
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    compute = _by_kernel if q.is_cuda and v.dtype in KERNEL_DTYPES else _by_runs
-    return compute(q, k, v, packing, causal, reach, scale, dropout).unsqueeze(0), None
+    if q.is_cuda and v.dtype in KERNEL_DTYPES:
+        return _by_kernel(q, k, v, packing, causal, reach, scale).unsqueeze(0), None
+    if module.training or torch.is_grad_enabled():
+        # torch's attention on a CPU is several times slower backward in bf16. The first of two passes over a chunk
+        # has no gradient, and has to be what the second one is.
+        q, k, v = (part if part.is_cuda else part.float() for part in (q, k, v))
+    return _by_runs(q, k, v, packing, causal, reach, scale, dropout).to(value.dtype).unsqueeze(0), None
 
 
 def _reach(causal: bool, window: int | None, *, said: bool) -> int | None:
@@ -88,7 +93,7 @@ def _reach(causal: bool, window: int | None, *, said: bool) -> int | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_kernel(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool, reach: int | None, scale: float, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool, reach: int | None, scale: float
 ) -> Tensor:
     """One kernel for all, [T, H, S] to [T, H, S]. It has no dropout, which whoever chooses it says."""
     groups = q.shape[1] // k.shape[1]
@@ -109,12 +114,10 @@ def _by_runs(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool, reach: int | None, scale: float, dropout: float
 ) -> Tensor:
     """Each run of texts of one length as a batch, [T, H, S] to [T, H, S]."""
-    # torch's attention on a CPU is several times slower backward in bf16 than in fp32.
-    dtype = v.dtype
     runs = packing.runs
     sizes = [texts * length for texts, length in runs]
     # Split at once: slices would each make a gradient of the whole, zeros but for a run.
-    parts = [part.float().split(sizes) if not part.is_cuda else part.split(sizes) for part in (q, k, v)]
+    parts = [part.split(sizes) for part in (q.to(v.dtype), k.to(v.dtype), v)]
     out = []
     for (texts, length), *run in zip(runs, *parts, strict=True):
         batch = [part.view(texts, length, *part.shape[1:]).transpose(1, 2) for part in run]
@@ -132,7 +135,7 @@ def _by_runs(
             scale=scale,
         )
         out.append(seen.transpose(1, 2).reshape(texts * length, seen.shape[1], seen.shape[3]))
-    return torch.cat(out).to(dtype)
+    return torch.cat(out)
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,7 +40,9 @@ def test_patience_runs_out_as_if_the_run_had_not_been_stopped(ranks, workshop, t
     assert "stopped at step 6 of 12" in told
 
 
-@pytest.mark.parametrize("architecture", ["xlm-roberta", pytest.param("qwen2", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.parametrize(
+    "architecture", ["xlm-roberta", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3"))]
+)
 def test_gathering_whole_or_block_by_block_changes_nothing(ranks, workshop, tmp_path, architecture):  # noqa: F811
     """Bit for bit: losses with dropout after evaluations of either way, or of none, and the figures themselves."""
     model = save_small(small_model(architecture, dropout=0.1), tmp_path / "model")

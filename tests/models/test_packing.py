@@ -165,6 +165,7 @@ def test_what_packed_attention_has_not_is_a_reason():
     assert "softcap" in look(encoder, precision=Precision.fp32, gpu=False).why_padded
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_compiled_once_for_all_batches():
     """What a batch's texts are lies where the compiler does not look."""
     encoder = encoder_of(options("llama"))

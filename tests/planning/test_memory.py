@@ -17,6 +17,7 @@ from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, facts
 RANKS = 8
 
 
+@pytest.mark.slow  # what a real step takes is measured in any case
 def test_memory_is_that_of_torchs_tracker():
     """XLM-R large and Llama 3 8B, their first 2 and 4 blocks, small batches (weights count) and large ones.
 

@@ -139,7 +139,7 @@ def vectors(world: World, directory: str, texts: list[str], prompt: str, max_len
     return found, model.source.include_prompt
 
 
-@pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
+@pytest.mark.parametrize("architecture", ["xlm-roberta", pytest.param("llama", marks=pytest.mark.slow)])
 def test_vectors_are_those_of_sentence_transformers(ranks, folder, tmp_path, architecture):
     made = architecture_of(tmp_path / "made", options(folder, architecture))
     export_model(tmp_path / "out", made)

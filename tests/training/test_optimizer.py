@@ -146,10 +146,10 @@ def dropped(world: World, model: ModelConfig) -> None:
     backward = Backward(
         trained.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=trained.tokenizer.dummy()
     )
-    mine = cut(batch(7), world.rank, world.size, trained.tokenizer, Cutting(10_000, pass_tokens=4))
+    mine = cut(batch(7), world.rank, world.size, trained.tokenizer, Cutting(24, 10_000))
     assert mine.kept == len(mine.chunks)
     if world.rank == 1:  # fewer chunks than the other rank: it runs a dummy
-        mine = cut(batch(7), world.rank, world.size, trained.tokenizer, Cutting(10_000, pass_tokens=40))
+        mine = cut(batch(7), world.rank, world.size, trained.tokenizer, Cutting(70, 10_000))
     assert len(set(world.gather(len(mine.chunks)))) == world.size
     found = []
     for kept in (9, 0, 9, 1):

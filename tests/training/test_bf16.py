@@ -111,7 +111,10 @@ def test_a_processor_without_bf16_is_told_of(precision, device, capabilities, sa
     assert all("parallel.precision=fp32" in note for note in notes)
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo")
+@pytest.mark.skipif(
+    not Path("/proc/cpuinfo").exists(),
+    reason="what the processor has is compared with /proc/cpuinfo, which Linux alone has",
+)
 def test_this_processor_is_known(monkeypatch):
     words = set(Path("/proc/cpuinfo").read_text().split())
     has = bool(words & {"amx_bf16", "avx512_bf16", "bf16", "svebf16"})

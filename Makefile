@@ -7,7 +7,7 @@ RANKS ?= 2
 export OMP_NUM_THREADS ?= 1
 RUN := runs/quickstart
 
-.PHONY: demo test test-all lint format types bench clean
+.PHONY: demo test test-all test-slurm test-hosts test-browser image-test docs lint format bench clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
@@ -18,10 +18,25 @@ demo: .venv  ## train, evaluate, export and search on Debian package description
 	@echo '  $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-en query="edit photos"'
 
 test: .venv  ## all tests but those marked slow
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not slurm and not hosts and not image and not browser'
 
 test-all: .venv  ## the slow ones as well
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not slurm and not hosts and not image and not browser'
+
+test-slurm: .venv  ## on a SLURM cluster of two virtual nodes that the tests start on this machine (as root)
+	$(BIN)/python -m pytest -m slurm -rs
+
+test-hosts: .venv  ## on two hosts that are network namespaces of this machine (as root)
+	$(BIN)/python -m pytest -m hosts -rs
+
+test-browser: .venv  ## the report and the documentation in a real Chromium, at desk and phone width
+	$(BIN)/python -m pytest -m browser -rs
+
+image-test: .venv  ## build the CPU image with whatever builder is there, and run the quickstart in it
+	$(BIN)/python -m pytest -m image -rs
+
+docs: .venv  ## the documentation site, into site/
+	$(BIN)/mkdocs build --strict
 
 lint: .venv  ## style and types
 	$(BIN)/ruff check .

@@ -21,6 +21,8 @@ ALLOWED = {
     "losses": {"distributed.collectives"},
     "distributed": LOWER,
     "planning": {"models", "losses", "distributed"},
+    "launch": set(),  # runs where torch may not be installed
+    "health": LOWER,
     "training": UPPER | MIDDLE | LOWER,
     "evaluation": UPPER | MIDDLE | LOWER,
     "checkpoint": UPPER | MIDDLE | LOWER,
@@ -93,6 +95,7 @@ def test_arrows_run_one_way(path):
     ("room", "never"),
     [
         ("config", ("torch", "transformers", "datasets")),
+        ("launch", ("torch", "transformers", "datasets")),
         ("data", ("transformers.AutoModel", "torch.nn", "torch.distributed", "sentence_transformers")),
         ("losses", ("transformers", "sentence_transformers")),
         ("models", ("torch.distributed",)),

@@ -11,9 +11,9 @@ import latex2mathml.converter
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
-def on_page_content(page: str, **_: object) -> str:
+def on_page_content(content: str, **_: object) -> str:
     """Every formula of a page as MathML."""
-    return _FORMULA.sub(_mathml, page)
+    return _FORMULA.sub(_mathml, content)
 
 
 def _mathml(match: re.Match[str]) -> str:

@@ -113,8 +113,8 @@ def table(kind: type, prefix: str, place: str = "", *, without: type | None = No
     """
     known = {field.name for field in dataclasses.fields(without)} if without else set()
     rows = [
-        f'| <span id="{place or "option."}{prefix}{option.name}" class="option">`{prefix}{option.name}`</span> | {_type(option)} '
-        f"| {_code(option.default)} | {_cell(meaning(option))} |"
+        f'| <span id="{place or "option."}{prefix}{option.name}" class="option">`{prefix}{option.name}`</span> '
+        f"| {_type(option)} | {_code(option.default)} | {_cell(meaning(option))} |"
         for option in options_of(kind)
         if option.name not in known
     ]
@@ -132,7 +132,7 @@ def meaning(option: Option) -> str:
         elif kind is LossConfig:
             parts.append("see [losses](losses.md)")
         elif dataclasses.is_dataclass(kind) and not option.comment:
-            parts.append(f"see below")
+            parts.append("see below")
     return ". ".join(part.rstrip(".") for part in parts if part)
 
 

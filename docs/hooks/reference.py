@@ -24,12 +24,12 @@ import yaml
 
 import embedtrain.config
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.losses import LOSSES, InfoNCEConfig, LossConfig
 from embedtrain.config.schema import Recipe, TrainSource
 
 _MARK = re.compile(r"^<!-- options: (\w+) -->$", re.MULTILINE)
 _DOOR = re.compile(r"Options of `python -m embedtrain\.(\w+)`")
-_HEAD = "| option | type | default | meaning |\n| --- | --- | --- | --- |\n"
+_HEAD = "| option | meaning |\n| --- | --- |\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def tree(kind: type, prefix: str, place: str = "") -> str:
     parts = [told(kind), table(kind, prefix, place)] if kind is not Recipe else [table(kind, prefix, place)]
     for option in options_of(kind):
         for inner in option.classes:
-            if dataclasses.is_dataclass(inner) and inner is not LossConfig:
+            if _has_a_table(inner):
                 level = "##" if not prefix and kind is Recipe else "###"
                 parts.append(f"{level} {prefix}{option.name}\n\n{tree(inner, f'{prefix}{option.name}.', place)}")
     return "\n\n".join(part for part in parts if part)
@@ -113,10 +113,10 @@ def table(kind: type, prefix: str, place: str = "", *, without: type | None = No
     """
     known = {field.name for field in dataclasses.fields(without)} if without else set()
     rows = [
-        f'| <span id="{place or "option."}{prefix}{option.name}" class="option">`{prefix}{option.name}`</span> '
-        f"| {_type(option)} | {_code(option.default)} | {_cell(meaning(option))} |"
+        f'| <span id="{place or "option."}{prefix}{option.name}" class="option">`{prefix}{option.name}`</span>'
+        f"<br>{_type(option)}{_default_of(option)} | {_cell(meaning(option))} |"
         for option in options_of(kind)
-        if option.name not in known
+        if option.name not in known and not any(map(_has_a_table, option.classes))
     ]
     return _HEAD + "\n".join(rows) if rows else ""
 
@@ -131,8 +131,6 @@ def meaning(option: Option) -> str:
             parts += [f"`{kind[name].value}`: {text}" for name, text in comments.items()]
         elif kind is LossConfig:
             parts.append("see [losses](losses.md)")
-        elif dataclasses.is_dataclass(kind) and not option.comment:
-            parts.append("see below")
     return ". ".join(part.rstrip(".") for part in parts if part)
 
 
@@ -230,13 +228,24 @@ def _type(option: Option) -> str:
     return _code(re.sub(r"\b(None|str|bool|int|float|Any)\b", lambda match: names[match[1]], text))
 
 
+def _default_of(option: Option) -> str:
+    if LossConfig in option.classes:
+        return f", default {_code(InfoNCEConfig.name)}"
+    return f", default {_code(option.default)}" if option.default else ", to be given"
+
+
+def _has_a_table(kind: type) -> bool:
+    """Whether a field of this class is told by a heading and a table of its own."""
+    return dataclasses.is_dataclass(kind) and kind is not LossConfig
+
+
 def _code(text: str) -> str:
-    return f"`{_cell(text)}`" if text else ""
+    return f"`{text}`" if text else ""
 
 
 def _cell(text: str) -> str:
-    """Text within a table's cell: a bar would end it."""
-    return text.replace("|", "\\|")
+    """Text within a table's cell: a bar would end it, but in code."""
+    return "`".join(part if at % 2 else part.replace("|", "\\|") for at, part in enumerate(text.split("`")))
 
 
 def _loss(kind: type[LossConfig]) -> str:

@@ -23,17 +23,16 @@ PAGES = {
 }
 # A link of Markdown outside code: its text and its target. Images begin with "!" and lie within docs/.
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\[\]]*)\]\((?P<target>[^()\s]+)\)")
+_CODE = re.compile(r"`[^`\n]+`")
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie elsewhere in the repository; one that is not there yet says so."""
+    """Add the pages that lie elsewhere in the repository."""
     for path, page in PAGES.items():
         if files.get_file_from_path(page) is not None:
             continue
-        file = ROOT / path
-        text = file.read_text(encoding="utf-8") if file.is_file() else f"# {Path(path).parent.name}\n\nNot written yet."
-        files.append(File.generated(config, page, content=text))
+        files.append(File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8")))
     return files
 
 
@@ -65,4 +64,5 @@ def _linked(text: str, source: str, page: Page, config: MkDocsConfig) -> str:
             return f"[{match['text']}]({config.repo_url.rstrip('/')}/{kind}/main/{path})"
         return match["text"] if path in match["text"] else f"{match['text']} (`{path}`)"
 
-    return _LINK.sub(link, text)
+    # In a table GitHub wants a bar in code escaped, and Python-Markdown shows the backslash.
+    return _CODE.sub(lambda code: code[0].replace("\\|", "|"), _LINK.sub(link, text))

@@ -3,10 +3,13 @@
 A block whose fence follows a comment `<!-- not run: why -->` or `<!-- theirs -->` is shown, and not ours to try.
 """
 
+import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import ROOT
 
@@ -54,3 +57,14 @@ def blocks(page: Path) -> Iterator[Block]:
 def without_code(text: str) -> str:
     """A page without blocks and code in lines, where brackets are no links."""
     return re.sub(r"`[^`\n]+`", "``", _BLOCK.sub("", text))
+
+
+def load_hook(name: str) -> Any:
+    """A module of docs/hooks, which mkdocs loads by its path."""
+    spec = importlib.util.spec_from_file_location(f"docs_hooks_{name}", ROOT / "docs" / "hooks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass looks for its module there
+    spec.loader.exec_module(module)
+    return module

@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.docs.pages import load_hook
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("material")
@@ -58,15 +60,19 @@ def test_formulas_are_mathml_and_tables_stand_in_the_reference(site):
     assert "<!-- options" not in recipe
 
 
-def test_links_to_the_repository_go_there_if_it_is_known(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1",
-                       "DOCS_REPO_URL": "https://github.example/me/embedtrain"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    text = (tmp_path / "recipes" / "index.html").read_text(encoding="utf-8")
-    assert 'href="https://github.example/me/embedtrain/blob/main/recipes/bce_xlmr.yaml"' in text
-    claims = (tmp_path / "claims" / "index.html").read_text(encoding="utf-8")
-    assert 'href="https://github.example/me/embedtrain/tree/main/tests/losses"' in claims
+def test_links_to_the_repository_go_there_if_it_is_known():
+    hook, page = load_hook("repository"), SimpleNamespace(file=SimpleNamespace(src_uri="data.md", generated_by=None))
+
+    def made(text: str, repo_url: str) -> str:
+        return hook.on_page_markdown(text, page, SimpleNamespace(repo_url=repo_url), None)
+
+    written = (
+        "[a](../recipes/minilm.yaml) [b](../tests/losses/) [c](../benchmarks/README.md#speed) [d](mine.md) `x\\|y`\n"
+        "```bash\necho [e](../recipes/f.yaml)\n```\n"
+    )
+    known = made(written, "https://host.example/me/it/")
+    assert "[a](https://host.example/me/it/blob/main/recipes/minilm.yaml)" in known
+    assert "[b](https://host.example/me/it/tree/main/tests/losses)" in known
+    assert "[c](benchmarks.md#speed) [d](mine.md) `x|y`" in known
+    assert "echo [e](../recipes/f.yaml)" in known, "code stays as it is"
+    assert "a (`recipes/minilm.yaml`) b (`tests/losses`)" in made(written, "")

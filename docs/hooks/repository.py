@@ -62,7 +62,8 @@ def _linked(text: str, source: str, page: Page, config: MkDocsConfig) -> str:
         if config.repo_url:
             kind = "tree" if (ROOT / path).is_dir() else "blob"
             return f"[{match['text']}]({config.repo_url.rstrip('/')}/{kind}/main/{path})"
-        return match["text"] if path in match["text"] else f"{match['text']} (`{path}`)"
+        named = path in match["text"] or Path(path).stem in match["text"]
+        return match["text"] if named else f"{match['text']} (`{path}`)"
 
     # In a table GitHub wants a bar in code escaped, and Python-Markdown shows the backslash.
     return _CODE.sub(lambda code: code[0].replace("\\|", "|"), _LINK.sub(link, text))

@@ -113,12 +113,18 @@ def table(kind: type, prefix: str, place: str = "", *, without: type | None = No
     """
     known = {field.name for field in dataclasses.fields(without)} if without else set()
     rows = [
-        f'| <span id="{place or "option."}{prefix}{option.name}" class="option">`{prefix}{option.name}`</span>'
-        f"<br>{_type(option)}{_default_of(option)} | {_cell(meaning(option))} |"
+        row(option, prefix, place)
         for option in options_of(kind)
         if option.name not in known and not any(map(_has_a_table, option.classes))
     ]
     return _HEAD + "\n".join(rows) if rows else ""
+
+
+def row(option: Option, prefix: str, place: str) -> str:
+    """One option as a row of its table."""
+    name = f"{prefix}{option.name}"
+    span = f'<span id="{place or "option."}{name}" class="option">`{name}`</span>'
+    return f"| {span}<br>{_type(option)}{_default_of(option)} | {_cell(meaning(option))} |"
 
 
 def meaning(option: Option) -> str:

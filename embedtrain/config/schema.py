@@ -1,7 +1,7 @@
 """The recipe as dataclasses: every option, its type, its default, and what it means.
 
 Hydra composes a recipe from YAML and the command line into these types; the rest of the package sees
-nothing but them. A field's comment is the documentation that `--help` and the README rely on.
+nothing but them. A field's comment is the documentation that the reference in docs/ is made of.
 """
 
 from dataclasses import dataclass, field

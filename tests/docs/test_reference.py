@@ -25,9 +25,11 @@ def listed() -> dict[str, str]:
 
 
 def kinds_of_options() -> list[type]:
-    """Dataclasses of options are those that are given by name alone; checks reckon with others."""
+    """Options are given by name alone, and may be changed; dataclasses that checks reckon with are not like that."""
     found = [
-        kind for kind in reference.dataclasses_of_config() if all(field.kw_only for field in dataclasses.fields(kind))
+        kind
+        for kind in reference.dataclasses_of_config()
+        if not kind.__dataclass_params__.frozen and all(field.kw_only for field in dataclasses.fields(kind))
     ]
     assert len(found) > 30
     return found

@@ -52,8 +52,6 @@ def test_yaml_is_a_recipe_or_a_part_of_one(block, tmp_path, monkeypatch):
         to_recipe(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(keys)))
 
 
-def test_blocks_say_their_language():
-    unnamed = [str(block) for block in ALL if not block.language and block.page.is_relative_to(ROOT / "docs")]
-    assert unnamed == []
+def test_there_are_blocks_to_try():
     assert sum(block.language == "yaml" for block in ALL) >= 4
     assert {block.language for block in ALL if block.page == ROOT / "README.md"} == {"bash", "text"}

@@ -12,6 +12,8 @@ from tests.docs.pages import blocks, pages
 
 _HERE = re.compile(r"^cat > (?P<path>\S+) <<'(?P<end>\w+)'\n(?P<text>.*?)^(?P=end)$", re.MULTILINE | re.DOTALL)
 
+SHELL = ("bash", "sh", "console", "")
+
 
 def written_by(page: Path) -> dict[str, str]:
     """The files that a page tells to write: here-documents, and YAML with a title."""
@@ -25,7 +27,7 @@ def written_by(page: Path) -> dict[str, str]:
 
 
 def commands_of(page: Path) -> list[Command]:
-    shell = [block for block in blocks(page) if block.language in ("bash", "sh", "console") and not block.excused]
+    shell = [block for block in blocks(page) if block.language in SHELL and not block.excused]
     return [command for block in shell for command in commands(block.text)]
 
 

@@ -18,20 +18,20 @@ class EvaluateOptions:
     subset: int | None = None  # at most so many queries or rows of each set
     output_dir: str = "runs/evaluate"  # metrics.jsonl is written there, and mteb's results
     pooling: Pooling | None = None
-    normalize: bool | None = None
-    max_length: int | None = None
-    query_prompt: str | None = None
-    document_prompt: str | None = None
+    normalize: bool | None = None  # L2-normalise vectors; default: as the model says
+    max_length: int | None = None  # tokens; default: the model's
+    query_prompt: str | None = None  # default: the model's
+    document_prompt: str | None = None  # default: the model's
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
     precision: Precision = Precision.fp32
-    chunk_tokens: int = 16384
+    chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold on one rank
     gather: Gather = Gather.block
     index: IndexConfig = field(default_factory=IndexConfig)
     vectors_dir: str | None = None  # keep documents' vectors there: an evaluation that was stopped goes on
     save_runs: bool = False  # write each retrieval set's ranking and judgements as TREC run and qrels files
     depth: int = 100  # documents of each query in a run file; figures go as deep as their metrics
-    timeout: float = 1800.0
+    timeout: float = 1800.0  # seconds a rank waits for the others before all give up
 
 
 @dataclass(kw_only=True)
@@ -58,10 +58,10 @@ class SearchOptions:
     corpus: str = ""  # BEIR folder, or a corpus.jsonl
     query: str | None = None  # without it queries are read from the keyboard, or line by line from a pipe
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    top: int = 5
+    top: int = 5  # documents shown of each query
     precision: Precision = Precision.fp32
-    chunk_tokens: int = 16384
-    trust_remote_code: bool = False
+    chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold
+    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
 
 
 @dataclass(kw_only=True)
@@ -74,12 +74,12 @@ class InspectOptions:
     max_length: int | None = None  # default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's
-    instruction_format: str = DataConfig.instruction_format
+    instruction_format: str = DataConfig.instruction_format  # as data.instruction_format
     for_loss: str = "infonce"  # what the rows are to be trained with: some losses need scores, classes or vectors
     examples: int = 2  # rows shown of each source
     problems: int = 10  # rows that cannot be used, named of each source
     cache_dir: str | None = None  # as data.cache_dir
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ class PlanOptions:
     """Options of `python -m embedtrain.plan`; all others on its command line are the recipe's."""
 
     gpus: int = 8  # in all
-    gpus_per_node: int = 8
+    gpus_per_node: int = 8  # GPUs that share a machine
     gpu_memory: float = 80.0  # GiB of each; a tenth of it is left to the driver and to what the plan does not know
     bandwidth_node: float = 300.0  # GB/s that a GPU sends within its node (H100: NVLink)
     bandwidth_network: float = 50.0  # GB/s that a GPU sends to other nodes (an adapter of 400 Gb/s each)

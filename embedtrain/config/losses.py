@@ -93,7 +93,7 @@ class EmbeddingDistance(str, Enum):
 class LossConfig:
     """What every loss has."""
 
-    name: str = "infonce"
+    name: str = "infonce"  # which loss: `loss=NAME` chooses it
     weight: float = 1.0  # what it is multiplied with, for losses within loss=combined
     matryoshka_dims: list[int] | None = (
         None  # also trained on the first n dimensions, for each n (Kusupati et al., 2022)
@@ -121,7 +121,7 @@ class InfoNCEConfig(LossConfig):
     guide_margin: float = 0.0  # how much below the positive's similarity the guide begins to object
     guide_margin_kind: Margin = Margin.absolute
     hardness: Hardness = Hardness.none  # which negatives weigh exp(strength * similarity) (Lan et al., 2025)
-    hardness_strength: float = 0.0
+    hardness_strength: float = 0.0  # 0: none
     implementation: Implementation = Implementation.auto
 
 
@@ -130,13 +130,13 @@ class SigLIPConfig(LossConfig):
     """A sigmoid for every pair of a query and a document of the global batch (Zhai et al., 2023)."""
 
     name: str = "siglip"
-    temperature: float = 0.1
-    bias: float = -10.0
-    learn_temperature: bool = True
-    learn_bias: bool = True
-    temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])
+    temperature: float = 0.1  # similarities are divided by it
+    bias: float = -10.0  # added to them: most pairs are no match
+    learn_temperature: bool = True  # start from `temperature` and train it
+    learn_bias: bool = True  # start from `bias` and train it
+    temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
     similarity: Similarity = Similarity.cosine
-    mask_duplicates: bool = True
+    mask_duplicates: bool = True  # a document equal to the positive, or of an equal query, is no negative
 
 
 @dataclass(kw_only=True)
@@ -144,7 +144,7 @@ class CoSENTConfig(LossConfig):
     """Scored pairs in the order of their scores, over the whole global batch (Su, 2022)."""
 
     name: str = "cosent"
-    temperature: float = 0.05
+    temperature: float = 0.05  # similarities are divided by it
 
 
 @dataclass(kw_only=True)
@@ -152,7 +152,7 @@ class AnglEConfig(LossConfig):
     """CoSENT with the angle between complex vectors (Li and Li, 2024)."""
 
     name: str = "angle"
-    temperature: float = 0.05
+    temperature: float = 0.05  # similarities are divided by it
 
 
 @dataclass(kw_only=True)
@@ -167,7 +167,7 @@ class ContrastiveConfig(LossConfig):
     """Pairs labelled 1 pulled together, pairs labelled 0 pushed `margin` apart (Hadsell et al., 2006)."""
 
     name: str = "contrastive"
-    margin: float = 0.5
+    margin: float = 0.5  # distance that pairs labelled 0 are pushed to
     distance: Distance = Distance.cosine
 
 
@@ -176,7 +176,7 @@ class OnlineContrastiveConfig(LossConfig):
     """The same of the hard pairs of the global batch alone, as sentence-transformers does."""
 
     name: str = "online_contrastive"
-    margin: float = 0.5
+    margin: float = 0.5  # distance that pairs labelled 0 are pushed to
     distance: Distance = Distance.cosine
     reduction: Reduction = Reduction.sum  # sum, as sentence-transformers; mean: over all pairs of the batch
 
@@ -186,7 +186,7 @@ class TripletConfig(LossConfig):
     """The negative farther than the positive by a margin (Schroff et al., 2015)."""
 
     name: str = "triplet"
-    margin: float = 0.3
+    margin: float = 0.3  # how much farther than the positive a negative is to be
     distance: Distance = Distance.cosine
 
 
@@ -196,7 +196,7 @@ class BatchTripletConfig(LossConfig):
 
     name: str = "batch_triplet"
     mining: Mining = Mining.hard
-    margin: float = 0.3
+    margin: float = 0.3  # how much farther than the positive a negative is to be
     distance: Distance = Distance.cosine
 
 
@@ -237,8 +237,8 @@ class OrthogonalConfig(LossConfig):
     """Global orthogonal regularisation: unrelated vectors spread as on a sphere (Zhang et al., 2017)."""
 
     name: str = "orthogonal"
-    mean_weight: float = 1.0
-    second_moment_weight: float = 1.0
+    mean_weight: float = 1.0  # of the squared mean of their similarities
+    second_moment_weight: float = 1.0  # of the mean of squared similarities, as far as it is above 1 / dimensions
     aggregation: Reduction = Reduction.mean  # over queries, positives, first negatives, ...
 
 

@@ -40,10 +40,10 @@ class MineOptions:
     relative_margin: float | None = 0.05  # at most (1 - this) of the positive's score: the positive-aware 95 % rule
     absolute_margin: float | None = None  # at most the positive's score less this
     max_score: float | None = None  # of a negative; the teacher's score, where there is a teacher
-    min_score: float | None = None
+    min_score: float | None = None  # of a negative; the teacher's score, where there is a teacher
     against: AgainstPositive = AgainstPositive.highest
     sampling: Sampling = Sampling.top
-    seed: int = 42
+    seed: int = 42  # which negatives `sampling=random` draws
     keep_own_negatives: bool = False  # negatives that rows have stay, before those found; but positives are left out
 
     # Bi-encoder or cross-encoder whose scores are written, and margins and ranks of negatives taken by.
@@ -52,17 +52,17 @@ class MineOptions:
     # Pairs a cross-encoder scores at a time. Where memory ran out, mining goes on with fewer, as with another
     # `chunk_tokens`, `gather` or `index.place`: only the last bits of scores may differ.
     teacher_batch_size: int = 32
-    teacher_max_length: int | None = None
+    teacher_max_length: int | None = None  # tokens; default: the teacher's
     scores: bool = True  # write pos_scores and neg_scores
 
     pooling: Pooling | None = None
-    normalize: bool | None = None
-    max_length: int | None = None
-    query_prompt: str | None = None
-    document_prompt: str | None = None
-    instruction_format: str = DataConfig.instruction_format
+    normalize: bool | None = None  # L2-normalise vectors; default: as the model says
+    max_length: int | None = None  # tokens; default: the model's
+    query_prompt: str | None = None  # default: the model's
+    document_prompt: str | None = None  # default: the model's
+    instruction_format: str = DataConfig.instruction_format  # as data.instruction_format
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
     precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
     chunk_tokens: int = 16384  # of a forward pass, padding included
     gather: Gather = Gather.block

@@ -1,7 +1,7 @@
 """The recipe as dataclasses: every option, its type, its default, and what it means.
 
 Hydra composes a recipe from YAML and the command line into these types; the rest of the package sees
-nothing but them. A field's comment is the documentation that `--help` and the README rely on.
+nothing but them. A field's comment is the documentation that the reference in docs/ is made of.
 """
 
 from dataclasses import dataclass, field
@@ -216,10 +216,10 @@ class DataConfig:
 class OptimConfig:
     """AdamW, its schedule, and clipping."""
 
-    lr: float = 2e-5
+    lr: float = 2e-5  # the highest learning rate, where warm-up ends
     weight_decay: float = 0.01  # matrices only: biases and norms are never decayed
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay of AdamW's two moments
+    eps: float = 1e-8  # added to the root of the second
     max_grad_norm: float | None = 1.0  # of the whole model over all ranks; null: no clipping
     schedule: ScheduleKind = ScheduleKind.linear
     warmup: float = 0.05  # below 1 a share of all steps, from 1 a number of steps
@@ -237,7 +237,7 @@ class TrainConfig:
     keep_tokens: int | None = None  # tokens whose graphs are kept, not encoded twice; default: what memory has room for
     pass_tokens: int | None = None  # what one more forward pass costs, in tokens: less is less padding in more passes
     accumulation: int = 1  # global batches whose gradients make one step; each has its own negatives
-    log_every: int = 10
+    log_every: int = 10  # steps between lines on the terminal and rows of metrics.jsonl
 
 
 @dataclass(kw_only=True)
@@ -289,19 +289,19 @@ class ExportConfig:
 class TrackingConfig:
     """Where figures go besides the terminal and metrics.jsonl."""
 
-    wandb: bool = False
-    wandb_project: str = "embedtrain"
-    wandb_entity: str | None = None
-    wandb_group: str | None = None
+    wandb: bool = False  # log to Weights & Biases as well
+    wandb_project: str = "embedtrain"  # its project
+    wandb_entity: str | None = None  # user or team; default: your own
+    wandb_group: str | None = None  # runs of one group are shown together
 
 
 @dataclass(kw_only=True)
 class Recipe:
     """Everything a run is made of."""
 
-    name: str = ""
-    seed: int = 42
-    output_dir: str = "runs/${name}"
+    name: str = ""  # of the run; a recipe sets it
+    seed: int = 42  # of row order, dropout and new weights
+    output_dir: str = "runs/${name}"  # all that a run writes lies there; the same folder goes on
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=InfoNCEConfig)

@@ -1,0 +1,23 @@
+"""mkdocs hook: formulas become MathML while the site is built, which browsers show without a script or a font.
+
+They are written as GitHub reads them, $...$ and $$...$$.
+"""
+
+import html
+import re
+
+import latex2mathml.converter
+
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_page_content(content: str, **_: object) -> str:
+    """Every formula of a page as MathML."""
+    return _FORMULA.sub(_mathml, content)
+
+
+def _mathml(match: re.Match[str]) -> str:
+    whole = match[1] == "div"
+    latex = html.unescape(match[2]).strip()
+    mathml = latex2mathml.converter.convert(latex, display="block" if whole else "inline")
+    return f'<div class="formula">{mathml}</div>' if whole else mathml

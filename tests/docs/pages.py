@@ -1,0 +1,70 @@
+"""The pages that a user reads, and the code blocks in them.
+
+A block whose fence follows a comment `<!-- not run: why -->` or `<!-- theirs -->` is shown, and not ours to try.
+"""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+
+_BLOCK = re.compile(
+    r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+_MARK = re.compile(r"<!-- (?P<mark>not run|theirs)(?P<why>:[^\n]*)? -->\s*\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it stands, its language, its text, and whether a comment before it excuses it."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    excused: bool
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """Every page of the site, and what GitHub shows first."""
+    others = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docker/README.md")]
+    return [*sorted((ROOT / "docs").rglob("*.md")), *(page for page in others if page.is_file())]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    for match in _BLOCK.finditer(text):
+        before = text[: match.start()]
+        yield Block(
+            page,
+            before.count("\n") + 1,
+            match["info"].split()[0] if match["info"].strip() else "",
+            "".join(line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True)),
+            _MARK.search(before) is not None,
+        )
+
+
+def without_code(text: str) -> str:
+    """A page without blocks and code in lines, where brackets are no links."""
+    return re.sub(r"`[^`\n]+`", "``", _BLOCK.sub("", text))
+
+
+def load_hook(name: str) -> Any:
+    """A module of docs/hooks, which mkdocs loads by its path."""
+    spec = importlib.util.spec_from_file_location(f"docs_hooks_{name}", ROOT / "docs" / "hooks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass looks for its module there
+    spec.loader.exec_module(module)
+    return module

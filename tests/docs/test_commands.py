@@ -1,0 +1,70 @@
+"""Every command of the pages composes: its options exist, have the right types, and go together."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from embedtrain.errors import ConfigError
+from tests.conftest import ROOT
+from tests.docs.commands import Command, commands, compose
+from tests.docs.pages import blocks, pages
+
+_HERE = re.compile(r"^cat > (?P<path>\S+) <<'(?P<end>\w+)'\n(?P<text>.*?)^(?P=end)$", re.MULTILINE | re.DOTALL)
+
+SHELL = ("bash", "sh", "console", "")
+
+
+def written_by(page: Path) -> dict[str, str]:
+    """The files that a page tells to write: here-documents, and YAML with a title."""
+    files = {}
+    text = page.read_text(encoding="utf-8")
+    for block in blocks(page):
+        files |= {found["path"]: found["text"] for found in _HERE.finditer(block.text)}
+    for title in re.finditer(r'^```yaml title="([^"]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL):
+        files[title[1]] = title[2]
+    return files
+
+
+def commands_of(page: Path) -> list[Command]:
+    shell = [block for block in blocks(page) if block.language in SHELL and not block.excused]
+    return [command for block in shell for command in commands(block.text)]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_compose(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path, text in written_by(page).items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    for command in dict.fromkeys(commands_of(page)):
+        try:
+            compose(command)
+        except ConfigError as error:
+            if not command.may_fail:
+                pytest.fail(f"{page.name}: python -m {command.module} {' '.join(command.arguments)}: {error}")
+        except SystemExit as leaving:  # after --help and --cfg
+            assert not leaving.code, command
+
+
+def test_commands_are_found_and_wrong_ones_are_not_passed_over(tmp_path, monkeypatch):
+    assert sum(len(commands_of(page)) for page in pages()) > 40
+    shell = (
+        "cat > x.py <<'PY'\npython -m embedtrain never=1\nPY\n"
+        "torchrun --standalone --nproc-per-node 2 -m embedtrain \\\n"
+        "  recipe=minilm 'data.train=[{path: a b.jsonl}]'  # so\n"
+        'python -m embedtrain.inspect data=my.jsonl || echo "exit code $?"\n'
+        'python -m embedtrain.search model=m corpus=c query="it\'s here" | head\n'
+    )
+    found = list(commands(shell))
+    assert found == [
+        Command("embedtrain", ("recipe=minilm", "data.train=[{path: a b.jsonl}]")),
+        Command("embedtrain.inspect", ("data=my.jsonl",), may_fail=True),
+        Command("embedtrain.search", ("model=m", "corpus=c", "query=it's here")),
+    ]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="did you mean temperature"):
+        compose(Command("embedtrain", ("recipe=minilm", "data.train=[a.jsonl]", "loss.tempature=1")))
+    with pytest.raises(ConfigError, match="negatives"):
+        compose(Command("embedtrain.mine", ("model=m", "data=[a.jsonl]", "to=b", "negatives=many")))

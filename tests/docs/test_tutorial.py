@@ -1,0 +1,76 @@
+"""The tutorial, pasted word by word into a shell in a fresh folder: it ends with a server that searches."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.docs.pages import blocks
+
+MARK = "--- block "
+
+
+@pytest.mark.slow
+def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "recipes", clone / "recipes")
+    shell = [block for block in blocks(ROOT / "docs" / "tutorial.md") if block.language == "bash" and not block.excused]
+    assert len(shell) >= 15
+    script = "".join(f"echo '{MARK}{number}'\n{block.text}\n" for number, block in enumerate(shell))
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "EMBEDTRAIN_CACHE": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        ["bash", "-e"],
+        input=script,
+        cwd=clone,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=1800,
+        check=False,
+    )
+    told = [part.partition("\n")[2] for part in done.stdout.split(MARK)[1:]]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(told) == len(shell)
+
+    def output(of: str) -> str:
+        (found,) = [text for block, text in zip(shell, told, strict=True) if of in block.text]
+        return found
+
+    assert re.search(r"packages/train\.jsonl:13201", output("a query without an answer"))
+    assert "exit code 1" in output("a query without an answer")
+    assert "exit code 1" in output("loss.tempature")
+    assert "it fits on every rank" in output("embedtrain.plan")
+    assert (clone / "packages/mined/train.jsonl").stat().st_size > 1_000_000
+
+    rows = [
+        [json.loads(line) for line in (clone / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("packages", "packages-2")
+    ]
+    first, second = ([row["ndcg@10"] for row in run if "ndcg@10" in row][-1] for run in rows)
+    assert first > 0.6
+    assert second > first, "hard negatives of its own make the model better"
+    assert f"{first:.4f}" in output("embedtrain.evaluate")
+
+    served = output("curl")
+    answer = json.loads(served[served.index("{") :])  # behind the server's own line
+    assert answer["query"] == "play chess"
+    assert len(answer["found"]) == 5
+    scores = [found["score"] for found in answer["found"]]
+    assert scores == sorted(scores, reverse=True)
+    assert "chess" in " ".join(found["text"] for found in answer["found"]).lower()
+    shown = re.findall(r"^(\d\.\d{3})  d\d+", output("embedtrain.search"), re.MULTILINE)
+    assert [float(score) for score in shown] == pytest.approx(scores[:3], abs=2e-3), (
+        "the server finds what search finds"
+    )

@@ -102,14 +102,14 @@ class Loop:
                 own = list(itertools.islice(stream, each))
                 note("training", state.step + 1)
                 with communication.of_step():
-                    report = train_step(self.run, *own)
+                    report = train_step(self.run, *own, measured=self._is_logged(state.step + 1))
                 if Notice.save_failed in report.notices:
                     self.checkpoints.wait()  # which says why
                 self._asked = Notice.stop in report.notices
                 since.add(report, batches.take_waited())
                 last = state.step == self.total_steps
                 self.tracker.advance(state.step)
-                if last or state.step % recipe.train.log_every == 0:
+                if self._is_logged(state.step):
                     rates = since.rates(self.run.world.size, self.rate.flops)
                     self.tracker.step({**since.row(state.step, report), **rates, **communication.take()})
                     since = _SinceLastLog()
@@ -119,6 +119,9 @@ class Loop:
                     improved = self._evaluate()
                 if self._over or improved or self._asked or _due(state.step, recipe.checkpoint.every):
                     self.save()
+
+    def _is_logged(self, step: int) -> bool:
+        return step == self.total_steps or step % self.recipe.train.log_every == 0
 
     def _agree_to_stop(self) -> bool:
         """Whether any rank was asked to stop. A collective."""

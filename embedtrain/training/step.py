@@ -56,8 +56,13 @@ class Trainable:
     hold_back: Callable[[], None] = lambda: None  # called before the weights change
 
 
-def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
+def train_step(run: Trainable, *batches: RankBatch, measured: bool = False) -> StepReport:
     """Take one step on this rank's share of one or several global batches. Every rank must call it.
+
+    Args:
+        run: what is changed.
+        batches: see Backward.
+        measured: see Backward.
 
     Raises:
         TrainingError: the loss or the gradient is not finite, on all ranks and before any weight has moved.
@@ -65,7 +70,7 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
     began = time.perf_counter()
     run.trained.train()
     run.optimizer.zero_grad(set_to_none=True)
-    output, finite = run.backward(*(batch.to(run.world.device) for batch in batches))  # kept, or encoded twice
+    output, finite = run.backward(*(batch.to(run.world.device) for batch in batches), measured=measured)  # kept, or encoded twice
     grad_norm = clip_grad_norm(run.trained.parameters(), run.optim.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
     mine = [*map(float, tokens), sum(run.flops.of(batch.lengths) for batch in batches)]

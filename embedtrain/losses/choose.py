@@ -30,8 +30,8 @@ from embedtrain.errors import ConfigError
 from embedtrain.losses.by_source import BySource
 from embedtrain.losses.combined import Combined
 from embedtrain.losses.distill import DistillEmbeddings, DistillScores, MarginMSE
-from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.geometry import Meaning
+from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.matryoshka import Matryoshka
 from embedtrain.losses.orthogonal import Orthogonal
 from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive

@@ -70,7 +70,9 @@ def train_step(run: Trainable, *batches: RankBatch, measured: bool = False) -> S
     began = time.perf_counter()
     run.trained.train()
     run.optimizer.zero_grad(set_to_none=True)
-    output, finite = run.backward(*(batch.to(run.world.device) for batch in batches), measured=measured)  # kept, or encoded twice
+    output, finite = run.backward(
+        *(batch.to(run.world.device) for batch in batches), measured=measured
+    )  # kept, or encoded twice
     grad_norm = clip_grad_norm(run.trained.parameters(), run.optim.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
     mine = [*map(float, tokens), sum(run.flops.of(batch.lengths) for batch in batches)]

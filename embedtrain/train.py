@@ -201,6 +201,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
             exported = export_run(recipe, model, trained, encoder, state, run_dir, world, tracker)
             for line in before_and_after(run_dir.path):
                 tracker.note(line)
+            tracker.exported(exported.directory)
             tracker.note(f"model: {exported.directory}")
     if stopped is not None:
         raise stopped

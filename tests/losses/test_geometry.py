@@ -38,10 +38,8 @@ def textbook(batch: GlobalVectors, meaning: Meaning = ALL, *, rows: int | None =
         hardest += [max(found)] if found else []
         suspected += sum(score > right - 0.05 * abs(right) for score in found)
         negatives += len(found)
-    spread = []
-    for x in (queries[list(measured)], documents[list(positives.values())]):
-        if len(x) > 1:
-            spread.append(torch.pdist(x).pow(2).mul(-2).exp().mean().log().item())
+    sides = queries[list(measured)], documents[list(positives.values())]
+    spread = [torch.pdist(x).pow(2).mul(-2).exp().mean().log().item() for x in sides if len(x) > 1]
     told = {"uniformity": sum(spread) / len(spread) if spread else math.nan}
     if not meaning.positives:
         return told
@@ -59,7 +57,7 @@ def shares(world, batch, deal, dtype, meaning, rows=None, cells=None):
         mine = deal[world.rank]
         queries, documents, known = batch.share(mine, dtype)
         measured = [row for row in mine if rows is None or row < rows]
-        room = max(1, max(sum(rows is None or row < rows for row in part) for part in deal))
+        room = max(1, *(sum(rows is None or row < rows for row in part) for part in deal))
         sample = Sample(len(measured), room, max(1, min(max(batch.sizes), module.MEASURED_DOCUMENTS)))
         return {name: float(v) for name, v in geometry(queries, documents, known, sample, meaning).items()}
     finally:

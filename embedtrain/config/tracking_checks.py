@@ -3,8 +3,8 @@
 from embedtrain.config.schema import Recipe
 from embedtrain.errors import ConfigError
 
-# A trace holds every operator of its steps, in memory until they are over: some 10 MB a step and rank on disk.
-MOST_PROFILED = 20
+# A trace holds every operator of its steps, in memory until they are over.
+MOST_PROFILED = 10
 
 
 def check_tracking(recipe: Recipe) -> None:

@@ -95,7 +95,7 @@ class _Rows:
             gather_rows(self.documents, counts),
             there.bool(),
             asked.squeeze(1).bool(),
-            query_keys.squeeze(1),
+            query_keys.squeeze(1).contiguous(),  # torch.searchsorted would warn of it
             keys,
         )
 

@@ -1,5 +1,6 @@
 """TensorBoard, when the recipe asks for it: event files in the run directory, one history over restarts."""
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class TensorBoardRun:
             raise RuntimeError(
                 f"the package tensorboard cannot be imported ({error}): pip install 'embedtrain[tensorboard]'"
             ) from None
+        self._hook = threading.excepthook
+        threading.excepthook = self._heard
         anew = resumed_step is None
         purge_step = 0 if resumed_step is None else resumed_step + 1
         self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge_step, flush_secs=_FLUSH)  # type: ignore[no-untyped-call]
@@ -67,4 +70,12 @@ class TensorBoardRun:
 
     def close(self, failed: bool) -> None:
         """See Recorder."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        try:
+            self._writer.close()  # type: ignore[no-untyped-call]
+        finally:
+            threading.excepthook = self._hook
+
+    def _heard(self, told: threading.ExceptHookArgs) -> None:
+        # Its own thread fails with the disk, and the next call here says so: nobody wants the traceback besides.
+        if not type(told.thread).__module__.startswith("tensorboard."):
+            self._hook(told)

@@ -21,8 +21,10 @@ from embedtrain.distributed.sharding import synchronise_gradients
 from embedtrain.distributed.world import World
 from embedtrain.losses.geometry import Meaning, Sample, geometry
 from embedtrain.losses.types import Loss, LossOutput
+from embedtrain.training import spans
 from embedtrain.training.batches import RankBatch
 from embedtrain.training.guide import GuideModel
+from embedtrain.training.spans import span
 
 # More chunks than any rank has.
 _ALL = 2**31
@@ -104,18 +106,20 @@ class Backward:
         chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
         vectors: list[Tensor | None] = []
         for index, chunk in enumerate(chunks):
-            with torch.set_grad_enabled(index < kept):
+            with torch.set_grad_enabled(index < kept), span(spans.ENCODE):
                 vectors.append(self._encode(batch.step, index, chunk))
         made = [vector.detach() for vector in vectors if vector is not None]
-        output, slopes, finite = self._at_home(torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight, sample)
+        with span(spans.LOSS):
+            output, slopes, finite = self._at_home(torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight, sample)
         # A dummy's vector is nobody's.
         slope_of = [*slopes.split([len(vector) for vector in made[:mine]]), *map(torch.zeros_like, made[mine:])]
         for index, chunk in enumerate(chunks):
             final = last and index == most - 1
             synchronise_gradients(self.encoder, last=final, whole=self.whole_gradients)
-            encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
-            assert encoded is not None
-            encoded.backward(slope_of[index])
+            with span(spans.BACKWARD):
+                encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
+                assert encoded is not None
+                encoded.backward(slope_of[index])
             vectors[index] = encoded = None  # the graph's memory
         return output, finite
 

@@ -44,26 +44,26 @@ class TensorBoardRun:
         threading.excepthook = self._heard
         anew = resumed_step is None
         purge_step = 0 if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge_step, flush_secs=_FLUSH)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge_step, flush_secs=_FLUSH)
         if anew:
             told = yaml.safe_dump(to_plain(recipe), sort_keys=False, allow_unicode=True)
             text = "\n".join(f"    {line}" for line in told.splitlines())  # verbatim in Markdown
-            self._writer.add_text("recipe", text, 0)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_text("recipe", text, 0)
+        self._writer.flush()
 
     def step(self, row: Mapping[str, Any]) -> None:
         """See Recorder."""
         for name, value in row.items():
             if name != "step":
-                self._writer.add_scalar(f"train/{name}", value, row["step"])  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(f"train/{name}", value, row["step"])
 
     def evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """See Recorder."""
         for name, figures in results.items():
             for metric, value in figures.items():
                 if isinstance(value, int | float):
-                    self._writer.add_scalar(f"{name}/{metric}", value, step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+                    self._writer.add_scalar(f"{name}/{metric}", value, step)
+        self._writer.flush()
 
     def exported(self, directory: Path) -> None:
         """Event files have no place for models."""
@@ -71,7 +71,7 @@ class TensorBoardRun:
     def close(self, failed: bool) -> None:
         """See Recorder."""
         try:
-            self._writer.close()  # type: ignore[no-untyped-call]
+            self._writer.close()
         finally:
             threading.excepthook = self._hook
 

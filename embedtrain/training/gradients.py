@@ -145,8 +145,9 @@ class Backward:
         rows = rows.clone() if batch.exchange is None else batch.exchange.home(rows)
         output = self._loss_backward(rows.requires_grad_(), batch, weight)
         if sample is not None and self.meanings is not None:
-            parts, meaning = rows.detach().split([batch.num_queries, len(rows) - batch.num_queries]), self.meanings
-            output.shares.update(geometry(*parts, batch.known, sample, meaning[batch.known.source]))
+            seen, meaning = rows.detach(), self.meanings[batch.known.source]
+            queries, documents = seen[: batch.num_queries], seen[batch.num_queries :]
+            output.shares.update(geometry(queries, documents, batch.known, sample, meaning))
         slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
         if batch.exchange is not None:
             slopes = batch.exchange.back(slopes)

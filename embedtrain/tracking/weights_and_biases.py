@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ INIT_TIMEOUT = 30.0  # seconds; the other ranks wait in their first collective m
 KEY_TIMEOUT = 60.0  # seconds that a person at a terminal has to type the key in
 FINISH_TIMEOUT = 60.0  # seconds that the end of a run may wait for figures to be sent
 UPLOAD_TIMEOUT = 3600.0  # and for a model
+_PARTING = 5.0  # seconds to let go of a wandb that hangs
 _MORE = 15.0  # seconds beyond wandb's own limits before it counts as hanging
 
 
@@ -34,13 +36,24 @@ def _limit(variable: str, seconds: float) -> float:
 
 
 def abandon() -> None:
-    """End the process that sends figures: this one would wait for it at its own end, for ever if it hangs."""
+    """End the processes that send figures: this one would wait for them at its own end, for ever if they hang."""
     import psutil
 
-    for child in psutil.Process().children():
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "wandb-core" in child.name() or "wandb-core" in " ".join(child.cmdline()[:1]):
+            if "wandb-" in child.name():  # wandb-core, and its wandb-symon
                 child.kill()
+    # What wandb wants to do at this process's end is done now, where nobody sees that there is no one to talk to.
+    parting = threading.Thread(target=_tear_down, daemon=True)
+    parting.start()
+    parting.join(_PARTING)
+
+
+def _tear_down() -> None:
+    with contextlib.suppress(Exception, SystemExit):
+        import wandb
+
+        wandb.teardown()
 
 
 class WandbRun:

@@ -29,10 +29,10 @@ def test_what_cannot_work_is_refused(option, said):
 
 def test_what_can_work_is_taken():
     asked = [
-        "tracking.wandb=true", "tracking.wandb_artifacts=true", "tracking.wandb_mode=offline", "tracking.wandb_tags=[a,b]",
-        "tracking.profile=[20,3]", "tracking.profile_ranks=null", "tracking.tensorboard=true", "tracking.geometry=false",
+        "wandb=true", "wandb_artifacts=true", "wandb_mode=offline", "wandb_tags=[a,b]", "profile=[20,3]",
+        "profile_ranks=null", "tensorboard=true", "geometry=false",
     ]  # fmt: skip
-    (recipe,) = compose_recipes([*BASE, *asked])
+    (recipe,) = compose_recipes([*BASE, *(f"tracking.{option}" for option in asked)])
     assert check_recipe(recipe).tracking.profile == [20, 3]
     assert recipe.tracking.profile_ranks is None
     assert recipe.tracking.wandb_mode is WandbMode.offline

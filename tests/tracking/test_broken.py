@@ -33,14 +33,17 @@ def workshop(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def full_disk(tmp_path):
-    """A folder on a disk of its own, full to the last byte."""
+@pytest.fixture(params=["full", "read-only"])
+def useless_disk(tmp_path, request):
+    """A folder on a disk of its own: full to the last byte, or not to be written to (by root neither)."""
     folder = tmp_path / "full"
     folder.mkdir()
     mount(folder, "64k")
     try:
-        fill(folder)
+        if request.param == "full":
+            fill(folder)
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
         yield folder
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
@@ -159,21 +162,21 @@ def test_wandb_whose_server_takes_calls_and_never_answers(workshop, tmp_path):
     assert len(warnings(told)) == 1
 
 
-def test_a_full_home(workshop, tmp_path, full_disk):
+def test_a_useless_home(workshop, tmp_path, useless_disk):
     """Everything goes where the recipe says; where only the home directory is left, a sentence says what to set."""
     told = trained(
         workshop, tmp_path / "run", "tracking.wandb=true", "tracking.wandb_mode=offline", "tracking.tensorboard=true",
-        home=full_disk, EMBEDTRAIN_CACHE=str(tmp_path / "cache"),
+        home=useless_disk, EMBEDTRAIN_CACHE=str(tmp_path / "cache"),
     )  # fmt: skip
     assert len(warnings(told)) <= 1
     assert not warnings(told, "TensorBoard")
-    unset = environment(full_disk)
+    unset = environment(useless_disk)
     unset.pop("EMBEDTRAIN_CACHE", None)
     done = subprocess.run(
         command(workshop, tmp_path / "other"), env=unset, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.strip().startswith(f"error: {full_disk}/.cache")
+    assert done.stderr.strip().startswith(f"error: {useless_disk}/.cache")
     assert "set data.cache_dir or $EMBEDTRAIN_CACHE to a folder" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
@@ -216,6 +219,47 @@ def test_a_disk_that_fills_up(tmp_path):
     assert len(warnings(done.stdout)) <= 1
 
 
+HANGS = """
+import psutil, sys, torch
+from pathlib import Path
+from embedtrain.config.schema import Recipe, TrackingConfig, WandbMode
+from embedtrain.distributed.world import World
+from embedtrain.door import enter
+from embedtrain.tracking import weights_and_biases
+from embedtrain.tracking.tracker import Tracker
+
+def act(_):
+    weights_and_biases._MORE = 3.0
+    asked = TrackingConfig(wandb=True, wandb_mode=WandbMode.offline)
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    with Tracker.open(Recipe(name="t", tracking=asked), world, Path(sys.argv[1])) as tracker:
+        tracker.step({"step": 1, "loss": 1.0})
+        helpers = psutil.Process().children(recursive=True)
+        for helper in helpers:
+            helper.suspend()
+        for step in range(2, 100):
+            tracker.step({"step": step, "loss": 1.0})
+    psutil.wait_procs(helpers, timeout=10)
+    print("left", sum(helper.is_running() and helper.status() != "zombie" for helper in helpers), "of", len(helpers))
+
+enter(lambda arguments: None, act)
+"""
+
+
+def test_a_real_wandb_that_hangs(tmp_path):
+    """Its processes are stopped in the middle, as on a node without memory: they are ended, and so are we."""
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, tmp_path / "run"], env=environment(tmp_path, WANDB_FINISH_TIMEOUT="3"),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    (said,) = warnings(done.stdout)
+    assert "did not finish within 6 s" in said
+    assert re.search("left 0 of [1-9]", done.stdout)
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 99
+
+
 def on_a_terminal(workshop, out, tmp_path, term, columns=60):
     """What a run shows on a terminal of so many columns."""
     ours, theirs = pty.openpty()
@@ -247,7 +291,9 @@ def test_a_terminal_of_60_columns(workshop, tmp_path):
     assert [line.split()[1] for line in steps] == ["1/3", "2/3", "3/3"]
     for line in steps:
         assert len(line) < 60
-        assert re.fullmatch(r"step \d/3(  \S+ \S+( GiB)?)+ *", line), "whole figures, each with its name"
+        told = re.split(r" {2,}", line.rstrip())
+        assert len(told) >= 4
+        assert all(re.fullmatch(r"[a-z_/ ]+ [\d.,/e:%-]+( GiB)?", one) for one in told), "whole figures and their names"
     assert any("ndcg@10" in line for line in lines)
     assert all(len(line) <= 60 for line in lines if "0." in line and "ndcg" not in line)
 

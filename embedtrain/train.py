@@ -30,7 +30,7 @@ from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import split_best
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.losses.choose import choose_losses, notes_on
+from embedtrain.losses.choose import choose_losses, meaning_of, notes_on
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import digest_of_weights
 from embedtrain.models.source import open_source
@@ -173,6 +173,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
                     whole_gradients=model.whole_gradients,
                     guides=guides,
                     sources=data.names if data.plan.by_source and len(losses) > 1 else None,
+                    meanings=[meaning_of(loss) for loss in losses] if recipe.tracking.geometry else None,
                 ),
                 optim=recipe.optim,
                 state=state,
@@ -200,6 +201,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
             exported = export_run(recipe, model, trained, encoder, state, run_dir, world, tracker)
             for line in before_and_after(run_dir.path):
                 tracker.note(line)
+            tracker.exported(exported.directory)
             tracker.note(f"model: {exported.directory}")
     if stopped is not None:
         raise stopped

@@ -15,6 +15,7 @@ from embedtrain.config.model_checks import check_model
 from embedtrain.config.schema import Recipe, Strategy
 from embedtrain.config.source_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
 from embedtrain.config.source_losses import batches_by_source, loss_of
+from embedtrain.config.tracking_checks import check_tracking
 from embedtrain.errors import ConfigError
 
 Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
@@ -193,6 +194,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_loss(recipe.loss)
     check_export(recipe.export, "export.")
     check_lora(recipe)
+    check_tracking(recipe)
     batches_by_source(recipe.data.batches, [loss_of(source, recipe.loss) for source in recipe.data.train])
     return recipe
 

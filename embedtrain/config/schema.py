@@ -141,6 +141,13 @@ class Contents(str, Enum):
     model = "model"
 
 
+class WandbMode(str, Enum):
+    """Where wandb's rows go: to its server as they come, or to files that `wandb sync` sends later."""
+
+    online = "online"
+    offline = "offline"
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
     """Which model is trained, and how it turns a text into a vector."""
@@ -290,9 +297,18 @@ class TrackingConfig:
     """Where figures go besides the terminal and metrics.jsonl."""
 
     wandb: bool = False  # log to Weights & Biases as well
+    wandb_mode: WandbMode | None = None  # online, offline; default: $WANDB_MODE, else online
     wandb_project: str = "embedtrain"  # its project
     wandb_entity: str | None = None  # user or team; default: your own
     wandb_group: str | None = None  # runs of one group are shown together
+    wandb_name: str | None = None  # of the run; default: name
+    wandb_tags: list[str] = field(default_factory=list)  # of the run
+    wandb_notes: str | None = None  # a longer description of the run
+    wandb_artifacts: bool = False  # upload the exported model as well
+    tensorboard: bool = False  # event files in the run directory, in `tensorboard/`
+    geometry: bool = True  # similarities of positives and hardest negatives, ..., of every logged step's batch
+    profile: list[int] = field(default_factory=list)  # steps to write a trace of, such as [10,11,12]
+    profile_ranks: list[int] | None = field(default_factory=lambda: [0])  # which write one; null: all
 
 
 @dataclass(kw_only=True)

@@ -24,11 +24,13 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
+from embedtrain.config.needs import Scores, needs_of
 from embedtrain.config.source_losses import distinct
 from embedtrain.errors import ConfigError
 from embedtrain.losses.by_source import BySource
 from embedtrain.losses.combined import Combined
 from embedtrain.losses.distill import DistillEmbeddings, DistillScores, MarginMSE
+from embedtrain.losses.geometry import Meaning
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.matryoshka import Matryoshka
 from embedtrain.losses.orthogonal import Orthogonal
@@ -137,6 +139,17 @@ def _whole(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, in
             return Combined(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
         case _:
             raise ConfigError(f"loss.name={config.name} is not a loss; there are {', '.join(LOSSES)}")
+
+
+def meaning_of(config: LossConfig) -> Meaning:
+    """What rows mean to the loss, for what is measured beside it."""
+    needs = needs_of(config)
+    graded = needs.scores is Scores.pairs or (needs.scores is Scores.teacher and needs.range.whole)
+    parts = config.losses if isinstance(config, CombinedConfig) else [config]
+    return Meaning(
+        positives=not graded and not needs.label,
+        in_batch=not any(isinstance(part, InfoNCEConfig) and not part.in_batch_negatives for part in parts),
+    )
 
 
 def notes_on(configs: Sequence[LossConfig], names: Sequence[str], loss: Loss, dimension: int) -> list[str]:

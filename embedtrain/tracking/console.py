@@ -13,7 +13,7 @@ from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.text import Text
 
-from embedtrain.tracking.figures import Figure, Pace, duration, fit, step_figures
+from embedtrain.tracking.figures import ROOMY, Figure, Pace, duration, fit, step_figures
 from embedtrain.tracking.progress import PhaseLine, ProgressLine, styled_line
 from embedtrain.tracking.stream import UnbreakableStream
 from embedtrain.tracking.table import EvaluationTable, Results
@@ -139,6 +139,8 @@ class Console:
         figures = step_figures(row, self._total_steps, None if self._is_live else left)
         if self._is_live:
             figures = fit(figures, self._rich.width - 1, 2, self._column_width)
+        else:
+            figures = [figure for figure in figures if figure.rank < ROOMY]
         self._say(styled_line(figures, self._widths))
 
     def evaluation(self, step: int, results: Results, title: str | None = None) -> None:

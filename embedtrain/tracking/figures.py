@@ -8,6 +8,7 @@ from dataclasses import dataclass
 WAITS = ("data_wait", "communication")
 WAIT_WORTH_SAYING = 0.05
 MEASURES = 10  # rank of what a loss tells besides its value
+ROOMY = 13  # from this rank on only a wide terminal shows a figure; a log file has no width to fill
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,13 @@ _COLUMNS: list[tuple[str, str, Callable[[float], str], int]] = [
     ("mfu", "mfu", lambda value: f"{value:.1%}", 9),
     ("data_wait", "waiting for data", lambda value: f"{value:.0%}", 9),
     ("communication", "communication", lambda value: f"{value:.0%}", 9),
+    ("positive_similarity", "positive", lambda value: f"{value:.3f}", 11),
+    ("hardest_negative_similarity", "hardest negative", lambda value: f"{value:.3f}", 12),
+    ("false_negatives", "false negatives", lambda value: f"{value:.2%}", ROOMY),
+    ("uniformity", "uniformity", lambda value: f"{value:.2f}", ROOMY + 1),
+    ("alignment", "alignment", lambda value: f"{value:.3f}", ROOMY + 2),
 ]
+_OF_BATCHES = {key for key, *_, rank in _COLUMNS if rank > MEASURES}  # NaN where a batch has nothing to measure
 
 
 _KNOWN = {"step", "model_tflops", *(key for key, *_ in _COLUMNS)}  # of which mfu says as much
@@ -69,6 +76,8 @@ def step_figures(row: Mapping[str, float], total_steps: int, left: float | None)
         value = row.get(key)
         # A loader that keeps up is no news; one that does not is why a GPU idles.
         if value is None or (key in WAITS and value < WAIT_WORTH_SAYING):
+            continue
+        if key in _OF_BATCHES and math.isnan(value):
             continue
         figures.append(Figure(key, label, form(value) if math.isfinite(value) else str(value), rank))
         if key == "loss":

@@ -1,16 +1,18 @@
-"""What training holds to tell how it goes: the terminal, metrics.jsonl and wandb behind one object."""
+"""What training holds to tell how it goes: the terminal, metrics.jsonl and other trackers behind one object."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from embedtrain.config.schema import Recipe
 from embedtrain.distributed.world import World
+from embedtrain.tracking.aside import Aside
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.memory import peak_memory_gib
 from embedtrain.tracking.metrics import MetricsFile, read_metrics
+from embedtrain.tracking.recorders import recorders
 from embedtrain.tracking.weights_and_biases import WandbRun
 
 METRICS_FILE = "metrics.jsonl"
@@ -22,12 +24,21 @@ class Tracker:
     No method holds a collective, so that rank 0 may be slow or fail here without another rank's counterpart.
     """
 
-    def __init__(self, world: World, console: Console, metrics: MetricsFile | None, wandb: WandbRun | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        console: Console,
+        metrics: MetricsFile | None = None,
+        others: Sequence[Aside] = (),
+        wandb_id: str | None = None,
+    ) -> None:
         """Bundle what `open` made."""
         self.console = console
         self._world = world
         self._metrics = metrics
-        self._wandb = wandb
+        self._others = others
+        runs = (other.recorder for other in others)
+        self._wandb_id = next((run.id for run in runs if isinstance(run, WandbRun)), wandb_id)
         self._file_failed = False
 
     @classmethod
@@ -60,7 +71,7 @@ class Tracker:
         """
         console = console or Console(speaks=world.is_main)
         if not world.is_main:
-            return cls(world, console, None, None)
+            return cls(world, console)
         run_dir = Path(run_dir)
         path = run_dir / METRICS_FILE
         if resumed_step is None and path.exists() and path.stat().st_size:
@@ -69,16 +80,19 @@ class Tracker:
         metrics = MetricsFile(path)
         if resumed_step is not None:
             metrics.truncate_after(resumed_step, evaluated=evaluated)
-            for row in read_metrics(path):
-                if "set" in row:
-                    console.remember({row["set"]: _figures(row)})
-        wandb = WandbRun(recipe, world.size, run_dir, wandb_id, console.warn) if recipe.tracking.wandb else None
-        return cls(world, console, metrics, wandb)
+        measured: dict[int, dict[str, dict[str, float]]] = {}
+        for row in read_metrics(path):
+            if "set" in row:
+                measured.setdefault(row["step"], {})[row["set"]] = _figures(row)
+        for results in measured.values():
+            console.remember(results)
+        others = recorders(recipe, world.size, run_dir, resumed_step, wandb_id, measured, console.warn)
+        return cls(world, console, metrics, others, wandb_id if recipe.tracking.wandb else None)
 
     @property
     def wandb_id(self) -> str | None:
         """What continues the wandb run: to be stored in checkpoints. None without wandb, and on other ranks."""
-        return self._wandb.id if self._wandb is not None else None
+        return self._wandb_id
 
     def training(self, total_steps: int, start_step: int = 0) -> contextlib.AbstractContextManager[None]:
         """Show progress while the block trains from `start_step` (steps done before) to `total_steps`."""
@@ -109,8 +123,8 @@ class Tracker:
         row = {"step": row.pop("step"), **row}
         self._record(row)
         self.console.step(row)
-        if self._wandb is not None:
-            self._wandb.step(row)
+        for other in self._others:
+            other.step(row)
 
     def evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Tell and record what was measured after `step`, as `{set: {metric: value}}`."""
@@ -119,8 +133,13 @@ class Tracker:
         for name, figures in results.items():
             self._record({"step": step, "set": name, **figures})
         self.console.evaluation(step, results)
-        if self._wandb is not None:
-            self._wandb.evaluation(step, results)
+        for other in self._others:
+            other.evaluation(step, results)
+
+    def exported(self, directory: Path) -> None:
+        """The run's model lies in `directory`: for trackers that keep models."""
+        for other in self._others:
+            other.exported(directory)
 
     def note(self, text: str) -> None:
         """Say something in passing."""
@@ -131,12 +150,12 @@ class Tracker:
         self.console.warn(text)
 
     def close(self, *, failed: bool = False) -> None:
-        """End the display, close the file, and send to wandb what is not sent yet."""
+        """End the display, close the file, and have the trackers send what is not sent yet."""
         self.console.close()
         if self._metrics is not None:
             self._metrics.close()
-        if self._wandb is not None:
-            self._wandb.close(failed)
+        for other in self._others:
+            other.close(failed)
 
     def __enter__(self) -> "Tracker":
         """Use it as `with Tracker.open(...) as tracker`."""

@@ -85,6 +85,7 @@ class RankBatch:
         num_rows: rows of the whole global batch.
         kept: of how many chunks, the first ones, the graphs may be held in memory together.
         turns: chunks of the rank that has most, where all ranks know it without asking; `kept` is the same on all then.
+        most_documents: of one row: of all ranks' where `turns` is known, else of this rank's.
         order: int64, which of the vectors in the order of chunks each text's is; None where they are in that order.
         exchange: how vectors come to the ranks of their rows; None where each rank encodes the texts of its own
             rows, B queries and then M documents.
@@ -98,6 +99,7 @@ class RankBatch:
     num_rows: int
     kept: int
     turns: int | None = None
+    most_documents: int = 1
     order: torch.Tensor | None = None
     exchange: Exchange | None = None
     guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)
@@ -171,12 +173,12 @@ def cut(
         chunks = [tokenizer.chunk(ids, part.tolist()) for part in parts]
         turns, kept = None, cutting.kept(chunk.ids.numel() for chunk in chunks)
         order = torch.from_numpy(np.argsort(np.concatenate([*parts, np.empty(0, dtype=np.int64)])))
-        exchange = None
+        exchange, counted = None, num_documents
     else:
         chunks, exchange, dealt = _dealt(batch.tokens, rank, size, tokenizer, cutting)
         turns, kept = dealt.num_chunks, cutting.kept(dealt.most_tokens(batch.tokens.lengths, packed=tokenizer.packed))
         order = None
-        num_documents = batch.tokens.num_documents[rank::size]
+        counted, num_documents = batch.tokens.num_documents, batch.tokens.num_documents[rank::size]
         keys = torch.from_numpy(batch.tokens.keys[_ranks_of_rows(batch.tokens, size) == rank])
     num_queries = len(num_documents)
     return RankBatch(
@@ -195,6 +197,7 @@ def cut(
         num_rows=len(batch.rows),
         kept=kept,
         turns=turns,
+        most_documents=int(counted.max(initial=0)),
         order=order,
         exchange=exchange,
         guides={path: texts(rows or ()) for path, texts in (guides or {}).items()},

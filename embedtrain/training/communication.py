@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from embedtrain.distributed.collectives import gather_vector
 from embedtrain.distributed.world import World
+from embedtrain.training.spans import Clock
 
 # The first step that is measured (those before choose kernels and algorithms), and logged rows from one to the next.
 FIRST = 3
@@ -44,8 +45,15 @@ class Communication:
         self._share: float | None = None
 
     @contextlib.contextmanager
-    def of_step(self) -> Iterator[None]:
-        """Around every step, on every rank; where it measures, a collective at the end."""
+    def of_step(self, *, profiled_already: bool = False) -> Iterator[None]:
+        """Around every step, on every rank; where it measures, a collective at the end.
+
+        Args:
+            profiled_already: somebody else clocks this step; the next one is measured instead.
+        """
+        if profiled_already:
+            yield
+            return
         self._steps += 1
         due = self._steps >= FIRST and (self._steps - FIRST) % self._apart == 0
         if not due or self._world.size == 1:
@@ -65,27 +73,28 @@ class Communication:
 
 
 @contextlib.contextmanager
-def waiting() -> Iterator[Callable[[], float]]:
-    """Clock this thread's waits for collectives during the block; what is yielded tells the seconds of them."""
-    me, seconds = threading.get_ident(), [0.0]
+def waiting(clock: Clock | None = None) -> Iterator[Callable[[], float]]:
+    """Clock this thread's waits for collectives during the block; what is yielded tells the seconds of them.
+
+    Args:
+        clock: where each of them is written down; default: a new one.
+    """
+    me, kept = threading.get_ident(), clock or Clock()
 
     def clocked(wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
-        def clock(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != me:
                 return wait(*args, **kwargs)
-            began = time.perf_counter()
-            try:
+            with kept.wait():
                 return wait(*args, **kwargs)
-            finally:
-                seconds[0] += time.perf_counter() - began
 
-        return clock
+        return timed
 
     of_work, of_tensor = Work.wait, functional.wait_tensor
     Work.wait, functional.wait_tensor = clocked(of_work), clocked(of_tensor)  # type: ignore[method-assign]
     try:
-        yield lambda: seconds[0]
+        yield lambda: kept.waited
     finally:
         Work.wait, functional.wait_tensor = of_work, of_tensor  # type: ignore[method-assign]
 

@@ -19,9 +19,12 @@ from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import average_gradients, max_over_ranks
 from embedtrain.distributed.sharding import synchronise_gradients
 from embedtrain.distributed.world import World
+from embedtrain.losses.geometry import Meaning, Sample, geometry
 from embedtrain.losses.types import Loss, LossOutput
+from embedtrain.training import spans
 from embedtrain.training.batches import RankBatch
 from embedtrain.training.guide import GuideModel
+from embedtrain.training.spans import span
 
 # More chunks than any rank has.
 _ALL = 2**31
@@ -39,6 +42,7 @@ class Backward:
         whole_gradients: whether this rank holds whole gradients between the chunks of a step.
         guides: other models that the loss asks for, by path.
         sources: names of the training sources, where each batch is of one: their losses are told apart.
+        meanings: of each training source's rows, for what is measured beside the loss; None: nothing is.
     """
 
     def __init__(
@@ -52,19 +56,21 @@ class Backward:
         whole_gradients: bool = True,
         guides: Mapping[str, GuideModel] | None = None,
         sources: Sequence[str] | None = None,
+        meanings: Sequence[Meaning] | None = None,
     ) -> None:
         self.encoder, self.loss, self.world, self.seed = encoder, loss, world, seed
         self.dummy = dummy.to(world.device)
         self.whole_gradients = whole_gradients
         self.guides = dict(guides or {})
-        self.sources = sources
+        self.sources, self.meanings = sources, meanings
 
-    def __call__(self, *batches: RankBatch) -> tuple[LossOutput, Tensor]:
+    def __call__(self, *batches: RankBatch, measured: bool = False) -> tuple[LossOutput, Tensor]:
         """Add the gradient of the mean over the global batches' rows to the parameters' `grad`.
 
         Args:
             batches: this rank's share of each, on this rank's device. Each is a batch of its own to the loss:
                 no row of one is a negative in another.
+            measured: whether to tell how the vectors lie, where this was made for it; the same on every rank.
 
         Returns:
             This rank's share of the loss, detached, and whether all of this rank's vectors are finite: both on its
@@ -76,7 +82,7 @@ class Backward:
         shares, weights = dict[str, Tensor](), dict[str, float]()
         for batch in batches:
             weight = batch.num_rows / num_rows
-            found, fine = self._one(batch, weight, last=batch is batches[-1])
+            found, fine = self._one(batch, weight, last=batch is batches[-1], measured=measured)
             share = share + weight * found.share
             for name, value in self._measures(batch, found).items():  # batches of other sources may have others
                 shares[name] = shares.get(name, torch.zeros_like(value)) + weight * value
@@ -92,43 +98,56 @@ class Backward:
             return found.shares
         return {**found.shares, f"loss/{self.sources[batch.known.source]}": found.share}
 
-    def _one(self, batch: RankBatch, weight: float, *, last: bool) -> tuple[LossOutput, Tensor]:
+    def _one(self, batch: RankBatch, weight: float, *, last: bool, measured: bool) -> tuple[LossOutput, Tensor]:
         # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
         mine = len(batch.chunks)
-        most, kept = self._agreed(batch)
+        most, kept, most_documents = self._agreed(batch)
+        sample = Sample.of(batch.num_rows, most_documents, self.world.rank, self.world.size) if measured else None
         chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
         vectors: list[Tensor | None] = []
         for index, chunk in enumerate(chunks):
-            with torch.set_grad_enabled(index < kept):
+            with torch.set_grad_enabled(index < kept), span(spans.ENCODE):
                 vectors.append(self._encode(batch.step, index, chunk))
         made = [vector.detach() for vector in vectors if vector is not None]
-        output, slopes, finite = self._at_home(torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight)
+        with span(spans.LOSS):
+            output, slopes, finite = self._at_home(torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight, sample)
         # A dummy's vector is nobody's.
         slope_of = [*slopes.split([len(vector) for vector in made[:mine]]), *map(torch.zeros_like, made[mine:])]
         for index, chunk in enumerate(chunks):
             final = last and index == most - 1
             synchronise_gradients(self.encoder, last=final, whole=self.whole_gradients)
-            encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
-            assert encoded is not None
-            encoded.backward(slope_of[index])
+            with span(spans.BACKWARD):
+                encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
+                assert encoded is not None
+                encoded.backward(slope_of[index])
             vectors[index] = encoded = None  # the graph's memory
         return output, finite
 
-    def _agreed(self, batch: RankBatch) -> tuple[int, int]:
-        """How many passes every rank runs, and of how many it keeps the graphs; a dummy's are no burden."""
+    def _agreed(self, batch: RankBatch) -> tuple[int, int, int]:
+        """How many passes every rank runs, of how many it keeps the graphs, and the documents of the longest row.
+
+        A dummy's graphs are no burden.
+        """
         if batch.turns is not None:
             most = max(1, batch.turns)
-            return most, most if batch.kept == batch.turns else batch.kept
+            return most, most if batch.kept == batch.turns else batch.kept, batch.most_documents
         mine = len(batch.chunks)
         kept = batch.kept if batch.kept < mine else _ALL
-        most, fewest = max_over_ranks([max(1, mine), -kept], self.world.device)
-        return most, min(-fewest, most)
+        told = [max(1, mine), -kept, batch.most_documents]
+        most, fewest, most_documents = max_over_ranks(told, self.world.device)
+        return most, min(-fewest, most), most_documents
 
-    def _at_home(self, encoded: Tensor, batch: RankBatch, weight: float) -> tuple[LossOutput, Tensor, Tensor]:
+    def _at_home(
+        self, encoded: Tensor, batch: RankBatch, weight: float, sample: Sample | None
+    ) -> tuple[LossOutput, Tensor, Tensor]:
         """The loss where the rows are, its gradient at the vectors encoded here, and whether these are finite."""
         rows = encoded if batch.order is None else encoded[batch.order]
         rows = rows.clone() if batch.exchange is None else batch.exchange.home(rows)
         output = self._loss_backward(rows.requires_grad_(), batch, weight)
+        if sample is not None and self.meanings is not None:
+            seen, meaning = rows.detach(), self.meanings[batch.known.source]
+            queries, documents = seen[: batch.num_queries], seen[batch.num_queries :]
+            output.shares.update(geometry(queries, documents, batch.known, sample, meaning))
         slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
         if batch.exchange is not None:
             slopes = batch.exchange.back(slopes)

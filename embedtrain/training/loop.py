@@ -23,7 +23,9 @@ from embedtrain.training.communication import Communication
 from embedtrain.training.garbage import automatic, scheduled
 from embedtrain.training.matmul_rate import MatmulRate
 from embedtrain.training.prefetch import Prefetcher
+from embedtrain.training.profile import Profile
 from embedtrain.training.rundir import RunDirectory
+from embedtrain.training.spans import BATCHES, span
 from embedtrain.training.state import as_dict
 from embedtrain.training.step import StepReport, Trainable, train_step
 
@@ -86,11 +88,14 @@ class Loop:
             self._batch, state.step * each, self.total_batches, workers=recipe.data.workers, ahead=2 * each
         )
         communication = Communication(self.run.world, recipe.train.log_every)
+        profile = Profile(recipe.tracking, self.run.world, self.run_dir.profile, self.tracker)
+        profile.expect(state.step, self.total_steps)
         since = _SinceLastLog()
         with (
             self.tracker.training(self.total_steps, state.step),
             contextlib.closing(iter(batches)) as stream,
             scheduled() as garbage,
+            profile,
         ):
             if state.evaluation_due:  # left when the run was stopped; its checkpoint does not know what comes of it
                 if self._evaluate() or (self._over and not self._asked):
@@ -98,18 +103,20 @@ class Loop:
             elif state.step == 0 and recipe.evaluation.at_start:
                 self._evaluate()
             while not (self._over or self._asked):
-                note("reading the batches", state.step + 1)
-                own = list(itertools.islice(stream, each))
-                note("training", state.step + 1)
-                with communication.of_step():
-                    report = train_step(self.run, *own)
+                with profile.of_step(state.step + 1, last=self._is_followed(state.step + 1)):
+                    note("reading the batches", state.step + 1)
+                    with span(BATCHES):
+                        own = list(itertools.islice(stream, each))
+                    note("training", state.step + 1)
+                    with communication.of_step(profiled_already=profile.runs):
+                        report = train_step(self.run, *own, measured=self._is_logged(state.step + 1))
                 if Notice.save_failed in report.notices:
                     self.checkpoints.wait()  # which says why
                 self._asked = Notice.stop in report.notices
                 since.add(report, batches.take_waited())
                 last = state.step == self.total_steps
                 self.tracker.advance(state.step)
-                if last or state.step % recipe.train.log_every == 0:
+                if self._is_logged(state.step):
                     rates = since.rates(self.run.world.size, self.rate.flops)
                     self.tracker.step({**since.row(state.step, report), **rates, **communication.take()})
                     since = _SinceLastLog()
@@ -119,6 +126,13 @@ class Loop:
                     improved = self._evaluate()
                 if self._over or improved or self._asked or _due(state.step, recipe.checkpoint.every):
                     self.save()
+
+    def _is_logged(self, step: int) -> bool:
+        return step == self.total_steps or step % self.recipe.train.log_every == 0
+
+    def _is_followed(self, step: int) -> bool:
+        """Whether this step is followed by an evaluation or a checkpoint."""
+        return _due(step, self.recipe.evaluation.every) or _due(step, self.recipe.checkpoint.every)
 
     def _agree_to_stop(self) -> bool:
         """Whether any rank was asked to stop. A collective."""

@@ -56,6 +56,11 @@ class RunDirectory:
         return self.path / "model"
 
     @property
+    def profile(self) -> Path:
+        """Traces of the steps that `tracking.profile` names."""
+        return self.path / "profile"
+
+    @property
     def lock(self) -> Path:
         """Held by the run that is under way; says which that is."""
         return self.path / "run.lock"

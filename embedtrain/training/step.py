@@ -17,9 +17,11 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
 from embedtrain.planning.flops import NOTHING, ModelFlops
+from embedtrain.training import spans
 from embedtrain.training.batches import RankBatch
 from embedtrain.training.gradients import Backward
 from embedtrain.training.optimizer import Schedule, clip_grad_norm
+from embedtrain.training.spans import span
 from embedtrain.training.state import TrainState
 from embedtrain.training.trained import Trained
 
@@ -56,8 +58,13 @@ class Trainable:
     hold_back: Callable[[], None] = lambda: None  # called before the weights change
 
 
-def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
+def train_step(run: Trainable, *batches: RankBatch, measured: bool = False) -> StepReport:
     """Take one step on this rank's share of one or several global batches. Every rank must call it.
+
+    Args:
+        run: what is changed.
+        batches: see Backward.
+        measured: see Backward.
 
     Raises:
         TrainingError: the loss or the gradient is not finite, on all ranks and before any weight has moved.
@@ -65,14 +72,19 @@ def train_step(run: Trainable, *batches: RankBatch) -> StepReport:
     began = time.perf_counter()
     run.trained.train()
     run.optimizer.zero_grad(set_to_none=True)
-    output, finite = run.backward(*(batch.to(run.world.device) for batch in batches))  # kept, or encoded twice
-    grad_norm = clip_grad_norm(run.trained.parameters(), run.optim.max_grad_norm)
+    output, finite = run.backward(
+        *(batch.to(run.world.device) for batch in batches), measured=measured
+    )  # kept, or encoded twice
+    with span(spans.NORM):
+        grad_norm = clip_grad_norm(run.trained.parameters(), run.optim.max_grad_norm)
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
     mine = [*map(float, tokens), sum(run.flops.of(batch.lengths) for batch in batches)]
-    totals, norm, notices = _require_finite(run, mine, output, grad_norm, finite)
+    with span(spans.AGREE):
+        totals, norm, notices = _require_finite(run, mine, output, grad_norm, finite)
     lr = run.schedule.apply(run.state.step)
     run.hold_back()
-    run.optimizer.step()
+    with span(spans.OPTIMIZER):
+        run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     num_rows = sum(batch.num_rows for batch in batches)
     run.state.step += 1

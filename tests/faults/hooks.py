@@ -68,12 +68,12 @@ class InStep:
 
         real = loop.train_step
 
-        def train_step(run, *batches):
+        def train_step(run, *batches, **options):
             if run.state.step == self.step:
                 if not self.seconds:
                     raise ValueError("a cosmic ray")
                 time.sleep(self.seconds)
-            return real(run, *batches)
+            return real(run, *batches, **options)
 
         loop.train_step = train_step
 

@@ -114,6 +114,24 @@ def test_how_much_of_the_machine_is_used_is_said(capsys):
     assert second.endswith("mfu 43.2%  communication 31%")
 
 
+GEOMETRY = {
+    "positive_similarity": 0.8123, "hardest_negative_similarity": 0.6543, "false_negatives": 0.00123,
+    "alignment": 0.375, "uniformity": -2.5,
+}  # fmt: skip
+
+
+def test_how_vectors_lie_is_said_where_there_is_room(capsys):
+    Console().step({**ROW, **GEOMETRY})
+    Console().step({**ROW, **GEOMETRY, "hardest_negative_similarity": float("nan")})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("memory 0.9 GiB  positive 0.812  hardest negative 0.654")
+    assert second.endswith("memory 0.9 GiB  positive 0.812")
+    for width, shown in ((80, False), (160, False), (300, True)):
+        rich, out = terminal(width)
+        Console(terminal=rich).step({**ROW, **GEOMETRY})
+        assert ("uniformity -2.50" in ESCAPES.sub("", out.getvalue())) == shown
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 def test_nothing_is_wider_than_the_terminal(width):
     rich, out = terminal(width)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embedtrain.config.schema import Recipe, TrackingConfig
+from embedtrain.config.schema import Recipe, TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
 from embedtrain.tracking.metrics import read_metrics
 from embedtrain.tracking.tracker import Tracker
@@ -22,7 +22,7 @@ WORLD = World(0, 1, 0, 1, torch.device("cpu"))
 def fake_wandb(**failures):
     """A module that remembers what it was told; `init=RuntimeError("...")` makes that function raise."""
     module = types.ModuleType("wandb")
-    module.inits, module.rows, module.finished = [], [], []
+    module.inits, module.rows, module.finished, module.uploaded, module.summary = [], [], [], [], {}
 
     def failing(name, action):
         def call(*args, **kwargs):
@@ -37,13 +37,24 @@ def fake_wandb(**failures):
         return types.SimpleNamespace(
             id=options["id"] or "fresh123",
             define_metric=lambda *args, **kwargs: None,
+            summary=module.summary,
+            log_artifact=failing("log_artifact", module.uploaded.append),
             log=failing("log", module.rows.append),
             finish=failing("finish", lambda *, exit_code: module.finished.append(exit_code)),
         )
 
     module.init = failing("init", init)
     module.Settings = dict
+    module.Artifact = Artifact
     return module
+
+
+class Artifact:
+    def __init__(self, name, type):
+        self.name, self.type, self.folders = name, type, []
+
+    def add_dir(self, path):
+        self.folders.append(path)
 
 
 def recipe(wandb=True):
@@ -164,6 +175,53 @@ def test_a_wandb_that_is_not_installed_stops_nothing(tmp_path, monkeypatch, caps
     monkeypatch.setitem(sys.modules, "wandb", None)
     run(tmp_path, [1])
     assert "wandb could not be started" in capsys.readouterr().out
+
+
+def test_a_wandb_run_has_its_name_tags_notes_group_and_config(tmp_path, monkeypatch):
+    fake = fake_wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    asked = TrackingConfig(
+        wandb=True, wandb_name="second try", wandb_tags=["zh", "small"], wandb_notes="with more negatives",
+        wandb_mode=WandbMode.offline, wandb_group="g",
+    )  # fmt: skip
+    run(tmp_path, [1], recipe=Recipe(name="tiny", tracking=asked))
+    (options,) = fake.inits
+    assert (options["name"], options["tags"], options["notes"]) == (
+        "second try",
+        ["zh", "small"],
+        "with more negatives",
+    )
+    assert (options["mode"], options["group"]) == ("offline", "g")
+    assert options["config"]["tracking"]["wandb_mode"] == "offline"
+    assert options["config"]["world_size"] == 1
+    run(tmp_path / "plain", [1])
+    assert fake.inits[1]["name"] == "tiny"
+    assert fake.inits[1]["tags"] is fake.inits[1]["notes"] is fake.inits[1]["mode"] is None
+
+
+def test_the_summary_has_the_best_of_each_set_also_of_a_run_that_goes_on(tmp_path, monkeypatch):
+    fake = fake_wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with Tracker.open(recipe(), WORLD, tmp_path) as tracker:
+        for step, value in ((1, 0.3), (2, 0.5), (3, 0.4)):
+            tracker.evaluation(step, {"dev": {"ndcg@10": value, "queries": 100}})
+    assert fake.summary == {"best/dev/ndcg@10": 0.5, "best/dev/step": 2}
+    fake.summary.clear()
+    with Tracker.open(recipe(), WORLD, tmp_path, resumed_step=3, wandb_id="fresh123") as tracker:
+        tracker.evaluation(4, {"dev": {"ndcg@10": 0.45}})
+    assert fake.summary == {"best/dev/ndcg@10": 0.5, "best/dev/step": 2}
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_model_is_uploaded_only_when_asked_for(tmp_path, monkeypatch, asked):
+    fake = fake_wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracking = TrackingConfig(wandb=True, wandb_artifacts=asked)
+    with Tracker.open(Recipe(name="tiny", tracking=tracking), WORLD, tmp_path) as tracker:
+        tracker.exported(tmp_path / "model")
+    assert [(one.name, one.type, one.folders) for one in fake.uploaded] == (
+        [("tiny-fresh123", "model", [str(tmp_path / "model")])] if asked else []
+    )
 
 
 def test_an_error_marks_the_wandb_run_as_failed(tmp_path, monkeypatch):

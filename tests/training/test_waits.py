@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.schema import Precision, Strategy
 from embedtrain.distributed.world import World, joined_world
+from embedtrain.losses.geometry import Meaning
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.types import Loss, LossInput, LossOutput
 from embedtrain.training.batches import Cutting, cut
@@ -40,10 +41,14 @@ class Sum(Loss):
         return LossOutput(queries.sum() + documents.square().sum())
 
 
-def reads(world: World, keep_tokens: int, loss: Loss, precision: Precision) -> tuple[dict[str, int], int]:
+def reads(
+    world: World, keep_tokens: int, loss: Loss, precision: Precision, measured: bool = False
+) -> tuple[dict[str, int], int]:
     model = small_model("xlm-roberta", dropout=0.1)
     loaded = load_model(model, parallel(Strategy.fsdp, precision=precision), world, seed=0, tokenizer=small_tokenizer())
-    backward = Backward(loaded.encoder, loss.to(world.device), world, seed=0, dummy=loaded.tokenizer.dummy())
+    backward = Backward(
+        loaded.encoder, loss.to(world.device), world, seed=0, dummy=loaded.tokenizer.dummy(), meanings=[Meaning()]
+    )
     rows = tokenised(batch(9), loaded.tokenizer)
     made = cut(rows, world.rank, world.size, loaded.tokenizer, Cutting(40, keep_tokens))
     on_gpu = world.device.type == "cuda"
@@ -52,17 +57,18 @@ def reads(world: World, keep_tokens: int, loss: Loss, precision: Precision) -> t
         if on_gpu:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            _, finite = backward(made)
+            output, finite = backward(made, measured=measured)
         finally:
             if on_gpu:
                 torch.cuda.set_sync_debug_mode("default")
     assert finite
+    assert ("uniformity" in output.shares) == measured
     return dict(seen.counts), len(made.chunks)
 
 
-@pytest.mark.parametrize("keep_tokens", [0, 80, 10_000])
-def test_nothing_is_read_while_chunks_are_encoded(ranks, keep_tokens):
-    for found, chunks in ranks(2, reads, keep_tokens, Sum(), Precision.fp32):
+@pytest.mark.parametrize(("keep_tokens", "measured"), [(0, False), (80, True), (10_000, False)])
+def test_nothing_is_read_while_chunks_are_encoded(ranks, keep_tokens, measured):
+    for found, chunks in ranks(2, reads, keep_tokens, Sum(), Precision.fp32, measured):
         assert chunks > 2
         assert not found
 
@@ -77,4 +83,4 @@ def test_no_step_waits_for_a_gpu():
     """What torch itself calls a wait is an error meanwhile."""
     with joined_world() as world:
         assert world.device.type == "cuda"
-        reads(world, 80, Sum(), Precision.bf16)
+        reads(world, 80, Sum(), Precision.bf16, measured=True)

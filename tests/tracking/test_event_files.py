@@ -1,0 +1,73 @@
+"""TensorBoard's event files, read back by TensorBoard itself: one history over restarts, and nothing that fails."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from embedtrain.config.schema import Recipe, TrackingConfig
+from embedtrain.distributed.world import World
+from embedtrain.tracking.metrics import read_metrics
+from embedtrain.tracking.tracker import Tracker
+
+pytest.importorskip("tensorboard")
+
+WORLD = World(0, 1, 0, 1, torch.device("cpu"))
+RECIPE = Recipe(name="tiny", tracking=TrackingConfig(tensorboard=True))
+
+
+def run(run_dir, steps, resumed_step=None, scale=1.0):
+    with Tracker.open(RECIPE, WORLD, run_dir, resumed_step=resumed_step) as tracker:
+        for step in steps:
+            tracker.step({"step": step, "loss": scale * step, "lr": 1e-3})
+        tracker.evaluation(steps[-1], {"dev": {"ndcg@10": steps[-1] / 10}})
+
+
+def shown(run_dir):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    return {
+        tag: {event.step: round(event.value, 6) for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]
+    }, found.Tags()["tensors"]
+
+
+def test_steps_and_evaluations_are_there_and_the_recipe(tmp_path):
+    run(tmp_path, [1, 2])
+    scalars, texts = shown(tmp_path)
+    assert scalars["train/loss"] == {1: 1.0, 2: 2.0}
+    assert scalars["dev/ndcg@10"] == {2: 0.2}
+    assert {"train/lr", "train/memory_gib"} <= scalars.keys()
+    assert texts == ["recipe/text_summary"]
+
+
+def test_a_run_taken_back_has_one_history_and_a_new_one_begins_anew(tmp_path):
+    run(tmp_path, [1, 2, 3, 4])
+    run(tmp_path, [3, 4, 5], resumed_step=2, scale=10.0)
+    assert shown(tmp_path)[0]["train/loss"] == {1: 1.0, 2: 2.0, 3: 30.0, 4: 40.0, 5: 50.0}
+    run(tmp_path, [1, 2], scale=100.0)
+    assert shown(tmp_path)[0]["train/loss"] == {1: 100.0, 2: 200.0}
+
+
+def test_it_is_not_imported_unless_asked_for(tmp_path):
+    script = (
+        "import sys, torch; from embedtrain.config.schema import Recipe\n"
+        "from embedtrain.distributed.world import World; from embedtrain.tracking.tracker import Tracker\n"
+        "Tracker.open(Recipe(), World(0, 1, 0, 1, torch.device('cpu')), sys.argv[1]).close()\n"
+        "print('tensorboard' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_without_the_package_a_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    run(tmp_path, [1, 2])
+    said = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(said) == 1
+    assert said[0].startswith("warning: TensorBoard could not be started, training goes on without it")
+    assert said[0].endswith("pip install 'embedtrain[tensorboard]'")
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3

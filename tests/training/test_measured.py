@@ -1,0 +1,62 @@
+"""What is measured beside the loss, in a whole step: the same on any number of ranks, never in the gradient."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from embedtrain.config.losses import Implementation, InfoNCEConfig
+from embedtrain.config.schema import Strategy
+from embedtrain.distributed.world import World
+from embedtrain.losses.geometry import Meaning
+from embedtrain.losses.infonce import InfoNCE
+from embedtrain.training.batches import Cutting, cut
+from embedtrain.training.gradients import Backward
+from embedtrain.training.model import load_model
+from tests.small import batch, parallel, small_model, small_tokenizer, tokenised
+
+NAMES = ["positive_similarity", "hardest_negative_similarity", "false_negatives", "alignment", "uniformity"]
+
+
+def measure(
+    world: World, way: Implementation, measured: bool, anywhere: bool, sizes: tuple[int, ...] = (9,)
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """This rank's parts of what is told, and the gradient."""
+    model = small_model("xlm-roberta", dropout=0.1 if world.size == 2 else 0.0)
+    loaded = load_model(model, parallel(Strategy.fsdp), world, seed=0, tokenizer=small_tokenizer())
+    loaded.encoder.train()
+    loss = InfoNCE(InfoNCEConfig(temperature=0.1, implementation=way))
+    backward = Backward(
+        loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy(), meanings=[Meaning()] if measured else None
+    )
+    rows = [batch(size, first=100 * number) for number, size in enumerate(sizes)]
+    rows = [tokenised(one, loaded.tokenizer) if anywhere else one for one in rows]
+    output, _ = backward(
+        *(cut(one, world.rank, world.size, loaded.tokenizer, Cutting(60)) for one in rows), measured=True
+    )
+    gradients = {
+        name: p.grad.to_local() for name, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)
+    }
+    return {name: float(share) for name, share in output.shares.items()}, gradients
+
+
+def whole(answers: list[tuple[dict[str, float], dict[str, torch.Tensor]]]) -> dict[str, float]:
+    return {name: sum(shares[name] for shares, _ in answers) for name in answers[0][0]}
+
+
+@pytest.mark.parametrize("way", [Implementation.plain, Implementation.tiled, Implementation.ring])
+def test_the_gradient_stays_as_it_is_bit_for_bit(ranks, way):
+    with_figures, without = (ranks(2, measure, way, measured, True) for measured in (True, False))
+    for (_, found), (_, expected) in zip(with_figures, without, strict=True):
+        assert len(found) > 10
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert list(whole(without)) == ["accuracy"]
+    assert list(whole(with_figures)) == ["accuracy", *NAMES]
+
+
+def test_figures_do_not_depend_on_ranks_or_on_who_encodes_what(ranks):
+    """Also for a step of two batches, whose means they are, and where ranks have no rows."""
+    expected = whole(ranks(1, measure, Implementation.plain, True, True, (9, 3)))
+    assert -1 < expected["hardest_negative_similarity"] <= 1
+    for anywhere in (True, False):
+        found = whole(ranks(4, measure, Implementation.plain, True, anywhere, (9, 3)))
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -41,6 +41,7 @@ from embedtrain.planning.work import Work
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after
 from embedtrain.tracking.tracker import Tracker
+from embedtrain.training.account import Account
 from embedtrain.training.batches import Cutting, cost_of_a_pass
 from embedtrain.training.bf16 import notes_on_bf16
 from embedtrain.training.course import (
@@ -51,7 +52,7 @@ from embedtrain.training.course import (
     require_same_data,
     require_same_tokenizer,
 )
-from embedtrain.training.export import export_run
+from embedtrain.training.export import export_run, exported_step
 from embedtrain.training.gradients import Backward
 from embedtrain.training.guide import GuideModel, load_guides
 from embedtrain.training.lock import only_run
@@ -60,6 +61,7 @@ from embedtrain.training.matmul_rate import MatmulRate, matmul_rate
 from embedtrain.training.model import LoadedModel, load_model, proven, quiet_libraries
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rundir import RunDirectory
+from embedtrain.training.sample import choose_sample
 from embedtrain.training.state import TrainState, from_dict
 from embedtrain.training.step import Trainable
 from embedtrain.training.tensor_float import products_in_tf32
@@ -156,7 +158,13 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         document_prompt=prompts.get("document", ""),
         gather=recipe.evaluation.gather,
     )
-    with _recorded(recipe, run_dir, world, model, state, console) as tracker, checkpoints, world.guarded():
+    with (
+        _recorded(recipe, run_dir, world, model, state, console) as tracker,
+        checkpoints,
+        world.guarded(),
+        Account(recipe, run_dir, world, encoder, tracker, state, total_steps) as account,
+    ):
+        account.before(lambda: choose_sample(sets, data, losses, prompts))
         loop = Loop(
             recipe=recipe,
             run=Trainable(
@@ -198,9 +206,10 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         if stopped is None:
             checkpoints.wait()
             exported = export_run(recipe, model, trained, encoder, state, run_dir, world, tracker)
-            for line in before_and_after(run_dir.path):
-                tracker.note(line)
-            tracker.note(f"model: {exported.directory}")
+            _tell(console, [*before_and_after(run_dir.path), f"model: {exported.directory}"])
+            account.after(exported_step(recipe, state))
+        else:
+            account.stopped()
     if stopped is not None:
         raise stopped
     return exported.directory

@@ -293,6 +293,7 @@ class TrackingConfig:
     wandb_project: str = "embedtrain"
     wandb_entity: str | None = None
     wandb_group: str | None = None
+    report: bool = True  # write report.html at the end; a few texts are encoded before and after for it
 
 
 @dataclass(kw_only=True)

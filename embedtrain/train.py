@@ -144,11 +144,9 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
     checkpoints.require_room(trained, total_steps)
-    state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
+    state = _state(found, checkpoints, trained, optimizer, recipe.checkpoint.best, total_steps, console)
     if found is not None:  # whose weights stand only now
         model = proven(model, recipe.model, recipe.parallel, world, say=console.note)
-    if state.best_by != recipe.checkpoint.best:
-        state.best_by, state.best, state.best_step, state.not_better = recipe.checkpoint.best, None, None, 0
     encoder = SentenceEncoder(
         model.encoder,
         model.tokenizer,
@@ -321,6 +319,22 @@ def _lengths(recipe: Recipe, data: TrainData) -> tuple[int, int]:
         return steps, steps * each
     batches = data.plan.total_steps(None, recipe.train.epochs)
     return -(-batches // each), batches
+
+
+def _state(
+    found: StepFolder | None,
+    checkpoints: Checkpoints,
+    trained: Trained,
+    optimizer: torch.optim.AdamW,
+    best_by: str | None,
+    total_steps: int,
+    console: Console,
+) -> TrainState:
+    """Where the run stands; of what was best so far nothing, where it is told by something else now."""
+    state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
+    if state.best_by != best_by:
+        state.best_by, state.best, state.best_step, state.not_better = best_by, None, None, 0
+    return state
 
 
 def _resume(

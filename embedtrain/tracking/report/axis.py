@@ -1,5 +1,6 @@
 """Axes: from values to places in a plot, linear or logarithmic, with round numbers marked."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ class Axis:
 
     def at(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Where values lie."""
-        low, high, x = (np.log10(v) if self.log else v for v in (self.low, self.high, values))
+        low, high, x = np.float64(self.low), np.float64(self.high), values
+        if self.log:
+            low, high, x = np.log10(low), np.log10(high), np.log10(x)
         placed: NDArray[np.float64] = self.start + (x - low) / (high - low) * (self.end - self.start)
         return placed
 
@@ -34,18 +37,20 @@ class Axis:
         return float(self.at(np.array([value]))[0])
 
 
-def value_axis(values: NDArray[np.float64], start: float, end: float) -> Axis:
-    """An axis for finite values; logarithmic where they span so much that all but a few would lie on a line."""
+def value_axis(values: NDArray[np.float64], start: float, end: float, form: Form) -> Axis:
+    """An axis for finite values; logarithmic where they span so much that all but a few would lie on a line.
+
+    Shares and rates never are: how far they lie from nothing is what one wants to see.
+    """
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    if low > 0 and high > 200 * low and high > 50 * float(np.median(values)):
+    if form in (Form.plain, Form.small) and low > 0 and high > 200 * low and high > 50 * float(np.median(values)):
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         every = max(1, -(-(last - first) // 5))
         ticks = tuple(10.0**power for power in range(first, last + 1, every))
         return Axis(10.0**first, 10.0**last, start, end, ticks, log=True)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):
-        # As wide as makes the one value readable.
-        around = abs(low) * 0.1 or 1.0
-        low, high = low - around, high + around
+        low, high = min(0.0, low * 1.25), max(0.0, high * 1.25)  # one value, told by how far it is from nothing
+        high = high if high > low else 1.0
     ticks = round_numbers(low, high, 4)
     return Axis(min(low, ticks[0]), max(high, ticks[-1]), start, end, ticks)
 
@@ -78,7 +83,7 @@ def _percent(ticks: Sequence[float]) -> list[str]:
 
 def _numbers(ticks: Sequence[float]) -> list[str]:
     largest = max(map(abs, ticks), default=0.0)
-    apart = min((b - a for a, b in zip(ticks, ticks[1:], strict=False)), default=largest or 1.0)
+    apart = min((b - a for a, b in itertools.pairwise(ticks)), default=largest or 1.0)
     if largest >= 10_000:
         return [_large(tick) for tick in ticks]
     if largest and largest < 1e-3:

@@ -69,7 +69,13 @@ class Chart:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], *, meaning: str = "", form: Form = Form.plain, most: int = 300
+    title: str,
+    lines: Sequence[Line],
+    *,
+    meaning: str = "",
+    form: Form = Form.plain,
+    most: int = 300,
+    steps: tuple[int, int] | None = None,
 ) -> Chart:
     """A plot of one figure.
 
@@ -79,14 +85,15 @@ def line_chart(
         meaning: what it says.
         form: how values are written.
         most: about how many points of a line are drawn.
+        steps: the first and the last that are shown; default: those of the lines.
     """
     smooth = [smoothed(line.series) for line in lines]
     drawn = [
         (thinned(line.series, most), soft and thinned(soft, most)) for line, soft in zip(lines, smooth, strict=True)
     ]
-    steps = np.concatenate([line.series.steps for line in lines])
-    x = step_axis(int(steps.min()), int(steps.max()), LEFT, RIGHT)
-    y = value_axis(np.concatenate([raw.finite for raw, _ in drawn]), BOTTOM, TOP)
+    own = np.concatenate([line.series.steps for line in lines])
+    x = step_axis(*(steps or (int(own.min()), int(own.max()))), LEFT, RIGHT)
+    y = value_axis(np.concatenate([raw.finite for raw, _ in drawn]), BOTTOM, TOP, form)
     shapes: list[Markup] = [_frame(x, y, form)]
     for line, (raw, soft) in zip(lines, drawn, strict=True):
         colour = f"c{line.colour % NUM_COLOURS}"

@@ -26,20 +26,22 @@ def groups_of(runs: Sequence[Run]) -> list[Figures]:
     """Plots of all figures that any run has logged, each with a line for each run that has it."""
     keys = sorted({key for run in runs for key, one in run.logged.items() if len(one.steps)}, key=order_of)
     most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // max(1, len(runs))))
+    every = [one.steps for run in runs for one in run.logged.values() if len(one.steps)]
+    steps = (int(min(one[0] for one in every)), int(max(one[-1] for one in every))) if every else (0, 0)
     found = []
     for group in Group:
         own = [key for key in keys if named(key).group is group]
-        charts = tuple(_chart(key, runs, most) for key in own[:MOST_CHARTS])
+        charts = tuple(_chart(key, runs, most, steps) for key in own[:MOST_CHARTS])
         if charts:
             found.append(Figures(group.value, charts, len(own) - len(charts)))
     return found
 
 
-def _chart(key: str, runs: Sequence[Run], most: int) -> Chart:
+def _chart(key: str, runs: Sequence[Run], most: int, steps: tuple[int, int]) -> Chart:
     about = named(key)
     lines = [
         Line(run.label, number, run.logged[key])
         for number, run in enumerate(runs)
         if key in run.logged and len(run.logged[key].steps)
     ]
-    return line_chart(about.title, lines, meaning=about.meaning, form=about.form, most=most)
+    return line_chart(about.title, lines, meaning=about.meaning, form=about.form, most=most, steps=steps)

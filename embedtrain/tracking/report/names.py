@@ -17,9 +17,7 @@ class Form(str, Enum):
 class Group(str, Enum):
     """Where a figure stands; the value is the heading."""
 
-    loss = "Loss"
-    vectors = "Similarity in training batches"
-    optimisation = "Optimisation"
+    training = "Training"
     speed = "Throughput and memory"
     other = "Other figures"
 
@@ -34,22 +32,24 @@ class Named:
     form: Form = Form.plain
 
 
-_LOSS, _VECTORS, _STEPS, _SPEED = Group.loss, Group.vectors, Group.optimisation, Group.speed
+_TRAINING, _SPEED = Group.training, Group.speed
 NAMES = {
-    "loss": Named("Loss", "mean over the global batch", _LOSS),
-    "accuracy": Named("Accuracy in the batch", "share of queries whose own document scores best", _VECTORS, Form.share),
-    "positive_similarity": Named("Similarity to the positive", "mean cosine of query and positive", _VECTORS),
+    "loss": Named("Loss", "mean over the global batch", _TRAINING),
+    "accuracy": Named(
+        "Accuracy in the batch", "share of queries whose own document scores best", _TRAINING, Form.share
+    ),
+    "positive_similarity": Named("Similarity to the positive", "mean cosine of query and positive", _TRAINING),
     "hardest_negative_similarity": Named(
-        "Similarity to the hardest negative", "mean over queries of the highest cosine to a negative", _VECTORS
+        "Similarity to the hardest negative", "mean over queries of the highest cosine to a negative", _TRAINING
     ),
     "false_negatives": Named(
-        "Suspected false negatives", "share of negatives that score above the positive", _VECTORS, Form.share
+        "Suspected false negatives", "share of negatives that score above the positive", _TRAINING, Form.share
     ),
-    "alignment": Named("Alignment", "mean squared distance of query and positive; lower is closer", _VECTORS),
-    "uniformity": Named("Uniformity", "how evenly vectors fill the sphere; lower is more evenly", _VECTORS),
-    "lr": Named("Learning rate", "of the weights", _STEPS, Form.small),
-    "grad_norm": Named("Gradient norm", "of the whole model, before clipping", _STEPS),
-    "temperature": Named("Temperature", "that similarities are divided by", _STEPS),
+    "alignment": Named("Alignment", "mean squared distance of query and positive; lower is closer", _TRAINING),
+    "uniformity": Named("Uniformity", "how evenly vectors fill the sphere; lower is more evenly", _TRAINING),
+    "lr": Named("Learning rate", "of the weights", _TRAINING, Form.small),
+    "grad_norm": Named("Gradient norm", "of the whole model, before clipping", _TRAINING),
+    "temperature": Named("Temperature", "that similarities are divided by", _TRAINING),
     "samples_per_s": Named("Rows per second", "training rows, all ranks together", _SPEED, Form.rate),
     "tokens_per_s": Named("Tokens per second", "padding not counted, all ranks together", _SPEED, Form.rate),
     "mfu": Named("Model FLOPs utilisation", "share of the matrix products' rate of the devices", _SPEED, Form.share),
@@ -57,7 +57,7 @@ NAMES = {
     "data_wait": Named("Waiting for data", "share of the time of steps", _SPEED, Form.share),
     "communication": Named("Communication", "share of the time of steps", _SPEED, Form.share),
     "padding": Named("Padding", "share of computed tokens that are none", _SPEED, Form.share),
-    "memory_gib": Named("Peak memory", "GiB, of the first rank", _SPEED),
+    "memory_gib": Named("Peak memory", "GiB, of the first rank", _SPEED, Form.rate),
 }
 _ORDER = {name: place for place, name in enumerate(NAMES)}
 
@@ -68,13 +68,13 @@ def named(key: str) -> Named:
     if found is not None:
         return found
     if key.startswith("loss/"):
-        return Named(f"Loss of {key.removeprefix('loss/')}", "mean over this source's batches", Group.loss)
+        return Named(f"Loss of {key.removeprefix('loss/')}", "mean over this source's batches", Group.training)
     return Named(key, "", Group.other)
 
 
 def order_of(key: str) -> tuple[int, str]:
     """Sorts figures as they are to stand in their group."""
-    return _ORDER.get(key, len(_ORDER)), key
+    return _ORDER.get(key.partition("/")[0], len(_ORDER)), key
 
 
 def written(value: float | None, form: Form = Form.plain) -> str:

@@ -19,6 +19,7 @@ from embedtrain.tracking.metrics import METRICS_FILE
 from embedtrain.tracking.report.sample import AFTER, BEFORE, Sample, Vectors, read_texts, read_vectors
 from embedtrain.tracking.sessions import SESSIONS_FILE, Session, read_sessions, seconds_of
 
+_LABEL = 80  # characters
 _NO_FIGURES = {"step", "set", "model"}
 
 
@@ -118,7 +119,7 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
         if any(directory.resolve() == run.directory.resolve() for run in runs):
             raise DataError(f"{directory} is named twice: name each run once")
         label = name if names.count(name) == 1 else str(directory)
-        runs.append(_read(directory, label))
+        runs.append(_read(directory, label if len(label) <= _LABEL else f"{label[:_LABEL]} …"))
     return runs
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from embedtrain.errors import DataError
 
@@ -119,13 +119,8 @@ def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], ste
     """
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
-    path = _file(directory, which)
-    unfinished = path.with_suffix(".tmp")
-    try:
-        save_file({"vectors": unit}, unfinished, metadata={"step": str(step)})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    os.replace(unfinished, path)
+    # Not save_file: what it writes is the owner's alone to read.
+    _replaced(_file(directory, which), save({"vectors": unit}, metadata={"step": str(step)}))
 
 
 def read_texts(directory: Path) -> Sample | None:

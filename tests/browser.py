@@ -1,6 +1,7 @@
 """A real Chromium for tests of pages: started without a window, spoken to over a pipe by its DevTools protocol."""
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -23,23 +24,27 @@ def chromium() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
+def _pipe() -> tuple[int, int]:
+    """A pipe whose ends have numbers beyond 3 and 4."""
+    low = os.pipe()
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in low]
+    for end in low:
+        os.close(end)
+    return ends[0], ends[1]
+
+
 class Browser:
     """`with Browser() as browser: page = browser.open(path, width=390, dark=True)`."""
 
     def __enter__(self) -> "Browser":
         self._profile = tempfile.mkdtemp(prefix="embedtrain-browser-")
-        theirs_in, self._out = os.pipe()
-        self._in, theirs_out = os.pipe()
-
-        def as_three_and_four() -> None:
-            # Through high numbers: one of ours may itself be 3 or 4.
-            high_in, high_out = os.dup2(theirs_in, 50), os.dup2(theirs_out, 51)
-            os.dup2(high_in, 3)
-            os.dup2(high_out, 4)
-
+        (theirs_in, self._out), (self._in, theirs_out) = _pipe(), _pipe()
+        # It reads from 3 and writes to 4, whatever numbers the pipes have here.
+        command = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        arguments = [*QUIET, f"--user-data-dir={self._profile}", "--remote-debugging-pipe", "about:blank"]
         self._process = subprocess.Popen(
-            [str(chromium()), *QUIET, f"--user-data-dir={self._profile}", "--remote-debugging-pipe", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, close_fds=False, preexec_fn=as_three_and_four,
+            ["bash", "-c", command, str(chromium()), *arguments],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(theirs_in, theirs_out),
         )  # fmt: skip
         os.close(theirs_in)
         os.close(theirs_out)

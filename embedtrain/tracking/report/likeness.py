@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
 from embedtrain.tracking.report.sample import Relation, Role, Sample, Vectors
+from embedtrain.tracking.report.series import spread
 
 Places = NDArray[np.int64]  # [P, 2], numbers of two texts
 
@@ -169,7 +170,7 @@ def shown_queries(sample: Sample) -> list[int]:
     shown: list[int] = []
     each = -(-QUERIES_SHOWN // max(1, len(of_origin)))
     for numbers in of_origin.values():
-        shown += [numbers[place * len(numbers) // each] for place in range(min(each, len(numbers)))]
+        shown += [numbers[place] for place in spread(len(numbers), each)]
     return shown[:QUERIES_SHOWN]
 
 

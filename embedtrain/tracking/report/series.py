@@ -47,6 +47,6 @@ def thinned(series: Series, most: int) -> Series:
 
 def spread(count: int, most: int) -> list[int]:
     """At most `most` of `count` places, the first and the last among them."""
-    if count <= most:
-        return list(range(count))
+    if count <= most or most < 2:
+        return list(range(min(count, most)))
     return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})

@@ -49,7 +49,7 @@ def make_run(
         recipe[group] = recipe[group] | options if isinstance(options, dict) else options
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
     rows: list[dict[str, Any]] = []
-    for step in range(0, steps + 1):
+    for step in range(steps + 1):
         if step and step % every == 0:
             loss = 3 * math.exp(-step / steps * 3) + drawn.random() * 0.3
             row = {"step": step, "loss": loss, "grad_norm": 5 + drawn.random(), "lr": 2e-5 * (1 - step / (steps + 1))}

@@ -15,7 +15,7 @@ from embedtrain.tracking.report.runs import Series, read_runs
 from embedtrain.tracking.report.sample import Relation, Role, Vectors
 from embedtrain.tracking.report.samples import shown
 from embedtrain.tracking.report.series import smoothed, spread, thinned
-from tests.tracking.report.made import make_run, made_sample
+from tests.tracking.report.made import made_sample, make_run
 
 
 @pytest.fixture

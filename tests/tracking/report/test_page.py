@@ -16,7 +16,8 @@ from embedtrain.tracking.report.page import write_report
 from embedtrain.tracking.report.sample import Role, Sample, SampleText, write_vectors
 from tests.tracking.report.made import ANSWERS, QUERIES, made_sample, make_run
 
-EVIL = "<script>alert(1)</script>\"'><img src=//evil.example/x onerror=alert(2)>{{ 7*7 }}{% raw %}</style></svg>&amp;\u202e\0"
+EVIL = "<script>alert(1)</script>\"'><img src=//evil.example/x onerror=alert(2)>{{ 7*7 }}{% raw %}</style></svg>&amp;"
+EVIL += "\u202e\0"
 
 
 class Page(HTMLParser):

@@ -1,6 +1,7 @@
 """The page: all that is known of some runs in one HTML file, which asks no network for anything."""
 
 import base64
+import functools
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from embedtrain import __version__
@@ -73,16 +74,9 @@ def render(runs: Sequence[Run]) -> str:
         charts.append(chart)
         return len(charts) - 1
 
-    environment = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,  # whatever a run holds is text
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     style, script = (_own(name) for name in ("page.css", "page.js"))
     samples = [figures for run in runs[:MOST_SAMPLES] if (figures := sample_of(run)) is not None]
-    return environment.get_template("page.html").render(
+    return _template().render(
         title=" · ".join(run.label for run in runs),
         several=len(runs) > 1,
         heads=[_head(run) for run in runs],
@@ -104,6 +98,18 @@ def render(runs: Sequence[Run]) -> str:
         number=number,
         points=lambda: Markup(_json([chart.points for chart in charts])),  # noqa: S704  # "<" is escaped in it
     )
+
+
+@functools.cache  # to compile it takes as long as to fill it
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,  # whatever a run holds is text
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")
 
 
 def _own(name: str) -> str:

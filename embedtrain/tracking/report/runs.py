@@ -114,17 +114,17 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
         DataError: a folder is no run, or is named twice.
     """
     runs: list[Run] = []
-    names = [str(_recipe(directory)[0].get("name") or directory.name) for directory in directories]
-    for directory, name in zip(directories, names, strict=True):
+    recipes = [_recipe(directory) for directory in directories]
+    names = [str(recipe.get("name") or place.name) for (recipe, _), place in zip(recipes, directories, strict=True)]
+    for directory, recipe, name in zip(directories, recipes, names, strict=True):
         if any(directory.resolve() == run.directory.resolve() for run in runs):
             raise DataError(f"{directory} is named twice: name each run once")
         label = name if names.count(name) == 1 else str(directory)
-        runs.append(_read(directory, label if len(label) <= _LABEL else f"{label[:_LABEL]} …"))
+        runs.append(_read(directory, label if len(label) <= _LABEL else f"{label[:_LABEL]} …", *recipe))
     return runs
 
 
-def _read(directory: Path, label: str) -> Run:
-    recipe, notes = _recipe(directory)
+def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str]) -> Run:
     versions = recipe.pop("versions", {})
     rows, seen, more = _rows(directory / METRICS_FILE)
     sessions = read_sessions(directory / SESSIONS_FILE)

@@ -1,6 +1,7 @@
 """`python -m embedtrain.report runs/NAME [runs/OTHER ...] [to=FILE]`: what runs have come to, on one page."""
 
-from embedtrain.config.report_options import ReportOptions, compose_report
+from embedtrain.config.door_options import ReportOptions
+from embedtrain.config.report_options import compose_report
 from embedtrain.door import enter
 
 

@@ -3,6 +3,8 @@
 A function of the sets and the rows alone, never of the number of ranks: taken evenly from all over them.
 """
 
+import itertools
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -99,9 +101,15 @@ def choose_sample(
 
 
 def _evenly(length: int, count: int) -> list[int]:
-    """At most `count` of `length` places, from all over."""
-    count = min(count, length)
-    return [place * length // count for place in range(count)]
+    """At most `count` of `length` places, one of each stretch: the same for the same numbers.
+
+    Not the first of each: every third text of a file may be of one class.
+    """
+    if length <= count:
+        return list(range(length))
+    drawn = random.Random(length)
+    ends = [place * length // count for place in range(count + 1)]
+    return [drawn.randrange(start, end) for start, end in itertools.pairwise(ends)]
 
 
 def _add_set(chosen: _Chosen, loaded: LoadedSet, prompts: Mapping[str, str], share: int) -> None:
@@ -121,7 +129,7 @@ def _add_set(chosen: _Chosen, loaded: LoadedSet, prompts: Mapping[str, str], sha
         case RetrievalSet() as data:
             _add_retrieval(chosen, data, origin, share)
         case ScoredPairs() as data:
-            by_score = sorted(range(len(data.scores)), key=lambda at: (data.scores[at], at))
+            by_score = [at for _, at in sorted((score, at) for at, score in enumerate(data.scores))]
             places = [by_score[at] for at in _evenly(len(by_score), 3 * share)]
             _add_graded(chosen, [(origin, data.first[at], data.second[at], data.scores[at]) for at in places])
         case LabelledPairs() as data:

@@ -1,6 +1,6 @@
 """Line plots: one figure over steps, a line for each run, with its values as a table for those who do not see it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +64,7 @@ class Chart:
     picture: Markup
     legend: tuple[Legend, ...]
     table: Table
-    points: dict[str, object]
+    points: Mapping[str, object]
     remark: str
 
 

@@ -184,7 +184,7 @@ def _highest(series: Series | None) -> str:
 
 def _sessions(run: Run) -> list[tuple[str, ...]]:
     """When a run was under way: each time in words."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for number, one in enumerate(run.sessions):
         last = number + 1 == len(run.sessions)
         how = one.how or (run.status.value if last else Status.ended.value)

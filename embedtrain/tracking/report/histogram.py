@@ -19,7 +19,7 @@ def bins_of(cosines: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
     """Edges [BINS + 1] that hold all of these."""
     values = np.concatenate([np.zeros(0, dtype=np.float32), *cosines])
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    low, high = np.floor(low * 20 - 1e-6) / 20, np.ceil(high * 20 + 1e-6) / 20
+    low, high = np.floor(low * 20 + 1e-6) / 20, np.ceil(high * 20 - 1e-6) / 20
     return np.linspace(low, max(high, low + 0.1), BINS + 1)
 
 

@@ -81,8 +81,9 @@ class Answers:
 
 def cosines(vectors: Vectors, pairs: Places) -> NDArray[np.float32]:
     """Of pairs [P, 2]: [P]."""
-    found: NDArray[np.float32] = np.einsum("pd,pd->p", vectors.values[pairs[:, 0]], vectors.values[pairs[:, 1]])
-    return found
+    found = np.einsum("pd,pd->p", vectors.values[pairs[:, 0]], vectors.values[pairs[:, 1]])
+    clipped: NDArray[np.float32] = np.clip(found, -1.0, 1.0)  # rounding gives 1.0000001
+    return clipped
 
 
 def told_apart(sample: Sample) -> list[Told]:

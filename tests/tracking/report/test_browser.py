@@ -128,3 +128,14 @@ def test_it_says_as_much_without_a_script(browser, pages):
         assert len(lines) > 10
     finally:
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_paper_is_white_and_cuts_nothing_off(browser, pages):
+    """Also for who reads in the dark."""
+    browser.open(pages["one"], width=794, dark=True)
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.call("Emulation.setEmulatedMedia", media="print", features=[dark])
+    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    wider = "[...document.querySelectorAll('.wide')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
+    assert browser.evaluate(wider) == 0
+    browser.call("Emulation.setEmulatedMedia", media="screen")

@@ -167,7 +167,7 @@ def _exported(run: Run, directory: Path) -> str:
 
 def _course(series: Series) -> str:
     first, last = float(series.finite[0]), float(series.finite[-1])
-    return written(last) if len(series.finite) == 1 else f"{written(first)} → {written(last)}"
+    return f"{last:.3g}" if len(series.finite) == 1 else f"{first:.3g} → {last:.3g}"
 
 
 def _median(series: Series | None, form: Form) -> str:

@@ -238,9 +238,9 @@ def test_a_long_run_makes_a_small_page_quickly(tmp_path, steps):
     spike = next(number for number, line in enumerate(lines) if line.startswith('{"step": 3321,') and "loss" in line)
     lines[spike] = json.dumps(json.loads(lines[spike]) | {"grad_norm": 321.5})
     (run / "metrics.jsonl").write_text("\n".join(lines))
-    began = time.monotonic()
+    began = time.process_time()
     page = written(tmp_path, run)
-    assert time.monotonic() - began < 90
+    assert time.process_time() - began < 30
     assert len(page.source.encode()) < 1.5e6
     assert "highest 321.50" in page.source
 

@@ -229,5 +229,5 @@ def test_it_takes_little_time(ranks, workshop, tmp_path):
     for number in range(3):
         for report, found in took.items():
             out = tmp_path / f"{number}-{report}"
-            found += ranks(1, timed, *options(workshop, out, "train.steps=1", f"tracking.report={report}"))
+            found.extend(ranks(1, timed, *options(workshop, out, "train.steps=1", f"tracking.report={report}")))
     assert min(took["true"]) < min(took["false"]) + 1.0

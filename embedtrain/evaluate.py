@@ -105,8 +105,7 @@ def _report(options: EvaluateOptions, figures: Figures, world: "World", console:
     from pathlib import Path
 
     from embedtrain.tracking.memory import peak_memory_gib
-    from embedtrain.tracking.metrics import MetricsFile
-    from embedtrain.tracking.tracker import METRICS_FILE
+    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile
 
     console.evaluation(0, figures, title=f"evaluation of {options.model}")
     peak = max(world.gather(peak_memory_gib(world.device)))

@@ -3,12 +3,10 @@
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.adapted import BASE_WEIGHTS, write_settings
 from embedtrain.checkpoint.directory import write_architecture
@@ -18,29 +16,26 @@ from embedtrain.checkpoint.store import Checkpoints
 from embedtrain.config.accelerate import notes_on_accelerate
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guides_of
-from embedtrain.config.losses import LossConfig
 from embedtrain.config.schema import Precision, Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.chosen import chosen_data
 from embedtrain.data.store.cache import Cache, cache_directory
-from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.stopping import Notice, Stopping
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator, metrics_of
 from embedtrain.evaluation.metrics import split_best
 from embedtrain.evaluation.sets import load_sets
-from embedtrain.losses.choose import choose_losses, meaning_of, notes_on
-from embedtrain.losses.types import FROM_ROWS, Loss
+from embedtrain.losses.choose import meaning_of
 from embedtrain.models.build import digest_of_weights
 from embedtrain.models.source import open_source
-from embedtrain.models.tokenizer import read_tokenizer
 from embedtrain.planning.facts import compute_dtype
 from embedtrain.planning.flops import flops_of
 from embedtrain.planning.work import Work
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.summary import before_and_after
 from embedtrain.tracking.tracker import Tracker
+from embedtrain.training.account import Account
 from embedtrain.training.batches import Cutting, cost_of_a_pass
 from embedtrain.training.bf16 import notes_on_bf16
 from embedtrain.training.course import (
@@ -49,21 +44,22 @@ from embedtrain.training.course import (
     identity_of,
     require_same_course,
     require_same_data,
-    require_same_tokenizer,
 )
-from embedtrain.training.export import export_run
+from embedtrain.training.export import export_run, exported_step
 from embedtrain.training.gradients import Backward
-from embedtrain.training.guide import GuideModel, load_guides
+from embedtrain.training.guide import load_guides
 from embedtrain.training.lock import only_run
 from embedtrain.training.loop import Loop
 from embedtrain.training.matmul_rate import MatmulRate, matmul_rate
 from embedtrain.training.model import LoadedModel, load_model, proven, quiet_libraries
+from embedtrain.training.objective import make_loss
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rundir import RunDirectory
+from embedtrain.training.sample import choose_sample
 from embedtrain.training.state import TrainState, from_dict
 from embedtrain.training.step import Trainable
-from embedtrain.training.tensor_float import products_in_tf32
 from embedtrain.training.trained import Trained
+from embedtrain.training.vocabulary import own_vocabulary, tokenise
 
 
 def train(recipe: Recipe, world: World, stopping: Stopping | None = None) -> Path:
@@ -125,11 +121,11 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         recipe.parallel,
         world,
         seed=recipe.seed,
-        tokenizer=_own_vocabulary(recipe, data, run_dir, world, console, anew=found is None),
+        tokenizer=own_vocabulary(recipe, data, run_dir, world, console, anew=found is None),
         read_weights=found is None,
         work=Work.of(recipe),
     )
-    _tokenise(data, model, cache, world, console)
+    tokenise(data, model, cache, world, console)
     guides, guide_notes = load_guides(
         list(dict.fromkeys(path for loss in losses for path in guides_of(loss))),
         recipe.parallel,
@@ -138,15 +134,13 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         trust_remote_code=recipe.model.trust_remote_code,
     )
     _tell(console, [*model.notes, *guide_notes])
-    loss = _loss(recipe, losses, data, model, guides, world, console)
+    loss = make_loss(recipe, losses, data, model, guides, world, console)
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
     checkpoints.require_room(trained, total_steps)
-    state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
+    state = _state(found, checkpoints, trained, optimizer, recipe.checkpoint.best, total_steps, console)
     if found is not None:  # whose weights stand only now
         model = proven(model, recipe.model, recipe.parallel, world, say=console.note)
-    if state.best_by != recipe.checkpoint.best:
-        state.best_by, state.best, state.best_step, state.not_better = recipe.checkpoint.best, None, None, 0
     encoder = SentenceEncoder(
         model.encoder,
         model.tokenizer,
@@ -156,7 +150,13 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         document_prompt=prompts.get("document", ""),
         gather=recipe.evaluation.gather,
     )
-    with _recorded(recipe, run_dir, world, model, state, console) as tracker, checkpoints, world.guarded():
+    with (
+        _recorded(recipe, run_dir, world, model, state, console) as tracker,
+        checkpoints,
+        world.guarded(),
+        Account(recipe, run_dir, world, encoder, tracker, state, total_steps) as account,
+    ):
+        account.before(lambda: choose_sample(sets, data, losses, prompts))
         loop = Loop(
             recipe=recipe,
             run=Trainable(
@@ -199,10 +199,11 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         if stopped is None:
             checkpoints.wait()
             exported = export_run(recipe, model, trained, encoder, state, run_dir, world, tracker)
-            for line in before_and_after(run_dir.path):
-                tracker.note(line)
             tracker.exported(exported.directory)
-            tracker.note(f"model: {exported.directory}")
+            _tell(console, [*before_and_after(run_dir.path), f"model: {exported.directory}"])
+            account.after(exported_step(recipe, state))
+        else:
+            account.stopped()
     if stopped is not None:
         raise stopped
     return exported.directory
@@ -273,39 +274,6 @@ def _rate(precision: Precision, world: World, console: Console) -> MatmulRate:
     return rate
 
 
-def _loss(
-    recipe: Recipe,
-    losses: Sequence[LossConfig],
-    data: TrainData,
-    model: LoadedModel,
-    guides: Mapping[str, GuideModel],
-    world: World,
-    console: Console,
-) -> Loss:
-    with world.together("making the loss"):
-        dimension, others = model.encoder.dimension, _guide_dimensions(guides, data)
-        loss = choose_losses(losses, dimension=dimension, guide_dimensions=others, seed=recipe.seed).to(world.device)
-    products_in_tf32(loss, recipe.parallel.precision)
-    _tell(console, notes_on(losses, data.names, loss, dimension))
-    return loss
-
-
-def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:
-    """For each source the widths of other models' vectors, and of those that its rows hold."""
-    widths = {path: guide.dimension for path, guide in guides.items()}
-    of_rows = [data.teacher_dimension(source) for source in range(len(data.stores))]
-    return [widths if width is None else {**widths, FROM_ROWS: width} for width in of_rows]
-
-
-def _tokenise(data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console) -> None:
-    """Have the texts' tokens at hand."""
-    require_same_tokenizer(model.tokenizer, world)
-    with world.together("tokenising"), console.counted() as told:
-        notes = data.prepare(model.tokenizer, replace(cache, told=told))
-    for note in notes:
-        console.note(note)
-
-
 def _lengths(recipe: Recipe, data: TrainData) -> tuple[int, int]:
     """Optimiser steps and global batches of the run: `train.accumulation` batches a step, in the last what is left."""
     each = recipe.train.accumulation
@@ -314,6 +282,22 @@ def _lengths(recipe: Recipe, data: TrainData) -> tuple[int, int]:
         return steps, steps * each
     batches = data.plan.total_steps(None, recipe.train.epochs)
     return -(-batches // each), batches
+
+
+def _state(
+    found: StepFolder | None,
+    checkpoints: Checkpoints,
+    trained: Trained,
+    optimizer: torch.optim.AdamW,
+    best_by: str | None,
+    total_steps: int,
+    console: Console,
+) -> TrainState:
+    """Where the run stands; of what was best so far nothing, where it is told by something else now."""
+    state = TrainState() if found is None else _resume(found, checkpoints, trained, optimizer, total_steps, console)
+    if state.best_by != best_by:
+        state.best_by, state.best, state.best_step, state.not_better = best_by, None, None, 0
+    return state
 
 
 def _resume(
@@ -336,30 +320,3 @@ def _resume(
         return TrainState()
     console.note(f"resuming from {found.path}, written on {found.manifest['world_size']} rank(s)")
     return from_dict(saved)
-
-
-def _own_vocabulary(
-    recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console, *, anew: bool
-) -> PreTrainedTokenizerBase | None:
-    """The vocabulary trained on the data, for a model from scratch that names no tokenizer.
-
-    A run that resumes reads the one it began with; any other makes its own, for rows and options may be others.
-    """
-    if recipe.model.config is None or recipe.model.tokenizer is not None:
-        return None
-    directory = run_dir.tokenizer
-    with world.together("training a vocabulary"):
-        if world.is_main and (anew or not directory.is_dir()):
-            with console.phase("training a vocabulary on the data"):
-                made = train_tokenizer(
-                    data.texts(),
-                    recipe.model.vocab_size,
-                    recipe.model.max_length or 512,
-                    lowercase=recipe.model.vocab_lowercase,
-                )
-                shutil.rmtree(directory, ignore_errors=True)
-                made.save_pretrained(directory)
-    with world.together("reading the vocabulary"):
-        tokenizer = read_tokenizer(directory, trust_remote_code=False)
-    console.note(f"vocabulary: {len(tokenizer):,} pieces, trained on the data, in {directory}")
-    return tokenizer

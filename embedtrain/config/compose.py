@@ -25,7 +25,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.accelerate import with_accelerate
 from embedtrain.config.checks import check_evaluate, check_recipe
-from embedtrain.config.door_options import EvaluateOptions, ExportOptions, InspectOptions, PlanOptions, SearchOptions
+from embedtrain.config.door_options import (
+    EvaluateOptions,
+    ExportOptions,
+    InspectOptions,
+    PlanOptions,
+    ReportOptions,
+    SearchOptions,
+)
 from embedtrain.config.elements import items, literal, losses_of, sources_of
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.export_checks import asked_export, check_export
@@ -40,7 +47,15 @@ from embedtrain.config.schema import ExportConfig, Recipe
 from embedtrain.errors import ConfigError
 
 Options = TypeVar(
-    "Options", Recipe, EvaluateOptions, ExportOptions, InspectOptions, MineOptions, PlanOptions, SearchOptions
+    "Options",
+    Recipe,
+    EvaluateOptions,
+    ExportOptions,
+    InspectOptions,
+    MineOptions,
+    PlanOptions,
+    ReportOptions,
+    SearchOptions,
 )
 
 
@@ -213,6 +228,7 @@ def _register(arguments: list[str], *, with_recipes: bool) -> None:
     store.store(name="inspect_schema", node=InspectOptions)
     store.store(name="mine_schema", node=MineOptions)
     store.store(name="plan_schema", node=PlanOptions)
+    store.store(name="report_schema", node=ReportOptions)
     store.store(name="search_schema", node=SearchOptions)
     for name, kind in LOSSES.items():
         store.store(group="loss", name=f"{name}_schema", node=kind)

@@ -95,3 +95,11 @@ class PlanOptions:
     tokens_per_text: int | None = None  # in the mean, padding included; default: the model's length, all of it
     texts_per_row: int = 2  # a query and its positive; one more for each hard negative that is used
     json: bool = False  # one JSON object instead of tables; `--json` is the same
+
+
+@dataclass(kw_only=True)
+class ReportOptions:
+    """Options of `python -m embedtrain.report`."""
+
+    runs: list[str] = field(default_factory=list)  # output_dirs of runs; written without a name as well
+    to: str | None = None  # the file; default: in the first run's directory

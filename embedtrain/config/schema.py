@@ -309,6 +309,7 @@ class TrackingConfig:
     geometry: bool = True  # similarities of positives and hardest negatives, ..., of every logged step's batch
     profile: list[int] = field(default_factory=list)  # steps to write a trace of, such as [10,11,12]
     profile_ranks: list[int] | None = field(default_factory=lambda: [0])  # which write one; null: all
+    report: bool = True  # write report.html at the end; a few texts are encoded before and after for it
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 from embedtrain.errors import DataError
 
+METRICS_FILE = "metrics.jsonl"
+
 
 class MetricsFile:
     """A file of rows that grows by one line at a time; each line is in the file when `append` returns."""

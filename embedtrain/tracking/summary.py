@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from embedtrain.tracking.metrics import read_metrics
-from embedtrain.tracking.tracker import METRICS_FILE
+from embedtrain.tracking.metrics import METRICS_FILE, read_metrics
 
 
 def figures_at(run_dir: Path, step: int) -> dict[str, dict[str, float]]:

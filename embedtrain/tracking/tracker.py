@@ -11,11 +11,9 @@ from embedtrain.distributed.world import World
 from embedtrain.tracking.aside import Aside
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.memory import peak_memory_gib
-from embedtrain.tracking.metrics import MetricsFile, read_metrics
+from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile, read_metrics
 from embedtrain.tracking.recorders import recorders
 from embedtrain.tracking.weights_and_biases import WandbRun
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Tracker:

@@ -26,6 +26,12 @@ from embedtrain.training.state import TrainState
 from embedtrain.training.trained import Trained
 
 
+def exported_step(recipe: Recipe, state: TrainState) -> int:
+    """The step whose weights are exported: the best one where one was asked for and found, else the last."""
+    best = state.best_step if recipe.checkpoint.best is not None else None
+    return state.step if best is None else best
+
+
 def export_run(
     recipe: Recipe,
     model: LoadedModel,
@@ -41,9 +47,8 @@ def export_run(
     Raises:
         EmbedtrainError: on every rank alike; checkpoints and an earlier `model/` stay.
     """
-    step = state.step
-    if recipe.checkpoint.best is not None and state.best_step not in (None, state.step):
-        step = int(state.best_step or 0)
+    step = exported_step(recipe, state)
+    if step != state.step:
         with world.together("opening the best checkpoint"):
             folder = read_manifest(step_path(run_dir.checkpoints, step))
         read_tensors(folder, trained, None)

@@ -15,6 +15,7 @@ from embedtrain.checkpoint.folder import list_steps
 from embedtrain.config.compose import to_plain
 from embedtrain.config.schema import Recipe
 from embedtrain.errors import TrainingError
+from embedtrain.tracking.sessions import SESSIONS_FILE
 
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
 
@@ -59,6 +60,16 @@ class RunDirectory:
     def profile(self) -> Path:
         """Traces of the steps that `tracking.profile` names."""
         return self.path / "profile"
+
+    @property
+    def sample(self) -> Path:
+        """A few texts and their vectors before and after training, for the report."""
+        return self.path / "sample"
+
+    @property
+    def sessions(self) -> Path:
+        """When the run was under way, on how many ranks, and how each time ended."""
+        return self.path / SESSIONS_FILE
 
     @property
     def lock(self) -> Path:

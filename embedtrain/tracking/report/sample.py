@@ -1,0 +1,190 @@
+"""The texts that a report looks at before and after training, and their vectors: `sample/` in a run directory.
+
+n texts, D dimensions.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from embedtrain.errors import DataError
+
+TEXTS_FILE = "sample.json"
+BEFORE, AFTER = "before", "after"
+_FORMAT = 1
+
+
+class Role(str, Enum):
+    """What a text is to the model; `text` is one that is neither asked nor found, as in pairs of sentences."""
+
+    query = "query"
+    document = "document"
+    text = "text"
+
+
+class Relation(str, Enum):
+    """What is known of two texts."""
+
+    positive = "positive"
+    negative = "negative"  # a hard negative, or judged not relevant
+    high = "high"  # scored pairs: in the upper third of the scores
+    middle = "middle"
+    low = "low"
+    same = "same"  # labelled pairs
+    different = "different"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """A text without prompts, and what the model sees around it.
+
+    Attributes:
+        text: cut to a length that bounds what it costs.
+        role: what it is to the model.
+        origin: the evaluation set or the training source it is from.
+        held_out: whether that is an evaluation set.
+        before: put before it.
+        after: put behind it.
+        max_length: tokens that are kept; None: the model's.
+        label: its class or cluster, where it has one.
+    """
+
+    text: str
+    role: Role
+    origin: str
+    held_out: bool
+    before: str = ""
+    after: str = ""
+    max_length: int | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two texts, by their numbers, and what is known of them; of a query and a document the query comes first."""
+
+    first: int
+    second: int
+    relation: Relation
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Texts, and what is known of some pairs of them."""
+
+    texts: Sequence[SampleText]
+    pairs: Sequence[Pair]
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Vectors of all texts of a sample: float32 [n, D], of unit length, with the weights of `step`."""
+
+    values: NDArray[np.float32]
+    step: int
+
+
+def write_texts(directory: Path, sample: Sample) -> None:
+    """Write a sample without vectors; those of an earlier one are deleted.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for which in (BEFORE, AFTER):
+        _file(directory, which).unlink(missing_ok=True)
+    content = {
+        "format": _FORMAT,
+        "texts": [asdict(text) for text in sample.texts],
+        "pairs": [[pair.first, pair.second, pair.relation.value] for pair in sample.pairs],
+    }
+    # Lone surrogates, which a tokenizer may take, have no UTF-8: they are written as escapes.
+    _replaced(directory / TEXTS_FILE, json.dumps(content).encode("ascii"))
+
+
+def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], step: int) -> None:
+    """Write the vectors of all texts, [n, D] of any length, `before` or `after`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+    # Not save_file: what it writes is the owner's alone to read.
+    _replaced(_file(directory, which), save({"vectors": unit}, metadata={"step": str(step)}))
+
+
+def read_texts(directory: Path) -> Sample | None:
+    """The sample of a run; None where there is none.
+
+    Raises:
+        DataError: the file is not what it claims to be.
+    """
+    path = directory / TEXTS_FILE
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != _FORMAT:
+            raise DataError(f"{path} was written by another version of embedtrain (format {content['format']})")
+        texts = [_text(one) for one in content["texts"]]
+        pairs = [Pair(int(first), int(second), Relation(known)) for first, second, known in content["pairs"]]
+        if any(not 0 <= number < len(texts) for pair in pairs for number in (pair.first, pair.second)):
+            raise ValueError("a pair of a text that is not there")
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read as the sample of a run: {error}") from error
+    return Sample(texts, pairs)
+
+
+def read_vectors(directory: Path, which: str, sample: Sample) -> Vectors | None:
+    """The vectors `before` or `after`; None where there are none.
+
+    Raises:
+        DataError: the file holds something else than finite vectors of these texts.
+    """
+    path = _file(directory, which)
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            values = np.asarray(file.get_tensor("vectors"), dtype=np.float32)
+            step = int((file.metadata() or {})["step"])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read as vectors of the sample: {error}") from error
+    if values.ndim != 2 or len(values) != len(sample.texts) or not np.isfinite(values).all():
+        raise DataError(f"{path} does not hold one finite vector for each of the {len(sample.texts)} texts")
+    return Vectors(values, step)
+
+
+def _text(values: Mapping[str, Any]) -> SampleText:
+    label = values["label"]
+    length = values["max_length"]
+    return SampleText(
+        str(values["text"]),
+        Role(values["role"]),
+        str(values["origin"]),
+        bool(values["held_out"]),
+        str(values["before"]),
+        str(values["after"]),
+        None if length is None else int(length),
+        None if label is None else str(label),
+    )
+
+
+def _file(directory: Path, which: str) -> Path:
+    return directory / f"{which}.safetensors"
+
+
+def _replaced(path: Path, content: bytes) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)

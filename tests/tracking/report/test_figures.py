@@ -1,0 +1,133 @@
+"""What the report computes: cosines, ranks, separation, the map, fewer points, axes, compared with the plain way."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from embedtrain.tracking.report.axis import marks, round_numbers, step_axis, value_axis
+from embedtrain.tracking.report.differences import options_of
+from embedtrain.tracking.report.flat import flattened
+from embedtrain.tracking.report.likeness import Family, answers, cosines, shown_queries, told_apart
+from embedtrain.tracking.report.names import Form, duration, written
+from embedtrain.tracking.report.runs import Series, read_runs
+from embedtrain.tracking.report.sample import Relation, Role, Vectors
+from embedtrain.tracking.report.samples import shown
+from embedtrain.tracking.report.series import smoothed, spread, thinned
+from tests.tracking.report.made import made_sample, make_run
+
+
+@pytest.fixture
+def vectors():
+    values = np.random.default_rng(1).normal(size=(20, 6)).astype(np.float32)
+    return Vectors(values / np.linalg.norm(values, axis=1, keepdims=True), 7)
+
+
+def test_pairs_are_told_apart_as_counted_by_hand(vectors):
+    sample = made_sample()
+    held_out, trained = told_apart(sample)
+    assert [kind.name for kind in held_out.kinds] == ["positives", "chance pairs"] or not len(held_out.kinds[1].pairs)
+    assert (held_out.family, held_out.held_out, trained.origin) == (Family.search, True, "train.jsonl")
+    assert len(held_out.kinds[0].pairs) == 5
+    assert len(held_out.kinds[-1].pairs) == 5 * 5 - 5
+    assert len(trained.kinds[-1].pairs) == 5 * 5 - 5 - 5, "neither positives nor hard negatives are chance"
+    near, far = (cosines(vectors, held_out.kinds[which].pairs) for which in (0, -1))
+    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in itertools.product(near.tolist(), far.tolist())]
+    assert held_out.separation(vectors) == pytest.approx(np.mean(wins))
+
+
+def test_neighbours_are_those_of_a_full_sort(vectors):
+    sample = made_sample()
+    assert shown_queries(sample) == [0, 1, 2, 3, 4], "held-out ones alone, each once"
+    for query in shown_queries(sample):
+        found = answers(sample, vectors, query)
+        documents = [number for number, text in enumerate(sample.texts) if text.held_out and text.role is Role.document]
+        by_hand = sorted(documents, key=lambda number: -float(vectors.values[number] @ vectors.values[query]))
+        assert [one.text for one in found.nearest] == by_hand[:5]
+        assert found.rank == by_hand.index(5 + query) + 1
+        assert [one.relation for one in found.nearest] == [
+            Relation.positive if number == 5 + query else None for number in by_hand[:5]
+        ]
+
+
+def test_the_map_shows_what_it_says(vectors):
+    flat = flattened(vectors)
+    centred = vectors.values.astype(np.float64) - vectors.values.mean(axis=0)
+    spectrum = np.linalg.svd(centred, compute_uv=False) ** 2
+    assert flat.shown == pytest.approx(spectrum[:2].sum() / spectrum.sum())
+    assert np.square(flat.points).sum() == pytest.approx(spectrum[:2].sum())
+    turn, _ = np.linalg.qr(np.random.default_rng(2).normal(size=(6, 6)))
+    turned = Vectors((vectors.values @ turn).astype(np.float32), 9)
+    assert flattened(turned, flat).points == pytest.approx(flat.points, abs=1e-4), "turned back onto the map before"
+    assert flattened(Vectors(np.ones((9, 4), dtype=np.float32), 1)) is None
+
+
+def test_few_points_look_like_all_of_them():
+    values = np.sin(np.arange(50_000) / 900)
+    values[31_007], values[12_345], values[400] = 9.0, -7.0, math.nan
+    series = Series(np.arange(50_000), values)
+    few = thinned(series, 300)
+    assert len(few.steps) < 500
+    assert few.finite.max() == 9.0
+    assert few.finite.min() == -7.0
+    assert np.isnan(few.values).any(), "and the hole is there"
+    assert list(few.steps) == sorted(set(few.steps))
+    assert (few.steps[0], few.steps[-1]) == (0, 49_999)
+    mean = smoothed(series)
+    assert mean.values[20_000] == pytest.approx(values[19_500:20_501].mean())
+    assert smoothed(Series(np.arange(20), np.arange(20.0))) is None
+    assert spread(100, 5) == [0, 25, 50, 74, 99]
+
+
+@pytest.mark.parametrize(
+    ("values", "form", "expected"),
+    [
+        ([0.0, 0.93], Form.plain, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+        ([0.3, 0.7], Form.share, ["30%", "40%", "50%", "60%", "70%"]),
+        ([5.0], Form.plain, ["0", "2", "4", "6", "8"]),
+        ([0.0], Form.share, ["0%", "25%", "50%", "75%", "100%"]),
+        ([-2.0], Form.plain, ["-3", "-2", "-1", "0"]),
+        ([1.0, 1.0, 2.0, 1e6], Form.plain, ["1", "100", "10k", "1M"]),
+        ([0.0, 2e-5], Form.small, ["0", "5e-6", "1e-5", "1.5e-5", "2e-5"]),
+        ([0.0, 52_000.0], Form.rate, ["0", "20k", "40k", "60k"]),
+        ([1e-300, 2e-300], Form.plain, None),
+        ([1e300, -1e300], Form.plain, None),
+        ([], Form.plain, None),
+    ],
+)
+def test_axes_have_round_numbers(values, form, expected):
+    axis = value_axis(np.array(values), 100.0, 0.0, form)
+    texts = marks(axis, form)
+    if expected is not None:
+        assert texts == expected
+    assert len(set(texts)) == len(texts)
+    places = axis.at(np.array(values))
+    assert ((places >= -1e-9) & (places <= 100 + 1e-9)).all()
+
+
+def test_axes_of_steps_have_whole_numbers():
+    assert step_axis(0, 1, 0, 100).ticks == (0.0, 1.0)
+    assert step_axis(7, 7, 0, 100).ticks == (7.0,)
+    assert all(tick == int(tick) for tick in step_axis(3, 8, 0, 100).ticks)
+    assert round_numbers(0, 100_000, 4) == (0, 25_000, 50_000, 75_000, 100_000)
+
+
+def test_numbers_and_texts_as_they_are_written():
+    assert [written(value) for value in (0.78912, 12.3456, 12_345.6, 3.2e-5, 0.0, None, math.nan)] == [
+        "0.7891", "12.35", "12,346", "3.2e-05", "0.0000", "—", "—",
+    ]  # fmt: skip
+    assert [duration(seconds) for seconds in (None, 0.84, 75, 3 * 3600 + 130, 60 * 3600)] == [
+        "—", "0.8 s", "1 min 15 s", "3 h 2 min", "2 d 12 h",
+    ]  # fmt: skip
+    assert shown(" a\n\tb\x00\x1b[31m\u202ec ") == "a b[31mc"
+    assert shown("x" * 1000, 10) == "x" * 10 + " …"
+    assert shown("\ud800") == "(nothing)"
+
+
+def test_options_that_are_not_the_default_are_known(tmp_path):
+    (run,) = read_runs([make_run(tmp_path / "run", optim={"lr": 0.5}, data={"train": [{"path": "a"}, {"path": "b"}]})])
+    options = {option.name: option for group in options_of(run).values() for option in group}
+    assert (options["optim.lr"].value, options["optim.lr"].default) == ("0.5", False)
+    assert options["optim.eps"].default
+    assert options["data.train[1].path"].value == "b"

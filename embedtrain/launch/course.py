@@ -12,12 +12,13 @@ ranks=  # the process of srun, once it runs
 # the cluster is set up so; TERM comes with scancel, and with a preemption elsewhere. Ranks are asked for a checkpoint,
 # and this shell waits for them: if it ended, SLURM would end them too.
 asked=
+# shellcheck disable=SC2329  # the trap calls it
 forward() {{
   asked=USR1
   echo "submit: SLURM wants the nodes back; the ranks are asked for a checkpoint"
   if [[ -n $ranks ]]; then scancel --signal=USR1 "$SLURM_JOB_ID" || true; fi
 }}
-trap 'forward' USR1
+trap forward USR1
 trap 'asked=${{asked:-TERM}}' TERM
 
 # ---- going on. The job goes back into the queue under the same id, and its next start goes on from the newest

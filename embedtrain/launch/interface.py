@@ -18,10 +18,10 @@ def interface_towards(address: str) -> str | None:
         family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing: it asks for the way
-            own = probe.getsockname()[0]
+            own = str(probe.getsockname()[0])
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family == family and each.address.partition("%")[0] == own for each in addresses):
-            return name
+            return str(name)
     return None

@@ -40,12 +40,14 @@ def take_place(environment: MutableMapping[str, str]) -> None:
             "several components: start with torchrun instead"
         )
     names = node_names(_text(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
-    environment |= {
-        "RANK": str(sum(tasks[:node]) + local_rank),
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(tasks[node]),
-    }
+    environment.update(
+        {
+            "RANK": str(sum(tasks[:node]) + local_rank),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(tasks[node]),
+        }
+    )
     several = len(tasks) > 1
     if "MASTER_ADDR" not in environment:
         environment["MASTER_ADDR"] = address_of(names[0]) if several else "127.0.0.1"

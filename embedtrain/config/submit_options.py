@@ -80,16 +80,21 @@ def _is_own(argument: str) -> bool:
 
 
 def _quoted(argument: str) -> str:
-    """A text, or the one line of a list, in quotes: `&`, `=` and commas in them mean something to Hydra."""
+    """A text, and each line of a list, in quotes: `&`, `=` and others in them mean something to Hydra."""
     key, sign, value = argument.partition("=")
     name = key.lstrip("+").removeprefix("slurm.")
     if not sign or _HAS_QUOTES.fullmatch(value) or value in _NOTHING:
         return argument
     if name in _ARE_TEXT:
         return f"{key}={_in_quotes(value)}"
-    if name in _ARE_LINES and not value.startswith("["):
+    if name not in _ARE_LINES:
+        return argument
+    if not value.startswith("["):
         return f"{key}=[{_in_quotes(value)}]"
-    return argument
+    inner = value[1:-1]
+    if not inner.strip() or not value.endswith("]") or re.search(r"""["']""", inner):
+        return argument
+    return f"{key}=[{','.join(_in_quotes(line.strip()) for line in inner.split(','))}]"
 
 
 def _in_quotes(text: str) -> str:

@@ -87,6 +87,35 @@ def test_what_contradicts_itself_is_one_sentence(changes, sentence):
     assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("variables", "visible", "chosen"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8"}, 8, 3),
+        ({"SLURM_GPUS_ON_NODE": "8"}, 1, 0),  # srun --gpus-per-task=1: each sees its own alone
+        ({"SLURM_GPUS_ON_NODE": "8", "TORCHELASTIC_RUN_ID": "x"}, 1, None),  # torchrun's ranks see what it sees
+        ({"SLURM_GPUS_ON_NODE": "1"}, 1, None),
+        ({}, 1, None),
+    ],
+)
+def test_a_task_that_sees_one_gpu_alone_has_it(monkeypatch, variables, visible, chosen):
+    torch = pytest.importorskip("torch")
+    world = pytest.importorskip("embedtrain.distributed.world")
+    for name in ("SLURM_GPUS_ON_NODE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    if chosen is None:
+        with pytest.raises(ConfigError, match=r"this node has 1 GPU\(s\) but 8 ranks"):
+            world._device(3, 8)
+    else:
+        assert world._device(3, 8) == (torch.device("cuda", chosen), "cpu:gloo,cuda:nccl")
+        assert taken == [chosen]
+
+
 def test_the_interface_that_leads_somewhere():
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("nobody.invalid") is None

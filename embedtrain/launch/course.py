@@ -62,7 +62,7 @@ if [[ $asked == USR1 ]]; then again "it was asked to stop"; fi
 if [[ -n $preempted ]]; then again "it is preempted"; fi
 if [[ $asked == TERM ]]; then again "SLURM ends it"; fi
 if [[ -n $stopped ]]; then
-  echo "submit: asked by nobody but the ranks' own signal, so it is not requeued; submit this script again to go on"
+  echo "submit: somebody asked the ranks to stop, so it is not requeued; submit this script again to go on"
   exit 75
 fi
 

@@ -87,7 +87,7 @@ def test_times_in_all_forms_of_slurm(time):
         (["train.chunk_tokens=0"], "train.chunk_tokens=0: must be above 0"),
         (["slurm.seeds=[1]", "seed=3"], "seed=3 and slurm.seeds=[1] both choose seeds"),
         (["name=a\nb"], "a line end cannot stand in a job's script"),
-        (["output_dir=\"a'b\""], "without line ends, backslashes and quotes"),
+        (['output_dir="a\'b"'], "without line ends, backslashes and quotes"),
         (["-m", "optim.lr=1,2"], "multirun (-m) is for training"),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_file_holds_what_one_cluster_wants(tmp_path):
     """Its values as they are written, 24:00:00 no number; the command line wins."""
     path = tmp_path / "cluster.yaml"
     path.write_text(
-        "partition: gpu\ntime: 24:00:00\nexclusive: true\nmem: 0\nsetup:\n  - module load cuda\n  - export X=\"a, b\"\n"
+        'partition: gpu\ntime: 24:00:00\nexclusive: true\nmem: 0\nsetup:\n  - module load cuda\n  - export X="a, b"\n'
         "gres:\n"
     )
     found = slurm(f"slurm.cluster={path}", "slurm.partition=low")

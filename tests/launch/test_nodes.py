@@ -47,7 +47,7 @@ def test_a_name_that_resolves_is_an_address():
 def test_of_one_that_does_not_slurm_is_asked(tmp_path, monkeypatch):
     """And where that knows nothing either, the name is all there is."""
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho \"NodeName=$4 NodeAddr=10.1.2.3 NodeHostName=$4 Version=22\"\n")
+    scontrol.write_text('#!/bin/sh\necho "NodeName=$4 NodeAddr=10.1.2.3 NodeHostName=$4 Version=22"\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert address_of("node-of-nobody.invalid") == "10.1.2.3"

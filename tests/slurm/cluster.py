@@ -48,7 +48,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 {parameters}
-SlurmdTimeout=15
+SlurmdTimeout={patience}
 SlurmctldTimeout=15
 InactiveLimit=0
 KillWait=10
@@ -90,9 +90,15 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """Two nodes that are up."""
+    """Two nodes that are up.
 
-    def __init__(self, *, proctrack: str, sends_user_signal: bool) -> None:
+    Args:
+        proctrack: how SLURM finds a step's processes: `linuxproc` signals all of them, `pgid` the tasks alone.
+        sends_user_signal: whether a job that is preempted gets its own signal, or SIGTERM.
+        patience: seconds until a node that is silent counts as lost.
+    """
+
+    def __init__(self, *, proctrack: str, sends_user_signal: bool, patience: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o755)
         for each in ("state/ctld", *(f"state/{node}" for node in NODES)):
@@ -100,7 +106,7 @@ class Cluster:
         parameters = "SlurmctldParameters=preempt_send_user_signal" if sends_user_signal else ""
         conf = _CONF.format(
             folder=self.folder, host=socket.gethostname().split(".")[0], ports=_free_ports(3), proctrack=proctrack,
-            parameters=parameters,
+            parameters=parameters, patience=patience,
         )  # fmt: skip
         self.conf = self.folder / "slurm.conf"
         self.conf.write_text(conf)
@@ -118,8 +124,9 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o600)
         self._daemon(
-            "munged", f"--key-file={key}", f"--socket={self.folder}/munge.socket", f"--pid-file={self.folder}/munged.pid",
-            f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed", "--num-threads=2",
+            "munged", f"--key-file={key}", f"--socket={self.folder}/munge.socket",
+            f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log",
+            f"--seed-file={self.folder}/munge.seed", "--num-threads=2",
         )  # fmt: skip
         self._daemon("slurmctld", "-f", str(self.conf))
         for node in NODES:

@@ -32,16 +32,16 @@ def cluster() -> Iterator[Cluster]:
     """Signals reach every process of a step, and jobs are sent theirs before they are preempted."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with running(proctrack="linuxproc", sends_user_signal=True) as started:
+    with running(proctrack="linuxproc", sends_user_signal=True, patience=15) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def plain_cluster() -> Iterator[Cluster]:
-    """Signals reach a step's tasks alone, not what they started, as with cgroups; a preemption begins with SIGTERM."""
+    """Signals reach a step's tasks alone, as with cgroups; preemption begins with SIGTERM; lost nodes are noticed late."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with running(proctrack="pgid", sends_user_signal=False) as started:
+    with running(proctrack="pgid", sends_user_signal=False, patience=900) as started:
         yield started
 
 

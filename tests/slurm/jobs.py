@@ -87,6 +87,9 @@ class Jobs:
         restarted = lambda: int(self.cluster.job(number)["Restarts"]) > 0  # noqa: E731
         self._until(restarted, output_dir, number, seconds, "requeued")
 
+    def until_said(self, output_dir: str, number: str, text: str, seconds: float = 360) -> None:
+        self._until(lambda: text in self.log(output_dir, number), output_dir, number, seconds, text)
+
     def done(self, output_dir: str, number: str, state: str = "COMPLETED", seconds: float = 300) -> str:
         """The job's log, once it has ended as expected."""
         ended = self.cluster.wait(number, seconds)["JobState"]

@@ -49,7 +49,9 @@ def test_two_nodes_of_two_tasks_train_and_a_signal_comes_through(jobs, folder, u
     told = again.communicate(timeout=300)[0]
     assert again.returncode == 0, told
     assert "t on 4 ranks (cpu)" in told, told
-    ours, theirs = ([row["loss"] for row in found if "loss" in row] for found in (rows(folder / "tasks"), undisturbed[1]))
+    ours, theirs = (
+        [row["loss"] for row in found if "loss" in row] for found in (rows(folder / "tasks"), undisturbed[1])
+    )
     assert ours == pytest.approx(theirs, rel=1e-3)
     evaluated = start(
         jobs, *_FOUR, sys.executable, "-m", "embedtrain.evaluate", "model=tasks/model", "sets=[dev]", "output_dir=told"
@@ -72,7 +74,7 @@ def test_every_task_knows_its_place(jobs):
 
 
 def test_a_process_that_srun_did_not_multiply_stays_alone(jobs, folder):
-    """In the shells of a batch script and of salloc, which have SLURM's variables as well, and in a step of one task."""
+    """In the shells of a batch script and of salloc, which have SLURM's variables too, and in a step of one task."""
     path = folder / "place.py"
     path.write_text(_PLACE)
     alone = [["None"] * 6]

@@ -100,6 +100,21 @@ def test_a_node_that_is_lost_costs_the_steps_since_the_last_checkpoint(jobs, fol
     assert learnt(folder / "lost") == undisturbed
 
 
+def test_a_node_is_missed_before_slurm_notices(plain_jobs, folder, undisturbed):
+    """SLURM takes minutes to find a node dead, the other ranks seconds: a step that does nothing tells."""
+    plain_jobs.slowly(1)
+    number = plain_jobs.submit("missed", *TWO, "checkpoint.every=5", "slurm.max_requeues=1")
+    plain_jobs.until_step("missed", 7, number)
+    plain_jobs.cluster.power_off("n2")
+    plain_jobs.slowly(0)
+    plain_jobs.until_said("missed", number, "a node does not answer; the job is requeued")
+    plain_jobs.cluster.power_on("n2")
+    log = plain_jobs.done("missed", number)
+    assert "resuming from " in log, log
+    assert "NODE FAILURE" not in log, log
+    assert learnt(folder / "missed") == undisturbed
+
+
 def test_an_error_is_not_requeued(jobs, folder):
     bad = folder / "bad.jsonl"
     bad.write_text('{"query": "a", "pos": ["b"]}\n{"query": "a"}\n')

@@ -4,6 +4,8 @@
 SOONER = """\
 
 set -eo pipefail
+job=$SLURM_JOB_ID  # of an array ARRAY_TASK: the number of its last job means all of them
+if [[ -n ${{SLURM_ARRAY_JOB_ID:-}} ]]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
 restarts=${{SLURM_RESTART_COUNT:-0}}
 max_requeues={max_requeues}
 ranks=  # the process of srun, once it runs
@@ -16,7 +18,7 @@ asked=
 forward() {{
   asked=USR1
   echo "submit: SLURM wants the nodes back; the ranks are asked for a checkpoint"
-  if [[ -n $ranks ]]; then scancel --signal=USR1 "$SLURM_JOB_ID" || true; fi
+  if [[ -n $ranks ]]; then scancel --signal=USR1 "$job" || true; fi
 }}
 trap forward USR1
 trap 'asked=${{asked:-TERM}}' TERM
@@ -25,12 +27,12 @@ trap 'asked=${{asked:-TERM}}' TERM
 # checkpoint.
 again() {{
   local state
-  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null || true)
-  if [[ $state != RUNNING ]]; then
-    echo "submit: $1; the job is ${{state:-gone}}, so SLURM decides what becomes of it"
+  state=$(squeue --noheader --jobs="$job" --format=%T 2>/dev/null || true)
+  if [[ ${{state:-RUNNING}} != RUNNING ]]; then
+    echo "submit: $1; the job is $state, so SLURM decides what becomes of it"
   elif (( restarts >= max_requeues )); then
     echo "submit: $1; it has been requeued $restarts times and is not again (slurm.max_requeues)"
-  elif scontrol requeue "$SLURM_JOB_ID"; then
+  elif scontrol requeue "$job"; then
     echo "submit: $1; the job is requeued"
   else
     echo "submit: $1; the job cannot be requeued: submit this script again, and the run goes on"
@@ -57,7 +59,7 @@ if (( status == 0 )); then
 fi
 stopped=$(cat "$run_dir/stopped.json" 2>/dev/null || true)
 echo "submit: the ranks ended with $status${stopped:+, after a checkpoint: $stopped}"
-preempted=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*PreemptTime=\\([0-9][^ ]*\\).*/\\1/p' || true)
+preempted=$(scontrol show job "$job" 2>/dev/null | sed -n 's/.*PreemptTime=\\([0-9][^ ]*\\).*/\\1/p' || true)
 if [[ $asked == USR1 ]]; then again "it was asked to stop"; fi
 if [[ -n $preempted ]]; then again "it is preempted"; fi
 if [[ $asked == TERM ]]; then again "SLURM ends it"; fi

@@ -115,7 +115,8 @@ def submit(script: Path, options: Sequence[str], directory: Path, environment: M
     code, told, complaint = answer
     found = re.search(r"^(\d+)(;|$)", told, re.MULTILINE)
     if code != 0 or found is None:
-        said = " ".join(re.sub(r"^sbatch: (error: )?", "", complaint or told, flags=re.MULTILINE).split())
+        lines = [re.sub(r"^sbatch: (error: )?", "", line).strip() for line in (complaint or told).splitlines()]
+        said = "; ".join(line for line in lines if line) or f"exit code {code}"
         raise LaunchError(f"sbatch refuses {script}: {said}")
     entry = {"job": found[1], "script": script.name, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     with (directory / _SUBMITTED).open("a", encoding="utf-8") as file:

@@ -29,7 +29,7 @@ mapfile -t addresses < <(
   scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'
 )
 port=$(({first} + SLURM_JOB_ID % {ports}))
-echo "job $SLURM_JOB_ID, start $((restarts + 1)), on $SLURM_JOB_NODELIST; ranks meet at ${{addresses[0]}}:$port"
+echo "job $job, start $((restarts + 1)), on $SLURM_JOB_NODELIST; ranks meet at ${{addresses[0]}}:$port"
 rm -f -- "$run_dir/stopped.json"  # of an earlier start
 if [[ -n $asked ]]; then again "it was asked to stop before it began"; fi
 """
@@ -146,7 +146,8 @@ def _srun_options(slurm: SlurmConfig) -> str:
     given.append("--cpu-bind=none")
     if slurm.gpus_per_node:
         given.append("--gpu-bind=none")
-    given += ["--kill-on-bad-exit=0", "--wait=60"]
+    # torchruns wait for each other besides.
+    given += ["--kill-on-bad-exit=0", "--wait=60" if slurm.launcher is Launcher.torchrun else "--wait=300"]
     if slurm.container_image is not None:
         given.append(f"--container-image={shlex.quote(slurm.container_image)}")
         mounts = ",".join(slurm.container_mounts)
@@ -155,7 +156,7 @@ def _srun_options(slurm: SlurmConfig) -> str:
     given += [shlex.quote(option) for option in slurm.srun_extra]
     options = "\n".join(f"  {option}" for option in given)
     return (
-        "# Ranks of a node share its cores and GPUs as they need them. One that ends leaves the others a minute to\n"
+        "# Ranks of a node share its cores and GPUs as they need them. One that ends leaves the others time (--wait) to\n"
         f"# end as well: they may be writing.\nsrun_options=(\n{options}\n)\n\n"
     )
 

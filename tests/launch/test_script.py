@@ -119,8 +119,9 @@ def run(tmp_path: Path, text: str, **more: str) -> list[str]:
         (tmp_path / name).chmod(0o755)
     (tmp_path / "job.sh").write_text(text)
     environment = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/root", "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "3",
-        "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1",
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/root", "SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "11",
+        "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "3", "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1",
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "job.sh"], cwd=tmp_path, env=environment | more, capture_output=True, text=True, check=False

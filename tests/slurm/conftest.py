@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def plain_cluster() -> Iterator[Cluster]:
-    """Signals reach a step's tasks alone, as with cgroups; preemption begins with SIGTERM; lost nodes are noticed late."""
+    """Signals reach a step's tasks alone, as with cgroups; preemption begins with SIGTERM; lost nodes show late."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with running(proctrack="pgid", sends_user_signal=False, patience=900) as started:

@@ -146,8 +146,18 @@ def test_what_a_user_cancels_stays_cancelled(jobs, folder):
 
 
 def test_an_array_of_seeds(jobs, folder):
-    number = jobs.submit("seeds", *TWO, "slurm.seeds=[7,8]", "slurm.seeds_at_once=1", "train.steps=4", "slurm.nodes=1")
+    """Each trains in a directory of its own, and what befalls one of them is not the others' concern."""
+    jobs.slowly(3)
+    number = jobs.submit("seeds", *TWO, "slurm.seeds=[7,8]", "train.steps=12", "slurm.nodes=1", "evaluation.every=0")
+    for seed in (7, 8):
+        jobs.until_step(f"seeds/seed-{seed}", 1, number)
+    jobs.cluster.call("scancel", "--batch", "--signal=USR1", f"{number}_1")
+    asked = folder / "seeds" / f"slurm-{number}_1.log"
+    jobs.cluster.until(lambda: "the job is requeued" in asked.read_text(), 120, "the second is requeued")
+    jobs.slowly(0)
     jobs.cluster.until(lambda: not jobs.cluster.call("squeue", "--noheader").strip(), 300, "both jobs end")
+    assert "start 2" in asked.read_text()
+    assert "start 2" not in (folder / "seeds" / f"slurm-{number}_0.log").read_text()
     losses = []
     for place, seed in enumerate((7, 8)):
         log = (folder / "seeds" / f"slurm-{number}_{place}.log").read_text()
@@ -174,5 +184,6 @@ def test_odd_names_stay_what_they_are(jobs, folder):
 def test_sbatch_refuses_in_one_sentence(jobs):
     told = jobs.door("name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=1", *TWO,
                      "slurm.partition=none", "output_dir=refused", code=1)  # fmt: skip
-    assert "error: sbatch refuses refused/submit.sbatch: Batch job submission failed: Invalid partition name" in told
+    assert "error: sbatch refuses refused/submit.sbatch: " in told
+    assert "Invalid partition name" in told
     assert told.count("\n") == 1, told

@@ -156,8 +156,8 @@ def _srun_options(slurm: SlurmConfig) -> str:
     given += [shlex.quote(option) for option in slurm.srun_extra]
     options = "\n".join(f"  {option}" for option in given)
     return (
-        "# Ranks of a node share its cores and GPUs as they need them. One that ends leaves the others time (--wait) to\n"
-        f"# end as well: they may be writing.\nsrun_options=(\n{options}\n)\n\n"
+        "# Ranks of a node share its cores and GPUs as they need them. One that ends leaves the others time (--wait)\n"
+        f"# to end as well: they may be writing.\nsrun_options=(\n{options}\n)\n\n"
     )
 
 

@@ -108,6 +108,9 @@ def test_a_node_is_missed_before_slurm_notices(plain_jobs, folder, undisturbed):
     plain_jobs.cluster.power_off("n2")
     plain_jobs.slowly(0)
     plain_jobs.until_said("missed", number, "a node does not answer; the job is requeued")
+    # What SLURM does at last by itself; until then the job waits for a node that cannot say that it is done.
+    plain_jobs.cluster.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=silent")
+    plain_jobs.cluster.until(lambda: plain_jobs.cluster.job(number)["JobState"] == "PENDING", 60, "the job waits")
     plain_jobs.cluster.power_on("n2")
     log = plain_jobs.done("missed", number)
     assert "resuming from " in log, log

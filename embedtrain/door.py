@@ -1,6 +1,8 @@
 """What all doors share: read the command line, act on it; errors become one sentence and an exit code."""
 
 import atexit
+import contextlib
+import io
 import os
 import sys
 import time
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
+from embedtrain.launch.srun import take_place
 from embedtrain.threads import set_threads
 
 Options = TypeVar("Options")
@@ -19,16 +22,20 @@ _OF_ACCELERATE = ("ACCELERATE_", "FSDP_")
 _ASKED_OF_US = "FSDP_TRANSFORMER_CLS_TO_WRAP"  # the layer class; whoever uses it says so
 
 
-def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) -> NoReturn:
+def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None], *, has_ranks: bool = True) -> NoReturn:
     """Be a command: exit code 0, 1 after an error, 75 or 130 after a signal; the same on every rank.
 
     Args:
         read: from the command line's arguments to options, alike on all ranks. It imports no torch, so that
             `--help` and a mistyped option answer at once.
         act: does what the options say.
+        has_ranks: whether it computes; else torch need not be installed.
     """
     try:
-        options = _in_plain_words(lambda: read(sys.argv[1:]), patience=30.0)
+        options = _in_plain_words(lambda: _read(read), patience=30.0)
+        if not has_ranks:
+            _in_plain_words(lambda: act(options), patience=0.0)
+            _leave(0)
         _set_aside()
         set_threads()
 
@@ -42,6 +49,15 @@ def enter(read: Callable[[list[str]], Options], act: Callable[[Options], None]) 
         traceback.print_exc()
         _leave(1)
     _leave(0)
+
+
+def _read(read: Callable[[list[str]], Options]) -> Options:
+    """The options, as a rank if srun has started this process as one; the first rank alone prints help."""
+    take_place(os.environ)
+    with contextlib.ExitStack() as silent:
+        if _environment("RANK") != 0:
+            silent.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        return read(sys.argv[1:])
 
 
 def _set_aside() -> None:

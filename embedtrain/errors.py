@@ -33,6 +33,10 @@ class TrainingError(EmbedtrainError):
     """Training cannot go on: a loss or gradient that is not finite, a rank that failed."""
 
 
+class LaunchError(EmbedtrainError):
+    """A scheduler that is not there, or that refuses a job."""
+
+
 class FailedElsewhere(TrainingError):
     """Another rank failed and said why; this one only follows."""
 

@@ -44,6 +44,7 @@ from embedtrain.config.messages import explain, one_line, unknown_option
 from embedtrain.config.mining import MineOptions
 from embedtrain.config.mining_checks import check_mine
 from embedtrain.config.schema import ExportConfig, Recipe
+from embedtrain.config.slurm import SubmitOptions
 from embedtrain.errors import ConfigError
 
 Options = TypeVar(
@@ -56,6 +57,7 @@ Options = TypeVar(
     PlanOptions,
     ReportOptions,
     SearchOptions,
+    SubmitOptions,
 )
 
 
@@ -230,6 +232,7 @@ def _register(arguments: list[str], *, with_recipes: bool) -> None:
     store.store(name="plan_schema", node=PlanOptions)
     store.store(name="report_schema", node=ReportOptions)
     store.store(name="search_schema", node=SearchOptions)
+    store.store(name="submit_schema", node=SubmitOptions)
     for name, kind in LOSSES.items():
         store.store(group="loss", name=f"{name}_schema", node=kind)
     if with_recipes:

@@ -4,7 +4,7 @@ import difflib
 import re
 from dataclasses import fields
 
-from embedtrain.config import door_options, evaluation, losses, mining, schema
+from embedtrain.config import door_options, evaluation, losses, mining, schema, slurm
 from embedtrain.config.folders import choices
 from embedtrain.config.schema import Recipe
 
@@ -54,7 +54,11 @@ def explain(text: str) -> str:
 def _options_of(holder: str) -> list[str]:
     """The options of the dataclass of that name."""
     kind = next(
-        (getattr(room, holder) for room in (schema, evaluation, door_options, mining, losses) if hasattr(room, holder)),
+        (
+            getattr(room, holder)
+            for room in (schema, evaluation, door_options, mining, losses, slurm)
+            if hasattr(room, holder)
+        ),
         Recipe,
     )
     return [field.name for field in fields(kind)]

@@ -237,6 +237,9 @@ def _number(variable: str, default: int) -> int:
 def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
+    by_srun = "TORCHELASTIC_RUN_ID" not in os.environ and _number("SLURM_GPUS_ON_NODE", 0) >= local_size
+    if by_srun and torch.cuda.device_count() == 1:
+        local_rank = 0  # srun --gpus-per-task=1 and --gpu-bind show each task its own GPU alone
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"this node has {torch.cuda.device_count()} GPU(s) but {local_size} ranks were started on it: "

@@ -1,0 +1,176 @@
+"""The sbatch script: written for who has to approve, read or edit it."""
+
+import shlex
+from collections.abc import Sequence
+
+from embedtrain import __version__
+from embedtrain.config.slurm import Launcher, SlurmConfig
+from embedtrain.config.slurm_checks import ranks_per_node
+from embedtrain.config.submit_options import Submission
+from embedtrain.launch.course import LATER, SOONER
+from embedtrain.launch.directives import directives, written
+
+_FIRST_PORT, _PORTS = 10000, 20000  # below what Linux gives to connections (32768 and above)
+
+_ARRAY = """\
+# Each job of the array trains one seed in a directory of its own.
+seeds=({seeds})
+run_dirs=(
+{run_dirs}
+)
+run_dir=${{run_dirs[SLURM_ARRAY_TASK_ID]}}
+arguments+=("seed=${{seeds[SLURM_ARRAY_TASK_ID]}}" "output_dir='$run_dir'")
+"""
+
+_MEETING = """\
+# ---- where the ranks meet: on the first node, at a port of this job's own. SLURM is asked for addresses, for names of
+# nodes do not resolve everywhere.
+mapfile -t addresses < <(
+  scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'
+)
+port=$(({first} + SLURM_JOB_ID % {ports}))
+echo "job $job, start $((restarts + 1)), on $SLURM_JOB_NODELIST; ranks meet at ${{addresses[0]}}:$port"
+rm -f -- "$run_dir/stopped.json"  # of an earlier start
+if [[ -n $asked ]]; then again "it was asked to stop before it began"; fi
+"""
+
+_TORCHRUN = """\
+# ---- the ranks: srun starts one torchrun a node, and that {ranks} of them.
+# The restart count in the id keeps out what is left of an earlier start of this job. SIGUSR1 and SIGTERM are handed on
+# to the ranks, which have {patience} s to write a checkpoint; most clusters signal torchrun alone.
+torchrun=(
+{container}  "$python" -m torch.distributed.run
+  --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={ranks_per_node}
+  --rdzv-backend=c10d --rdzv-endpoint="${{addresses[0]}}:$port" --rdzv-id="$SLURM_JOB_ID-$restarts"
+  --max-restarts={max_restarts}
+  --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout={patience}
+)
+# Run on each node: who it is, and whether the others meet here, are told; torchrun would guess both from host names.
+export NODE_ADDRESSES="${{addresses[*]}}"
+# shellcheck disable=SC2016  # expanded on the nodes
+on_each_node='
+  words=$1; shift  # of torchrun; behind them is the training
+  read -ra of_nodes <<<"$NODE_ADDRESSES"
+  exec "${{@:1:words}}" --local-addr="${{of_nodes[SLURM_NODEID]}}" --rdzv-conf="is_host=$((SLURM_NODEID == 0))" \\
+    "${{@:words+1}}"
+'
+srun "${{srun_options[@]}}" --ntasks-per-node=1 \\
+  bash -c "$on_each_node" bash "${{#torchrun[@]}}" "${{torchrun[@]}}" -m embedtrain "${{arguments[@]}}" &
+"""
+
+_SRUN = """\
+# ---- the ranks: srun starts {ranks} of them a node, and they take their places from its variables.
+export MASTER_ADDR=${{addresses[0]}} MASTER_PORT=$port
+srun "${{srun_options[@]}}" --ntasks-per-node={ranks_per_node} \\
+{container}  "$python" -m embedtrain "${{arguments[@]}}" &
+"""
+
+
+def script_of(submission: Submission, *, command: Sequence[str], workdir: str, log: str, python: str) -> str:
+    """The text of the sbatch script.
+
+    Args:
+        submission: what is trained, and what is asked of the cluster.
+        command: the command line that asked for it.
+        workdir: the folder that the job starts in, absolute.
+        log: the file that the job writes, with SLURM's patterns.
+        python: that runs in it.
+    """
+    slurm = submission.slurm
+    asked = directives(submission.recipe, slurm, workdir, log)
+    text = "".join(
+        (
+            "#!/bin/bash -l\n" if slurm.setup else "#!/bin/bash\n",
+            _head(submission, command),
+            *(f"{written(name, value)}\n" for name, value in asked),
+            *(f"#SBATCH {line}\n" for line in slurm.extra),
+            SOONER.format(max_requeues=slurm.max_requeues if slurm.requeue else 0),
+            _environment(slurm),
+            _training(submission, python),
+            "\n",
+            _MEETING.format(first=_FIRST_PORT, ports=_PORTS),
+            "\n",
+            _srun_options(slurm),
+            _ranks(slurm),
+            LATER,
+        )
+    )
+    assert "\r" not in text
+    return text
+
+
+def _head(submission: Submission, command: Sequence[str]) -> str:
+    slurm, recipe = submission.slurm, submission.recipe
+    each, nodes = ranks_per_node(slurm), slurm.nodes
+    size = f"{nodes} node{'s' * (nodes > 1)} x {each} rank{'s' * (each > 1)}"
+    jobs = f", an array of {len(slurm.seeds)} seeds" if slurm.seeds else ""
+    return (
+        f"# {recipe.name}: {size}{jobs}. Written by embedtrain {__version__} for\n"
+        f"#   {shlex.join(command)}\n"
+        f"# Edit it as you like: it is never overwritten, and sbatch takes it again.\n"
+        f"\n"
+    )
+
+
+def _environment(slurm: SlurmConfig) -> str:
+    lines = "".join(f"{line}\n" for line in slurm.setup)
+    return f"# ---- environment: that of the shell that submitted{', and' if lines else ''}\n{lines}" + (
+        "set -u\nexport PYTHONUNBUFFERED=1\n\n"
+    )
+
+
+def _training(submission: Submission, python: str) -> str:
+    lines = [
+        "# ---- the training: the same command in any other place goes on from its newest checkpoint",
+        f"python={shlex.quote(python)}",
+        "arguments=(",
+        *(f"  {shlex.quote(argument)}" for argument in submission.arguments),
+        ")",
+    ]
+    if not submission.slurm.seeds:
+        return "\n".join([*lines, f"run_dir={shlex.quote(submission.output_dirs[0])}", ""])
+    return (
+        "\n".join(lines)
+        + "\n"
+        + _ARRAY.format(
+            seeds=" ".join(map(str, submission.slurm.seeds)),
+            run_dirs="\n".join(f"  {shlex.quote(output_dir)}" for output_dir in submission.output_dirs),
+        )
+    )
+
+
+def _srun_options(slurm: SlurmConfig) -> str:
+    given: list[str] = ['--nodes="$SLURM_JOB_NUM_NODES"']
+    if slurm.cpus_per_node is not None:
+        given.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')
+    given.append("--cpu-bind=none")
+    if slurm.gpus_per_node:
+        given.append("--gpu-bind=none")
+    # torchruns wait for each other besides.
+    given += ["--kill-on-bad-exit=0", "--wait=60" if slurm.launcher is Launcher.torchrun else "--wait=300"]
+    if slurm.container_image is not None:
+        given.append(f"--container-image={shlex.quote(slurm.container_image)}")
+        mounts = ",".join(slurm.container_mounts)
+        given.append(f"--container-mounts={shlex.quote(mounts)}" if mounts else '--container-mounts="$PWD:$PWD"')
+        given.append('--container-workdir="$PWD"')
+    given += [shlex.quote(option) for option in slurm.srun_extra]
+    options = "\n".join(f"  {option}" for option in given)
+    return (
+        "# Ranks of a node share its cores and GPUs as they need them. One that ends leaves the others time (--wait)\n"
+        f"# to end as well: they may be writing.\nsrun_options=(\n{options}\n)\n\n"
+    )
+
+
+def _ranks(slurm: SlurmConfig) -> str:
+    each = ranks_per_node(slurm)
+    words = [] if slurm.container_command is None else shlex.split(slurm.container_command)
+    container = shlex.join(words)
+    if slurm.launcher is Launcher.srun:
+        return _SRUN.format(ranks=each, ranks_per_node=each, container=f"  {container} \\\n" if container else "")
+    return _TORCHRUN.format(
+        ranks=each,
+        ranks_per_node=each,
+        max_restarts=slurm.max_restarts,
+        patience=max(slurm.signal_seconds - 30, slurm.signal_seconds // 2, 1),
+        container=f"  {container}\n" if container else "",
+    )

@@ -1,0 +1,95 @@
+"""`srun python -m embedtrain`, without torchrun: every task a rank; and where a process must stay alone."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.faults.runs import learnt, rows
+from tests.slurm.jobs import OPTIONS, torchrun
+
+pytestmark = pytest.mark.slurm
+_FOUR = ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--wait=60"]
+# What the first lines of every door do, and what a process knows of its place afterwards.
+_PLACE = (
+    "import os\n"
+    "from embedtrain.launch.srun import take_place\n"
+    "take_place(os.environ)\n"
+    "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')\n"
+    "node = os.environ.get('SLURMD_NODENAME')\n"
+    "print('place', *(os.environ.get(name) for name in names), node)\n"
+)
+
+
+def start(jobs, *words: str):
+    return subprocess.Popen(
+        words, cwd=jobs.folder, env=jobs.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def places(told: str) -> list[list[str]]:
+    return sorted(line.split()[1:] for line in told.splitlines() if line.startswith("place "))
+
+
+def test_two_nodes_of_two_tasks_learn_what_torchrun_s_four_ranks_learn(jobs, folder):
+    """Even where srun deals tasks out to nodes in turn, and a signal comes between, whose exit code comes through."""
+    options = [*OPTIONS, "train.steps=12", "evaluation.every=0"]
+    train = [*_FOUR, "--distribution=cyclic", sys.executable, "-m", "embedtrain", *options, "output_dir=tasks"]
+    jobs.slowly(4)
+    running = start(jobs, *train)
+    jobs.cluster.until(lambda: jobs.step("tasks") >= 2, 240, "step 2")
+    number = jobs.cluster.call("squeue", "--noheader", "--format=%A").strip()
+    jobs.cluster.call("scancel", "--signal=USR1", number)
+    told = running.communicate(timeout=240)[0]
+    assert running.returncode == 75, told
+    assert told.count("stopped by SIGUSR1") == 1, told
+    assert json.loads((folder / "tasks" / "stopped.json").read_text())["signal"] == "SIGUSR1"
+    jobs.slowly(0)
+    again = start(jobs, *train)
+    told = again.communicate(timeout=300)[0]
+    assert again.returncode == 0, told
+    assert "t on 4 ranks (cpu)" in told, told
+    assert told.count("resuming from ") == 1, told
+    torchrun(folder, 4, *options, "output_dir=four")
+    assert learnt(folder / "tasks") == learnt(folder / "four")
+
+
+def test_other_doors_have_ranks_as_well(jobs, folder):
+    evaluate = ["embedtrain.evaluate", "model=model", "pooling=mean", "sets=[dev]", "output_dir=told"]
+    evaluated = start(jobs, *_FOUR, sys.executable, "-m", *evaluate)
+    told = evaluated.communicate(timeout=300)[0]
+    assert evaluated.returncode == 0, told
+    assert len(rows(folder / "told")) == 1, "one rank writes"
+
+
+def test_every_task_knows_its_place(jobs):
+    told = start(jobs, *_FOUR, "--distribution=cyclic", sys.executable, "-c", _PLACE).communicate(timeout=120)[0]
+    assert places(told) == [
+        ["0", "4", "0", "2", "127.0.0.1", "lo", "n1"],
+        ["1", "4", "1", "2", "127.0.0.1", "lo", "n1"],
+        ["2", "4", "0", "2", "127.0.0.1", "lo", "n2"],
+        ["3", "4", "1", "2", "127.0.0.1", "lo", "n2"],
+    ], told  # fmt: skip
+    uneven = start(jobs, "srun", "--nodes=2", "--ntasks=3", sys.executable, "-c", _PLACE).communicate(timeout=120)[0]
+    assert [place[:4] for place in places(uneven)] == [["0", "3", "0", "2"], ["1", "3", "1", "2"], ["2", "3", "0", "1"]]
+
+
+def test_a_process_that_srun_did_not_multiply_stays_alone(jobs, folder):
+    """In the shells of a batch script and of salloc, which have SLURM's variables too, and in a step of one task."""
+    path = folder / "place.py"
+    path.write_text(_PLACE)
+    alone = [["None"] * 5]
+    jobs.cluster.call(
+        "sbatch", "--wait", "--nodes=2", "--ntasks=4", f"--chdir={folder}", "--output=place.log", "--export=ALL",
+        f"--wrap=PYTHONPATH={jobs.environment['PYTHONPATH']} {sys.executable} place.py",
+    )  # fmt: skip
+    assert [place[:5] for place in places((folder / "place.log").read_text())] == alone
+    for words in (["salloc", "--nodes=2", "--ntasks=4"], ["srun", "--ntasks=1"]):
+        told = start(jobs, *words, sys.executable, str(path)).communicate(timeout=120)[0]
+        assert [place[:5] for place in places(told)] == alone, told
+
+
+def test_help_is_printed_once(jobs):
+    told = start(jobs, *_FOUR, sys.executable, "-m", "embedtrain", "--help").communicate(timeout=180)[0]
+    assert told.count("Recipes and ready-made choices:") == 1, told

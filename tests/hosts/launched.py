@@ -1,5 +1,6 @@
 """A training under real torchrun, one agent a host, and what becomes of it."""
 
+import contextlib
 import os
 import re
 import signal
@@ -30,7 +31,7 @@ def of_one_host(folder: Path, output_dir: str, *more: str, ranks: int = 2) -> tu
     command = [TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", "-m", "embedtrain", *OPTIONS]
     done = subprocess.run(
         [*command, f"output_dir={output_dir}", *more],
-        cwd=folder, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT},
+        cwd=folder, check=False, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return learnt(folder / output_dir)
@@ -57,9 +58,12 @@ class Launched:
             with self._log(host).open("w") as log:
                 self.agents.append(
                     self.network.start(
-                        host, [*torchrun, *OPTIONS, f"output_dir={output_dir}", *more],
-                        folder=self.folder, log=log, environment=ENVIRONMENT,
-                    )  # fmt: skip
+                        host,
+                        [*torchrun, *OPTIONS, f"output_dir={output_dir}", *more],
+                        folder=self.folder,
+                        log=log,
+                        environment=ENVIRONMENT,
+                    )
                 )
         return self
 
@@ -105,12 +109,12 @@ class Launched:
     def end(self) -> None:
         """Kill what still runs: agents, and the ranks that they started in sessions of their own."""
         for host in range(self.network.count):
-            found = subprocess.run(["ip", "netns", "pids", self.network.name(host)], capture_output=True, text=True)
+            found = subprocess.run(
+                ["ip", "netns", "pids", self.network.name(host)], check=False, capture_output=True, text=True
+            )
             for process in found.stdout.split():
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(int(process), signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
         for agent in self.agents:
             agent.wait(10)
 

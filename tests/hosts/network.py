@@ -20,10 +20,12 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
-        subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "iproute2"], capture_output=True)
+        subprocess.run(
+            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "iproute2"], check=False, capture_output=True
+        )
     if shutil.which("ip") is None:
         return "there is no `ip` (package iproute2)"
-    tried = subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True, text=True)
+    tried = subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], check=False, capture_output=True, text=True)
     if tried.returncode:
         return f"no network namespace can be made: {tried.stderr.strip()}"
     _ip("netns", "del", f"try{os.getpid()}")
@@ -71,7 +73,7 @@ class Network:
 
     def down(self) -> None:
         for name in (*(self.name(host) for host in range(self.count)), self._switch):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
             shutil.rmtree(_NAMES / name, ignore_errors=True)
 
     def start(
@@ -95,5 +97,5 @@ class Network:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"

@@ -25,7 +25,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.accelerate import with_accelerate
 from embedtrain.config.checks import check_evaluate, check_recipe
-from embedtrain.config.door_options import EvaluateOptions, ExportOptions, InspectOptions, PlanOptions, SearchOptions
+from embedtrain.config.door_options import (
+    DoctorOptions,
+    EvaluateOptions,
+    ExportOptions,
+    InspectOptions,
+    PlanOptions,
+    SearchOptions,
+)
 from embedtrain.config.elements import items, literal, losses_of, sources_of
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.export_checks import asked_export, check_export
@@ -40,7 +47,15 @@ from embedtrain.config.schema import ExportConfig, Recipe
 from embedtrain.errors import ConfigError
 
 Options = TypeVar(
-    "Options", Recipe, EvaluateOptions, ExportOptions, InspectOptions, MineOptions, PlanOptions, SearchOptions
+    "Options",
+    Recipe,
+    DoctorOptions,
+    EvaluateOptions,
+    ExportOptions,
+    InspectOptions,
+    MineOptions,
+    PlanOptions,
+    SearchOptions,
 )
 
 
@@ -208,6 +223,7 @@ def _register(arguments: list[str], *, with_recipes: bool) -> None:
     """
     store = ConfigStore.instance()
     store.store(name="recipe_schema", node=_schema())
+    store.store(name="doctor_schema", node=DoctorOptions)
     store.store(name="evaluate_schema", node=EvaluateOptions)
     store.store(name="export_schema", node=ExportOptions)
     store.store(name="inspect_schema", node=InspectOptions)

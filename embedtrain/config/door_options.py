@@ -95,3 +95,15 @@ class PlanOptions:
     tokens_per_text: int | None = None  # in the mean, padding included; default: the model's length, all of it
     texts_per_row: int = 2  # a query and its positive; one more for each hard negative that is used
     json: bool = False  # one JSON object instead of tables; `--json` is the same
+
+
+@dataclass(kw_only=True)
+class DoctorOptions:
+    """Options of `python -m embedtrain.doctor`."""
+
+    output_dir: str = "runs"  # where runs are to be written
+    cache_dir: str | None = None  # as data.cache_dir
+    quick: bool = False  # no bandwidth, no speed of disks, no question to the Hub
+    hub: bool = True  # ask the Hugging Face Hub, for some seconds at most
+    json: bool = False  # one JSON object instead of a list; `--json` is the same
+    timeout: float = 120.0  # seconds that ranks wait for each other

@@ -29,18 +29,19 @@ def act(asked: Asked) -> None:
     from embedtrain.errors import EmbedtrainError
     from embedtrain.health.examine import examine_alone, examine_together
     from embedtrain.health.finding import Finding, Level, in_order, worst
+    from embedtrain.models.hub import one_line
 
     options, environment = asked
     alone = examine_alone(options, environment)
     try:
         with joined_world(options.timeout) as world:
             findings, speaks = examine_together(options, world, alone), world.is_main
-    except EmbedtrainError as error:
+    except (EmbedtrainError, RuntimeError) as error:  # of gloo and NCCL: an interface that is not there, a driver
         do = "See https://docs.pytorch.org/docs/stable/elastic/run.html for the launcher, and docs/several-hosts.md."
         findings = in_order(
-            [*alone, Finding("ranks", "process group", f"they could not meet: {error}", Level.problem, do)]
+            [*alone, Finding("ranks", "process group", f"they could not meet: {one_line(error)}", Level.problem, do)]
         )
-        speaks = rank_from_environment() == 0 or error.told_by == rank_from_environment()
+        speaks = rank_from_environment() == 0 or getattr(error, "told_by", None) == rank_from_environment()
     if speaks and options.json:
         print(json.dumps({"worst": worst(findings).value, "findings": [one.as_json() for one in findings]}, indent=2))
     elif speaks:

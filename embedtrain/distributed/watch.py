@@ -189,7 +189,9 @@ class Watch:
 
     def _no_sign(self, silent: list[int], what: str, seconds: float) -> Failure:
         signs = f"no sign of life for {seconds:.0f} s{self._peers.told(silent)}"
-        return self._failure(f"{self._names(silent)} ended or hangs ({signs}) while {what}", silent)
+        away = bool(self._hosts) and all(self._hosts[rank] != self._hosts[self.rank] for rank in silent)
+        which = f"ended or hangs{', or the network is out' if away else ''}"
+        return self._failure(f"{self._names(silent)} {which} ({signs}) while {what}", silent)
 
     def _hang(self, late: dict[int, Beat]) -> Failure | None:
         if not late:

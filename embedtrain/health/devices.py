@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 
 from embedtrain.health.finding import Finding, Level
-from embedtrain.threads import cores
 
 _TOPIC = "devices"
 _GIB = 1 << 30
@@ -31,9 +30,9 @@ def _of_cpu() -> Finding:
     asked = getattr(torch.cpu, "get_capabilities", None)
     capable = {} if asked is None else asked()
     bf16 = [name for name in ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16") if capable.get(name)]
-    text = f"{_processor()}, {cores()} of {os.cpu_count()} cores usable"
+    text = f"{_processor()}, {_cores()} of {os.cpu_count()} cores usable"
     quota = _quota()
-    if quota is not None and quota < cores():
+    if quota is not None and quota < _cores():
         do = "Threads beyond that stand still in turn: set OMP_NUM_THREADS, or give the container more."
         return Finding(_TOPIC, "cpu", f"{text}, but the cgroup allows {quota:.3g} at a time", Level.warning, do)
     if not capable:
@@ -46,9 +45,9 @@ def _of_threads(local_size: int) -> Finding:
 
     threads = torch.get_num_threads()
     text = f"{threads} a rank, {local_size} rank{'s' * (local_size > 1)} on this host"
-    if threads * local_size > cores():
-        do = f"Set OMP_NUM_THREADS={max(1, cores() // local_size)}: ranks wait for each other's threads otherwise."
-        return Finding(_TOPIC, "threads", f"{text}: more than {cores()} cores", Level.warning, do)
+    if threads * local_size > _cores():
+        do = f"Set OMP_NUM_THREADS={max(1, _cores() // local_size)}: ranks wait for each other's threads otherwise."
+        return Finding(_TOPIC, "threads", f"{text}: more than {_cores()} cores", Level.warning, do)
     return Finding(_TOPIC, "threads", text)
 
 
@@ -111,6 +110,11 @@ def _of_gpus(local_size: int) -> list[Finding]:
             level, do = Level.warning, "Another process uses its memory: nvidia-smi tells which."
         findings.append(Finding(_TOPIC, f"gpu {number}", text, level, do))
     return findings
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

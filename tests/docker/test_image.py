@@ -42,8 +42,8 @@ def test_quickstart(builder, tmp_path, user):
     corpus = _recipes(builder, tmp_path) + "/quickstart/dev-en"
     found = builder.run(
         TAG,
-        ["python", "-m", "embedtrain.search", "model=/work/runs/quickstart/model", f"corpus={corpus}", "query=edit text",
-         "top=3"],
+        ["python", "-m", "embedtrain.search", "model=/work/runs/quickstart/model", f"corpus={corpus}", "top=3",
+         "query=edit text"],
         user=user, mount=tmp_path,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr

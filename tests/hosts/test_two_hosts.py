@@ -52,8 +52,8 @@ def test_cut_for_good(launched, folder, moment):
     goes_on = GOES_ON.format(out=f"cut-{moment}")
     doing = r"(training|reading the batches|evaluating dev|\w[\w ]+), step \d+"
     (head,), (other,) = launched.errors(0), launched.errors(1)
-    ended = rf"error: ranks 2, 3 on {there} ended or hangs \(no sign of life for \d+ s\) while {doing}{goes_on}"
-    assert re.fullmatch(ended, head), launched.texts
+    ended = rf"error: ranks 2, 3 on {there} ended or hangs, or the network is out \(no sign of life for \d+ s\)"
+    assert re.fullmatch(f"{ended} while {doing}{goes_on}", head), launched.texts
     lost = (
         rf"error: rank [23] on {there} lost contact with {here} while {doing}: the network between them is out, or that"
     )

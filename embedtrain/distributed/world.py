@@ -3,11 +3,13 @@
 import contextlib
 import os
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
@@ -147,6 +149,21 @@ def doing(what: str | None = None) -> Iterator[None]:
         raise LostContact(found[0].strip(), what) from error
 
 
+@contextlib.contextmanager
+def _on_an_interface() -> Iterator[None]:
+    """Say in plain words that gloo was told to use an interface that is not there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        there = ", ".join(sorted(psutil.net_if_addrs()))
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}: {socket.gethostname()} has no such interface with "
+            f"an address; name one that reaches the other hosts ({there}), or unset it"
+        ) from error
+
+
 def rank_from_environment() -> int:
     """This process's rank as the launcher set it; 0 where there is no launcher."""
     return _number("RANK", 0)
@@ -180,7 +197,8 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
         return
     if not ("MASTER_ADDR" in os.environ and "RANK" in os.environ):
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        with _on_an_interface():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         try:
             yield World(rank, size, local_rank, local_size, device)
         finally:
@@ -199,7 +217,7 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     watch = _watch(shared, attempt, rank, size, range(rank - local_rank, rank - local_rank + local_size), timeout)
     world = World(rank, size, local_rank, local_size, device, watch=watch)
     with world.guarded():
-        with doing(f"meeting the others at {place}"):
+        with doing(f"meeting the others at {place}"), _on_an_interface():
             longer = timedelta(seconds=NCCL_LONGER if watch is not None and device.type == "cuda" else 0)
             dist.init_process_group(
                 backend,

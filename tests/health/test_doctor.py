@@ -71,6 +71,9 @@ def test_a_machine_that_is_not_fit(tmp_path):
     assert by_name["wandb"]["text"].startswith("0.10.0 is installed, needed is <0.32,>=0.31")
     assert by_name["wandb"]["do"].startswith("pip install 'wandb<0.32")
     assert "ACCELERATE_USE_FSDP, FSDP_CPU_RAM_EFFICIENT_LOADING" in by_name["accelerate"]["text"]
+    met = by_name["process group"]
+    assert met["level"] == "problem"
+    assert "could not meet: GLOO_SOCKET_IFNAME=nosuch0: " in met["text"]
     assert "this host has no such interface" in by_name["GLOO_SOCKET_IFNAME"]["text"]
     assert "Connection refused" in by_name["hub"]["text"]
     assert "MB/s" in by_name["cache_dir"]["text"]

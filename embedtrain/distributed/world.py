@@ -159,8 +159,8 @@ def _on_an_interface() -> Iterator[None]:
             raise
         there = ", ".join(sorted(psutil.net_if_addrs()))
         raise ConfigError(
-            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}: {socket.gethostname()} has no such interface with "
-            f"an address; name one that reaches the other hosts ({there}), or unset it"
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}: {socket.gethostname()} has no such interface "
+            f"with an address; name one that reaches the other hosts ({there}), or unset it"
         ) from error
 
 

@@ -10,18 +10,21 @@ import psutil
 from embedtrain.health.finding import Finding, Level
 
 _TOPIC = "devices"
+OF_HOST = ("cpu", "threads", "memory", "/dev/shm", "files")  # noqa: S108 - names of what a host has once
 _GIB = 1 << 30
 _SHARED = "/dev/shm"  # noqa: S108 - looked at, not written
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def look_at_devices(local_size: int) -> list[Finding]:
-    """Of this rank's host.
+def look_at_devices(local_rank: int, local_size: int) -> list[Finding]:
+    """Of this rank's host, which its first rank looks at, and of this rank's GPU; a rank alone looks at all of them.
 
     Args:
+        local_rank: among the ranks of the host.
         local_size: ranks on it.
     """
-    return [_of_cpu(), _of_threads(local_size), _of_memory(), _of_shared_memory(), _of_files(), *_of_gpus(local_size)]
+    of_host = [_of_cpu(), _of_threads(local_size), _of_memory(), _of_shared_memory(), _of_files()]
+    return [*(of_host if local_rank == 0 else []), *_of_gpus(local_rank, local_size)]
 
 
 def _of_cpu() -> Finding:
@@ -88,16 +91,17 @@ def _of_files() -> Finding:
     return Finding(_TOPIC, "files", text)
 
 
-def _of_gpus(local_size: int) -> list[Finding]:
+def _of_gpus(local_rank: int, local_size: int) -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
         return [Finding(_TOPIC, "gpu", "none that torch can use: ranks compute on the CPU")]
     findings, count = [], torch.cuda.device_count()
-    if local_size > count:
+    if local_rank >= count > 1:
         do = f"Start with --nproc-per-node {count}."
-        findings.append(Finding(_TOPIC, "gpus", f"{count}, but {local_size} ranks on this host", Level.problem, do))
-    for number in range(count):
+        return [Finding(_TOPIC, "gpus", f"{count}, but {local_size} ranks on this host", Level.problem, do)]
+    # Asking a GPU takes some of its memory. A launcher may show each rank its own alone.
+    for number in range(count) if local_size == 1 else [local_rank if count > 1 else 0]:
         about = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
         text = (
@@ -108,7 +112,8 @@ def _of_gpus(local_size: int) -> list[Finding]:
             text, level, do = f"{text}, no bf16", Level.warning, "Train with parallel.precision=fp32."
         elif free < 0.9 * total:
             level, do = Level.warning, "Another process uses its memory: nvidia-smi tells which."
-        findings.append(Finding(_TOPIC, f"gpu {number}", text, level, do))
+        name = f"gpu {number if local_size == 1 else local_rank}"
+        findings.append(Finding(_TOPIC, name, text, level, do))
     return findings
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from embedtrain.config.door_options import DoctorOptions
 from embedtrain.data.store.cache import cache_directory
 from embedtrain.distributed.world import World
-from embedtrain.health.devices import look_at_devices
+from embedtrain.health.devices import OF_HOST, look_at_devices
 from embedtrain.health.disks import look_at_disk, look_who_sees
 from embedtrain.health.environment import look_at_environment
 from embedtrain.health.finding import Finding, merged
@@ -25,7 +25,11 @@ def examine_alone(options: DoctorOptions, environment: Mapping[str, str]) -> lis
     """
     local_rank, local_size = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     num_hosts = int(environment.get("GROUP_WORLD_SIZE", "1"))
-    findings = [*look_at_versions(), *look_at_devices(local_size), *look_at_environment(environment, num_hosts)]
+    findings = [
+        *look_at_versions(),
+        *look_at_devices(local_rank, local_size),
+        *look_at_environment(environment, num_hosts),
+    ]
     if local_rank == 0:  # the others are on the same host
         for name, folder in _folders(options).items():
             findings += look_at_disk(name, folder, measure=not options.quick)
@@ -54,7 +58,8 @@ def examine_together(options: DoctorOptions, world: World, alone: list[Finding])
     # What the first rank of a host looked at for all of them holds for all of them.
     for rank, first in enumerate(hosts.index(host) for host in hosts):
         if local[rank]:
-            found[rank] = [*found[rank], *(one for one in found[first] if one.topic in ("disks", "services"))]
+            of_host = [one for one in found[first] if one.topic in ("disks", "services") or one.name in OF_HOST]
+            found[rank] = [*found[rank], *of_host]
     return merged([[*together, *(one for one in mine if one not in together)] for mine in found], hosts)
 
 

@@ -58,11 +58,11 @@ class Builder:
         options = [f"--volume={mount}:/work", *([f"--user={user}"] if user else [])]
         if self.has_engine:
             return _call([*self.program, "run", "--rm", *options, tag, *command], timeout=timeout)
-        container = _call([*self.program, "from", "--pull-never", tag], timeout=120).stdout.strip()
+        container = _call([*self.program, "from", "--pull-never", tag], timeout=600).stdout.strip()
         try:
             return _call([*self.program, "run", "--network=host", *options, container, "--", *command], timeout=timeout)
         finally:
-            _call([*self.program, "rm", container], timeout=120)
+            _call([*self.program, "rm", container], timeout=600)
 
     def _pulls(self, dockerfile: str) -> bool:
         found = re.search(r"^ARG BASE=(\S+)", (ROOT / dockerfile).read_text(), re.MULTILINE)
@@ -76,7 +76,7 @@ class Builder:
 
     def _debian(self) -> str:
         """Debian with Python, made of its packages."""
-        if _call([*self.program, "images", "--quiet", _DEBIAN], timeout=60).returncode:
+        if _call([*self.program, "images", "--quiet", _DEBIAN], timeout=600).returncode:
             rest = DIRECTORY / "base.tar"
             made = rest.with_suffix(".part.tar")
             packages = "--include=ca-certificates,python3,python3-venv"

@@ -25,7 +25,7 @@ def test_an_exception_on_one_rank(folder, undisturbed):
 
 def test_a_rank_that_hangs(folder, undisturbed):
     """One of three: the others name it and where it is, and it shows its stack when it is ended."""
-    run = start(folder, "hangs", "parallel.timeout=12", size=3, hook=InStep(rank=2, step=4, seconds=120))
+    run = start(folder, "hangs", "parallel.step_timeout=12", size=3, hook=InStep(rank=2, step=4, seconds=120))
     assert run.wait() == [1, 1, 1], run.text
     assert len(run.errors) == 1
     assert f"rank 2 on {socket.gethostname()} hangs: alive, but has been in training, step 5, for " in run.errors[0]

@@ -1,13 +1,12 @@
-"""Two hosts, the rows and the model of a small run, and what it learns on one host."""
+"""Two hosts, and the rows and the model of a small run."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.launched import Launched, of_one_host
+from tests.hosts.launched import Launched
 from tests.hosts.network import Network, why_not
 from tests.small import save_small, small_model, write_beir, write_rows
 
@@ -40,11 +39,3 @@ def launched(network, folder) -> Iterator[Launched]:
     launched = Launched(network, folder)
     yield launched
     launched.end()
-
-
-@pytest.fixture(scope="session")
-def undisturbed(folder):
-    """Final weights and rows of a run on two ranks of one host."""
-    learnt = of_one_host(folder, "undisturbed")
-    shutil.rmtree(folder / "undisturbed")
-    return learnt

@@ -82,4 +82,5 @@ def test_a_rank_of_the_other_host_is_killed(launched, folder):
     psutil.Process(launched.agents[1].pid).children()[0].kill()
     assert launched.wait(300) == [0, 0], launched.texts
     assert launched.text(0).count("resuming from ") == 1
+    assert launched.text(0).count("error: rank 1 ") <= 1, "said again by the ranks that came next"
     assert learnt(folder / "killed") == of_one_host(folder, "not-killed", *options)

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import io
 import os
+import socket
 import sys
 import time
 import traceback
@@ -102,7 +103,7 @@ def _in_plain_words(do: Callable[[], Options], *, patience: float) -> Options:
 
 def _say(error: EmbedtrainError) -> None:
     rank = _environment("RANK")
-    alone = f"rank {rank}: " if rank and not isinstance(error, LostContact) else ""
+    alone = f"rank {rank} on {socket.gethostname()}: " if rank and not isinstance(error, LostContact) else ""
     print(f"{'error: ' if error.exit_code == 1 else ''}{alone}{error}", file=sys.stderr, flush=True)
 
 

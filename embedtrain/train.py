@@ -20,6 +20,7 @@ from embedtrain.config.schema import Precision, Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.chosen import chosen_data
 from embedtrain.data.store.cache import Cache, cache_directory
+from embedtrain.distributed.patience import Patience
 from embedtrain.distributed.stopping import Notice, Stopping
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.encode import SentenceEncoder
@@ -193,6 +194,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
             total_batches=total_batches,
             run_dir=run_dir,
             stopping=stopping,
+            patience=Patience(world, recipe.parallel.timeout, recipe.parallel.step_timeout),
             rate=rate,
         )
         stopped = loop.go()

@@ -155,7 +155,7 @@ def test_a_rank_is_killed(workshop, size, killed, arguments, begins, meanwhile):
             assert process.returncode == 1, rest
             errors += [line for line in rest.splitlines() if "error: " in line]
             assert "Traceback" not in rest, rest
-        assert errors == [f"error: rank {killed} ended{meanwhile}"]
+        assert errors == [f"error: rank {killed} on {socket.gethostname()} ended{meanwhile}"]
         assert time.monotonic() - began < 20
     finally:
         for process in ranks:

@@ -34,7 +34,7 @@ from embedtrain.checkpoint.stored import describe, files_for, write_parts
 from embedtrain.checkpoint.tensors import read_tensors
 from embedtrain.config.schema import CheckpointConfig, Contents
 from embedtrain.distributed.world import World
-from embedtrain.errors import CheckpointError, EmbedtrainError
+from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact
 
 
 class Checkpoints:
@@ -238,7 +238,10 @@ class Checkpoints:
         try:
             if kind is None:
                 self.wait()
-            elif self._under_way is not None and issubclass(kind, EmbedtrainError):
+            # Where a rank is lost the save waits for it too, and longer: it is left as it is, unfinished.
+            elif (
+                self._under_way is not None and issubclass(kind, EmbedtrainError) and not issubclass(kind, LostContact)
+            ):
                 with contextlib.suppress(EmbedtrainError):
                     self.wait()
         finally:

@@ -147,6 +147,10 @@ RULES: list[Rule] = [
         lambda r: f"parallel.timeout={r.parallel.timeout}: seconds, above 0",
     ),
     (
+        lambda r: not _positive(r.parallel.step_timeout),
+        lambda r: f"parallel.step_timeout={r.parallel.step_timeout}: seconds, above 0",
+    ),
+    (
         lambda r: r.checkpoint.every < 0,
         lambda r: f"checkpoint.every={r.checkpoint.every}: a number of steps; 0 saves at the end only",
     ),

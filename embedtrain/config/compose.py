@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from embedtrain.config.accelerate import with_accelerate
 from embedtrain.config.checks import check_evaluate, check_recipe
 from embedtrain.config.door_options import (
+    DoctorOptions,
     EvaluateOptions,
     ExportOptions,
     InspectOptions,
@@ -50,6 +51,7 @@ from embedtrain.errors import ConfigError
 Options = TypeVar(
     "Options",
     Recipe,
+    DoctorOptions,
     EvaluateOptions,
     ExportOptions,
     InspectOptions,
@@ -225,6 +227,7 @@ def _register(arguments: list[str], *, with_recipes: bool) -> None:
     """
     store = ConfigStore.instance()
     store.store(name="recipe_schema", node=_schema())
+    store.store(name="doctor_schema", node=DoctorOptions)
     store.store(name="evaluate_schema", node=EvaluateOptions)
     store.store(name="export_schema", node=ExportOptions)
     store.store(name="inspect_schema", node=InspectOptions)

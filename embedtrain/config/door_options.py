@@ -103,3 +103,15 @@ class ReportOptions:
 
     runs: list[str] = field(default_factory=list)  # output_dirs of runs; written without a name as well
     to: str | None = None  # the file; default: in the first run's directory
+
+
+@dataclass(kw_only=True)
+class DoctorOptions:
+    """Options of `python -m embedtrain.doctor`."""
+
+    output_dir: str = "runs"  # where runs are to be written
+    cache_dir: str | None = None  # as data.cache_dir
+    quick: bool = False  # no bandwidth, no speed of disks, no question to the Hub
+    hub: bool = True  # ask the Hugging Face Hub, for some seconds at most
+    json: bool = False  # one JSON object instead of a list; `--json` is the same
+    timeout: float = 120.0  # seconds that ranks wait for each other

@@ -261,7 +261,8 @@ class ParallelConfig:
     cpu_offload: bool | None = None  # weights and optimiser in host memory; null: where nothing else fits
     accelerate_config: str | None = None  # a file that `accelerate config` wrote: its FSDP options become ours
     compile: bool = False  # torch.compile, block by block
-    timeout: float = 1800.0  # seconds a rank waits for the others before all give up
+    timeout: float = 1800.0  # seconds a rank waits for the others before all give up, but
+    step_timeout: float = 600.0  # within a step, after the first: at most `timeout`, at least thrice what that one took
 
 
 @dataclass(kw_only=True)

@@ -1,13 +1,20 @@
 """What ranks tell one another beside all collectives, over the store they met by: signs of life, and what failed."""
 
 import json
+import queue
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 Answer = TypeVar("Answer")
+
+# Seconds that an answer is waited for. The store itself waits for as long as TCP sends again to a host that is out of
+# reach, which is a quarter of an hour.
+_WITHIN = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +58,38 @@ class Failure:
 class Board:
     """Where beats and the first failure are read and written; any thread may.
 
-    Once the store has failed it is left alone: torch prints a trace each time.
+    Once the store has failed it is left alone: torch prints a trace each time. While it does not answer nothing more is
+    asked; a cable that is put back has the answer come.
 
     Args:
         store: a connection that no collective uses.
         rank: this one.
         size: how many there are.
         speaks_alone: whether this rank speaks where the store is gone and nothing can be agreed on.
+
+    Attributes:
+        is_gone: whether the store has failed, for good.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, speaks_alone: bool) -> None:
         self._store, self.rank, self._speaks_alone = store, rank, speaks_alone
         self._others = [other for other in range(size) if other != rank]
-        self._is_gone = False
+        self.is_gone = False
+        self._late: Future[object] | None = None  # asked, and not answered in time
+        self._asked: queue.SimpleQueue[tuple[Callable[[Store], object], Future[object]]] = queue.SimpleQueue()
+        threading.Thread(target=self._ask_one_by_one, name="board", daemon=True).start()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the store is waited for: its host is out of reach, or very slow."""
+        return self._late is not None and not self._late.done()
 
     def publish(self, beat: Beat) -> None:
         """Replace this rank's beat."""
         self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(asdict(beat))))
 
-    def answers(self) -> bool:
-        """Whether the store is there: one question, however many ranks there are."""
-        return self._ask(lambda store: store.check(["failure"])) is not None
-
     def beats(self) -> dict[int, Beat] | None:
-        """The other ranks' latest; None where the store is gone."""
+        """The other ranks' latest; None where the store is gone or silent."""
 
         def read(store: Store) -> dict[int, Beat]:
             there = [rank for rank in self._others if store.check([f"beat/{rank}"])]
@@ -94,12 +109,25 @@ class Board:
         return counts or (failure if self._speaks_alone else replace(failure, speaker=-1))
 
     def _ask(self, ask: Callable[[Store], Answer]) -> Answer | None:
-        if not self._is_gone:
-            try:
-                return ask(self._store)
-            except RuntimeError:
-                self._is_gone = True
+        if self.is_gone or self.is_silent:
+            return None
+        answer: Future[Answer] = Future()
+        self._asked.put((ask, answer))  # type: ignore[arg-type]
+        try:
+            return answer.result(_WITHIN)
+        except TimeoutError:
+            self._late = answer  # type: ignore[assignment]
+        except RuntimeError:
+            self.is_gone = True
         return None
+
+    def _ask_one_by_one(self) -> None:
+        while True:
+            ask, answer = self._asked.get()
+            try:
+                answer.set_result(ask(self._store))
+            except Exception as error:
+                answer.set_exception(error)
 
 
 def _failure_of(text: bytes) -> Failure:

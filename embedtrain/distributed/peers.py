@@ -1,4 +1,4 @@
-"""The processes of this node's other ranks, which can be looked at without a collective."""
+"""Where the other ranks are, and the processes of those on this node, which can be looked at without a collective."""
 
 import contextlib
 import json
@@ -74,8 +74,34 @@ class LocalPeers:
             self._processes[rank] = process
 
 
-def names_of(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 1", "ranks 1, 2"."""
+def hosts_of(store: Store, rank: int, size: int) -> list[str]:
+    """The host of every rank, in rank order, once all have said who they are. Every rank must ask.
+
+    The first rank collects: that all ranks did would be as many questions as the square of their number.
+    """
+    if rank == 0:
+        who = store.multi_get([f"who/{other}" for other in range(size)])
+        store.set("hosts", json.dumps([json.loads(one)[0].partition(" ")[0] for one in who]))
+    return list(json.loads(store.get("hosts")))
+
+
+def names_of(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """Ranks in words: "rank 1 on node7", "ranks 1, 2 on node7, ranks 8, 9 on node8".
+
+    Args:
+        ranks: which.
+        hosts: of every rank, as far as they are known.
+    """
+    if not hosts:
+        return _numbers(ranks)
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    told = [f"{_numbers(found)} on {host}" for host, found in by_host.items()]
+    return f"{', '.join(told[:4])}{' and more' if len(told) > 4 else ''}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:8]))}{' and more' if len(ranks) > 8 else ''}"

@@ -8,17 +8,19 @@ where the main thread waits in a collective that nothing will end.
 import contextlib
 import faulthandler
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from signal import Signals
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from embedtrain.distributed.board import Beat, Board, Failure
+from embedtrain.distributed.launcher import leave_behind
 from embedtrain.distributed.notes import current, described
-from embedtrain.distributed.peers import LocalPeers, names_of
+from embedtrain.distributed.peers import LocalPeers, hosts_of, names_of
 from embedtrain.distributed.stopping import INTERRUPTED, exit_code
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
 
@@ -27,6 +29,7 @@ LOOK = 3.5  # seconds within which a rank that is alive has published a beat
 GRACE = 5.0  # seconds that the main thread has to end by itself once the run has failed
 # Seconds that another rank has to speak first: one that knows the cause, and the first where all know the same.
 _LET_THE_CAUSE_SPEAK, _LET_THE_FIRST_SPEAK = 3.0, 1.0
+_SILENT = 10.0  # seconds without a beat after which a rank that is waited for too long counts as gone
 _CLOSING = 90.0  # seconds that files and trackers take to be closed at most
 
 
@@ -34,7 +37,7 @@ class Watch:
     """This rank's part in watching over all of them.
 
     Args:
-        store: a connection of its own to the store; made for threads that shall not wait for one another.
+        store: a connection of its own to the store, which nothing of an earlier attempt is found in.
         rank: this one.
         size: how many there are.
         local: the ranks of this node.
@@ -43,12 +46,16 @@ class Watch:
     """
 
     def __init__(self, store: Store, rank: int, size: int, local: range, patience: float, *, hosted: bool) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        own = PrefixStore(f"watch/{attempt}", store)
         self.rank, self.size, self.patience, self.hosted = rank, size, patience, hosted
         self.goes_on: Callable[[], str] = str  # ends a message: from where the same command goes on, if that is known
-        self._board = Board(own, rank, size, speaks_alone=rank in {1, local.start})
-        self._peers = LocalPeers(own, rank, local)
+        self._board = Board(store, rank, size, speaks_alone=rank in {1, local.start})
+        self._peers = LocalPeers(store, rank, local)
+        self._store, self._hosts = store, list[str]()
+        self.silence = patience  # seconds after which a rank without a sign of life is gone, whatever is being done
+        self._seen: dict[int, tuple[int, float]] = {}  # the count of each rank's beats, and when it was first seen
+        self._look_at = 0.0
+        self._silent_since: float | None = None
+        self._is_first_here = rank == local.start
         self._beats = 0
         self._left = ""
         self._closed = threading.Event()
@@ -60,8 +67,9 @@ class Watch:
         self._thread.start()
 
     def meet(self) -> None:
-        """Look for the processes of this node's ranks, once all have said who they are."""
+        """Learn where the ranks are, once all have said so, and look for the processes of those on this host."""
         self._peers.gone()
+        self._hosts = hosts_of(self._store, self.rank, self.size)
 
     def close(self) -> None:
         """Leave in peace."""
@@ -111,7 +119,7 @@ class Watch:
     def _explained(self, lost: LostContact) -> LostContact:
         self._leave("lost")
         what = described(lost.what, current().step) if lost.what else str(current())
-        failure = self._find(what) or self._board.claim(Failure(f"{lost}{self._ending()}", self.rank))
+        failure = self._find(what) or self._board.claim(self._cut_off(what, lost))
         self._linger()
         explained = LostContact(lost.reason, lost.what, said=failure.text)
         explained.told_by, explained.exit_code = failure.speaker, failure.code
@@ -124,7 +132,7 @@ class Watch:
             self._await_failure(_LET_THE_CAUSE_SPEAK)
         elif of_user and self.rank:
             self._await_failure(_LET_THE_FIRST_SPEAK)
-        text = f"rank {self.rank} failed while {current()}: {type(error).__name__}: {error}"
+        text = f"{self._names([self.rank])} failed while {current()}: {type(error).__name__}: {error}"
         said = str(error) if of_user else text + self._ending()
         failure = self._board.claim(
             Failure(said, self.rank, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
@@ -155,8 +163,7 @@ class Watch:
         earlier = {rank: beat.count for rank, beat in (before or {}).items()}
         silent = [rank for rank, beat in there.items() if beat.count == earlier.get(rank)]
         if silent:
-            signs = f"no sign of life for {LOOK:.0f} s{self._peers.told(silent)}"
-            return self._board.claim(self._failure(f"{names_of(silent)} ended or hangs ({signs}) while {what}", silent))
+            return self._board.claim(self._no_sign(silent, what, LOOK))
         late = self._hang(there)
         return None if late is None else self._board.claim(late)
 
@@ -164,7 +171,7 @@ class Watch:
         """A failure that is certain at once: a process of this node has ended without a word, or the store has."""
         gone = self._gone()
         return (
-            self._board.claim(self._failure(f"{names_of(gone)} ended while {what or current()}", gone))
+            self._board.claim(self._failure(f"{self._names(gone)} ended while {what or current()}", gone))
             if gone
             else None
         )
@@ -174,9 +181,17 @@ class Watch:
         gone = self._peers.gone()
         # All beats are read only where a process is missing: ranks that each did so every second would drown the store.
         beats = self._board.beats() if gone else {}
-        if beats is None or not self._board.answers():  # with the store nothing can be known of the others
+        if self._board.is_gone:  # with the store nothing can be known of the others
             return [0] if self.hosted and not self._peers.runs(0) else []
+        if beats is None:  # it does not answer for the moment: who is gone may have said so
+            return []
         return [rank for rank in gone if rank not in beats or not beats[rank].left]
+
+    def _no_sign(self, silent: list[int], what: str, seconds: float) -> Failure:
+        signs = f"no sign of life for {seconds:.0f} s{self._peers.told(silent)}"
+        away = bool(self._hosts) and all(self._hosts[rank] != self._hosts[self.rank] for rank in silent)
+        which = f"ended or hangs{', or the network is out' if away else ''}"
+        return self._failure(f"{self._names(silent)} {which} ({signs}) while {what}", silent)
 
     def _hang(self, late: dict[int, Beat]) -> Failure | None:
         if not late:
@@ -184,17 +199,38 @@ class Watch:
         first = next(iter(late.values()))
         which = "hangs: alive, but has" if len(late) == 1 else "hang: alive, but the first has"
         doing = described(first.what, first.step)
-        return self._failure(f"{names_of(list(late))} {which} been in {doing}, for {first.seconds:.0f} s", list(late))
+        return self._failure(
+            f"{self._names(list(late))} {which} been in {doing}, for {first.seconds:.0f} s", list(late)
+        )
+
+    def _cut_off(self, what: str, lost: LostContact | None = None) -> Failure:
+        """Nobody is found to be gone or late: then it is this rank that is, or the network."""
+        me = self._names([self.rank])
+        if self._board.is_silent:
+            there = os.environ.get("MASTER_ADDR", "another host")
+            out = f"the network between them is out, or that host{f' ({lost.reason})' if lost else ''}"
+            return self._failure(f"{me} lost contact with {there} while {what}: {out}", [])
+        return self._failure(f"{me}: {lost or 'another rank is gone'}", [])
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return names_of(ranks, self._hosts)
 
     def _failure(self, text: str, ranks: list[int]) -> Failure:
         return Failure(text + self._ending(), self.rank, hanging=tuple(ranks))
 
     def _ending(self) -> str:
+        # A shared file system may be gone with the network: it is not waited for.
+        found: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._look, args=(found,), daemon=True).start()
         try:
-            found = self.goes_on()
-        except OSError:
+            return found.get(timeout=GRACE)
+        except queue.Empty:
             return ""
-        return f"; {found}" if found else ""
+
+    def _look(self, found: "queue.SimpleQueue[str]") -> None:
+        with contextlib.suppress(OSError):
+            text = self.goes_on()
+            found.put(f"; {text}" if text else "")
 
     # What follows runs in the thread.
 
@@ -218,18 +254,36 @@ class Watch:
             trouble = trouble or now
             if now - trouble > GRACE and not self._left:
                 self._leave("lost")
-                self._end(failure or self._find(str(current())) or self._failure("another rank is gone", []))
+                self._end(failure or self._find(str(current())) or self._cut_off(str(current())))
 
     def _behind(self, now: float) -> Failure | None:
-        """Whether ranks hang that this one has waited for longer than ranks wait.
+        """Whether ranks hang that this one has waited for longer than ranks wait, or some have long been silent.
 
         A collective of gloo ends by itself then; of NCCL's one does not know whom it waited for.
         """
         doing = current()
-        if now - doing.since <= self.patience + LOOK:
+        waited_long = now - doing.since > self.patience + LOOK
+        if self._board.is_silent:
+            self._silent_since = self._silent_since or now
+            too_long = waited_long or now - self._silent_since > self.silence
+            return self._cut_off(str(doing)) if too_long else None
+        self._silent_since = None
+        # The first rank looks for all: ranks that each read all beats would drown the store.
+        if not waited_long and (self.rank or now < self._look_at):
             return None
-        beats = self._board.beats() or {}
-        return self._hang({rank: beat for rank, beat in beats.items() if beat.number < doing.number and not beat.left})
+        self._look_at = now + LOOK
+        beats = self._board.beats()
+        if beats is None:
+            return self._cut_off(str(doing)) if waited_long else None
+        for rank, beat in beats.items():
+            if self._seen.get(rank, (-1, 0.0))[0] != beat.count:
+                self._seen[rank] = beat.count, now
+        limit = _SILENT if waited_long else self.silence
+        silent = [rank for rank, beat in beats.items() if not beat.left and now - self._seen[rank][1] > limit]
+        if silent:
+            return self._no_sign(silent, str(doing), limit)
+        late = {rank: beat for rank, beat in beats.items() if beat.number < doing.number and not beat.left}
+        return self._hang(late) if waited_long else None
 
     def _end(self, failure: Failure) -> None:
         self._leave("lost")
@@ -254,6 +308,9 @@ class Watch:
     def _leave(self, how: str) -> None:
         self._left = how
         self._publish()
+        if how != "done" and self._is_first_here and self._board.is_silent:
+            self._is_first_here = False  # once
+            leave_behind()
 
     def _await_failure(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -3,20 +3,26 @@
 import contextlib
 import os
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from embedtrain.distributed.attempt import agree
 from embedtrain.distributed.notes import current, note, noted
 from embedtrain.distributed.watch import Watch
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
 
 T = TypeVar("T")
+
+APART = "apart"  # describes the groups that threads beside the main one use
+NCCL_LONGER = 60.0  # seconds: its own time-out kills the process without a word of who was late, ours comes first
 
 # What gloo (torch 2.13), NCCL and the store say when another rank is gone or silent.
 _LOST = re.compile(
@@ -65,7 +71,7 @@ class World:
         Args:
             timeout: seconds that a rank waits in a collective of it.
         """
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=APART)
         return replace(self, device=torch.device("cpu"), group=group)
 
     def barrier(self) -> None:
@@ -143,6 +149,21 @@ def doing(what: str | None = None) -> Iterator[None]:
         raise LostContact(found[0].strip(), what) from error
 
 
+@contextlib.contextmanager
+def _on_an_interface() -> Iterator[None]:
+    """Say in plain words that gloo was told to use an interface that is not there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        there = ", ".join(sorted(psutil.net_if_addrs()))
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}: {socket.gethostname()} has no such interface "
+            f"with an address; name one that reaches the other hosts ({there}), or unset it"
+        ) from error
+
+
 def rank_from_environment() -> int:
     """This process's rank as the launcher set it; 0 where there is no launcher."""
     return _number("RANK", 0)
@@ -176,7 +197,8 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
         return
     if not ("MASTER_ADDR" in os.environ and "RANK" in os.environ):
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        with _on_an_interface():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         try:
             yield World(rank, size, local_rank, local_size, device)
         finally:
@@ -186,21 +208,20 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     patience = timedelta(seconds=timeout)
     try:
         with doing(f"meeting the others at {place}"):
-            store, _, _ = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
+            shared, _, _ = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
+            attempt = agree(shared, rank, size, timeout)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise ConfigError(f"{place} is in use by another program: set another MASTER_PORT") from error
-    watch = _watch(store, rank, size, range(rank - local_rank, rank - local_rank + local_size), timeout)
+    watch = _watch(shared, attempt, rank, size, range(rank - local_rank, rank - local_rank + local_size), timeout)
     world = World(rank, size, local_rank, local_size, device, watch=watch)
     with world.guarded():
-        with doing(f"meeting the others at {place}"):
-            # NCCL's own time-out kills the process without a word of who was late: ours comes first.
-            longer = timedelta(seconds=60 if watch is not None and device.type == "cuda" else 0)
+        with doing(f"meeting the others at {place}"), _on_an_interface():
+            longer = timedelta(seconds=NCCL_LONGER if watch is not None and device.type == "cuda" else 0)
             dist.init_process_group(
                 backend,
-                # torchrun keeps its store when it starts all ranks again: those before them must not be called up.
-                store=PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),
+                store=PrefixStore(f"group/{attempt}", shared),
                 rank=rank,
                 world_size=size,
                 timeout=patience + longer,
@@ -214,11 +235,11 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def _watch(store: Store, rank: int, size: int, local: range, timeout: float) -> Watch | None:
+def _watch(store: Store, attempt: str, rank: int, size: int, local: range, timeout: float) -> Watch | None:
     """Over the other ranks, by a connection of its own: the group's threads hold the other for long."""
     if size == 1:
         return None
-    apart = store.clone()  # type: ignore[attr-defined]
+    apart = PrefixStore(f"watch/{attempt}", store.clone())  # type: ignore[attr-defined]
     apart.set_timeout(timedelta(seconds=30))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     watch = Watch(apart, rank, size, local, timeout, hosted=hosted)

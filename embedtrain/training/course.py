@@ -62,6 +62,7 @@ EFFECTS = {
     "parallel": Effect.rounds,
     "parallel.precision": Effect.steers,
     "parallel.timeout": Effect.nothing,
+    "parallel.step_timeout": Effect.nothing,
     "evaluation": Effect.nothing,
     "evaluation.patience": Effect.steers,
     "checkpoint": Effect.nothing,

@@ -14,6 +14,7 @@ from embedtrain.data.batches import TrainData
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.notes import note
+from embedtrain.distributed.patience import Patience
 from embedtrain.distributed.stopping import Notice, Stopping, exit_code
 from embedtrain.errors import Abandoned, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
@@ -48,6 +49,7 @@ class Loop:
     total_batches: int  # the last step has what is left of them
     run_dir: RunDirectory
     stopping: Stopping
+    patience: Patience
     rate: MatmulRate  # what the model's rate is a share of
     _asked: bool = False  # to stop, on all ranks alike
     _saved: int = 0  # the step of the newest checkpoint; 0: none
@@ -74,6 +76,7 @@ class Loop:
         Raises:
             TrainingError: on every rank alike, the output directory is no longer there.
         """
+        self.patience.between()
         with self.run.world.together("looking at the output directory"):
             if self.run.world.is_main:
                 self.run_dir.require_there()
@@ -103,13 +106,14 @@ class Loop:
             elif state.step == 0 and recipe.evaluation.at_start:
                 self._evaluate()
             while not (self._over or self._asked):
-                with profile.of_step(state.step + 1, last=self._is_followed(state.step + 1)):
-                    note("reading the batches", state.step + 1)
+                number = state.step + 1
+                with profile.of_step(number, last=self._is_followed(number)), self.patience.of_step():
+                    note("reading the batches", number)
                     with span(BATCHES):
                         own = list(itertools.islice(stream, each))
-                    note("training", state.step + 1)
+                    note("training", number)
                     with communication.of_step(profiled_already=profile.runs):
-                        report = train_step(self.run, *own, measured=self._is_logged(state.step + 1))
+                        report = train_step(self.run, *own, measured=self._is_logged(number))
                 if Notice.save_failed in report.notices:
                     self.checkpoints.wait()  # which says why
                 self._asked = Notice.stop in report.notices
@@ -195,6 +199,7 @@ class Loop:
         A run that is asked to stop leaves the evaluation, and does it when it goes on.
         """
         state = self.run.state
+        self.patience.between()
         try:
             with self.tracker.counted() as told, automatic():
                 figures = self.evaluator.evaluate(told=told, stop=self._agree_to_stop)

@@ -87,6 +87,7 @@ BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
     ("shards without hsdp", changed("parallel.shard_size", 2), "parallel.shard_size=2"),
     ("timeout", changed("parallel.timeout", 0.0), "parallel.timeout=0.0"),
     ("infinite timeout", changed("parallel.timeout", float("inf")), "parallel.timeout=inf"),
+    ("step timeout", changed("parallel.step_timeout", 0.0), "parallel.step_timeout=0.0"),
     ("evaluation every", changed("evaluation.every", -1), "evaluation.every=-1"),
     ("evaluation subset", changed("evaluation.subset", 0), "evaluation.subset=0"),
     ("no patience", changed("evaluation.patience", 0), "evaluation.patience=0"),

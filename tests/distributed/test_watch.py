@@ -1,5 +1,6 @@
 """Ranks find out which of them is gone or late, and one speaks for all."""
 
+import socket
 import time
 from datetime import timedelta
 
@@ -52,7 +53,9 @@ def test_a_late_rank_is_named_by_one(ranks, store):
     first, second, late = ranks(3, fail, store.port, {0: lost, 1: lost})
     assert late == ("", None, [])
     assert first[0] == second[0]
-    assert first[0].startswith("LostContact: rank 2 hangs: alive, but has been in training, step 13, for ")
+    assert first[0].startswith(
+        f"LostContact: rank 2 on {socket.gethostname()} hangs: alive, but has been in training, step 13, for "
+    )
     assert first[1] == second[1] in (0, 1), "one of them speaks"
 
 
@@ -65,7 +68,7 @@ def test_the_cause_is_told_before_what_follows_from_it(ranks, store):
 
 def test_what_nobody_foresaw_has_its_sentence_below_its_traceback(ranks, store):
     one, other = ranks(2, fail, store.port, {0: LostContact("Socket closed"), 1: ValueError("wolves")})
-    sentence = "rank 1 failed while training, step 13: ValueError: wolves"
+    sentence = f"rank 1 on {socket.gethostname()} failed while training, step 13: ValueError: wolves"
     assert other[2] == [f"error: {sentence}"]
     assert one[:2] == (f"LostContact: {sentence}", 1)
 

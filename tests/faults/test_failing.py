@@ -1,6 +1,7 @@
 """A rank that raises or hangs: all end, with one message that names rank, place and cause."""
 
 import signal
+import socket
 import time
 
 import pytest
@@ -15,17 +16,19 @@ def test_an_exception_on_one_rank(folder, undisturbed):
     assert run.wait() == [1, 1], run.text
     assert run.text.count("Traceback") == 1
     saved = "the newest complete checkpoint is raised/checkpoints/step-00000003: the same command goes on from there"
-    assert run.errors == [f"error: rank 1 failed while training, step 5: ValueError: a cosmic ray; {saved}"]
+    assert run.errors == [
+        f"error: rank 1 on {socket.gethostname()} failed while training, step 5: ValueError: a cosmic ray; {saved}"
+    ]
     finish(folder, "raised")
     assert learnt(folder / "raised") == undisturbed
 
 
 def test_a_rank_that_hangs(folder, undisturbed):
     """One of three: the others name it and where it is, and it shows its stack when it is ended."""
-    run = start(folder, "hangs", "parallel.timeout=12", size=3, hook=InStep(rank=2, step=4, seconds=120))
+    run = start(folder, "hangs", "parallel.step_timeout=12", size=3, hook=InStep(rank=2, step=4, seconds=120))
     assert run.wait() == [1, 1, 1], run.text
     assert len(run.errors) == 1
-    assert "rank 2 hangs: alive, but has been in training, step 5, for " in run.errors[0]
+    assert f"rank 2 on {socket.gethostname()} hangs: alive, but has been in training, step 5, for " in run.errors[0]
     assert "rank 2 was here when the others gave up:" in run.text
     assert "hooks.py" in run.text, "the stack says where"
 
@@ -37,7 +40,7 @@ def test_a_suspended_rank(folder, undisturbed):
     run.processes[1].join(60)
     assert run.processes[1].exitcode == 1
     assert len(run.errors) == 1
-    assert "rank 0 ended or hangs (no sign of life for " in run.errors[0]
+    assert f"rank 0 on {socket.gethostname()} ended or hangs (no sign of life for " in run.errors[0]
     assert "is suspended) while " in run.errors[0]
     run.send(signal.SIGCONT, 0)
     began = time.monotonic()

@@ -2,6 +2,7 @@
 
 import random
 import signal
+import socket
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_a_killed_rank_costs_nothing(folder, undisturbed, rank, doing, step):
     assert codes[rank] == -signal.SIGKILL
     assert codes[1 - rank] == 1, run.text
     assert len(run.errors) == 1, run.text
-    assert f"error: rank {rank} ended while " in run.text
+    assert f"error: rank {rank} on {socket.gethostname()} ended while " in run.text
     assert "the same command goes on from there" in run.errors[0]
     again = finish(folder, out)
     assert f"resuming from {out}/checkpoints/step-" in again.text or "is the end of this run" in again.text
@@ -40,6 +41,6 @@ def test_rank_0_that_holds_the_store(folder, undisturbed):
     run = start(folder, "no-agent", size=3, hook=SignalWhen(0, "training", 4), agent=False)
     assert run.wait()[1:] == [1, 1]
     assert len(run.errors) == 1, run.text
-    assert "error: rank 0 ended while training, step " in run.text
+    assert f"error: rank 0 on {socket.gethostname()} ended while training, step " in run.text
     finish(folder, "no-agent")  # on two ranks: what the checkpoint holds is the same
     assert (folder / "no-agent" / "model" / "model.safetensors").is_file()

@@ -46,7 +46,7 @@ def test_restarted_and_stopped(folder, undisturbed):
     told = log.read_text()
     assert told.count("resuming from ") == 1
     assert told.count("error: rank ") == 1, told
-    assert re.search(r"error: rank \d ended while .+, step \d+; the newest complete checkpoint is ", told)
+    assert re.search(r"error: rank \d on \S+ ended while .+, step \d+; the newest complete checkpoint is ", told)
     held = json.loads((out / "stopped.json").read_text())
     assert held["signal"] == "SIGUSR1"
     assert len(re.findall(r"stopped by SIGUSR1 \(rank [01]\) after step ", told)) == 1, "whichever it reached first"

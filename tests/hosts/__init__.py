@@ -1,0 +1,1 @@
+"""Tests on two hosts, which are network namespaces of this machine."""

@@ -32,15 +32,18 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
         "HF_HUB_OFFLINE": "1",
         "EMBEDTRAIN_CACHE": str(tmp_path / "cache"),
     }
-    started = subprocess.Popen(
-        ["bash", "-e"], cwd=clone, env=environment, text=True, start_new_session=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        output_of_all, errors = started.communicate(script, timeout=3600)
-    finally:  # a server that was not stopped as well
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
+    # Into files: a server that was not stopped would hold a pipe open.
+    with (tmp_path / "told.txt").open("w") as told_to, (tmp_path / "errors.txt").open("w") as complained_to:
+        started = subprocess.Popen(
+            ["bash", "-e", "-c", script], cwd=clone, env=environment, start_new_session=True,
+            stdout=told_to, stderr=complained_to,
+        )  # fmt: skip
+        try:
+            started.wait(timeout=3600)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+    output_of_all, errors = ((tmp_path / name).read_text() for name in ("told.txt", "errors.txt"))
     told = [part.partition("\n")[2] for part in output_of_all.split(MARK)[1:]]
     assert started.returncode == 0, output_of_all[-3000:] + errors[-3000:]
     assert len(told) == len(shell)

@@ -22,11 +22,12 @@ _MARK = re.compile(r"<!-- (?P<mark>not run|theirs)(?P<why>:[^\n]*)? -->\s*\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it stands, its language, its text, and whether a comment before it excuses it."""
+    """A fenced block: where it stands, its language, the file it is, its text, and whether a comment excuses it."""
 
     page: Path
     line: int
     language: str
+    title: str | None
     text: str
     excused: bool
 
@@ -49,6 +50,7 @@ def blocks(page: Path) -> Iterator[Block]:
             page,
             before.count("\n") + 1,
             match["info"].split()[0] if match["info"].strip() else "",
+            title[1] if (title := re.search(r'title="([^"]+)"', match["info"])) else None,
             "".join(line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True)),
             _MARK.search(before) is not None,
         )

@@ -47,6 +47,8 @@ def test_yaml_is_a_recipe_or_a_part_of_one(block, tmp_path, monkeypatch):
         (tmp_path / "recipe" / "block.yaml").write_text(block.text, encoding="utf-8")
         (recipe,) = compose_recipes(["--config-dir", str(tmp_path), "recipe=block"])
         assert recipe.name == keys["name"]
+    elif block.title is not None:
+        assert isinstance(keys, dict), "a file that a command of the page takes: test_commands.py tries it"
     else:
         assert set(keys) <= set(vars(Recipe())), "a part of a recipe"
         to_recipe(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(keys)))

@@ -16,13 +16,12 @@ SHELL = ("bash", "sh", "console", "")
 
 
 def written_by(page: Path) -> dict[str, str]:
-    """The files that a page tells to write: here-documents, and YAML with a title."""
+    """The files that a page tells to write: here-documents, and blocks with a title."""
     files = {}
-    text = page.read_text(encoding="utf-8")
     for block in blocks(page):
         files |= {found["path"]: found["text"] for found in _HERE.finditer(block.text)}
-    for title in re.finditer(r'^```yaml title="([^"]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL):
-        files[title[1]] = title[2]
+        if block.title is not None:
+            files[block.title] = block.text
     return files
 
 

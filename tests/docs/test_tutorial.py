@@ -1,9 +1,11 @@
 """The tutorial, pasted word by word into a shell in a fresh folder: it ends with a server that searches."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,18 +32,20 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
         "HF_HUB_OFFLINE": "1",
         "EMBEDTRAIN_CACHE": str(tmp_path / "cache"),
     }
-    done = subprocess.run(
-        ["bash", "-e"],
-        input=script,
-        cwd=clone,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=1800,
-        check=False,
-    )
-    told = [part.partition("\n")[2] for part in done.stdout.split(MARK)[1:]]
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    # Into files: a server that was not stopped would hold a pipe open.
+    with (tmp_path / "told.txt").open("w") as told_to, (tmp_path / "errors.txt").open("w") as complained_to:
+        started = subprocess.Popen(
+            ["bash", "-e", "-c", script], cwd=clone, env=environment, start_new_session=True,
+            stdout=told_to, stderr=complained_to,
+        )  # fmt: skip
+        try:
+            started.wait(timeout=3600)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+    output_of_all, errors = ((tmp_path / name).read_text() for name in ("told.txt", "errors.txt"))
+    told = [part.partition("\n")[2] for part in output_of_all.split(MARK)[1:]]
+    assert started.returncode == 0, output_of_all[-3000:] + errors[-3000:]
     assert len(told) == len(shell)
 
     def output(of: str) -> str:

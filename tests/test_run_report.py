@@ -71,7 +71,7 @@ PROMPTS = ("model.query_prompt='alpha beta: '", "model.document_prompt='nu: '")
 
 
 def test_the_sample_is_what_the_models_say(ranks, workshop, tmp_path):
-    """Vectors before and after are those of the first and of the exported model, on two ranks and on three, without dropout."""
+    """Vectors are those of the first and of the exported model, on two ranks and on three, and without dropout."""
     found = {}
     for size in (2, 3):
         out = options(workshop, tmp_path / str(size), "train.steps=4", *PROMPTS, model="dropout")

@@ -43,7 +43,7 @@ def remount(place, options: str) -> None:
 
 
 def test_a_full_disk_and_one_that_is_read_only(folder, undisturbed, small_disk):
-    options = ("checkpoint.keep=9",)
+    options = ("checkpoint.keep=9", "tracking.report=false")  # whose sample would take the room of a checkpoint
     run = start(folder, "disk/run", *options)
     assert run.wait() == [1, 1], run.text
     (error,) = run.errors

@@ -121,7 +121,7 @@ def _environment(slurm: SlurmConfig) -> str:
 
 def _training(submission: Submission, python: str) -> str:
     lines = [
-        "# ---- the training: the same command in any other place goes on from its newest checkpoint",
+        "# ---- the training; with the same arguments it goes on from its newest checkpoint, here or anywhere",
         f"python={shlex.quote(python)}",
         "arguments=(",
         *(f"  {shlex.quote(argument)}" for argument in submission.arguments),

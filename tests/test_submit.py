@@ -95,6 +95,12 @@ def test_what_sbatch_says_is_passed_on(folder):
     assert told == "error: sbatch refuses runs/t/submit.sbatch: Batch job submission failed: Invalid qos\n"
 
 
+def test_help_names_its_options(folder):
+    told = door(folder, "--help")
+    assert "signal_seconds: 300" in told
+    assert "python -m embedtrain --help" in told
+
+
 def test_ranks_cannot_submit(folder):
     told = door(folder, code=1, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
     assert told == "error: submit needs no ranks: start it with python, not with torchrun or srun\n"

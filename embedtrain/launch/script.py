@@ -29,6 +29,7 @@ mapfile -t addresses < <(
   scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'
 )
 port=$(({first} + SLURM_JOB_ID % {ports}))
+while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done  # another program has it
 echo "job $job, start $((restarts + 1)), on $SLURM_JOB_NODELIST; ranks meet at ${{addresses[0]}}:$port"
 rm -f -- "$run_dir/stopped.json"  # of an earlier start
 if [[ -n $asked ]]; then again "it was asked to stop before it began"; fi
@@ -121,7 +122,7 @@ def _environment(slurm: SlurmConfig) -> str:
 
 def _training(submission: Submission, python: str) -> str:
     lines = [
-        "# ---- the training: the same command in any other place goes on from its newest checkpoint",
+        "# ---- the training; with the same arguments it goes on from its newest checkpoint, here or anywhere",
         f"python={shlex.quote(python)}",
         "arguments=(",
         *(f"  {shlex.quote(argument)}" for argument in submission.arguments),

@@ -54,6 +54,7 @@ InactiveLimit=0
 KillWait=10
 KillOnBadExit=0
 MinJobAge=600
+FirstJobId={first_job}
 ReturnToService=2
 MessageTimeout=10
 SlurmdParameters=config_overrides
@@ -107,6 +108,7 @@ class Cluster:
         conf = _CONF.format(
             folder=self.folder, host=socket.gethostname().split(".")[0], ports=_free_ports(3), proctrack=proctrack,
             parameters=parameters, patience=patience,
+            first_job=1000 + secrets.randbelow(15000),  # ports are made of it, and another cluster may be here
         )  # fmt: skip
         self.conf = self.folder / "slurm.conf"
         self.conf.write_text(conf)

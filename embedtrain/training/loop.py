@@ -199,6 +199,7 @@ class Loop:
         A run that is asked to stop leaves the evaluation, and does it when it goes on.
         """
         state = self.run.state
+        note("evaluating", state.step)
         self.patience.between()
         try:
             with self.tracker.counted() as told, automatic():

@@ -60,7 +60,10 @@ class Builder:
             return _call([*self.program, "run", "--rm", *options, tag, *command], timeout=timeout)
         container = _call([*self.program, "from", "--pull-never", tag], timeout=600).stdout.strip()
         try:
-            return _call([*self.program, "run", "--network=host", *options, container, "--", *command], timeout=timeout)
+            return _call(
+                [*self.program, "run", "--network=host", "--hostname=localhost", *options, container, "--", *command],
+                timeout=timeout,
+            )
         finally:
             _call([*self.program, "rm", container], timeout=600)
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_quickstart(builder, tmp_path, user):
     assert "quickstart on 2 ranks (cpu)" in trained.stdout
     model = tmp_path / "runs" / "quickstart" / "model"
     assert (model / "model.safetensors").stat().st_uid == uid
-    corpus = _recipes(builder, tmp_path) + "/quickstart/dev-en"
+    corpus = _recipes(builder, tmp_path, user) + "/quickstart/dev-en"
     found = builder.run(
         TAG,
         ["python", "-m", "embedtrain.search", "model=/work/runs/quickstart/model", f"corpus={corpus}", "top=3",
@@ -55,8 +56,12 @@ def test_doctor(builder, tmp_path):
     assert "0 problems" in done.stdout, done.stdout + done.stderr
 
 
-def _recipes(builder: Builder, mount: "os.PathLike[str]") -> str:
+def _recipes(builder: Builder, mount: Path, user: str | None) -> str:
     told: subprocess.CompletedProcess[str] = builder.run(
-        TAG, ["python", "-c", "from embedtrain.config.folders import folder; print(folder('recipes'))"], mount=mount
+        TAG,
+        ["python", "-c", "from embedtrain.config.folders import folder; print(folder('recipes'))"],
+        user=user,
+        mount=mount,
     )
+    assert told.returncode == 0, told.stderr
     return told.stdout.strip()

@@ -29,6 +29,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hosts")
     write_rows(folder / "train.jsonl", 60)
     write_beir(folder / "dev", 20)
+    write_beir(folder / "large", 6000)  # whose evaluation takes seconds
     save_small(small_model("xlm-roberta"), folder / "model")
     return folder
 

@@ -37,26 +37,34 @@ def test_out_for_seconds(launched, folder):
     assert learnt(folder / "out") == of_one_host(folder, "not-out", "train.steps=150")
 
 
-@pytest.mark.parametrize("moment", ["step", "evaluation"])
-def test_cut_for_good(launched, folder, moment):
+@pytest.mark.parametrize(
+    ("moment", "step", "options", "doing"),
+    [
+        ("step", 23, ["evaluation.every=0", "checkpoint.every=20"], r"(training|reading the batches), step \d+"),
+        (
+            "evaluation",
+            3,
+            ["evaluation.every=3", "evaluation.sets=[large]", "checkpoint.every=1"],
+            r"(?!training|reading)[\w ]+, step 3",
+        ),
+    ],
+)
+def test_cut_for_good(launched, moment, step, options, doing):
     """Both sides end, ranks and torchrun, and each says who was lost, where and doing what.
 
     In an evaluation ranks may wait for each other for long; one that gives no sign of life is gone nonetheless.
     """
-    often = {"step": "evaluation.every=0", "evaluation": "evaluation.every=1"}[moment]
-    launched.start(f"cut-{moment}", "train.steps=100000", "checkpoint.every=20", often, *PATIENCE, ranks=2)
-    launched.until_step(23)
+    out = f"cut-{moment}"
+    launched.start(out, "train.steps=100000", *options, *PATIENCE, ranks=2)
+    launched.until_step(step)
     launched.network.cut(1)
     assert all(launched.wait(120)), launched.texts
     here, there = launched.network.name(0), launched.network.name(1)
-    goes_on = GOES_ON.format(out=f"cut-{moment}")
-    doing = r"(training|reading the batches|evaluating dev|\w[\w ]+), step \d+"
+    goes_on = GOES_ON.format(out=out)
     (head,), (other,) = launched.errors(0), launched.errors(1)
     ended = rf"error: ranks 2, 3 on {there} ended or hangs, or the network is out \(no sign of life for \d+ s\)"
     assert re.fullmatch(f"{ended} while {doing}{goes_on}", head), launched.texts
-    lost = (
-        rf"error: rank [23] on {there} lost contact with {here} while {doing}: the network between them is out, or that"
-    )
+    lost = rf"error: rank [23] on {there} lost contact with {here} while {doing}: the network between them is out, or "
     assert re.match(lost, other), launched.texts
     assert re.search(goes_on, other)
 

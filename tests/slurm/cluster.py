@@ -198,6 +198,10 @@ class Cluster:
                     psutil.Process(pid).wait(10)
                 if psutil.pid_exists(pid):
                     os.kill(pid, signal.SIGKILL)
+        for process in psutil.process_iter():  # what a node that was powered off and on again has lost sight of
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == str(self.conf):
+                    process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _up(self) -> int:

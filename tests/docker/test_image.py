@@ -52,6 +52,7 @@ def test_quickstart(builder, tmp_path, user):
 
 
 def test_doctor(builder, tmp_path):
+    os.chown(tmp_path, 1000, 1000)
     done = builder.run(TAG, ["python", "-m", "embedtrain.doctor", "quick=true"], mount=tmp_path)
     assert "0 problems" in done.stdout, done.stdout + done.stderr
 

@@ -19,6 +19,7 @@ def act(options: EvaluateOptions) -> None:
     """Load the model onto the ranks, measure it on every set and task, print tables, add rows to metrics.jsonl."""
     from pathlib import Path
 
+    from embedtrain.data.store.cache import Cache
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
     from embedtrain.evaluation.encode import SentenceEncoder
@@ -29,10 +30,12 @@ def act(options: EvaluateOptions) -> None:
     from embedtrain.evaluation.sets import load_sets
     from embedtrain.evaluation.stored_vectors import StoredVectors
     from embedtrain.tracking.console import Console
+    from embedtrain.training.cache_place import cache_place
 
     with joined_world(options.timeout) as world:
         console = Console(speaks=world.is_main)
-        sets = load_sets(options.sets, world, subset=options.subset, option="sets")
+        place = cache_place(None, Path(options.output_dir) / "cache", world, console.note)
+        sets = load_sets(options.sets, world, subset=options.subset, option="sets", cache=Cache(directory=place))
         for note in (note for loaded in sets for note in loaded.notes):
             console.note(note)
         with world.together("looking up mteb's tasks"):

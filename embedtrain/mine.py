@@ -20,7 +20,7 @@ def act(options: MineOptions) -> None:
     """Read the rows, encode all documents, find each row's candidates, choose, write, and tell what was found."""
     from pathlib import Path
 
-    from embedtrain.data.store.cache import Cache, cache_directory
+    from embedtrain.data.store.cache import Cache
     from embedtrain.distributed.world import doing, joined_world
     from embedtrain.evaluation.identity import model_identity
     from embedtrain.evaluation.mining.documents import corpus_parts
@@ -34,6 +34,7 @@ def act(options: MineOptions) -> None:
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.mining import print_mined
     from embedtrain.tracking.page import Page
+    from embedtrain.training.cache_place import cache_place
     from embedtrain.training.model import quiet_libraries
 
     quiet_libraries()
@@ -43,9 +44,9 @@ def act(options: MineOptions) -> None:
         # What a user may have got wrong comes first: the models, the rows, the folder.
         with world.together("opening the models"):
             model, teacher = _opened(options)
+        place = cache_place(options.cache_dir, Path(options.to) / "cache", world, console.note)
         with world.together("reading rows"), console.counted() as told:
-            cache = Cache(directory=cache_directory(options.cache_dir), told=told)
-            sources = read_mined(options, model.prompts, cache)
+            sources = read_mined(options, model.prompts, Cache(directory=place, told=told))
             corpus = corpus_parts(options.corpus)
         for source in sources:
             console.note(str(source.store.report))

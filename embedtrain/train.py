@@ -19,7 +19,7 @@ from embedtrain.config.loss_checks import guides_of
 from embedtrain.config.schema import Precision, Recipe
 from embedtrain.data.batches import TrainData
 from embedtrain.data.chosen import chosen_data
-from embedtrain.data.store.cache import Cache, cache_directory
+from embedtrain.data.store.cache import Cache
 from embedtrain.distributed.patience import Patience
 from embedtrain.distributed.stopping import Notice, Stopping
 from embedtrain.distributed.world import World
@@ -39,6 +39,7 @@ from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.account import Account
 from embedtrain.training.batches import Cutting, cost_of_a_pass
 from embedtrain.training.bf16 import notes_on_bf16
+from embedtrain.training.cache_place import cache_place
 from embedtrain.training.course import (
     Effect,
     changes_since,
@@ -78,12 +79,12 @@ def train(recipe: Recipe, world: World, stopping: Stopping | None = None) -> Pat
         EmbedtrainError: on every rank alike; the first rank it concerns has the cause.
         Stopped: on every rank alike, after the same step, a signal asked a rank to stop.
     """
+    quiet_libraries()
     with contextlib.ExitStack() as held:
         return _train(recipe, world, stopping or Stopping(), held)
 
 
 def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.ExitStack) -> Path:
-    quiet_libraries()
     console = Console(speaks=world.is_main)
     run_dir = RunDirectory(Path(recipe.output_dir))
     console.note(f"{recipe.name} on {world.size} rank{'s' * (world.size > 1)} ({world.device.type}), in {run_dir.path}")
@@ -95,8 +96,9 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         source = open_source(recipe.model)
         prompts = source.prompts
         base = digest_of_weights(source) if world.is_main and recipe.model.lora.on else None
+    place = cache_place(recipe.data.cache_dir, run_dir.cache, world, console.note)
     with world.together("reading training data"), console.counted() as told:
-        cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
+        cache = Cache(directory=place, keep=recipe.data.cache, told=told)
         data, losses = chosen_data(recipe, prompts, cache)
         total_steps, total_batches = _lengths(recipe, data)
     require_same_data(data, world)

@@ -62,6 +62,11 @@ class RunDirectory:
         return self.path / "profile"
 
     @property
+    def cache(self) -> Path:
+        """Prepared data, where the home directory cannot take it."""
+        return self.path / "cache"
+
+    @property
     def sample(self) -> Path:
         """A few texts and their vectors before and after training, for the report."""
         return self.path / "sample"

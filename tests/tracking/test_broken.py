@@ -163,20 +163,26 @@ def test_wandb_whose_server_takes_calls_and_never_answers(workshop, tmp_path):
 
 
 def test_a_useless_home(workshop, tmp_path, useless_disk):
-    """Everything goes where the recipe says; where only the home directory is left, a sentence says what to set."""
+    """Everything goes where the recipe says; what only the home directory is left for goes into the run's own."""
     told = trained(
         workshop, tmp_path / "run", "tracking.wandb=true", "tracking.wandb_mode=offline", "tracking.tensorboard=true",
         home=useless_disk, EMBEDTRAIN_CACHE=str(tmp_path / "cache"),
     )  # fmt: skip
     assert len(warnings(told)) <= 1
     assert not warnings(told, "TensorBoard")
-    unset = environment(useless_disk)
-    unset.pop("EMBEDTRAIN_CACHE", None)
+    told = trained(workshop, tmp_path / "other", home=useless_disk, EMBEDTRAIN_CACHE="")
+    (said,) = [line for line in told.splitlines() if "cannot be written" in line]
+    assert said.startswith(f"{useless_disk}/.cache/embedtrain cannot be written (")
+    assert said.endswith(f"data is prepared in {tmp_path / 'other' / 'cache'}; data.cache_dir names another")
+
+
+def test_a_cache_that_was_asked_for_is_not_exchanged(workshop, tmp_path, useless_disk):
     done = subprocess.run(
-        command(workshop, tmp_path / "other"), env=unset, capture_output=True, text=True, timeout=300, check=False
-    )
+        command(workshop, tmp_path / "run", f"data.cache_dir={useless_disk}"), env=environment(tmp_path),
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.strip().startswith(f"error: {useless_disk}/.cache")
+    assert done.stderr.strip().startswith(f"error: {useless_disk}")
     assert "set data.cache_dir or $EMBEDTRAIN_CACHE to a folder" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 

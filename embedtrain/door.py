@@ -119,6 +119,7 @@ def _leave(code: object) -> NoReturn:
     "terminate called without an active exception" (pytorch issues 130345 and 190489).
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):  # nobody reads any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))

@@ -327,6 +327,8 @@ def _clear_errors(arguments: list[str]) -> Iterator[None]:
         if leaving.code in (None, 0):
             raise
         raise ConfigError(told(heard.getvalue())) from None
+    except BrokenPipeError:  # `--help | head`
+        raise SystemExit(0) from None
     except Exception as error:
         raise ConfigError(told(str(error))) from None
 

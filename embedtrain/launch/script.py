@@ -39,12 +39,13 @@ _TORCHRUN = """\
 # ---- the ranks: srun starts one torchrun a node, and that {ranks} of them.
 # The restart count in the id keeps out what is left of an earlier start of this job. SIGUSR1 and SIGTERM are handed on
 # to the ranks, which have {patience} s to write a checkpoint; most clusters signal torchrun alone.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={patience}
 torchrun=(
 {container}  "$python" -m torch.distributed.run
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={ranks_per_node}
   --rdzv-backend=c10d --rdzv-endpoint="${{addresses[0]}}:$port" --rdzv-id="$SLURM_JOB_ID-$restarts"
   --max-restarts={max_restarts}
-  --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" --shutdown-timeout={patience}
+  --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 )
 # Run on each node: who it is, and whether the others meet here, are told; torchrun would guess both from host names.
 export NODE_ADDRESSES="${{addresses[*]}}"

@@ -32,16 +32,19 @@ def act(asked: Asked) -> None:
     from embedtrain.models.hub import one_line
 
     options, environment = asked
-    alone = examine_alone(options, environment)
+    alone, met = examine_alone(options, environment), False
     try:
         with joined_world(options.timeout) as world:
+            met = True
             findings, speaks = examine_together(options, world, alone), world.is_main
     except (EmbedtrainError, RuntimeError) as error:  # of gloo and NCCL: an interface that is not there, a driver
         do = "See https://docs.pytorch.org/docs/stable/elastic/run.html for the launcher, and docs/several-hosts.md."
+        said = "they have met, and one failed" if met else "they could not meet"
         findings = in_order(
-            [*alone, Finding("ranks", "process group", f"they could not meet: {one_line(error)}", Level.problem, do)]
+            [*alone, Finding("ranks", "process group", f"{said}: {one_line(error)}", Level.problem, do)]
         )
-        speaks = rank_from_environment() == 0 or getattr(error, "told_by", None) == rank_from_environment()
+        told_by = getattr(error, "told_by", None)
+        speaks = rank_from_environment() == max(told_by or 0, 0)  # -1: they have agreed on nobody
     if speaks and options.json:
         print(json.dumps({"worst": worst(findings).value, "findings": [one.as_json() for one in findings]}, indent=2))
     elif speaks:

@@ -156,8 +156,8 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     with (
         _recorded(recipe, run_dir, world, model, state, console) as tracker,
         checkpoints,
-        world.guarded(),
         Account(recipe, run_dir, world, encoder, tracker, state, total_steps) as account,
+        world.guarded(),
     ):
         account.before(lambda: choose_sample(sets, data, losses, prompts))
         loop = Loop(

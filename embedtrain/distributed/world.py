@@ -262,9 +262,10 @@ def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     if by_srun and torch.cuda.device_count() == 1:
         local_rank = 0  # srun --gpus-per-task=1 and --gpu-bind show each task its own GPU alone
     if local_rank >= torch.cuda.device_count():
+        option = "--nproc-per-node" if "TORCHELASTIC_RUN_ID" in os.environ else "srun's --ntasks-per-node"
         raise ConfigError(
             f"this node has {torch.cuda.device_count()} GPU(s) but {local_size} ranks were started on it: "
-            f"use --nproc-per-node {torch.cuda.device_count()}"
+            f"use {option} {torch.cuda.device_count()}"
         )
     torch.cuda.set_device(local_rank)
     # gloo beside NCCL serves what lies on the CPU: checkpoints and Python objects.

@@ -41,9 +41,7 @@ def look_at_disk(name: str, wanted: Path, *, measure: bool) -> list[Finding]:
         measure: whether a file is written and read to find the speed.
     """
     wanted = wanted.expanduser().absolute()
-    place = wanted
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = _there(wanted)
     told = f"{wanted}" if place == wanted else f"{wanted} (will be made in {place})"
     if not place.is_dir():
         return [Finding(_TOPIC, name, f"{told}: it is a file", Level.problem, f"Choose another {name}.")]
@@ -83,9 +81,7 @@ def look_who_sees(name: str, wanted: Path, world: World, hosts: list[str]) -> li
     """
     if len(set(hosts)) == 1:
         return []
-    place = wanted.expanduser().absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = _there(wanted.expanduser().absolute())
     written: Path | None = None
     with contextlib.suppress(OSError):
         if world.is_main:
@@ -106,6 +102,15 @@ def look_who_sees(name: str, wanted: Path, world: World, hosts: list[str]) -> li
         text = f"{', '.join(blind)} cannot see what {hosts[0]} writes into {place}"
         return [Finding(_TOPIC, f"{name} on all hosts", text, Level.problem, do)]
     return [Finding(_TOPIC, f"{name} on all hosts", f"seen by {len(set(hosts))} hosts")]
+
+
+def _there(wanted: Path) -> Path:
+    """The folder, or the nearest above it that this user can see."""
+    for place in (wanted, *wanted.parents):
+        with contextlib.suppress(OSError):
+            if place.exists():
+                return place
+    return Path("/")
 
 
 def _appears(path: Path) -> bool:

@@ -1,7 +1,6 @@
 """Variables of the environment that change what a training does, and are easily forgotten."""
 
 from collections.abc import Iterable, Mapping
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -80,7 +79,7 @@ def _of_interface(variable: str, value: str, num_hosts: int) -> Finding:
     there = sorted(psutil.net_if_addrs())
     wanted = value.lstrip("^=").split(",")
     found = [name for name in there if any(name == one or name.startswith(one) for one in wanted)]
-    if not found:
+    if not found and not value.startswith("^"):  # what is to be left out need not be there
         do = f"Name one that is there ({', '.join(there)}), or unset it."
         return Finding(_TOPIC, variable, f"{value}: this host has no such interface", Level.problem, do)
     if num_hosts > 1 and not value.startswith("^") and all(name == "lo" for name in found):
@@ -92,9 +91,12 @@ def _of_interface(variable: str, value: str, num_hosts: int) -> Finding:
 
 
 def _shown(variable: str, value: str) -> str:
-    return "set" if any(word in variable for word in _SECRET) and value else value or "empty"
+    secret = any(word in variable for word in _SECRET) and variable not in _TOLD_WHOLE
+    return "set" if secret and value else _without_password(value) or "empty"
 
 
 def _without_password(address: str) -> str:
-    parts = urlsplit(address)
-    return address if parts.password is None else parts._replace(netloc=f"...@{parts.hostname}:{parts.port}").geturl()
+    """An address without what stands before its host; a password may hold anything, so nothing is parsed."""
+    before, at, host = address.rpartition("@")
+    scheme, found, _ = before.partition("://")
+    return f"{scheme + found if found else ''}...@{host}" if at else address

@@ -24,7 +24,8 @@ def examine_alone(options: DoctorOptions, environment: Mapping[str, str]) -> lis
         environment: of the process, as it was started.
     """
     local_rank, local_size = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    num_hosts = int(environment.get("GROUP_WORLD_SIZE", "1"))
+    # Of torchrun; srun tells no such number.
+    num_hosts = int(environment.get("GROUP_WORLD_SIZE") or -(-int(environment.get("WORLD_SIZE", "1")) // local_size))
     findings = [
         *look_at_versions(),
         *look_at_devices(local_rank, local_size),
@@ -51,8 +52,8 @@ def examine_together(options: DoctorOptions, world: World, alone: list[Finding])
         together.append(Finding("ranks", "bandwidth", "not measured, because quick=true"))
     else:
         together += look_at_bandwidth(world, hosts)
-    for name, folder in _folders(options).items():
-        together += look_who_sees(name, folder, world, hosts)
+    # The cache may well be each host's own.
+    together += look_who_sees("output_dir", Path(options.output_dir), world, hosts)
     found = world.gather([*together, *alone] if world.is_main else alone)
     local = world.gather(world.local_rank)
     # What the first rank of a host looked at for all of them holds for all of them.

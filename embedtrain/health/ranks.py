@@ -14,6 +14,7 @@ from embedtrain.health.finding import Finding, Level
 
 _TOPIC = "ranks"
 SIZES = {"cuda": (1 << 20, 16 << 20, 256 << 20), "cpu": (1 << 16, 1 << 20, 16 << 20)}  # bytes that each rank gives
+_MOST_GATHERED = 4 << 30  # bytes that all ranks give together
 _ROUNDS, _SECONDS = 5, 3.0
 _SLOW = 1.0  # GB/s between hosts with GPUs, below which NCCL is likely to use TCP on a slow interface
 
@@ -88,11 +89,12 @@ def _measured(world: World, group: dist.ProcessGroup | None, size: int) -> list[
     rates = []
     for num_bytes in SIZES[world.device.type]:
         given = torch.zeros(num_bytes // 4, device=world.device)
-        taken = torch.empty(size * given.numel(), device=world.device)
+        part = given[: max(1, min(given.numel(), _MOST_GATHERED // 4 // size))]
+        taken = torch.empty(size * part.numel(), device=world.device)
         reduce = _seconds(partial(dist.all_reduce, given, group=group), world, group)
-        gather = _seconds(partial(dist.all_gather_into_tensor, taken, given, group=group), world, group)
+        gather = _seconds(partial(dist.all_gather_into_tensor, taken, part, group=group), world, group)
         rates.append(_Rate("all-reduce", num_bytes, 2 * (size - 1) / size * num_bytes / reduce / 1e9))
-        rates.append(_Rate("all-gather", num_bytes, (size - 1) * num_bytes / gather / 1e9))
+        rates.append(_Rate("all-gather", 4 * part.numel(), (size - 1) * 4 * part.numel() / gather / 1e9))
     return rates
 
 

@@ -47,10 +47,18 @@ def _of_hub(environment: Mapping[str, str], *, ask: bool) -> list[Finding]:
         do = "For models that ask for consent (Llama, Gemma): hf auth login, or set HF_TOKEN."
         return [*findings, Finding(_TOPIC, "hub token", "none", Level.note, do)]
     who = _within(lambda: _get(f"{endpoint}/api/whoami-v2", token))
+    if isinstance(who, str) and who not in ("HTTP 401", "HTTP 403"):
+        return [*findings, Finding(_TOPIC, "hub token", f"there is one; not checked ({who})", Level.note,
+                                   "Ask again later: the Hub answers only so many such questions.")]  # fmt: skip
     if isinstance(who, str):
         do = "Make a new one (hf auth login), or unset HF_TOKEN: public models are refused as well with a wrong one."
         return [*findings, Finding(_TOPIC, "hub token", f"is not accepted ({who})", Level.problem, do)]
-    return [*findings, Finding(_TOPIC, "hub token", f"is that of {json.loads(who).get('name', 'somebody')}")]
+    try:
+        name = str(json.loads(who)["name"])
+    except (ValueError, KeyError, TypeError):
+        do = "Look what stands between: a proxy or a page to log in to a network."
+        return [*findings, Finding(_TOPIC, "hub token", f"{endpoint} answers, but not as the Hub", Level.warning, do)]
+    return [*findings, Finding(_TOPIC, "hub token", f"is that of {name}")]
 
 
 def _of_wandb(environment: Mapping[str, str]) -> Finding:

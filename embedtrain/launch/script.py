@@ -92,7 +92,7 @@ def script_of(submission: Submission, *, command: Sequence[str], workdir: str, l
             "\n",
             _MEETING.format(first=_FIRST_PORT, ports=_PORTS),
             "\n",
-            _srun_options(slurm),
+            _srun_options(submission),
             _ranks(slurm),
             LATER,
         )
@@ -108,7 +108,7 @@ def _head(submission: Submission, command: Sequence[str]) -> str:
     jobs = f", an array of {len(slurm.seeds)} seeds" if slurm.seeds else ""
     return (
         f"# {recipe.name}: {size}{jobs}. Written by embedtrain {__version__} for\n"
-        f"#   {shlex.join(command)}\n"
+        f"#   {' '.join(shlex.join(command).split())}\n"  # a line end within would end the comment
         f"# Edit it as you like: it is never overwritten, and sbatch takes it again.\n"
         f"\n"
     )
@@ -141,15 +141,19 @@ def _training(submission: Submission, python: str) -> str:
     )
 
 
-def _srun_options(slurm: SlurmConfig) -> str:
+def _srun_options(submission: Submission) -> str:
+    slurm = submission.slurm
     given: list[str] = ['--nodes="$SLURM_JOB_NUM_NODES"']
     if slurm.cpus_per_node is not None:
         given.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')
     given.append("--cpu-bind=none")
     if slurm.gpus_per_node:
         given.append("--gpu-bind=none")
-    # torchruns wait for each other besides.
-    given += ["--kill-on-bad-exit=0", "--wait=60" if slurm.launcher is Launcher.torchrun else "--wait=300"]
+    # torchruns wait for each other besides. A model that is uploaded takes its time, on the first rank alone.
+    wait = 60 if slurm.launcher is Launcher.torchrun else 300
+    if submission.recipe.tracking.wandb_artifacts or submission.recipe.export.push_to_hub is not None:
+        wait = 3700
+    given += ["--kill-on-bad-exit=0", f"--wait={wait}"]
     if slurm.container_image is not None:
         given.append(f"--container-image={shlex.quote(slurm.container_image)}")
         mounts = ",".join(slurm.container_mounts)

@@ -23,6 +23,8 @@ def take_place(environment: MutableMapping[str, str]) -> None:
     Raises:
         ConfigError: variables contradict each other; on every task alike.
     """
+    if "RANK" in environment:
+        _look_towards_the_others(environment)
     size = environment.get("SLURM_STEP_NUM_TASKS", "1")
     # A batch script has SLURM_PROCID=0 and SLURM_NTASKS too; of the step's own variables it has none.
     if size == "1" or "SLURM_PROCID" not in environment or "RANK" in environment:
@@ -58,6 +60,16 @@ def take_place(environment: MutableMapping[str, str]) -> None:
         # The first node cannot tell by itself how the others reach it: it looks towards the second one.
         other = environment["MASTER_ADDR"] if node > 0 else address_of(names[1])
         interface = interface_towards(other)
+        if interface is not None:
+            environment["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _look_towards_the_others(environment: MutableMapping[str, str]) -> None:
+    """Choose gloo's interface below the torchruns that a job of `submit` has started, one a node."""
+    addresses = environment.get("NODE_ADDRESSES", "").split()
+    node = environment.get("SLURM_NODEID", "")
+    if len(addresses) > 1 and node.isdecimal() and "GLOO_SOCKET_IFNAME" not in environment:
+        interface = interface_towards(addresses[0 if int(node) else 1])
         if interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
 

@@ -144,8 +144,36 @@ def test_interfaces_that_do_not_leave_the_host():
     assert found.level is Level.problem
     assert look_at_environment({"NCCL_SOCKET_IFNAME": "lo"}, num_hosts=1)[0].level is Level.ok
     assert look_at_environment({"NCCL_SOCKET_IFNAME": "^docker"}, num_hosts=2)[0].text.startswith("^docker")
-    (proxy,) = look_at_environment({"https_proxy": "http://me:secret@proxy:3128"}, num_hosts=1)
-    assert "secret" not in proxy.text
+    (found,) = look_at_environment({"NCCL_SOCKET_IFNAME": "^nowhere7"}, num_hosts=2)
+    assert found.level is Level.ok, "what is left out need not be there"
+
+
+@pytest.mark.parametrize("variable", ["https_proxy", "HF_ENDPOINT", "WANDB_BASE_URL"])
+@pytest.mark.parametrize("before", ["http://me:secret@", "me:secret@", "https://secret@", "http://me:se#cr/secret@"])
+def test_passwords_are_not_shown(variable, before):
+    (found,) = look_at_environment({variable: f"{before}proxy:3128/a"}, num_hosts=1)
+    assert "secret" not in found.text
+    assert found.text.endswith("...@proxy:3128/a")
+
+
+def test_what_is_no_secret_is_shown():
+    texts = [f"{one.name} {one.text}" for one in look_at_environment(
+        {"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN": "hf_1", "HF_ENDPOINT": "http://proxy:80"}, num_hosts=1
+    )]  # fmt: skip
+    assert texts == ["HF_ENDPOINT http://proxy:80", "HF_TOKEN set", "TOKENIZERS_PARALLELISM false"]
+
+
+def test_a_folder_below_one_that_is_closed(monkeypatch, tmp_path):
+    """Which root would see."""
+
+    def closed(path, **_options):
+        if path.name == "runs":
+            raise PermissionError(13, "Permission denied")
+        return path == tmp_path
+
+    monkeypatch.setattr(Path, "exists", closed)
+    (found,) = look_at_disk("output_dir", tmp_path / "runs", measure=False)
+    assert f"(will be made in {tmp_path})" in found.text
 
 
 def test_what_some_ranks_find_names_them():

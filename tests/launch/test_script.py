@@ -160,6 +160,19 @@ def test_sbatch_reads_no_line_but_ours():
     assert re.sub(r"\\(.)", r"\1", found[1]) == ODD
 
 
+def test_the_head_is_comment_whatever_was_typed():
+    lines = script("slurm.setup=[module load cuda,\n  exit 1]").splitlines()
+    first = next(place for place, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line == "" or line.startswith("#") for line in lines[:first])
+
+
+def test_an_upload_is_waited_for():
+    assert "  --wait=60\n" in script()
+    asked_for = compose_submit([*RECIPE, "tracking.wandb=true", "tracking.wandb_artifacts=true"])
+    text = script_of(asked_for, command=[], workdir="/w", log="l", python="python")
+    assert "  --wait=3700\n" in text
+
+
 def test_without_requeueing_it_never_happens():
     text = script(requeue=False)
     assert "--no-requeue" in asked(text)

@@ -116,6 +116,20 @@ def test_a_task_that_sees_one_gpu_alone_has_it(monkeypatch, variables, visible, 
         assert taken == [chosen]
 
 
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({"SLURM_NODEID": "0", "NODE_ADDRESSES": "nobody.invalid 127.0.0.1"}, "lo"),
+        ({"SLURM_NODEID": "1", "NODE_ADDRESSES": "127.0.0.1 nobody.invalid"}, "lo"),
+        ({"NODE_ADDRESSES": "127.0.0.1 127.0.0.1", "GLOO_SOCKET_IFNAME": "mine"}, "mine"),
+        ({"NODE_ADDRESSES": "127.0.0.1"}, None),
+        ({"NODE_ADDRESSES": None}, None),
+    ],
+)
+def test_below_torchrun_ranks_look_towards_another_node(changes, chosen):
+    assert placed(RANK="5", **changes) == {"RANK": "5"} | ({} if chosen is None else {"GLOO_SOCKET_IFNAME": chosen})
+
+
 def test_the_interface_that_leads_somewhere():
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("nobody.invalid") is None

@@ -43,7 +43,7 @@ NAMES = {
         "Similarity to the hardest negative", "mean over queries of the highest cosine to a negative", _TRAINING
     ),
     "false_negatives": Named(
-        "Suspected false negatives", "share of negatives that score above the positive", _TRAINING, Form.share
+        "Suspected false negatives", "share of negatives above 95 % of the positive's similarity", _TRAINING, Form.share
     ),
     "alignment": Named("Alignment", "mean squared distance of query and positive; lower is closer", _TRAINING),
     "uniformity": Named("Uniformity", "how evenly vectors fill the sphere; lower is more evenly", _TRAINING),

@@ -34,13 +34,13 @@ def flops_of_run(world: World, *arguments: str) -> tuple[list[float], list[list[
     reported, lengths = [], []
     real = loop.train_step
 
-    def step(trainable, *batches):
+    def step(trainable, *batches, **how):
         own = []
         for chunk in (chunk for batch in batches for chunk in batch.chunks):
             own += chunk.mask.sum(dim=1).tolist() if chunk.packing is None else chunk.packing.lengths
         everyone = world.gather(own)
         lengths.append(sorted(itertools.chain(*everyone)))
-        report = real(trainable, *batches)
+        report = real(trainable, *batches, **how)
         reported.append(report.flops)
         return report
 
@@ -81,11 +81,11 @@ def watched(world: World, steps: int, *arguments: str) -> dict[str, list[bool]]:
     seen: dict[str, list[bool]] = {"step": [], "evaluation": [], "after": []}
     step, evaluate = loop.train_step, Evaluator.evaluate
 
-    def watched_step(*args):
+    def watched_step(*args, **how):
         seen["step"].append(gc.isenabled())
         if len(seen["step"]) == steps:
             raise ZeroDivisionError
-        return step(*args)
+        return step(*args, **how)
 
     def watched_evaluation(*args, **kwargs):
         seen["evaluation"].append(gc.isenabled())
@@ -118,13 +118,13 @@ def made_in_time(world: World, steps: int, each: int, *arguments: str) -> list[b
         made.append(number)
         return batch
 
-    def patient(run, *batches):
+    def patient(run, *batches, **how):
         wanted = each * min(steps, run.state.step + 2)
         deadline = time.monotonic() + 10
         while len(made) < wanted and time.monotonic() < deadline:
             time.sleep(0.01)
         enough.append(len(made) >= wanted)
-        return step(run, *batches)
+        return step(run, *batches, **how)
 
     loop.Loop._batch, loop.train_step = counted, patient
     try:

@@ -49,6 +49,8 @@ def unsafe(source: str) -> Iterator[str]:
             first, dot, rest = ast.unparse(node.func).partition(".")
             called = f"{names.get(first, first)}{dot}{rest}"
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if called == "yaml.load" and given.get("Loader") == "yaml.BaseLoader":
+                continue  # makes text of everything
             if called in NEVER or called.rpartition(".")[2] in NEVER_METHODS:
                 yield ast.unparse(node)
             if called in ("torch.load", "torch.serialization.load") and given.get("weights_only") != "True":

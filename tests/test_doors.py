@@ -52,7 +52,7 @@ OPTIONS = [
     ("arguments", "sentence"),
     [
         (["loss.tempature=0.1"], "unknown option loss.tempature, did you mean temperature?"),
-        (["data.train=[bad.jsonl]"], "bad.jsonl:3: "),
+        pytest.param(["data.train=[bad.jsonl]"], "bad.jsonl:3: ", marks=pytest.mark.slow),
         (["-m", "train.steps=1,2"], "multirun (-m) under torchrun cannot work"),
         (
             ["parallel.block_class=BertLayer"],

@@ -89,7 +89,7 @@ def test_sets_and_mteb_together(workshop, monkeypatch):
     ("arguments", "sentence"),
     [
         (["sets=[nowhere]"], r"error: .*nowhere.*"),
-        (["model=infinite", "sets=[dev]"], r"error: .*are not finite, .*"),
+        pytest.param(["model=infinite", "sets=[dev]"], r"error: .*are not finite, .*", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_is_one_sentence_said_once(workshop, arguments, sentence):

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -225,20 +224,3 @@ def test_rows_with_scores_or_classes_and_sets_of_all_kinds(ranks, workshop, tmp_
     assert "Held out: labelled pairs and classes" in page
     assert "Nearest neighbours" not in page
     assert np.isfinite(sample_of(tmp_path / "run")[1].values).all()
-
-
-def timed(world: World, *arguments: str) -> float:
-    """Seconds of this process's own work."""
-    began = time.process_time()
-    run(world, None, *arguments)
-    return time.process_time() - began
-
-
-def test_it_takes_little_time(ranks, workshop, tmp_path):
-    """Once all is loaded and compiled; about a tenth of a second."""
-    took: dict[str, list[float]] = {"true": [], "false": []}
-    for number in range(3):
-        for report, found in took.items():
-            out = tmp_path / f"{number}-{report}"
-            found.extend(ranks(1, timed, *options(workshop, out, "train.steps=1", f"tracking.report={report}")))
-    assert min(took["true"]) < min(took["false"]) + 1.0

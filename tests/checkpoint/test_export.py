@@ -34,6 +34,7 @@ def rows(tmp_path_factory) -> Path:
     return write_rows(tmp_path_factory.mktemp("rows") / "train.jsonl", 20)
 
 
+@pytest.mark.slow  # with random weights: test_architectures.py
 def test_a_sentence_transformers_directory_goes_in_and_comes_out(ranks, rows, tmp_path, minilm_dir):
     """The real all-MiniLM-L6-v2: it ends in Normalize, has a pooler, and takes 256 tokens."""
     arguments = [f"model.path={minilm_dir}", "model.pooling=null", f"data.train=[{rows}]", "train.steps=2"]

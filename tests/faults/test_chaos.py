@@ -9,7 +9,8 @@ import pytest
 from tests.faults.runs import finish, learnt, start
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(4, 12), pytest.param(20, 40, marks=pytest.mark.slow)])
+@pytest.mark.slow  # one kill at a time: test_killed.py
+@pytest.mark.parametrize(("kills", "steps"), [(4, 12), (20, 40)])
 def test_chaos(folder, kills, steps, capsys):
     chance = random.Random(f"chaos {kills}")
     out, moments = f"chaos-{kills}", []

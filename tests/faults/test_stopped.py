@@ -10,6 +10,7 @@ from tests.faults.hooks import SignalInEvaluation, SignalWhen
 from tests.faults.runs import finish, learnt, start
 
 
+@pytest.mark.slow  # stopped once: test_torchrun.py
 def test_stopped_again_and_again(folder, undisturbed):
     """At one rank, at all, in evaluations, with Ctrl-C: what is learnt and measured is that of an undisturbed run."""
     out, marker = "stopped", folder / "stopped" / "stopped.json"

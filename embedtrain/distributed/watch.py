@@ -279,8 +279,10 @@ class Watch:
             if self._seen.get(rank, (-1, 0.0))[0] != beat.count:
                 self._seen[rank] = beat.count, now
         limit = _SILENT if waited_long else self.silence
-        silent = [rank for rank, beat in beats.items() if not beat.left and now - self._seen[rank][1] > limit]
-        if silent:
+        quiet = {rank: now - self._seen[rank][1] for rank, beat in beats.items() if not beat.left}
+        if max(quiet.values(), default=0.0) > limit:
+            # Ranks that were lost together have not all spoken last in the same second.
+            silent = [rank for rank, seconds in quiet.items() if seconds > max(limit - LOOK, limit / 2)]
             return self._no_sign(silent, str(doing), limit)
         late = {rank: beat for rank, beat in beats.items() if beat.number < doing.number and not beat.left}
         return self._hang(late) if waited_long else None

@@ -24,16 +24,16 @@ test-all: .venv  ## the slow ones as well
 	$(BIN)/python -m pytest -m 'not slurm and not hosts and not image and not browser'
 
 test-slurm: .venv  ## on a SLURM cluster of two virtual nodes that the tests start on this machine (as root)
-	$(BIN)/python -m pytest -m slurm -rs
+	$(BIN)/python -m pytest tests/slurm -m slurm -rs
 
 test-hosts: .venv  ## on two hosts that are network namespaces of this machine (as root)
-	$(BIN)/python -m pytest -m hosts -rs
+	$(BIN)/python -m pytest tests/hosts -m hosts -rs
 
 test-browser: .venv  ## the report and the documentation in a real Chromium, at desk and phone width
-	$(BIN)/python -m pytest -m browser -rs
+	$(BIN)/python -m pytest tests/tracking/report tests/docs -m browser -rs
 
 image-test: .venv  ## build the CPU image with whatever builder is there, and run the quickstart in it
-	$(BIN)/python -m pytest -m image -rs
+	$(BIN)/python -m pytest tests/docker -m image -rs
 
 docs: .venv  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -54,8 +54,8 @@ class Builder:
     def run(
         self, tag: str, command: Sequence[str], *, user: str | None = None, mount: Path, timeout: float = 900
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in a container of the image, as the image's user or another, with a folder at /work."""
-        options = [f"--volume={mount}:/work", *([f"--user={user}"] if user else [])]
+        """Run a command in a container of the image, as the image's user or another, with a folder at /workspace."""
+        options = [f"--volume={mount}:/workspace", *([f"--user={user}"] if user else [])]
         if self.has_engine:
             return _call([*self.program, "run", "--rm", *options, tag, *command], timeout=timeout)
         container = _call([*self.program, "from", "--pull-never", tag], timeout=600).stdout.strip()

@@ -33,7 +33,7 @@ def test_quickstart(builder, tmp_path, user):
     trained = builder.run(
         TAG,
         ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "embedtrain", "recipe=quickstart", "train.steps=6",
-         "evaluation.at_start=false", "evaluation.subset=50", "output_dir=/work/runs/quickstart"],
+         "evaluation.at_start=false", "evaluation.subset=50", "output_dir=/workspace/runs/quickstart"],
         user=user, mount=tmp_path,
     )  # fmt: skip
     assert trained.returncode == 0, trained.stdout + trained.stderr
@@ -43,7 +43,7 @@ def test_quickstart(builder, tmp_path, user):
     corpus = _recipes(builder, tmp_path, user) + "/quickstart/dev-en"
     found = builder.run(
         TAG,
-        ["python", "-m", "embedtrain.search", "model=/work/runs/quickstart/model", f"corpus={corpus}", "top=3",
+        ["python", "-m", "embedtrain.search", "model=/workspace/runs/quickstart/model", f"corpus={corpus}", "top=3",
          "query=edit text"],
         user=user, mount=tmp_path,
     )  # fmt: skip

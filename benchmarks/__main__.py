@@ -36,7 +36,7 @@ def main() -> None:
     import torch
 
     from benchmarks.measure import machine
-    from embedtrain.training.model import quiet_libraries
+    from embedtrain.loading.load import quiet_libraries
 
     torch.set_num_threads(1)
     quiet_libraries()

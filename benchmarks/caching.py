@@ -8,9 +8,9 @@ from benchmarks.measure import ROUNDS, interleave, markdown, ratio, unit
 from benchmarks.sides import SCALE, TOLERANCE, Batches, OurSteps, TheirSteps, compared
 from benchmarks.training import ours
 from benchmarks.workloads import Workload, question_passage
-from embedtrain.config.schema import Precision
+from embedtrain.config.recipe import Precision
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.training.batches import Cutting
+from embedtrain.training.rank_batch import Cutting
 
 MINI_BATCH = 32  # its default
 CHUNK_TOKENS = 2048  # about what 32 such texts hold, so both hold as much at a time

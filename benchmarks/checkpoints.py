@@ -32,11 +32,11 @@ from benchmarks.inputs import MINILM, train_data
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from benchmarks.sides import OPTIM, trainable
-from embedtrain.checkpoint.directory import write_architecture
-from embedtrain.checkpoint.export import live_pieces, plan_export
-from embedtrain.checkpoint.folder import step_path
-from embedtrain.checkpoint.store import Checkpoints
-from embedtrain.config.schema import (
+from embedtrain.checkpoint.export.export import live_pieces, plan_export
+from embedtrain.checkpoint.export.model_directory import write_architecture
+from embedtrain.checkpoint.manager import Checkpoints
+from embedtrain.checkpoint.step_directory import step_path
+from embedtrain.config.recipe import (
     CheckpointConfig,
     ExportConfig,
     Layout,
@@ -47,8 +47,8 @@ from embedtrain.config.schema import (
     Strategy,
 )
 from embedtrain.distributed.world import World
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.model import LoadedModel, load_model
+from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.training.rank_batch import Cutting, cut
 from embedtrain.training.step import Trainable, train_step
 
 RANKS, PAIRS, STEPS, MB = 2, 4, 6, 10**6

@@ -18,11 +18,11 @@ from benchmarks.inputs import small_bert, train_data
 from benchmarks.measure import markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from benchmarks.sides import trainable
-from embedtrain.config.schema import OptimConfig, ScheduleKind, Strategy
+from embedtrain.config.recipe import OptimConfig, ScheduleKind, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
-from embedtrain.training.batches import Cutting, RankBatch, cut
-from embedtrain.training.model import LoadedModel
+from embedtrain.loading.load import LoadedModel
+from embedtrain.training.rank_batch import Cutting, RankBatch, cut
 from embedtrain.training.step import train_step
 
 RANKS, PAIRS, CHUNKS = 2, 8, (1, 2, 4, 8)

@@ -21,12 +21,12 @@ from transformers import AutoTokenizer
 
 from benchmarks.inputs import MINILM, QUICKSTART
 from benchmarks.measure import Timed, interleave, markdown, require, seconds, unit
-from embedtrain.config.schema import DataCache, TrainSource
-from embedtrain.data.batches import TrainData, load_train_data
-from embedtrain.data.inspection.costs import computed_by, cost_of
-from embedtrain.data.store.cache import Cache
+from embedtrain.config.recipe import DataCache, TrainSource
+from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.training.batches import Cutting, cost_of_a_pass, cut
+from embedtrain.data.train_data import TrainData, load_train_data
+from embedtrain.inspect.costs import computed_by, cost_of
+from embedtrain.training.rank_batch import Cutting, cost_of_a_pass, cut
 
 TITLE = "From files to chunks, all-MiniLM-L6-v2's tokenizer, against SentenceTransformerTrainer's data loader"
 SHARED = QUICKSTART.parents[2] / "shared" / "data"

@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 
 from benchmarks.inputs import MINILM
 from benchmarks.measure import markdown
-from embedtrain.config.schema import TrainSource
-from embedtrain.data.batches import load_train_data
-from embedtrain.data.store.cache import Cache
+from embedtrain.config.recipe import TrainSource
+from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.model import quiet_libraries
+from embedtrain.data.train_data import load_train_data
+from embedtrain.loading.load import quiet_libraries
+from embedtrain.training.rank_batch import Cutting, cut
 
 SIZES = tuple(int(size) for size in os.environ.get("ROWS", "100000,1000000,10000000").split(","))
 BATCHES, BATCH = 200, 1024

@@ -8,10 +8,10 @@ from torch import Tensor
 from benchmarks.inputs import MINILM, minilm, precisions, retrieval_set
 from benchmarks.measure import interleave, markdown, ratio, require, speed, unit
 from embedtrain.config.evaluation import EvaluationConfig
-from embedtrain.config.schema import Precision
+from embedtrain.config.recipe import Precision
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.types import RetrievalSet
+from embedtrain.inference.encode import SentenceEncoder
 
 DOCUMENTS, FEW = 500, 32
 CHUNK_TOKENS = EvaluationConfig().chunk_tokens

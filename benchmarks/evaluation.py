@@ -15,10 +15,10 @@ from benchmarks.inputs import MINILM, minilm, retrieval_set
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.evaluation import EvaluationConfig
-from embedtrain.config.schema import Precision
-from embedtrain.evaluation.encode import SentenceEncoder
+from embedtrain.config.recipe import Precision
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import RetrievalSet
+from embedtrain.inference.encode import SentenceEncoder
 
 QUERIES, DOCUMENTS, SIZES = 100, 800, (1, 2)
 CHUNK_TOKENS = EvaluationConfig().chunk_tokens

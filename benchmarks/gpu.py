@@ -12,12 +12,12 @@ import torch
 from benchmarks.gpu_models import MODELS, RandomTexts, Sized, load, saved
 from benchmarks.measure import markdown
 from benchmarks.sides import trainable
-from embedtrain.config.schema import Attention
+from embedtrain.config.recipe import Attention
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
+from embedtrain.loading.load import LoadedModel
 from embedtrain.planning.flops import flops_of
-from embedtrain.training.batches import Cutting, RankBatch, cost_of_a_pass, cut
-from embedtrain.training.model import LoadedModel
+from embedtrain.training.rank_batch import Cutting, RankBatch, cost_of_a_pass, cut
 from embedtrain.training.step import Trainable, train_step
 
 LEFT_OUT = "There is no CUDA device here, so this was left out."

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from benchmarks.inputs import MINILM
-from embedtrain.config.schema import Attention, ModelConfig, ParallelConfig, Pooling, Precision
+from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Pooling, Precision
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
-from embedtrain.training.model import LoadedModel, load_model
+from embedtrain.loading.load import LoadedModel, load_model
 
 MEAN_LENGTH, SPREAD, SHORTEST, LONGEST = 100, 0.75, 8, 512
 _FIRST_ID, _LAST_ID = 1000, 30000  # no special tokens

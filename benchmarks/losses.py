@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.measure import markdown, require, unit
 from benchmarks.ranks import world_of
 from embedtrain.config.losses import Implementation, InfoNCEConfig
-from embedtrain.losses.choose import choose_loss
+from embedtrain.losses.build import choose_loss
 from embedtrain.losses.types import LossInput
 
 TITLE = f"InfoNCE of given vectors, forward and backward: extra MiB / {unit()}"

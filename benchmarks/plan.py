@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from benchmarks.measure import markdown
 from benchmarks.ranks import on_ranks, world_of
-from embedtrain.config.lora import LoraConfig
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import ModelConfig, OptimConfig, ParallelConfig, Pooling, Precision, Strategy
+from embedtrain.config.recipe import LoraConfig, ModelConfig, OptimConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.padding import packed
 from embedtrain.data.types import GlobalBatch, Row, Tokens
 from embedtrain.distributed.sharding import shard_, warm_up
@@ -30,15 +29,14 @@ from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.packing import pack
 from embedtrain.models.source import open_source
-from embedtrain.planning.choose import choose
-from embedtrain.planning.facts import facts_of
-from embedtrain.planning.work import Machines, Work
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.gradients import Backward
+from embedtrain.planning.model_costs import facts_of
+from embedtrain.planning.strategy import choose
+from embedtrain.planning.workload import Machines, Work
+from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.state import TrainState
+from embedtrain.training.rank_batch import Cutting, cut
+from embedtrain.training.state import Trained, TrainState
 from embedtrain.training.step import Trainable, train_step
-from embedtrain.training.trained import Trained
 
 TITLE = "A plan's memory against what training steps take at most, MB of one rank"
 STEPS = 2  # Adam's moments are there from the second on

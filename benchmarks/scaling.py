@@ -16,9 +16,9 @@ from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from benchmarks.sides import trainable
 from benchmarks.workloads import Workload, short_pairs
-from embedtrain.config.schema import ModelConfig, ParallelConfig, Precision, Strategy, TrainConfig
-from embedtrain.training.batches import Cutting, cost_of_a_pass, cut
-from embedtrain.training.model import load_model
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, Strategy, TrainConfig
+from embedtrain.loading.load import load_model
+from embedtrain.training.rank_batch import Cutting, cost_of_a_pass, cut
 from embedtrain.training.step import train_step
 
 WORKLOAD = short_pairs()

@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from benchmarks.inputs import without_dropout
 from benchmarks.measure import ROUNDS, Timed, ratio, require, speed
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import OptimConfig, Precision, ScheduleKind
-from embedtrain.data.batches import TrainData
+from embedtrain.config.recipe import OptimConfig, Precision, ScheduleKind
+from embedtrain.data.train_data import TrainData
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
+from embedtrain.loading.load import LoadedModel
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.training.batches import Cutting, RankBatch, cut
-from embedtrain.training.gradients import Backward
-from embedtrain.training.model import LoadedModel
+from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.state import TrainState
+from embedtrain.training.rank_batch import Cutting, RankBatch, cut
+from embedtrain.training.state import Trained, TrainState
 from embedtrain.training.step import Trainable, train_step
-from embedtrain.training.trained import Trained
 
 T = TypeVar("T")
 

@@ -16,11 +16,11 @@ from benchmarks.inputs import MINILM, minilm, without_dropout
 from benchmarks.measure import ROUNDS, Timed, seconds
 from benchmarks.sides import OPTIM, SCALE, TOLERANCE, Batches, OurSteps, Took, compared, computed
 from benchmarks.workloads import Workload
-from embedtrain.config.schema import Precision
-from embedtrain.data.batches import TrainData
+from embedtrain.config.recipe import Precision
+from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.world import World
-from embedtrain.training.batches import Cutting
 from embedtrain.training.optimizer import build_optimizer
+from embedtrain.training.rank_batch import Cutting
 
 
 def their_trainer(world: World, workload: Workload, cutting: Cutting) -> list[str]:

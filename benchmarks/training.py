@@ -10,9 +10,9 @@ from benchmarks.measure import ROUNDS, interleave, markdown, unit
 from benchmarks.sides import SCALE, TOLERANCE, Batches, OurSteps, Side, TheirSteps, compared, computed
 from benchmarks.trainer import their_trainer
 from benchmarks.workloads import Workload, equal_lengths, question_passage, short_pairs, web
-from embedtrain.config.schema import Precision, TrainConfig
+from embedtrain.config.recipe import Precision, TrainConfig
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.training.batches import Cutting
+from embedtrain.training.rank_batch import Cutting
 
 TITLE = "A training step, all-MiniLM-L6-v2, against sentence-transformers"
 WORKLOADS = (question_passage(), short_pairs(), web(), equal_lengths())

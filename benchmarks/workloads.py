@@ -14,10 +14,10 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.inputs import MINILM, QUICKSTART
-from embedtrain.config.schema import TrainSource
-from embedtrain.data.batches import TrainData, load_train_data
-from embedtrain.data.store.cache import Cache
+from embedtrain.config.recipe import TrainSource
+from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.train_data import TrainData, load_train_data
 
 MAX_LENGTH = 256  # all-MiniLM-L6-v2's own
 SPECIAL = 2  # tokens around a text

@@ -2,16 +2,16 @@
 
 from functools import partial
 
+from embedtrain.cli import enter
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.schema import Recipe
-from embedtrain.distributed.stopping import Stopping
-from embedtrain.door import enter
+from embedtrain.config.recipe import Recipe
+from embedtrain.distributed.signals import Stopping
 
 
 def act(recipes: list[Recipe], stopping: Stopping) -> None:
     """Join the ranks and train; recipe after recipe with Hydra's multirun."""
     from embedtrain.distributed.world import joined_world
-    from embedtrain.train import train
+    from embedtrain.training.train import train
 
     for recipe in recipes:
         with joined_world(recipe.parallel.timeout) as world:

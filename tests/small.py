@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.config.schema import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
 from embedtrain.data.keys import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row

@@ -15,8 +15,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules as parts
 from transformers import AutoModel
 
-import embedtrain.train
-from embedtrain.checkpoint.probes import PROBES
+import embedtrain.training.train
+from embedtrain.checkpoint.export.probes import PROBES
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from tests.own_code import forget_code, model_with_own_code

@@ -67,7 +67,7 @@ def test_a_mistake_is_one_sentence_said_once(workshop, arguments, sentence):
     told = call("embedtrain", *OPTIONS, "train.steps=2", "output_dir=never", *arguments, ranks=2, cwd=workshop, code=1)
     assert told.count(f"error: {sentence}") == 1, told
     assert told.count(sentence) == 1, told
-    assert "embedtrain/train.py" not in told, "a traceback of ours"
+    assert "embedtrain/training/train.py" not in told, "a traceback of ours"
     assert not (workshop / "never" / "checkpoints").exists()
 
 

@@ -11,10 +11,10 @@ import yaml
 from huggingface_hub import close_session, constants
 from sentence_transformers import SentenceTransformer
 
-from embedtrain.checkpoint.hub import push
-from embedtrain.config.compose import compose_export
+from embedtrain.checkpoint.export.hub import push
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.export import act
+from embedtrain.export.__main__ import act
+from embedtrain.export.options import compose_export
 from tests.checkpoint.hub_server import TOKEN, Hub, running_hub
 from tests.small import save_small, small_model, write_beir, write_rows
 from tests.test_run import run

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
-from embedtrain.config.needs import Needs, Scores
-from embedtrain.config.schema import DataCache, OnError, TrainSource
-from embedtrain.data.batches import load_train_data
-from embedtrain.data.inspection.bad_rows import first_bad_rows
-from embedtrain.data.inspection.beside import beside_of
-from embedtrain.data.inspection.costs import cost_of
-from embedtrain.data.inspection.duplicates import Repeated, RowKeys, duplicates_in
-from embedtrain.data.inspection.measured import ROLES, joined, measure
-from embedtrain.data.inspection.seen import UncutTokenizer, seen
-from embedtrain.data.store.cache import Cache
+from embedtrain.config.recipe import DataCache, OnError, TrainSource
+from embedtrain.config.row_requirements import Needs, Scores
+from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.tracking.page import middle_out, visible
+from embedtrain.data.train_data import load_train_data
+from embedtrain.inspect.bad_rows import first_bad_rows
+from embedtrain.inspect.beside import beside_of
+from embedtrain.inspect.costs import cost_of
+from embedtrain.inspect.duplicates import Repeated, RowKeys, duplicates_in
+from embedtrain.inspect.measured import ROLES, joined, measure
+from embedtrain.inspect.seen import UncutTokenizer, seen
+from embedtrain.tracking.pages import middle_out, visible
 from tests.data.files import write
 from tests.small import save_small, small_model, small_tokenizer, text
 from tests.test_doors import ENVIRONMENT, call
@@ -88,7 +88,7 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
 
 
 def test_of_very_many_texts_a_sample_is_tokenised_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("embedtrain.data.inspection.measured.MOST_SAMPLED", 80)
+    monkeypatch.setattr("embedtrain.inspect.measured.MOST_SAMPLED", 80)
     tokenizer = TextTokenizer(small_tokenizer(), 12)
     path = write(tmp_path / "rows.jsonl", *rows(100))
     for keep in (DataCache.tokens, DataCache.offsets):

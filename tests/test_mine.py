@@ -14,7 +14,7 @@ import pytest
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.evaluation.mining.work import Work
+from embedtrain.mine.work import Work
 from tests.evaluation.mining.mined import attempt, more_documents, read_jsonl, rows_alone, save_model, write_jsonl
 from tests.evaluation.mining.models import save_cross_encoder
 from tests.small import write_beir

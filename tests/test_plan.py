@@ -6,12 +6,11 @@ import time
 
 import pytest
 
-from embedtrain.config.door_options import PlanOptions
-from embedtrain.config.plan_options import compose_plan
-from embedtrain.config.schema import Strategy
+from embedtrain.config.recipe import Strategy
 from embedtrain.errors import ConfigError
-from embedtrain.planning import encoder as planning_encoder
-from embedtrain.planning.planned import plan
+from embedtrain.plan.compute import plan
+from embedtrain.plan.options import PlanOptions, compose_plan
+from embedtrain.planning import meta_encoder as planning_encoder
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE
 from tests.small import save_small, small_model
 from tests.test_doors import call

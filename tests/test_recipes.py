@@ -10,12 +10,12 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.plan_options import compose_plan
-from embedtrain.config.schema import Pooling, Recipe, Strategy
+from embedtrain.config.recipe import Pooling, Recipe, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.models.source import open_source
-from embedtrain.planning.planned import plan
-from embedtrain.train import train
+from embedtrain.plan.compute import plan
+from embedtrain.plan.options import compose_plan
+from embedtrain.training.train import train
 from tests.conftest import ROOT
 from tests.small import save_small, small_model, write_rows
 

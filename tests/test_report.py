@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.config.report_options import compose_report
 from embedtrain.errors import ConfigError
+from embedtrain.report.options import compose_report
 from tests.test_doors import call
 from tests.tracking.report.made import make_run
 

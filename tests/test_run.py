@@ -11,7 +11,7 @@ import pytest
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
-from embedtrain.train import train
+from embedtrain.training.train import train
 from tests.small import save_small, small_model, write_beir, write_rows
 
 BASE = [
@@ -216,8 +216,8 @@ def test_a_vector_that_is_not_finite_stops_all_ranks_and_names_one(ranks, worksh
 
 
 def positions_of_step(_world: World, path: str, step: int) -> list[int]:
-    from embedtrain.config.schema import TrainSource
-    from embedtrain.data.batches import load_train_data
+    from embedtrain.config.recipe import TrainSource
+    from embedtrain.data.train_data import load_train_data
 
     data = load_train_data([TrainSource(path=path)], seed=42, global_batch_size=10)
     return [int(i) for i in data.plan.batch(step).rows]

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, safe_open, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
-from embedtrain.config.compose import compose_export
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError
-from embedtrain.export import act
+from embedtrain.export.__main__ import act
+from embedtrain.export.options import compose_export
 from embedtrain.models.adapters import Delta
 from tests.small import save_small, small_model, write_beir, write_rows
 from tests.test_doors import call

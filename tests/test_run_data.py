@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.checkpoint.folder import read_manifest, step_path
+from embedtrain.checkpoint.step_directory import read_manifest, step_path
 from embedtrain.distributed.world import World
 from tests.small import batch, save_small, small_model, text
 from tests.test_run import losses, rows, run

@@ -8,18 +8,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config import lora_checks
-from embedtrain.config.compose import compose_export, compose_recipes
-from embedtrain.config.lora import LoraConfig
-from embedtrain.config.schema import ModelConfig, ParallelConfig, Strategy
+from embedtrain.config import model_checks as lora_checks
+from embedtrain.config.compose import compose_recipes
+from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.export import act
+from embedtrain.export.__main__ import act
+from embedtrain.export.options import compose_export
+from embedtrain.loading.load import load_model
 from embedtrain.models.adapters import add_adapters, initial_adapters
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.four_bit import FourBit, four_bit_layers, rounded
 from embedtrain.models.source import open_source
-from embedtrain.training.model import load_model
 from tests.small import parallel, save_small, small_model, write_rows
 from tests.test_run import losses, run, taken_back
 

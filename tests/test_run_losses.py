@@ -12,7 +12,7 @@ import pytest
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.losses import LOSSES
 from embedtrain.distributed.world import World
-from embedtrain.train import train
+from embedtrain.training.train import train
 from tests.small import batch, save_guide, save_small, small_model, text
 from tests.test_run import losses, rows
 

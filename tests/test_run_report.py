@@ -12,12 +12,12 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.distributed.stopping import Stopping
+from embedtrain.distributed.signals import Stopping
 from embedtrain.distributed.world import World
 from embedtrain.errors import Stopped
 from embedtrain.tracking.report.sample import AFTER, BEFORE, Relation, Role, Sample, Vectors, read_texts, read_vectors
 from embedtrain.tracking.sessions import read_sessions
-from embedtrain.train import train
+from embedtrain.training.train import train
 from tests.small import save_small, small_model, write_beir, write_rows
 from tests.test_run import BASE, losses, options
 

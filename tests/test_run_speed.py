@@ -14,8 +14,8 @@ from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.models.build import build_encoder
 from embedtrain.models.source import open_source
 from embedtrain.planning.flops import flops_of
-from embedtrain.train import train
 from embedtrain.training import loop
+from embedtrain.training.train import train
 from tests.small import save_small, small_model, write_beir, write_rows
 from tests.test_run import BASE, options, rows, run
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from embedtrain.threads import cores, set_threads
+from embedtrain.cli import cores, set_threads
 
 SCRIPT = """
-from embedtrain.door import enter
+from embedtrain.cli import enter
 
 def act(options):
     import torch

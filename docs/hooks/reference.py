@@ -25,7 +25,7 @@ import yaml
 import embedtrain.config
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.losses import LOSSES, InfoNCEConfig, LossConfig
-from embedtrain.config.schema import Recipe, TrainSource
+from embedtrain.config.recipe import Recipe, TrainSource
 
 _MARK = re.compile(r"^<!-- options: (\w+) -->$", re.MULTILINE)
 _DOOR = re.compile(r"Options of `python -m embedtrain\.(\w+)`")

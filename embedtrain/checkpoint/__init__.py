@@ -1,1 +1,1 @@
-"""Saving, loading and keeping checkpoints; model directories that other libraries open."""
+"""Save, load and retain checkpoints; the run directory."""

@@ -1,1 +1,1 @@
-"""The recipe as dataclasses, its checks, and the Hydra glue. Imports no torch."""
+"""The recipe: dataclasses, checks and Hydra composition. Imports no torch."""

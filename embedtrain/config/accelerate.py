@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from embedtrain.config.schema import Layout, Precision, Recipe, Strategy
+from embedtrain.config.recipe import Layout, Precision, Recipe, Strategy
 from embedtrain.errors import ConfigError
 
 _OPTION = "parallel.accelerate_config"

@@ -4,19 +4,140 @@ Each rule is (is it broken?, the sentence to say). Types and unknown names have 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from embedtrain.config.door_options import EvaluateOptions
-from embedtrain.config.evaluation_checks import EVALUATION_RULES, check_sets
+from embedtrain.config.data_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
+from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.export_checks import check_export
-from embedtrain.config.lora_checks import check_lora
 from embedtrain.config.loss_checks import check_loss
-from embedtrain.config.model_checks import check_model
-from embedtrain.config.schema import Recipe, Strategy
-from embedtrain.config.source_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
+from embedtrain.config.model_checks import check_lora, check_model
+from embedtrain.config.recipe import Recipe, Strategy
 from embedtrain.config.source_losses import batches_by_source, loss_of
-from embedtrain.config.tracking_checks import check_tracking
 from embedtrain.errors import ConfigError
+
+SetRule = tuple[Callable[[EvaluationSet], bool], Callable[[EvaluationSet], str]]
+
+# Each says what stands behind the option's path, such as "evaluation.sets[1].".
+SET_RULES: list[SetRule] = [
+    (
+        lambda s: not s.path,
+        lambda s: "path is empty: a BEIR folder, a table, or the id of a Hub data set",
+    ),
+    (
+        lambda s: s.subset is not None and s.subset < 1,
+        lambda s: f"subset={s.subset}: at least 1 query or row; null takes all",
+    ),
+    (
+        lambda s: s.subset_documents is not None and s.subset_documents < 1,
+        lambda s: f"subset_documents={s.subset_documents}: at least 1 document; null takes all",
+    ),
+    (
+        lambda s: s.query_max_length is not None and s.query_max_length < 3,
+        lambda s: f"query_max_length={s.query_max_length} {_NO_ROOM}",
+    ),
+    (
+        lambda s: s.document_max_length is not None and s.document_max_length < 3,
+        lambda s: f"document_max_length={s.document_max_length} {_NO_ROOM}",
+    ),
+    (
+        lambda s: s.metrics is not None and not s.metrics,
+        lambda s: "metrics=[] measures nothing: name some, such as [ndcg@10], or null for those of its kind",
+    ),
+    (
+        lambda s: s.candidates is not None and s.kind not in (SetKind.auto, SetKind.reranking),
+        lambda s: f"candidates={s.candidates} is for kind=reranking, not {s.kind.value}",
+    ),
+    (
+        lambda s: s.train is not None and s.kind not in (SetKind.auto, SetKind.classification),
+        lambda s: f"train={s.train} is for kind=classification, not {s.kind.value}",
+    ),
+    (
+        lambda s: s.samples_per_label is not None and s.samples_per_label < 1,
+        lambda s: f"samples_per_label={s.samples_per_label}: at least 1 text of each class; null takes all",
+    ),
+    (
+        lambda s: s.experiments < 1,
+        lambda s: f"experiments={s.experiments}: at least 1",
+    ),
+]
+
+_NO_ROOM = "leaves no room for text between special tokens: at least 3"
+
+EVALUATION_RULES: list[tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]] = [
+    (
+        lambda r: r.evaluation.every < 0,
+        lambda r: f"evaluation.every={r.evaluation.every}: a number of steps; 0 evaluates at the end only",
+    ),
+    (
+        lambda r: r.evaluation.chunk_tokens < 1,
+        lambda r: f"evaluation.chunk_tokens={r.evaluation.chunk_tokens}: must be above 0",
+    ),
+    (
+        lambda r: r.evaluation.subset is not None and r.evaluation.subset < 1,
+        lambda r: f"evaluation.subset={r.evaluation.subset}: at least 1 query or row of each set; null takes all",
+    ),
+    (
+        lambda r: r.evaluation.patience is not None and r.evaluation.patience < 1,
+        lambda r: f"evaluation.patience={r.evaluation.patience}: at least 1 evaluation; null never stops early",
+    ),
+    (
+        lambda r: r.evaluation.patience is not None and r.checkpoint.best is None,
+        lambda r: (
+            f"evaluation.patience={r.evaluation.patience} has nothing to wait for: "
+            f"set checkpoint.best to set/metric, such as dev/ndcg@10"
+        ),
+    ),
+    (
+        lambda r: r.evaluation.patience is not None and r.evaluation.every == 0,
+        lambda r: (
+            f"evaluation.patience={r.evaluation.patience} counts evaluations during training: "
+            f"set evaluation.every to a number of steps"
+        ),
+    ),
+]
+
+
+def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
+    """Refuse sets that cannot work.
+
+    Args:
+        sets: the elements of a list option.
+        option: its path, such as `evaluation.sets`.
+
+    Raises:
+        ConfigError: the first rule that is broken, with the element's path.
+    """
+    for index, one in enumerate(sets):
+        for broken, sentence in SET_RULES:
+            if broken(one):
+                raise ConfigError(f"{option}[{index}].{sentence(one)}")
+
+
+# A trace holds every operator of its steps, in memory until they are over.
+MOST_PROFILED = 10
+
+
+def check_tracking(recipe: Recipe) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ConfigError: an upload without wandb, or steps or ranks to profile that there cannot be.
+    """
+    tracking = recipe.tracking
+    if tracking.wandb_artifacts and not tracking.wandb:
+        raise ConfigError("tracking.wandb_artifacts=true uploads the model to wandb: write tracking.wandb=true as well")
+    steps, ranks = tracking.profile, tracking.profile_ranks
+    if any(step < 1 for step in steps):
+        raise ConfigError(f"tracking.profile={steps}: numbers of steps, counted from 1")
+    if len(set(steps)) > MOST_PROFILED:
+        raise ConfigError(
+            f"tracking.profile has {len(set(steps))} steps: at most {MOST_PROFILED}, for every operator of them is kept"
+        )
+    if steps and recipe.train.steps is not None and max(steps) > recipe.train.steps:
+        raise ConfigError(f"tracking.profile={steps}: train.steps={recipe.train.steps} is the last step")
+    if ranks is not None and (not ranks or any(rank < 0 for rank in ranks)):
+        raise ConfigError(f"tracking.profile_ranks={ranks}: numbers of ranks, counted from 0; null is all of them")
+
 
 Rule = tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]
 
@@ -201,29 +322,3 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_tracking(recipe)
     batches_by_source(recipe.data.batches, [loss_of(source, recipe.loss) for source in recipe.data.train])
     return recipe
-
-
-def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
-    """The options themselves, if they can work.
-
-    Raises:
-        ConfigError: no model, no set, or a number out of range.
-    """
-    if not options.model:
-        raise ConfigError("no model: write model=DIR, a model directory or a Hub id")
-    if not options.sets and not options.mteb:
-        raise ConfigError(
-            "nothing to evaluate on: write sets=[PATH,...] (folders, tables or Hub data sets), or mteb=[TASK,...]"
-        )
-    check_sets(options.sets, "sets")
-    if options.subset is not None and options.subset < 1:
-        raise ConfigError(f"subset={options.subset}: at least 1 query or row of each set; null takes all")
-    if options.chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
-    if options.depth < 1:
-        raise ConfigError(f"depth={options.depth}: at least 1 document a query")
-    if options.max_length is not None and options.max_length < 3:
-        raise ConfigError(f"max_length={options.max_length} leaves no room for text between special tokens: at least 3")
-    if not _positive(options.timeout):
-        raise ConfigError(f"timeout={options.timeout}: seconds, above 0")
-    return options

@@ -24,29 +24,25 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embedtrain.config.accelerate import with_accelerate
-from embedtrain.config.checks import check_evaluate, check_recipe
-from embedtrain.config.door_options import (
-    DoctorOptions,
-    EvaluateOptions,
-    ExportOptions,
-    InspectOptions,
-    PlanOptions,
-    ReportOptions,
-    SearchOptions,
-)
+from embedtrain.config.checks import check_recipe
 from embedtrain.config.elements import items, literal, losses_of, sources_of
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.export_checks import asked_export, check_export
 from embedtrain.config.folders import choices, folder
-from embedtrain.config.guards import guarded
 from embedtrain.config.loss_checks import known_name
-from embedtrain.config.losses import LOSSES, CombinedConfig, InfoNCEConfig, LossConfig
+from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
 from embedtrain.config.messages import explain, one_line, unknown_option
-from embedtrain.config.mining import MineOptions
-from embedtrain.config.mining_checks import check_mine
-from embedtrain.config.schema import ExportConfig, Recipe
-from embedtrain.config.slurm import SubmitOptions
+from embedtrain.config.recipe import Recipe
+from embedtrain.config.yaml_safety import guarded
+from embedtrain.doctor.options import DoctorOptions
 from embedtrain.errors import ConfigError
+from embedtrain.evaluate.options import EvaluateOptions
+from embedtrain.export.options import ExportOptions
+from embedtrain.inspect.options import InspectOptions
+from embedtrain.mine.options import MineOptions
+from embedtrain.plan.options import PlanOptions
+from embedtrain.report.options import ReportOptions
+from embedtrain.search.options import SearchOptions
+from embedtrain.submit.options import SubmitOptions
 
 Options = TypeVar(
     "Options",
@@ -84,54 +80,6 @@ def compose_recipes(arguments: list[str]) -> list[Recipe]:
             "make it depend on what you vary, such as output_dir='runs/${name}-${optim.lr}'"
         )
     return recipes
-
-
-def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
-    """The options of `python -m embedtrain.evaluate`."""
-    config = compose_one("evaluate", folder("configs") / "doors", arguments)
-    options = to_dataclass(config, EvaluateOptions)
-    options.sets = items(options.sets, EvaluationSet, "sets")
-    return check_evaluate(options)
-
-
-def compose_export(arguments: list[str]) -> ExportOptions:
-    """The options of `python -m embedtrain.export`."""
-    config = compose_one("export", folder("configs") / "doors", arguments)
-    options = to_dataclass(config, ExportOptions)
-    if not options.run:
-        raise ConfigError("no run: write run=DIR, the output_dir of a training run")
-    check_export(asked_export(options, ExportConfig()))
-    return options
-
-
-def compose_mine(arguments: list[str]) -> MineOptions:
-    """The options of `python -m embedtrain.mine`."""
-    options = to_dataclass(compose_one("mine", folder("configs") / "doors", arguments), MineOptions)
-    options.data = sources_of(options.data or [], "data", InfoNCEConfig())
-    return check_mine(options)
-
-
-def compose_search(arguments: list[str]) -> SearchOptions:
-    """The options of `python -m embedtrain.search`."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("search answers one person in one process: start it with python, not with torchrun")
-    config = compose_one("search", folder("configs") / "doors", [_quoted(argument) for argument in arguments])
-    options = to_dataclass(config, SearchOptions)
-    if not options.model or not options.corpus:
-        raise ConfigError("write model=DIR corpus=DIR, a model directory and a folder with a corpus.jsonl")
-    if options.chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
-    if options.top < 1:
-        raise ConfigError(f"top={options.top}: at least 1")
-    return options
-
-
-def _quoted(argument: str) -> str:
-    """`query=` with its text in quotes: a question has commas and apostrophes, which mean something to Hydra."""
-    if not argument.startswith("query=") or argument[6:7] in ("'", '"', ""):
-        return argument
-    text = argument.removeprefix("query=").replace("\\", "\\\\").replace('"', '\\"')
-    return f'query="{text}"'
 
 
 def to_recipe(config: DictConfig) -> Recipe:

@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from embedtrain.config.loss_checks import known_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
 from embedtrain.config.messages import explain
-from embedtrain.config.schema import TrainSource
+from embedtrain.config.recipe import TrainSource
 from embedtrain.errors import ConfigError
 
 Item = TypeVar("Item")

@@ -2,29 +2,13 @@
 
 import math
 import re
-from dataclasses import replace
 
-from embedtrain.config.door_options import ExportOptions
-from embedtrain.config.schema import ExportConfig
+from embedtrain.config.recipe import ExportConfig
 from embedtrain.errors import ConfigError
 
 ONNX, ADAPTER = "onnx", "adapter"
 EXPORT_FORMATS = ("sentence_transformers", ONNX, ADAPTER)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|TB)")
-
-
-def asked_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:
-    """The recipe's options of an export, but for those given on the command line.
-
-    Whether it is uploaded is the command line's affair alone: the recipe speaks of the run's last step.
-    """
-    given = {name: getattr(options, name) for name in ("formats", "dtype", "max_file_size", "check")}
-    return replace(
-        recipe,
-        **{name: value for name, value in given.items() if value is not None},
-        push_to_hub=options.push_to_hub,
-        private=options.private,
-    )
 
 
 def check_export(export: ExportConfig, prefix: str = "") -> None:

@@ -23,7 +23,7 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
-from embedtrain.config.needs import Scores, needs_of
+from embedtrain.config.row_requirements import Scores, needs_of
 from embedtrain.config.sentence_transformers import check_sentence_transformers
 from embedtrain.errors import ConfigError
 

@@ -4,9 +4,13 @@ import difflib
 import re
 from dataclasses import fields
 
-from embedtrain.config import door_options, evaluation, losses, mining, schema, slurm
+from embedtrain.config import evaluation, losses
+from embedtrain.config import recipe as schema
 from embedtrain.config.folders import choices
-from embedtrain.config.schema import Recipe
+from embedtrain.config.recipe import Recipe
+from embedtrain.evaluate import options as door_options
+from embedtrain.mine import options as mining
+from embedtrain.submit import options as slurm
 
 _NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from embedtrain.config.losses import SentenceTransformersConfig
-from embedtrain.config.needs import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
+from embedtrain.config.row_requirements import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
 from embedtrain.errors import ConfigError
 
 MATRYOSHKA = "MatryoshkaLoss"

@@ -6,7 +6,7 @@ from typing import Any
 
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.losses import CombinedConfig, LossConfig, SigLIPConfig
-from embedtrain.config.schema import Batches, TrainSource
+from embedtrain.config.recipe import Batches, TrainSource
 from embedtrain.errors import ConfigError
 
 

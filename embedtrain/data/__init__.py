@@ -1,1 +1,1 @@
-"""From sources to examples to global batches to this rank's token chunks."""
+"""Training data: from files to chunks of tokens."""

@@ -10,10 +10,11 @@ from typing import TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.order.draw import Drawn
-from embedtrain.data.order.plan import PlannedBatch
-from embedtrain.data.store.table import RowStore
-from embedtrain.data.store.token_store import TokenStore, prompts_of
+from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.cache.token_store import TokenStore
+from embedtrain.data.prompts import prompts_of
+from embedtrain.data.sampling.draw import Drawn
+from embedtrain.data.sampling.plan import PlannedBatch
 from embedtrain.data.types import Example, Row
 
 T = TypeVar("T")

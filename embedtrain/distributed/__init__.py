@@ -1,1 +1,1 @@
-"""Process group, mesh, sharding, collectives, and moving weights onto shards."""
+"""Process group, device mesh, sharding, collectives and weights."""

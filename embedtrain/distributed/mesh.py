@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a private name, checked on torch 2.13
 
-from embedtrain.config.schema import Strategy
+from embedtrain.config.recipe import Strategy
 from embedtrain.distributed.world import World
 
 

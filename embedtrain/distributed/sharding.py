@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.schema import ParallelConfig, Precision
+from embedtrain.config.recipe import ParallelConfig, Precision
 from embedtrain.distributed.mesh import Layout
 from embedtrain.errors import ModelError, TrainingError
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from embedtrain.distributed.attempt import agree
-from embedtrain.distributed.notes import current, note, noted
-from embedtrain.distributed.watch import Watch
+from embedtrain.distributed.watchdog.activity import current, note, noted
+from embedtrain.distributed.watchdog.attempt import agree
+from embedtrain.distributed.watchdog.watchdog import Watch
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
 
 T = TypeVar("T")

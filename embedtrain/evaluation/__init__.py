@@ -1,1 +1,1 @@
-"""Encoding over ranks, exact search over shards, metrics, and the sets they are measured on."""
+"""Evaluation sets, tasks and metrics, computed by all ranks together."""

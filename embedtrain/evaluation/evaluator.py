@@ -9,9 +9,7 @@ from pathlib import Path
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World, doing
 from embedtrain.errors import Abandoned, ConfigError
-from embedtrain.evaluation.encode import SentenceEncoder, Told
 from embedtrain.evaluation.metrics import DEPTH, MEAN, check_retrieval_metrics
-from embedtrain.evaluation.stored_vectors import StoredVectors
 from embedtrain.evaluation.tasks import (
     bitext,
     classification,
@@ -32,6 +30,8 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
+from embedtrain.inference.encode import SentenceEncoder, Told
+from embedtrain.inference.vector_cache import StoredVectors
 
 
 class Evaluator:

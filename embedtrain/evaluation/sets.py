@@ -4,20 +4,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.data.formats.kinds import saved_to_disk
-from embedtrain.data.formats.sources import may_be_hub_id, stem_of
-from embedtrain.data.store.cache import Cache, cache_directory
+from embedtrain.data.cache.cache import Cache, cache_directory
+from embedtrain.data.sources.kinds import may_be_hub_id, saved_to_disk, stem_of
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.evaluator import check_metrics
-from embedtrain.evaluation.reading.beir import is_beir_folder, read_beir_folder
-from embedtrain.evaluation.reading.hub import hub_retrieval, hub_tables
-from embedtrain.evaluation.reading.llama_index import read_llama_index
-from embedtrain.evaluation.reading.reranking import with_candidates
-from embedtrain.evaluation.reading.subset import reduced
-from embedtrain.evaluation.reading.tables import read_tables, tables_of_file, tables_of_folder
-from embedtrain.evaluation.reading.trec import candidates_of, read_run
-from embedtrain.evaluation.reading.usable import check_options, require_usable
+from embedtrain.evaluation.readers.beir import is_beir_folder, read_beir_folder
+from embedtrain.evaluation.readers.hub import hub_retrieval, hub_tables
+from embedtrain.evaluation.readers.llama_index import read_llama_index
+from embedtrain.evaluation.readers.reranking import with_candidates
+from embedtrain.evaluation.readers.subset import reduced
+from embedtrain.evaluation.readers.tables import read_tables, tables_of_file, tables_of_folder
+from embedtrain.evaluation.readers.trec import candidates_of, read_run
+from embedtrain.evaluation.readers.usable import check_options, require_usable
 from embedtrain.evaluation.types import EvaluationData, LoadedSet, RetrievalSet
 
 Read = tuple[EvaluationData, list[str]]

@@ -1,1 +1,1 @@
-"""Functions of embeddings and of what the batch knows; they never hold a model."""
+"""Loss functions of embeddings; a loss never holds a model."""

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from embedtrain.config.losses import Implementation, InfoNCEConfig, Partition, Similarity
 from embedtrain.distributed.collectives import gather_rows, row_counts
-from embedtrain.losses.compare import widened
 from embedtrain.losses.negatives import NoNegatives
 from embedtrain.losses.own import limits, own_negatives
 from embedtrain.losses.ring import around_ring
 from embedtrain.losses.scores import QUERY_CANDIDATES, Candidates, Rows, Rules, guide_ceilings
+from embedtrain.losses.similarity import widened
 from embedtrain.losses.softmax import RowLosses, plain, tiled
 from embedtrain.losses.temperature import Temperature
 from embedtrain.losses.types import Guide, Loss, LossInput, LossOutput

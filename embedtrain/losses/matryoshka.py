@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.losses.compare import widened
+from embedtrain.losses.similarity import widened
 from embedtrain.losses.types import Loss, LossInput, LossOutput
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embedtrain.config.losses import OrthogonalConfig, Reduction
 from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_counts, sum_over_ranks
-from embedtrain.losses.compare import places_in_row, products, widened
+from embedtrain.losses.similarity import places_in_row, products, widened
 from embedtrain.losses.types import Loss, LossInput, LossOutput
 
 

@@ -18,7 +18,7 @@ from embedtrain.config.losses import (
     Similarity,
 )
 from embedtrain.distributed.collectives import gather_rows, row_counts, total
-from embedtrain.losses.compare import distances, similarities, widened
+from embedtrain.losses.similarity import distances, similarities, widened
 from embedtrain.losses.types import Loss, LossInput, LossOutput
 
 

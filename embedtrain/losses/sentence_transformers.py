@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embedtrain.config.losses import SentenceTransformersConfig
-from embedtrain.config.needs import SENTENCE_TRANSFORMERS, Scores
+from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS, Scores
 from embedtrain.config.sentence_transformers import GUIDED, MATRYOSHKA, check_sentence_transformers
 from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_counts
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.losses.their_classes import StandIn, build, first_line, made_up_tokenizer
+from embedtrain.losses.sentence_transformers_classes import StandIn, build, first_line, made_up_tokenizer
 from embedtrain.losses.types import FROM_ROWS, Guide, Loss, LossInput, LossOutput
 
 # How many documents a row may have, at least and at most, where a class takes fewer than any number.

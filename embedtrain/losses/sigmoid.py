@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from embedtrain.config.losses import Side, SigLIPConfig, Similarity
 from embedtrain.distributed.collectives import gather_rows, row_counts
-from embedtrain.losses.compare import products, rows_at_once, widened
 from embedtrain.losses.negatives import NoNegatives
+from embedtrain.losses.similarity import products, rows_at_once, widened
 from embedtrain.losses.temperature import Temperature
 from embedtrain.losses.types import Loss, LossInput, LossOutput
 

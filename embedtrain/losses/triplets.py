@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from embedtrain.config.losses import BatchTripletConfig, Distance, Mining, TripletConfig
 from embedtrain.distributed.collectives import gather_rows, row_counts, sum_over_ranks, total
-from embedtrain.losses.compare import all_distances, distances, places_in_row, rows_at_once, widened
+from embedtrain.losses.similarity import all_distances, distances, places_in_row, rows_at_once, widened
 from embedtrain.losses.types import Loss, LossInput, LossOutput
 
 # About so many matrices [A, N] of a chunk live at a time, in its backward pass.

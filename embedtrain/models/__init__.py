@@ -1,1 +1,1 @@
-"""Backbone, pooling and encoder: how a text becomes a vector. Knows nothing of ranks."""
+"""Backbone, pooling, heads, tokenizer, adapters and the security checks of model directories."""

@@ -9,10 +9,10 @@ import peft
 from safetensors import safe_open
 from torch import Tensor
 
-from embedtrain.config.lora import LoraConfig
+from embedtrain.config.recipe import LoraConfig
 from embedtrain.errors import ModelError
-from embedtrain.models.gate import read_json
 from embedtrain.models.hub import local_directory, one_line
+from embedtrain.models.security import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FILES = [CONFIG, WEIGHTS]

@@ -14,8 +14,8 @@ from transformers import AutoModel
 
 from embedtrain.errors import ModelError
 from embedtrain.models.encoder import Dense, Encoder, prepare_backbone
-from embedtrain.models.gate import weight_files
 from embedtrain.models.hub import one_line
+from embedtrain.models.security import weight_files
 from embedtrain.models.source import DenseSource, ModelSource
 
 _MOST_PARAMETERS_PER_BYTE = 8  # a bit each: nobody stores less

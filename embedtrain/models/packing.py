@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from embedtrain.config.schema import Precision
+from embedtrain.config.recipe import Precision
 from embedtrain.data.types import Packing
 from embedtrain.models import packed_attention
 from embedtrain.models.encoder import Encoder

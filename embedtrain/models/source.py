@@ -13,13 +13,13 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from embedtrain.config.model_checks import no_prompt_to_leave_out
-from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.attention import attend, require_pooling
+from embedtrain.models.attention_direction import attend, require_pooling
 from embedtrain.models.encoder import ACTIVATIONS, switch_off_unused
-from embedtrain.models.gate import read_json, require_harmless, require_own_attention
 from embedtrain.models.hub import local_directory, one_line
-from embedtrain.models.rotary import scale
+from embedtrain.models.rope import scale
+from embedtrain.models.security import read_json, require_harmless, require_own_attention
 
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",

@@ -1,1 +1,1 @@
-"""What a training takes of memory, network and time, and the layout that follows, before anything is launched."""
+"""Memory, traffic and FLOPs of a training step; the choice of a parallel strategy."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from embedtrain.models.attention import looks_back_only
+from embedtrain.models.attention_direction import looks_back_only
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
 

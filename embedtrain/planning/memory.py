@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from embedtrain.config.losses import Implementation, InfoNCEConfig
-from embedtrain.config.schema import Accumulate
+from embedtrain.config.recipe import Accumulate
 from embedtrain.distributed.mesh import Layout
 from embedtrain.losses.infonce import GATHERED_BYTES, PLAIN_BYTES
 from embedtrain.losses.softmax import TILE_CELLS
-from embedtrain.planning.facts import ModelFacts
-from embedtrain.planning.work import Machines, Work
+from embedtrain.planning.model_costs import ModelFacts
+from embedtrain.planning.workload import Machines, Work
 
 _FP32 = 4
 _ADAM = 8  # two moments in fp32

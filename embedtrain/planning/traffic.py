@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from embedtrain.distributed.mesh import Layout
-from embedtrain.planning.facts import ModelFacts
 from embedtrain.planning.flops import of_token
-from embedtrain.planning.work import Machines, Work
+from embedtrain.planning.model_costs import ModelFacts
+from embedtrain.planning.workload import Machines, Work
 
 _FP32 = 4
 # Seconds that one hop of a collective takes besides its bytes.

@@ -5,18 +5,214 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
-from rich.console import Group, RenderableType
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.file_proxy import FileProxy
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
 from rich.text import Text
 
-from embedtrain.tracking.figures import ROOMY, Figure, Pace, duration, fit, step_figures
-from embedtrain.tracking.progress import PhaseLine, ProgressLine, styled_line
-from embedtrain.tracking.stream import UnbreakableStream
-from embedtrain.tracking.table import EvaluationTable, Results
+from embedtrain.tracking.formatting import MEASURES, ROOMY, WAITS, Figure, Pace, duration, fit, step_figures
+from embedtrain.tracking.pages import UnbreakableStream
+
+_GAP = 2
+_LEFT_OUT = {"grad_norm", "padding", "data_wait", "communication"}  # the logged lines above have them
+_SHORTEST_BAR, _LONGEST_BAR = 10, 40
+
+
+class ProgressLine:
+    """One line, never more, of a bar as long as there is room for and the figures that fit beside it."""
+
+    def __init__(self, figures: list[Figure], total_steps: int, widths: dict[str, int]) -> None:
+        """`widths` remembers how wide each figure ever was, so that the line does not jitter."""
+        self._widths = widths
+        self._figures = [figure for figure in figures if figure.key not in _LEFT_OUT and figure.rank < MEASURES]
+        self._total_steps = total_steps
+        self._step = int(figures[0].value.split("/")[0])
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        """Called by rich with the room there is."""
+        width = options.max_width - 1  # a full last column makes some terminals break the line
+        with_bar = width - _SHORTEST_BAR - _GAP
+        texts = {figure.key: self._padded(figure) for figure in self._figures}
+        shown = fit(self._figures, with_bar, _GAP, lambda figure: texts[figure.key].cell_len)
+        taken = sum(texts[figure.key].cell_len + _GAP for figure in shown)
+        line = Table.grid(padding=(0, _GAP, 0, 0))
+        cells: list[ProgressBar | Text] = []
+        if self._total_steps:
+            bar = min(_LONGEST_BAR, width - taken if shown else width)
+            line.add_column(width=bar)
+            cells.append(ProgressBar(self._total_steps, self._step, bar, complete_style="cyan"))
+        for figure in shown:
+            line.add_column(no_wrap=True, overflow="crop")
+            cells.append(texts[figure.key])
+        line.add_row(*cells)
+        yield line
+
+    def _padded(self, figure: Figure) -> Text:
+        text = _styled(figure)
+        missing = self._widths.get(figure.key, 0) - text.cell_len
+        self._widths[figure.key] = text.cell_len + max(0, missing)
+        if figure.key == "step":
+            text.pad_left(max(0, missing))
+        else:
+            text.pad_right(max(0, missing))
+        return text
+
+
+class PhaseLine:
+    """What is going on right now and for how long."""
+
+    def __init__(self, text: str, started: float, console: RichConsole) -> None:
+        # The dotted spinner is not ASCII.
+        self._spinner = Spinner("line" if console.options.ascii_only else "dots", style="cyan")
+        self.text = text
+        self.started = started
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        """Called by rich with the room there is."""
+        now = console.get_time()
+        seconds = f"  {duration(now - self.started)}"
+        text = Text(self.text)
+        text.truncate(max(1, options.max_width - 3 - len(seconds)), overflow="ellipsis")
+        yield _joined(self._spinner.render(now), text, Text(seconds, style="dim"))
+
+
+def _joined(spinner: Any, text: Text, seconds: Text) -> Text:
+    line = spinner.copy() if isinstance(spinner, Text) else Text()
+    line.append(" ").append_text(text).append_text(seconds)
+    line.no_wrap, line.overflow = True, "crop"
+    return line
+
+
+def _styled(figure: Figure) -> Text:
+    match figure.key:
+        case "samples_per_s" | "tokens_per_s":
+            return Text.assemble(figure.value, (f" {figure.label}", "dim"))
+        case "memory_gib":
+            return Text(figure.value)
+        case "step":  # without its label: it stands beside the bar
+            return Text(figure.value, style="bold")
+        case "loss":
+            return Text.assemble((f"{figure.label} ", "dim"), (figure.value, "bold"))
+        case "left":
+            return Text.assemble((f"{figure.label} ", "dim"), (figure.value, "cyan"))
+        case _:
+            return Text.assemble((f"{figure.label} ", "dim"), figure.value)
+
+
+def styled_line(figures: list[Figure], widths: dict[str, int]) -> Text:
+    """A logged step as one line.
+
+    `widths` remembers how wide each column ever was, so that a run's figures stand below each other.
+    """
+    line = Text()
+    for figure in figures:
+        widths[figure.key] = max(widths.get(figure.key, 0), len(figure.text))
+        warns = figure.key in WAITS
+        line.append("  " if line else "").append(f"{figure.label} ", style="yellow" if warns else "dim")
+        line.append(figure.value, style="yellow" if warns else "bold" if figure.key == "loss" else "")
+        line.append(" " * (widths[figure.key] - len(figure.text)))
+    line.rstrip()
+    return line
+
+
+Results = Mapping[str, Mapping[str, float]]
+
+_GAP_table = 3  # between columns; what rich puts there for SIMPLE_HEAD with a padding of one
+_NAME_WIDTH = 24
+
+
+class EvaluationTable:
+    """Sets that are measured by the same metrics, as cells; sets of another kind are another table."""
+
+    def __init__(self, results: Results, previous: Results, metrics: tuple[str, ...]) -> None:
+        self._results = results
+        self._previous = previous
+        self._metrics = metrics
+
+    @classmethod
+    def of(cls, results: Results, previous: Results) -> list["EvaluationTable"]:
+        """One table for each kind of set in `results`, in the order in which they come."""
+        kinds: dict[tuple[str, ...], dict[str, Mapping[str, float]]] = {}
+        for name, figures in results.items():
+            kinds.setdefault(tuple(figures), {})[name] = figures
+        return [cls(sets, previous, metrics) for metrics, sets in kinds.items()]
+
+    def plain_lines(self) -> list[str]:
+        """Aligned lines with every metric and every change."""
+        rows = self._cells(len(self._metrics), len(self._metrics))
+        widths = _widths(rows)
+        return [
+            "  ".join(_padded(cell.plain, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+
+    def for_terminal(self, width: int) -> tuple[Table, list[str]]:
+        """The table in at most `width` columns, and the metrics that found no room in it."""
+        count = len(self._metrics)
+        # First all but the main metric lose their change, then the last metrics go.
+        choices = [(count, count), *((kept, 1) for kept in range(count, 0, -1)), (1, 0), (0, 0)]
+        rows: list[list[Text]] = []
+        kept = 0
+        for kept, changes in choices:
+            rows = self._cells(kept, changes)
+            if sum(_widths(rows)) + _GAP_table * (len(rows[0]) - 1) <= width:
+                break
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", border_style="dim")
+        for cell in rows[0]:
+            table.add_column(cell, no_wrap=True, overflow="ellipsis")
+        for row in rows[1:]:
+            table.add_row(*row)
+        return table, list(self._metrics[kept:])
+
+    def _cells(self, metrics: int, changes: int) -> list[list[Text]]:
+        """Heading and rows, with the first `metrics` metrics and a change for the first `changes` of them."""
+        shown = self._metrics[:metrics]
+        rows = [[Text("set"), *(Text(metric) for metric in shown)]]
+        for name, figures in self._results.items():
+            before = self._previous.get(name, {})
+            row = [_shortened(name)]
+            for place, metric in enumerate(shown):
+                cell = Text(_value(figures[metric]), style="bold" if place == 0 else "")
+                if place < changes and isinstance(figures[metric], float) and metric in before:
+                    cell.append("  ").append(_change(figures[metric] - before[metric]))
+                row.append(cell)
+            rows.append(row)
+        return rows
+
+
+def _value(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,d}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:,.1f}"
+
+
+def _change(change: float) -> Text:
+    style = "dim" if abs(change) < 0.00005 else "not bold green" if change > 0 else "not bold red"
+    return Text(f"{change:+.4f}", style=style)
+
+
+def _shortened(name: str) -> Text:
+    text = Text(name)
+    text.truncate(_NAME_WIDTH, overflow="ellipsis")
+    return text
+
+
+def _widths(rows: list[list[Text]]) -> list[int]:
+    return [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
+
+
+def _padded(text: str, width: int) -> str:
+    # Not str.ljust: a Chinese character takes two columns.
+    return text + " " * (width - cell_len(text))
+
 
 LONG_PHASE = 1.0  # seconds; the end of a shorter phase is not worth a line
 BETWEEN_COUNTS = 10.0  # seconds between a log's lines on work that goes on

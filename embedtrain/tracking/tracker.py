@@ -6,14 +6,60 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from embedtrain.config.schema import Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
-from embedtrain.tracking.aside import Aside
+from embedtrain.tracking import tensorboard as event_files
+from embedtrain.tracking import wandb as weights_and_biases
+from embedtrain.tracking.async_logger import Aside
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.memory import peak_memory_gib
-from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile, read_metrics
-from embedtrain.tracking.recorders import recorders
-from embedtrain.tracking.weights_and_biases import WandbRun
+from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile, peak_memory_gib, read_metrics
+from embedtrain.tracking.tensorboard import TensorBoardRun
+from embedtrain.tracking.wandb import WandbRun
+
+
+def recorders(
+    recipe: Recipe,
+    world_size: int,
+    run_dir: Path,
+    resumed_step: int | None,
+    wandb_id: str | None,
+    measured: Mapping[int, Mapping[str, Mapping[str, float]]],
+    warn: Callable[[str], None],
+) -> list[Aside]:
+    """Start them. On rank 0 alone.
+
+    Args:
+        recipe: its `tracking` says which.
+        world_size: number of ranks.
+        run_dir: where they write.
+        resumed_step: the step training goes on from; None: it starts anew.
+        wandb_id: what continues the wandb run.
+        measured: evaluations before this start, as step -> set -> metric -> value.
+        warn: says a sentence to the user.
+    """
+    started = []
+    if recipe.tracking.wandb:
+        started.append(
+            Aside(
+                "wandb",
+                lambda: WandbRun(recipe, world_size, run_dir, wandb_id, measured),
+                warn,
+                start=weights_and_biases.start_seconds(),
+                finish=weights_and_biases.finish_seconds(recipe),
+                abandon=weights_and_biases.abandon,
+            )
+        )
+    if recipe.tracking.tensorboard:
+        started.append(
+            Aside(
+                "TensorBoard",
+                lambda: TensorBoardRun(recipe, run_dir, resumed_step),
+                warn,
+                start=event_files.START,
+                finish=event_files.FINISH,
+            )
+        )
+    return started
 
 
 class Tracker:

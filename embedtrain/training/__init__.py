@@ -1,1 +1,1 @@
-"""The loop, the step, gradient caching, optimiser, schedule, state."""
+"""Run set-up, training loop, step, backward pass, optimizer, resume rules."""

@@ -5,27 +5,27 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from embedtrain.checkpoint.folder import step_path
-from embedtrain.checkpoint.store import Checkpoints
+from embedtrain.checkpoint.manager import Checkpoints
+from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.loss_checks import guides_of
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.schema import Contents, Recipe
-from embedtrain.data.batches import TrainData
+from embedtrain.config.recipe import Contents, Recipe
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.collectives import max_over_ranks
-from embedtrain.distributed.notes import note
-from embedtrain.distributed.patience import Patience
-from embedtrain.distributed.stopping import Notice, Stopping, exit_code
+from embedtrain.distributed.signals import Notice, Stopping, exit_code
+from embedtrain.distributed.timeouts import Patience
+from embedtrain.distributed.watchdog.activity import note
 from embedtrain.errors import Abandoned, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.batches import Cutting, RankBatch, cut
 from embedtrain.training.communication import Communication
 from embedtrain.training.garbage import automatic, scheduled
 from embedtrain.training.matmul_rate import MatmulRate
 from embedtrain.training.prefetch import Prefetcher
 from embedtrain.training.profile import Profile
-from embedtrain.training.rundir import RunDirectory
+from embedtrain.training.rank_batch import Cutting, RankBatch, cut
 from embedtrain.training.spans import BATCHES, span
 from embedtrain.training.state import as_dict
 from embedtrain.training.step import StepReport, Trainable, train_step

@@ -2,16 +2,39 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
+from torch import nn
+
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.schema import Recipe
-from embedtrain.data.batches import TrainData
+from embedtrain.config.recipe import Precision, Recipe
+from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.world import World
-from embedtrain.losses.choose import choose_losses, notes_on
+from embedtrain.loading.load import LoadedModel
+from embedtrain.losses.build import choose_losses, notes_on
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.tracking.console import Console
-from embedtrain.training.guide import GuideModel
-from embedtrain.training.model import LoadedModel
-from embedtrain.training.tensor_float import products_in_tf32
+from embedtrain.training.guides import GuideModel
+
+
+def products_in_tf32(loss: nn.Module, precision: Precision) -> None:
+    """Let the loss's forward pass, which holds its large products and their gradients, use TF32 in bf16 runs.
+
+    The setting is that of torch 2.9 and later; what was set before is set again after each pass. (Both ways to set it
+    must not be mixed: torch refuses, and so does torch.compile, while this one is in force.)
+    """
+    if precision is not Precision.bf16:
+        return
+    before: list[str] = []
+
+    def begin(*_: object) -> None:
+        before.append(torch.backends.cuda.matmul.fp32_precision)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+    def end(*_: object) -> None:
+        torch.backends.cuda.matmul.fp32_precision = before.pop()
+
+    loss.register_forward_pre_hook(begin)
+    loss.register_forward_hook(end, always_call=True)
 
 
 def make_loss(

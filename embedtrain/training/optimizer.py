@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.schema import OptimConfig, ScheduleKind
+from embedtrain.config.recipe import OptimConfig, ScheduleKind
 
 
 def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | None = None) -> torch.optim.AdamW:

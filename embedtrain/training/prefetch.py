@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from embedtrain.training.batches import RankBatch
+from embedtrain.training.rank_batch import RankBatch
 
 
 class Prefetcher:

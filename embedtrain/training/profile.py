@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from embedtrain.config.schema import TrackingConfig
+from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.communication import Intervals, covered, nccl_alone, waiting

@@ -4,6 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from torch import nn
+
+from embedtrain.losses.types import Loss
+from embedtrain.models.encoder import Encoder
+
 
 @dataclass(slots=True)
 class TrainState:
@@ -32,3 +37,19 @@ def from_dict(values: Mapping[str, Any]) -> TrainState:
     """The state out of a manifest; what this version does not know is left out."""
     known = {field.name for field in fields(TrainState)}
     return TrainState(**{name: value for name, value in values.items() if name in known})
+
+
+class Trained(nn.Module):
+    """Encoder and loss side by side, so that one optimiser and one checkpoint hold both.
+
+    Nobody calls it: the encoder is called by itself, for FSDP gathers weights around its own `__call__`, and
+    the loss is given vectors.
+
+    Args:
+        encoder: sharded.
+        loss: whole on every rank.
+    """
+
+    def __init__(self, encoder: Encoder, loss: Loss) -> None:
+        super().__init__()
+        self.encoder, self.loss = encoder, loss

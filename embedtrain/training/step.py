@@ -10,20 +10,19 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from embedtrain.config.schema import OptimConfig
+from embedtrain.config.recipe import OptimConfig
 from embedtrain.distributed.collectives import gather_vector
-from embedtrain.distributed.stopping import Notice
+from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
 from embedtrain.planning.flops import NOTHING, ModelFlops
 from embedtrain.training import spans
-from embedtrain.training.batches import RankBatch
-from embedtrain.training.gradients import Backward
+from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, clip_grad_norm
+from embedtrain.training.rank_batch import RankBatch
 from embedtrain.training.spans import span
-from embedtrain.training.state import TrainState
-from embedtrain.training.trained import Trained
+from embedtrain.training.state import Trained, TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from embedtrain.checkpoint.directory import Pieces, write_architecture
-from embedtrain.checkpoint.export import Exported, only_export, plan_export
-from embedtrain.checkpoint.probes import Expected, plain_vectors, tolerance_of
+from embedtrain.checkpoint.export.export import Exported, only_export, plan_export
+from embedtrain.checkpoint.export.model_directory import Pieces, write_architecture
+from embedtrain.checkpoint.export.probes import Expected, plain_vectors, tolerance_of
 from embedtrain.checkpoint.weight_files import TensorSpec
-from embedtrain.config.schema import ExportConfig, ModelConfig
+from embedtrain.config.recipe import ExportConfig, ModelConfig
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.source import ModelSource, open_source

@@ -17,18 +17,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from embedtrain.checkpoint.folder import StepFolder, list_steps, read_manifest, step_path, verify
+from embedtrain.checkpoint.manager import Checkpoints
 from embedtrain.checkpoint.snapshot import begin_all
-from embedtrain.checkpoint.store import Checkpoints
+from embedtrain.checkpoint.step_directory import StepFolder, list_steps, read_manifest, step_path, verify
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import CheckpointConfig, OptimConfig, ParallelConfig
+from embedtrain.config.recipe import CheckpointConfig, OptimConfig, ParallelConfig
 from embedtrain.distributed.mesh import Layout
 from embedtrain.distributed.world import World
+from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.planning.choose import shape_of
-from embedtrain.training.model import load_model
+from embedtrain.planning.strategy import shape_of
 from embedtrain.training.optimizer import build_optimizer
-from embedtrain.training.trained import Trained
+from embedtrain.training.state import Trained
 from tests.small import small_model, small_tokenizer
 
 

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
-import embedtrain.checkpoint.export as export_module
-from embedtrain.checkpoint.export import stored_encoder, stored_pieces
-from embedtrain.checkpoint.folder import read_manifest
-from embedtrain.checkpoint.probes import PROBES, tolerance_of
+import embedtrain.checkpoint.export.export as export_module
+from embedtrain.checkpoint.export.export import stored_encoder, stored_pieces
+from embedtrain.checkpoint.export.probes import PROBES, tolerance_of
 from embedtrain.checkpoint.snapshot import WEIGHTS
-from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.checkpoint.step_directory import read_manifest
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.build import initialise
 from embedtrain.models.source import open_source
@@ -146,7 +146,7 @@ def test_one_export_at_a_time_and_what_a_killed_one_left_is_no_hindrance(tmp_pat
         [sys.executable, "-c", f"""
 import time
 from pathlib import Path
-from embedtrain.checkpoint.export import only_export
+from embedtrain.checkpoint.export.export import only_export
 to = Path({str(to)!r})
 with only_export(to):
     (to.parent / "out.tmp" / "onnx").mkdir(parents=True)

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel
 
-from embedtrain.checkpoint.probes import PROBES
-from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.checkpoint.export.probes import PROBES
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ModelError
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import save_small, small_model, small_tokenizer

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import embedtrain.checkpoint.onnx_graph as onnx_graph
-from embedtrain.checkpoint.onnx_graph import GRAPH, check_graph, write_graph
-from embedtrain.checkpoint.probes import PROBES
-from embedtrain.checkpoint.reopen import require_shapes
-from embedtrain.config.schema import ModelConfig, Pooling
+import embedtrain.checkpoint.export.onnx as onnx_graph
+from embedtrain.checkpoint.export.onnx import GRAPH, check_graph, write_graph
+from embedtrain.checkpoint.export.probes import PROBES
+from embedtrain.checkpoint.export.reopen import require_shapes
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model

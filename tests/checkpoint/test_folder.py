@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embedtrain.checkpoint.folder import (
+from embedtrain.checkpoint.index import describe, files_for, write_parts
+from embedtrain.checkpoint.snapshot import WEIGHTS, Part, Share
+from embedtrain.checkpoint.step_directory import (
     FORMAT,
     MANIFEST,
     choose_step,
@@ -20,10 +22,8 @@ from embedtrain.checkpoint.folder import (
     unfinished_path,
     verify,
 )
-from embedtrain.checkpoint.snapshot import WEIGHTS, Part, Share
-from embedtrain.checkpoint.stored import describe, files_for, write_parts
 from embedtrain.checkpoint.weight_files import TensorSpec
-from embedtrain.config.schema import Layout
+from embedtrain.config.recipe import Layout
 from embedtrain.errors import CheckpointError
 
 PART = "weights-00000-of-00001.safetensors"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.checkpoint.folder import list_unfinished, step_path
-from embedtrain.checkpoint.room import expected_bytes
+from embedtrain.checkpoint.disk_space import expected_bytes
+from embedtrain.checkpoint.manager import Checkpoints
 from embedtrain.checkpoint.snapshot import take
-from embedtrain.checkpoint.store import Checkpoints
-from embedtrain.config.schema import Contents, Layout, Strategy
+from embedtrain.checkpoint.step_directory import list_unfinished, step_path
+from embedtrain.config.recipe import Contents, Layout, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError
 from tests.checkpoint.live import Live, held_back, opened, sound, state_of, steps

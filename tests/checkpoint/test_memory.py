@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from embedtrain.checkpoint.snapshot import take
-from embedtrain.config.schema import Layout, Strategy
+from embedtrain.config.recipe import Layout, Strategy
 from embedtrain.distributed.world import World
 from tests.checkpoint.live import Live, opened, sound, state_of
 from tests.memory import MB, growth

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.checkpoint.folder import list_steps, step_path, unfinished_path
-from embedtrain.checkpoint.room import GB, make_room, most_at_a_time, require_limit_fits
-from embedtrain.config.schema import CheckpointConfig
+from embedtrain.checkpoint.disk_space import GB, make_room, most_at_a_time, require_limit_fits
+from embedtrain.checkpoint.step_directory import list_steps, step_path, unfinished_path
+from embedtrain.config.recipe import CheckpointConfig
 from embedtrain.errors import CheckpointError, ConfigError
 
 SIZE = 1000

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from embedtrain.checkpoint.folder import list_steps, read_manifest, step_path
-from embedtrain.config.schema import Contents, Layout, ParallelConfig, Strategy
+from embedtrain.checkpoint.step_directory import list_steps, read_manifest, step_path
+from embedtrain.config.recipe import Contents, Layout, ParallelConfig, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
 from tests.checkpoint.live import Live, held_back, opened, sound, state_of, steps

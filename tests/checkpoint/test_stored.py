@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from embedtrain.checkpoint.index import StoredTensors, describe, files_for, write_parts
 from embedtrain.checkpoint.snapshot import WEIGHTS, Part, Share
-from embedtrain.checkpoint.stored import StoredTensors, describe, files_for, write_parts
 from embedtrain.checkpoint.weight_files import DTYPE_NAMES, TensorSpec
-from embedtrain.config.schema import Layout
+from embedtrain.config.recipe import Layout
 from embedtrain.errors import CheckpointError
 
 LAYOUTS = list(Layout)

@@ -9,7 +9,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from embedtrain.config.accelerate import notes_on_accelerate, translated
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
-from embedtrain.config.schema import Layout, Precision, Strategy
+from embedtrain.config.recipe import Layout, Precision, Strategy
 from embedtrain.errors import ConfigError
 
 # What `accelerate config` (1.15) writes for FSDP2, and for FSDP1.

@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from embedtrain.config.checks import RULES, check_evaluate, check_recipe
-from embedtrain.config.door_options import EvaluateOptions
+from embedtrain.config.checks import RULES, SET_RULES, check_recipe
+from embedtrain.config.data_checks import SOURCE_RULES
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.evaluation_checks import SET_RULES
-from embedtrain.config.schema import ModelConfig, Pooling, Recipe, Strategy, TrainSource
-from embedtrain.config.source_checks import SOURCE_RULES
+from embedtrain.config.recipe import ModelConfig, Pooling, Recipe, Strategy, TrainSource
 from embedtrain.errors import ConfigError
+from embedtrain.evaluate.options import EvaluateOptions, check_evaluate
 
 
 def good() -> Recipe:

@@ -8,26 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from embedtrain.config.compose import (
-    choices,
-    compose_evaluate,
-    compose_export,
-    compose_recipes,
-    compose_search,
-    load_recipe,
-    to_plain,
-)
+from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.config.folders import choices
 from embedtrain.config.losses import LOSSES, CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig
-from embedtrain.config.schema import (
-    DataFormat,
-    Pooling,
-    Precision,
-    ScheduleKind,
-    Strategy,
-    TrainSource,
-)
+from embedtrain.config.recipe import DataFormat, Pooling, Precision, ScheduleKind, Strategy, TrainSource
 from embedtrain.errors import ConfigError
+from embedtrain.evaluate.options import compose_evaluate
+from embedtrain.export.options import compose_export
+from embedtrain.search.options import compose_search
 from tests.conftest import ROOT
 
 GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]

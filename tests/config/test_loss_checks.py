@@ -22,7 +22,7 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
-from embedtrain.config.needs import Scores, needs_of
+from embedtrain.config.row_requirements import Scores, needs_of
 from embedtrain.errors import ConfigError
 
 ALL_SIDES = list(Side)

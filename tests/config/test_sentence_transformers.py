@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from embedtrain.config.losses import SentenceTransformersConfig
-from embedtrain.config.needs import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
+from embedtrain.config.row_requirements import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
 from embedtrain.config.sentence_transformers import FUNCTIONS, GUIDED, check_sentence_transformers
 from embedtrain.errors import ConfigError
 

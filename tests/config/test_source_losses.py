@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, LossConfig, SigLIPConfig
-from embedtrain.config.schema import Batches, Recipe, TrainSource
+from embedtrain.config.recipe import Batches, Recipe, TrainSource
 from embedtrain.config.source_losses import batches_by_source, distinct, loss_of
 from embedtrain.errors import ConfigError
 

@@ -2,10 +2,8 @@
 
 import pytest
 
-from embedtrain.config.slurm import Launcher, SlurmConfig
-from embedtrain.config.slurm_checks import check_slurm
-from embedtrain.config.submit_options import compose_submit
 from embedtrain.errors import ConfigError
+from embedtrain.submit.options import Launcher, SlurmConfig, check_slurm, compose_submit
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.schema import WandbMode
+from embedtrain.config.recipe import WandbMode
 from embedtrain.errors import ConfigError
 
 BASE = ["name=t", "model.path=somewhere", "data.train=[rows.jsonl]", "train.steps=20"]

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embedtrain.config.needs import Needs
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.store.readers import SourceReport, read_sources
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import Needs
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.source_report import SourceReport
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError, EmbedtrainError
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.batches import Mixing, TrainData, load_train_data
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.cache import Cache
 from embedtrain.data.keys import text_keys
-from embedtrain.data.store.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.train_data import Mixing, TrainData, load_train_data
 from embedtrain.data.types import Prompt, Row
 from tests.small import small_tokenizer
 
@@ -182,8 +182,8 @@ def test_batches_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
     """The whole of it, in processes of their own: another order would give a resumed run other batches."""
     path = source(tmp_path, "one", rows_with_negatives(30)).path
     program = (
-        "import sys; from embedtrain.config.schema import TrainSource\n"
-        "from embedtrain.data.batches import load_train_data\n"
+        "import sys; from embedtrain.config.recipe import TrainSource\n"
+        "from embedtrain.data.train_data import load_train_data\n"
         "data = load_train_data([TrainSource(path=sys.argv[1])], seed=4, global_batch_size=7)\n"
         "print([(row.query, row.documents) for k in (8, 2, 5) for row in data.batch(k).rows])"
     )

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.store.cache import Cache
-from embedtrain.data.store.readers import read_sources
-from embedtrain.data.store.token_store import prepare_tokens
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.token_store import prepare_tokens
 from embedtrain.data.tokens import TextTokenizer
 from tests.small import small_tokenizer
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from embedtrain.distributed.attempt import agree
+from embedtrain.distributed.watchdog.attempt import agree
 from embedtrain.distributed.world import World
 from embedtrain.errors import LostContact
 

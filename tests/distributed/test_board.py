@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from embedtrain.distributed.board import Beat, Board
+from embedtrain.distributed.watchdog.heartbeats import Beat, Board
 from embedtrain.distributed.world import World
 
 

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
 import embedtrain.distributed.weights as weights_room
-from embedtrain.config.schema import ModelConfig, Pooling, Strategy
+from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
+from embedtrain.loading.load import BLOCK_CLASS_VARIABLE, LoadedModel, load_model
 from embedtrain.models.build import assemble
 from embedtrain.models.encoder import prepare_backbone
 from embedtrain.models.source import open_source
-from embedtrain.training.model import BLOCK_CLASS_VARIABLE, LoadedModel, load_model
 from tests.small import ARCHITECTURES, parallel, save_small, small_model, small_tokenizer
 
 TEXT = {"input_ids": [[0, 5, 9, 2, 1, 1], [0, 7, 8, 6, 12, 2]], "attention_mask": [[1, 1, 1, 1, 0, 0], [1] * 6]}

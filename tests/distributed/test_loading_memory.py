@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.lora import FrozenDtype, LoraConfig
-from embedtrain.config.schema import Attention, ModelConfig
+from embedtrain.config.recipe import Attention, FrozenDtype, LoraConfig, ModelConfig
 from embedtrain.distributed.world import World
-from embedtrain.training import model as loading
-from embedtrain.training.model import load_model
+from embedtrain.loading import load as loading
+from embedtrain.loading.load import load_model
 from tests.memory import MB, growth
 from tests.small import parallel, save_small, small_model
 

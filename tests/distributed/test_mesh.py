@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from embedtrain.config.schema import ModelConfig, Pooling, Strategy
+from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
 from embedtrain.distributed.mesh import Layout, memory_of_rank
 from embedtrain.distributed.world import World
-from embedtrain.training.model import load_model
+from embedtrain.loading.load import load_model
 from tests.small import parallel, save_small, small_model
 
 

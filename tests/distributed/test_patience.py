@@ -2,7 +2,7 @@
 
 import time
 
-from embedtrain.distributed.patience import Patience
+from embedtrain.distributed.timeouts import Patience
 from embedtrain.distributed.world import World
 
 

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.schema import ModelConfig, Pooling, Strategy
+from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
+from embedtrain.loading.load import load_model
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.source import open_source
-from embedtrain.training.model import load_model
 from tests.small import parallel, save_small, small_model
 
 # The last one declares no layers, and its class knows nothing of computing again.

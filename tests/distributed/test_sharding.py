@@ -8,17 +8,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from embedtrain.config.schema import ModelConfig, OptimConfig, Pooling, Precision, Strategy
+from embedtrain.config.recipe import ModelConfig, OptimConfig, Pooling, Precision, Strategy
 from embedtrain.distributed import sharding
 from embedtrain.distributed.mesh import Layout
 from embedtrain.distributed.sharding import gathered_whole, reshard, shard_
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError, ModelError, TrainingError
+from embedtrain.loading.load import load_model
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.source import open_source
-from embedtrain.training.model import load_model
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
 from tests.small import ARCHITECTURES, parallel, save_small, small_model
 

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from embedtrain.distributed.notes import current, note, noted
-from embedtrain.distributed.watch import Watch
+from embedtrain.distributed.watchdog.activity import current, note, noted
+from embedtrain.distributed.watchdog.watchdog import Watch
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError, FailedElsewhere, LostContact, Stopped
 

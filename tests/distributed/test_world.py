@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from embedtrain.distributed.world import FailedElsewhere, World, doing, joined_world
-from embedtrain.errors import ConfigError, DataError, EmbedtrainError, LostContact
+from embedtrain.distributed.world import World, doing, joined_world
+from embedtrain.errors import ConfigError, DataError, EmbedtrainError, FailedElsewhere, LostContact
 
 
 def caught(world: World, failures: dict[int, Exception]) -> tuple[str, str]:

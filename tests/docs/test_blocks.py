@@ -8,7 +8,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from embedtrain.config.compose import compose_recipes, to_recipe
-from embedtrain.config.schema import Recipe
+from embedtrain.config.recipe import Recipe
 from tests.conftest import ROOT
 from tests.docs.pages import blocks, pages
 

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from embedtrain.config.schema import ModelConfig, ParallelConfig, Precision
-from embedtrain.evaluation.encode import SentenceEncoder
-from embedtrain.evaluation.identity import model_identity
-from embedtrain.evaluation.mteb_client.client import run_tasks
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision
+from embedtrain.evaluate.mteb.client import run_tasks
+from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.vector_cache import model_identity
+from embedtrain.loading.load import load_model
 from embedtrain.tracking.console import Console
-from embedtrain.training.model import load_model
 
 
 def loaded(world, directory, **options):

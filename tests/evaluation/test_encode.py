@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from embedtrain.config.evaluation import Gather
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import EmbedtrainError, TrainingError
-from embedtrain.evaluation import encode
-from embedtrain.evaluation.stored_vectors import StoredVectors
+from embedtrain.inference import encode
+from embedtrain.inference.vector_cache import StoredVectors
 from tests.evaluation.tiny import TinyEncoder, sentence_encoder, sharded_encoder
 from tests.small import small_tokenizer, text
 

@@ -10,7 +10,7 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.errors import ConfigError
-from embedtrain.evaluation.mteb_client.tasks import find_tasks
+from embedtrain.evaluate.mteb.tasks import find_tasks
 from tests.evaluation.mteb_ranks import run, what_fails
 from tests.evaluation.mteb_tasks import KINDS, Classification, Reranking, Retrieval, Sts
 from tests.small import save_guide, small_model

@@ -9,14 +9,14 @@ import pyarrow as pa
 import pytest
 
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.data.store.cache import Cache
+from embedtrain.data.cache.cache import Cache
 from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.evaluation.reading import corpus, corpus_store
-from embedtrain.evaluation.reading.beir import read_corpus
-from embedtrain.evaluation.reading.mapped_texts import MappedTexts, picked
-from embedtrain.evaluation.search import trec_order
+from embedtrain.evaluation.readers import corpus, corpus_store
+from embedtrain.evaluation.readers.beir import read_corpus
+from embedtrain.evaluation.readers.mapped_texts import MappedTexts, picked
 from embedtrain.evaluation.sets import load_sets, read_set
+from embedtrain.inference.index import trec_order
 from tests.evaluation.files import beir, jsonl, parquet, repository
 from tests.evaluation.tiny import sentence_encoder
 

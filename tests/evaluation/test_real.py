@@ -9,9 +9,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.evaluation.encode import SentenceEncoder
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.sets import load_sets
+from embedtrain.inference.encode import SentenceEncoder
 
 
 class MeanPooled(nn.Module):

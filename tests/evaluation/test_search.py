@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from embedtrain.config.evaluation import IndexConfig, Place, VectorDtype
-from embedtrain.evaluation import search, tiles
-from embedtrain.evaluation.encode import EncodedShard
-from embedtrain.evaluation.exact import cosines, unit_vectors
-from embedtrain.evaluation.search import ShardedIndex, trec_order
+from embedtrain.inference import index as search
+from embedtrain.inference import index as tiles
+from embedtrain.inference.encode import EncodedShard
+from embedtrain.inference.exact import cosines, unit_vectors
+from embedtrain.inference.index import ShardedIndex, trec_order
 
 
 def exact_ranking(queries, documents, ids, k):

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.evaluation.sentence_transformers_api import SentenceTransformersAdapter
+from embedtrain.evaluation.sentence_transformers import SentenceTransformersAdapter
 from embedtrain.evaluation.types import LoadedSet
 from tests.evaluation.test_evaluator import pairs, small_set
 from tests.evaluation.tiny import sentence_encoder

@@ -10,7 +10,7 @@ import pytest
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.evaluation.reading.rows import table_of
+from embedtrain.evaluation.readers.rows import table_of
 from embedtrain.evaluation.sets import load_sets, read_set, set_name
 from embedtrain.evaluation.types import Corpus
 

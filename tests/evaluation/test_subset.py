@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.errors import ConfigError
-from embedtrain.evaluation.reading.subset import reduced
+from embedtrain.evaluation.readers.subset import reduced
 from embedtrain.evaluation.sets import load_sets, read_set
 from embedtrain.evaluation.types import (
     Bitext,

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel
 
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.encode import SentenceEncoder
+from embedtrain.inference.encode import SentenceEncoder
 from tests.small import small_tokenizer
 
 

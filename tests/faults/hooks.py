@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from embedtrain.distributed.notes import current
+from embedtrain.distributed.watchdog.activity import current
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import embedtrain.__main__
-from embedtrain.config.schema import Recipe
+from embedtrain.config.recipe import Recipe
 
 Hook = Callable[[int], None]
 

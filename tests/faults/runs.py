@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.config.schema import Recipe
+from embedtrain.config.recipe import Recipe
 from tests.faults.process import Hook, be_a_rank
 
 OPTIONS = [

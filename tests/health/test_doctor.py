@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.config.doctor_options import compose_doctor
+from embedtrain.doctor.disks import look_at_disk
+from embedtrain.doctor.environment import look_at_environment
+from embedtrain.doctor.finding import Finding, Level, merged
+from embedtrain.doctor.options import compose_doctor
 from embedtrain.errors import ConfigError
-from embedtrain.health.disks import look_at_disk
-from embedtrain.health.environment import look_at_environment
-from embedtrain.health.finding import Finding, Level, merged
 from tests.conftest import ROOT
 
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2"]

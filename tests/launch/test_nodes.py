@@ -2,8 +2,8 @@
 
 import pytest
 
+from embedtrain.distributed.srun import address_of, node_names, tasks_of_nodes
 from embedtrain.errors import ConfigError
-from embedtrain.launch.nodes import address_of, node_names, tasks_of_nodes
 
 
 @pytest.mark.parametrize(

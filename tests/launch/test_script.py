@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.config.schema import Recipe
-from embedtrain.config.slurm import Launcher, SlurmConfig
-from embedtrain.config.slurm_checks import check_slurm
-from embedtrain.config.submit_options import Submission, compose_submit
-from embedtrain.launch.script import script_of
+from embedtrain.config.recipe import Recipe
+from embedtrain.submit.options import Launcher, SlurmConfig, Submission, check_slurm, compose_submit
+from embedtrain.submit.script import script_of
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
 # A word with everything that a shell, sbatch or Hydra would make something of.

@@ -2,9 +2,8 @@
 
 import pytest
 
+from embedtrain.distributed.srun import interface_towards, take_place
 from embedtrain.errors import ConfigError
-from embedtrain.launch.interface import interface_towards
-from embedtrain.launch.srun import take_place
 
 TASK = {
     "SLURM_JOB_ID": "25003", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NODEID": "2", "SLURM_LOCALID": "1",

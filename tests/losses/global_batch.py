@@ -17,7 +17,7 @@ from torch import Tensor
 
 from embedtrain.config.losses import LossConfig
 from embedtrain.distributed.world import World
-from embedtrain.losses.choose import choose_loss
+from embedtrain.losses.build import choose_loss
 from embedtrain.losses.types import Guide, LossInput
 
 DIMENSION = 8

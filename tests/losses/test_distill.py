@@ -18,7 +18,7 @@ from embedtrain.config.losses import (
 )
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.losses.choose import choose_loss
+from embedtrain.losses.build import choose_loss
 from embedtrain.losses.types import FROM_ROWS, Guide
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 from tests.losses.theirs import as_theirs

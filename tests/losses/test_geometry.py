@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.losses import geometry as module
-from embedtrain.losses.choose import meaning_of
-from embedtrain.losses.geometry import Meaning, Sample, geometry
+from embedtrain.losses import batch_statistics as module
+from embedtrain.losses.batch_statistics import Meaning, Sample, geometry
+from embedtrain.losses.build import meaning_of
 from tests.losses.global_batch import GlobalVectors, vectors
 from tests.losses.test_infonce import duplicates
 

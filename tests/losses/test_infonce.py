@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, Margin, Partition, Side, Similarity
 from embedtrain.distributed.world import World
 from embedtrain.losses import infonce, negatives, softmax
-from embedtrain.losses.choose import choose_loss
+from embedtrain.losses.build import choose_loss
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
-from embedtrain.losses.their_classes import StandIn, made_up_tokenizer
+from embedtrain.losses.sentence_transformers_classes import StandIn, made_up_tokenizer
 from embedtrain.losses.types import Guide, LossInput
 from tests.losses.global_batch import GlobalVectors, check, vectors
 

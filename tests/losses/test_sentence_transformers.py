@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from embedtrain.config.losses import SentenceTransformersConfig
-from embedtrain.config.needs import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
+from embedtrain.config.row_requirements import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
 from embedtrain.config.sentence_transformers import FUNCTIONS, MATRYOSHKA
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.losses.choose import choose_loss
+from embedtrain.losses.build import choose_loss
 from embedtrain.losses.types import FROM_ROWS, Guide
 from tests.losses.global_batch import DIMENSION, GlobalVectors, check, run, vectors
 

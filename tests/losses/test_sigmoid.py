@@ -10,8 +10,8 @@ from torch import Tensor
 
 from embedtrain.config.losses import LossConfig, SigLIPConfig, Similarity
 from embedtrain.distributed.world import World
-from embedtrain.losses import compare
-from embedtrain.losses.choose import choose_loss
+from embedtrain.losses import similarity as compare
+from embedtrain.losses.build import choose_loss
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 
 SIZES = (1, 3, 2, 1, 4, 2)

@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 
 from embedtrain.config.losses import BatchTripletConfig, Distance, LossConfig, Mining, TripletConfig
 from embedtrain.distributed.world import World
-from embedtrain.losses import compare
+from embedtrain.losses import similarity as compare
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 from tests.losses.theirs import as_theirs
 

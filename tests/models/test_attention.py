@@ -5,10 +5,10 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, PretrainedConfig
 
-from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError
+from embedtrain.models.attention_direction import sees_ahead
 from embedtrain.models.build import assemble
-from embedtrain.models.sees import sees_ahead
 from embedtrain.models.source import open_source
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import save_small, small_model, small_tokenizer

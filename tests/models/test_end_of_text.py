@@ -19,7 +19,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.build import assemble

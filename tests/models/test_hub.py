@@ -10,18 +10,18 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from embedtrain.config.compose import compose_mine, compose_recipes
-from embedtrain.config.inspect_options import compose_inspect
-from embedtrain.config.mining import MineOptions
+from embedtrain.config.compose import compose_recipes
+from embedtrain.config.recipe import ModelConfig
 from embedtrain.config.revisions import split_revision
-from embedtrain.config.schema import ModelConfig
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.evaluation.mining.teacher import find_teacher
+from embedtrain.inspect.options import compose_inspect
+from embedtrain.mine.options import MineOptions, compose_mine
+from embedtrain.mine.teacher import find_teacher
 from embedtrain.models.source import open_source
 from embedtrain.models.tokenizer import load_tokenizer
-from embedtrain.train import train
-from embedtrain.training.guide import load_guides
+from embedtrain.training.guides import load_guides
+from embedtrain.training.train import train
 from tests.evaluation.mining.models import save_cross_encoder
 from tests.safety.payloads import edit
 from tests.small import parallel, save_guide, small_model, write_rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from embedtrain.config.schema import ModelConfig, Pooling, Precision
+from embedtrain.config.recipe import ModelConfig, Pooling, Precision
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.models.build import assemble, build_encoder
 from embedtrain.models.encoder import Encoder

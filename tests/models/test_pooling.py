@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from embedtrain.config.schema import Pooling
+from embedtrain.config.recipe import Pooling
 from embedtrain.models.build import assemble
-from embedtrain.models.pooling import pool
+from embedtrain.models.encoder import pool
 from embedtrain.models.source import open_source
 from tests.small import ARCHITECTURES, small_model
 

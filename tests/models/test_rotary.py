@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from embedtrain.config.rope import rope_problem
-from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.config.model_checks import rope_problem
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError
 from embedtrain.models.build import assemble
 from embedtrain.models.source import open_source

@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers import models as st
 from transformers import T5Config
 
-from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.build import assemble, build_encoder, find_weights, initialise, stored_dtype
 from embedtrain.models.source import open_source

@@ -4,12 +4,12 @@ from typing import Any
 
 from torch import nn
 
-from embedtrain.config.schema import ModelConfig, Pooling, Precision
+from embedtrain.config.recipe import ModelConfig, Pooling, Precision
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_source
-from embedtrain.planning.facts import ModelFacts, facts_of
+from embedtrain.planning.model_costs import ModelFacts, facts_of
 
 # FacebookAI/xlm-roberta-large and meta-llama/Meta-Llama-3-8B, config.json.
 XLMR_LARGE: dict[str, Any] = {

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from embedtrain.config.schema import Accumulate, ParallelConfig, Strategy
+from embedtrain.config.recipe import Accumulate, ParallelConfig, Strategy
 from embedtrain.errors import ConfigError
-from embedtrain.planning.changes import changes, largest_chunk
-from embedtrain.planning.choose import choose, choose_for_encoding, every_candidate
-from embedtrain.planning.work import Machines, Work
+from embedtrain.plan.compute import changes, largest_chunk
+from embedtrain.planning.strategy import choose, choose_for_encoding, every_candidate
+from embedtrain.planning.workload import Machines, Work
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, facts
 from tests.small import small_model
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from embedtrain.config.lora import LoraConfig
-from embedtrain.config.schema import Precision
+from embedtrain.config.recipe import LoraConfig, Precision
 from embedtrain.models.adapters import add_adapters
 from embedtrain.planning import activations
-from embedtrain.planning.facts import facts_of
+from embedtrain.planning.model_costs import facts_of
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built, facts
 from tests.small import ARCHITECTURES, small_model
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
-from embedtrain.config.lora import LoraConfig
+from embedtrain.config.recipe import LoraConfig
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.build import assemble
 from embedtrain.models.source import open_source

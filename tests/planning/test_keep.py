@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from embedtrain.config.schema import Strategy
+from embedtrain.config.recipe import Strategy
 from embedtrain.distributed.mesh import Layout
-from embedtrain.planning.keep import keep_tokens
+from embedtrain.planning.cached_graphs import keep_tokens
 from embedtrain.planning.memory import memory_of
-from embedtrain.planning.work import Machines, Work
+from embedtrain.planning.workload import Machines, Work
 from tests.planning.models import XLMR_LARGE, facts
 
 GIB = 2**30

@@ -3,8 +3,7 @@
 import pytest
 
 from benchmarks.plan import LLAMA, XLMR, Case, compare
-from embedtrain.config.lora import LoraConfig
-from embedtrain.config.schema import ParallelConfig, Precision, Strategy
+from embedtrain.config.recipe import LoraConfig, ParallelConfig, Precision, Strategy
 
 
 def within(case: Case) -> None:

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from embedtrain.config.schema import Accumulate, ParallelConfig, Strategy
+from embedtrain.config.recipe import Accumulate, ParallelConfig, Strategy
 from embedtrain.distributed.mesh import Layout
 from embedtrain.planning.memory import Memory, keeps_whole_gradients, memory_of
-from embedtrain.planning.work import Machines, Work
+from embedtrain.planning.workload import Machines, Work
 from tests.conftest import ROOT
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, facts
 

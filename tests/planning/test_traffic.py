@@ -5,18 +5,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import OptimConfig, Precision, Strategy
+from embedtrain.config.recipe import OptimConfig, Precision, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.mesh import Layout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.planning.facts import facts_of
+from embedtrain.planning.model_costs import facts_of
 from embedtrain.planning.traffic import traffic_of
-from embedtrain.planning.work import Machines, Work
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.gradients import Backward
+from embedtrain.planning.workload import Machines, Work
+from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import build_optimizer
+from embedtrain.training.rank_batch import Cutting, cut
 from tests.planning.models import LLAMA_3_8B, built, facts
 from tests.small import batch, parallel, small_model, small_tokenizer, tokenised
 

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-from embedtrain.config.schema import OptimConfig, ParallelConfig, Precision, Strategy
+from embedtrain.config.recipe import OptimConfig, ParallelConfig, Precision, Strategy
 from embedtrain.distributed.mesh import Layout
 from embedtrain.distributed.sharding import shard_
-from embedtrain.planning.facts import facts_of
 from embedtrain.planning.memory import memory_of
-from embedtrain.planning.work import Machines, Work
+from embedtrain.planning.model_costs import facts_of
+from embedtrain.planning.workload import Machines, Work
 from embedtrain.training.optimizer import build_optimizer
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built
 

@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from embedtrain.config.compose import compose_evaluate, compose_export, compose_mine, compose_recipes, compose_search
-from embedtrain.config.inspect_options import compose_inspect
+from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
+from embedtrain.evaluate.options import compose_evaluate
+from embedtrain.export.options import compose_export
+from embedtrain.inspect.options import compose_inspect
+from embedtrain.mine.options import compose_mine
+from embedtrain.search.options import compose_search
 
 MARKER = "marker"
 
@@ -66,7 +70,7 @@ def deep(opening: str, closing: str, times: int = 100_000) -> str:
 
 def _train(arguments: list[str]) -> None:
     from embedtrain.distributed.world import joined_world
-    from embedtrain.train import train
+    from embedtrain.training.train import train
 
     (recipe,) = compose_recipes(arguments)
     with joined_world() as world:
@@ -74,11 +78,11 @@ def _train(arguments: list[str]) -> None:
 
 
 def _door(name: str) -> Callable[[list[str]], None]:
-    import embedtrain.evaluate
-    import embedtrain.export
-    import embedtrain.inspect
-    import embedtrain.mine
-    import embedtrain.search
+    import embedtrain.evaluate.__main__
+    import embedtrain.export.__main__
+    import embedtrain.inspect.__main__
+    import embedtrain.mine.__main__
+    import embedtrain.search.__main__
 
     doors: dict[str, Callable[[list[str]], None]] = {
         "train": _train,

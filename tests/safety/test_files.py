@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from embedtrain.data.store.claims import COMPLETE, is_complete
+from embedtrain.data.cache.shared_build import COMPLETE, is_complete
 from embedtrain.errors import DataError
-from embedtrain.evaluation.mining.figures import Figures
+from embedtrain.mine.figures import Figures
 from tests.safety.payloads import MARKER, Bomb, attempt, code, deep, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
 

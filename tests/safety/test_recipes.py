@@ -9,7 +9,7 @@ import yaml
 
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.elements import sources_of
-from embedtrain.config.schema import Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
 from tests.safety.payloads import MARKER, attempt, code, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows

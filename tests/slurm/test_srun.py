@@ -14,7 +14,7 @@ _FOUR = ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--wait=60"]
 # What the first lines of every door do, and what a process knows of its place afterwards.
 _PLACE = (
     "import os\n"
-    "from embedtrain.launch.srun import take_place\n"
+    "from embedtrain.distributed.srun import take_place\n"
     "take_place(os.environ)\n"
     "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')\n"
     "node = os.environ.get('SLURMD_NODENAME')\n"

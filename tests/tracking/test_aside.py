@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from embedtrain.tracking import aside
-from embedtrain.tracking.aside import Aside
+from embedtrain.tracking import async_logger as aside
+from embedtrain.tracking.async_logger import Aside
 
 
 class Notebook:

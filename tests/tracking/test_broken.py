@@ -190,7 +190,7 @@ def test_a_cache_that_was_asked_for_is_not_exchanged(workshop, tmp_path, useless
 DISK = """
 import sys, torch
 from pathlib import Path
-from embedtrain.config.schema import Recipe, TrackingConfig, WandbMode
+from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
 from tests.tracking.test_broken import fill
@@ -228,9 +228,9 @@ def test_a_disk_that_fills_up(tmp_path):
 HANGS = """
 import psutil, sys, torch
 from pathlib import Path
-from embedtrain.config.schema import Recipe, TrackingConfig, WandbMode
+from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
-from embedtrain.door import enter
+from embedtrain.cli import enter
 from embedtrain.tracking import weights_and_biases
 from embedtrain.tracking.tracker import Tracker
 

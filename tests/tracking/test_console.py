@@ -11,9 +11,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
 
-from embedtrain.tracking.console import Console
-from embedtrain.tracking.figures import Pace, duration, rate, step_figures
-from embedtrain.tracking.progress import ProgressLine
+from embedtrain.tracking.console import Console, ProgressLine
+from embedtrain.tracking.formatting import Pace, duration, rate, step_figures
 
 ROW = {
     "step": 100,

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from embedtrain.config.schema import Recipe, TrackingConfig
+from embedtrain.config.recipe import Recipe, TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.tracking.metrics import read_metrics
 from embedtrain.tracking.tracker import Tracker
@@ -52,7 +52,7 @@ def test_a_run_taken_back_has_one_history_and_a_new_one_begins_anew(tmp_path):
 
 def test_it_is_not_imported_unless_asked_for(tmp_path):
     script = (
-        "import sys, torch; from embedtrain.config.schema import Recipe\n"
+        "import sys, torch; from embedtrain.config.recipe import Recipe\n"
         "from embedtrain.distributed.world import World; from embedtrain.tracking.tracker import Tracker\n"
         "Tracker.open(Recipe(), World(0, 1, 0, 1, torch.device('cpu')), sys.argv[1]).close()\n"
         "print('tensorboard' in sys.modules)"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embedtrain.config.schema import Recipe, TrackingConfig, WandbMode
+from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
 from embedtrain.tracking.metrics import read_metrics
 from embedtrain.tracking.tracker import Tracker
@@ -100,7 +100,7 @@ def test_only_rank_0_speaks_and_writes(ranks, tmp_path):
 
 def test_wandb_is_not_imported_unless_asked_for(tmp_path):
     script = (
-        "import sys, torch; from embedtrain.config.schema import Recipe\n"
+        "import sys, torch; from embedtrain.config.recipe import Recipe\n"
         "from embedtrain.distributed.world import World; from embedtrain.tracking.tracker import Tracker\n"
         "Tracker.open(Recipe(), World(0, 1, 0, 1, torch.device('cpu')), sys.argv[1]).close()\n"
         "print('wandb' in sys.modules)"
@@ -245,7 +245,7 @@ def test_a_file_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path, 
 
 REAL = """
 import sys, torch
-from embedtrain.config.schema import Recipe, TrackingConfig
+from embedtrain.config.recipe import Recipe, TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
 recipe = Recipe(name="tiny", tracking=TrackingConfig(wandb=True))

@@ -13,17 +13,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
-from embedtrain.config.lora import FrozenDtype, LoraConfig
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import ModelConfig, ParallelConfig, Precision, Strategy
+from embedtrain.config.recipe import FrozenDtype, LoraConfig, ModelConfig, ParallelConfig, Precision, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
+from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.adapters import without_adapters
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.gradients import Backward
-from embedtrain.training.model import load_model
+from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
+from embedtrain.training.rank_batch import Cutting, cut
 from tests.small import batch, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from embedtrain.config.schema import Attention, Precision, Strategy
+from embedtrain.config.recipe import Attention, Precision, Strategy
 from embedtrain.distributed.world import joined_world
 from embedtrain.errors import ModelError
-from embedtrain.training.model import LoadedModel, load_model
+from embedtrain.loading.load import LoadedModel, load_model
 from tests.small import parallel, small_model, small_tokenizer, text
 
 REASON = "from those of the same texts padded"

@@ -11,8 +11,8 @@ from embedtrain.data.keys import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Prompt, Row
 from embedtrain.losses.types import LossInput
-from embedtrain.training.batches import Cutting, RankBatch, cut
 from embedtrain.training.prefetch import Prefetcher
+from embedtrain.training.rank_batch import Cutting, RankBatch, cut
 from tests.small import batch, small_tokenizer, text, tokenised
 
 TOKENIZER = TextTokenizer(small_tokenizer(), 16)

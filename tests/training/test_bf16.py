@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embedtrain.config.schema import ModelConfig, Precision
+from embedtrain.config.recipe import ModelConfig, Precision
 from embedtrain.distributed.world import World
-from embedtrain.training.bf16 import notes_on_bf16
-from embedtrain.training.gradients import Backward
-from embedtrain.training.model import load_model
+from embedtrain.loading.load import load_model
+from embedtrain.training.backward import Backward
+from embedtrain.training.matmul_rate import notes_on_bf16
 from tests.small import parallel, small_model, small_tokenizer
 from tests.training.test_losses import LOSSES, cut_for, loss_of, rows_for
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from embedtrain.checkpoint.folder import StepFolder
+from embedtrain.checkpoint.step_directory import StepFolder
 from embedtrain.config.compose import compose_recipes, to_plain
 from embedtrain.config.losses import LOSSES
-from embedtrain.config.schema import Recipe
-from embedtrain.data.chosen import chosen_data
-from embedtrain.data.store.cache import Cache
+from embedtrain.config.recipe import Recipe
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.train_data import chosen_data
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError
-from embedtrain.train import train
-from embedtrain.training.course import EFFECTS, Effect, changes_since, effect_of, identity_of, require_same_course
+from embedtrain.training.resume import EFFECTS, Effect, changes_since, effect_of, identity_of, require_same_course
+from embedtrain.training.train import train
 from tests.small import save_small, small_model, write_rows
 
 PROMPTS = {"query": "ask: "}

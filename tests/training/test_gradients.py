@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import Attention, ModelConfig, ParallelConfig, Pooling, Strategy
+from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Pooling, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
+from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.source import open_source
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.gradients import Backward
-from embedtrain.training.model import load_model
+from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
+from embedtrain.training.rank_batch import Cutting, cut
 from tests.small import batch, parallel, save_small, small_model, small_tokenizer, tokenised
 
 TEMPERATURE = 0.2

@@ -10,23 +10,22 @@ from sentence_transformers import SentenceTransformer
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import ModelConfig, Pooling, Precision, TrainSource
-from embedtrain.data.batches import TrainData, load_train_data
-from embedtrain.data.store.cache import Cache
+from embedtrain.config.recipe import ModelConfig, Pooling, Precision, TrainSource
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.data.types import Row
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.evaluation.encode import SentenceEncoder
-from embedtrain.evaluation.identity import model_identity
-from embedtrain.evaluation.sentence_transformers_api import SentenceTransformersAdapter
-from embedtrain.evaluation.stored_vectors import StoredVectors
+from embedtrain.evaluation.sentence_transformers import SentenceTransformersAdapter
+from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.vector_cache import StoredVectors, model_identity
+from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.source import open_source
-from embedtrain.training.batches import Cutting, GuideTexts, cut
-from embedtrain.training.gradients import Backward
-from embedtrain.training.guide import GuideModel
-from embedtrain.training.model import load_model
+from embedtrain.training.backward import Backward
+from embedtrain.training.guides import GuideModel
+from embedtrain.training.rank_batch import Cutting, GuideTexts, cut
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import WORDS, parallel, save_small, small_model, small_tokenizer
 

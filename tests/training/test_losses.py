@@ -36,24 +36,24 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
-from embedtrain.config.needs import needs_of
-from embedtrain.config.schema import Accumulate, ModelConfig, OptimConfig, Strategy
+from embedtrain.config.recipe import Accumulate, ModelConfig, OptimConfig, Strategy
+from embedtrain.config.row_requirements import needs_of
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Prompt, Row
 from embedtrain.distributed.mesh import Layout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.distributed.world import World
-from embedtrain.losses.choose import choose_loss
+from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.losses.build import choose_loss
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble, initialise
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import open_source
-from embedtrain.training.batches import Cutting, RankBatch, cut
-from embedtrain.training.gradients import Backward
-from embedtrain.training.guide import load_guides
-from embedtrain.training.model import LoadedModel, load_model
+from embedtrain.training.backward import Backward
+from embedtrain.training.guides import load_guides
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
+from embedtrain.training.rank_batch import Cutting, RankBatch, cut
 from tests.small import batch, parallel, save_guide, save_small, small_model, small_tokenizer, text, tokenised
 
 TOLERANCE = 1e-5

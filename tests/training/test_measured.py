@@ -5,13 +5,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import Implementation, InfoNCEConfig
-from embedtrain.config.schema import Strategy
+from embedtrain.config.recipe import Strategy
 from embedtrain.distributed.world import World
-from embedtrain.losses.geometry import Meaning
+from embedtrain.loading.load import load_model
+from embedtrain.losses.batch_statistics import Meaning
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.gradients import Backward
-from embedtrain.training.model import load_model
+from embedtrain.training.backward import Backward
+from embedtrain.training.rank_batch import Cutting, cut
 from tests.small import batch, parallel, small_model, small_tokenizer, tokenised
 
 NAMES = ["positive_similarity", "hardest_negative_similarity", "false_negatives", "alignment", "uniformity"]

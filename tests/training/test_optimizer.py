@@ -8,13 +8,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import ModelConfig, OptimConfig, Precision, ScheduleKind, Strategy
+from embedtrain.config.recipe import ModelConfig, OptimConfig, Precision, ScheduleKind, Strategy
 from embedtrain.distributed.world import World
+from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.gradients import Backward, chunk_seed
-from embedtrain.training.model import LoadedModel, load_model
+from embedtrain.training.backward import Backward, chunk_seed
 from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm
+from embedtrain.training.rank_batch import Cutting, cut
 from tests.small import ARCHITECTURES, batch, parallel, small_model, small_tokenizer
 
 

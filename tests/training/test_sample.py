@@ -5,8 +5,8 @@ import json
 import pytest
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.data.chosen import chosen_data
-from embedtrain.data.store.cache import Cache
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.train_data import chosen_data
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
@@ -17,7 +17,7 @@ from embedtrain.evaluation.types import (
     ScoredPairs,
 )
 from embedtrain.tracking.report.sample import Relation, Role, read_texts, write_texts
-from embedtrain.training.sample import TEXT_LENGTH, choose_sample
+from embedtrain.training.report_sample import TEXT_LENGTH, choose_sample
 
 
 @pytest.fixture

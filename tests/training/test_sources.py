@@ -4,16 +4,16 @@ import pytest
 from torch import Tensor
 
 from embedtrain.config.losses import CoSENTConfig, DistillEmbeddingsConfig, InfoNCEConfig
-from embedtrain.config.schema import ModelConfig, Pooling
+from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
+from embedtrain.loading.load import load_model
+from embedtrain.losses.build import choose_loss, choose_losses, notes_on
 from embedtrain.losses.by_source import BySource
-from embedtrain.losses.choose import choose_loss, choose_losses, notes_on
 from embedtrain.losses.types import FROM_ROWS
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.gradients import Backward
-from embedtrain.training.model import load_model
+from embedtrain.training.backward import Backward
+from embedtrain.training.rank_batch import Cutting, cut
 from tests.small import batch, parallel, save_small, small_model, tokenised
 
 LEARNT = InfoNCEConfig(temperature=0.2, learn_temperature=True)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from embedtrain.config.schema import Precision
+from embedtrain.config.recipe import Precision
 from embedtrain.losses.scores import rounding
-from embedtrain.training.tensor_float import products_in_tf32
+from embedtrain.training.objective import products_in_tf32
 
 
 class Looking(nn.Module):

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.schema import Precision, Strategy
+from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.losses.geometry import Meaning
+from embedtrain.loading.load import load_model
+from embedtrain.losses.batch_statistics import Meaning
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.types import Loss, LossInput, LossOutput
-from embedtrain.training.batches import Cutting, cut
-from embedtrain.training.gradients import Backward
-from embedtrain.training.model import load_model
+from embedtrain.training.backward import Backward
+from embedtrain.training.rank_batch import Cutting, cut
 from tests.small import batch, parallel, small_model, small_tokenizer, tokenised
 
 # A value of a tensor becomes one of Python's, or a size depends on values.

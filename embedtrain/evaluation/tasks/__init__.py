@@ -1,1 +1,1 @@
-"""The kinds of evaluation, one file each: which metrics, and how they are measured over all ranks."""
+"""One module per kind of evaluation task."""

@@ -9,12 +9,11 @@ import torch
 from sklearn.metrics import precision_recall_fscore_support
 from torch import Tensor
 
-from embedtrain.evaluation.encode import EncodedShard
-from embedtrain.evaluation.exact import unit_vectors
-from embedtrain.evaluation.search import ShardedIndex
-from embedtrain.evaluation.tasks.fitting import fitting
-from embedtrain.evaluation.tasks.measuring import Measuring
+from embedtrain.evaluation.tasks.measuring import Measuring, fitting
 from embedtrain.evaluation.types import Bitext
+from embedtrain.inference.encode import EncodedShard
+from embedtrain.inference.exact import unit_vectors
+from embedtrain.inference.index import ShardedIndex
 
 METRICS = ("f1", "precision", "recall", "accuracy", "accuracy_back", "accuracy_mean")
 

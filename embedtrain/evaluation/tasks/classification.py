@@ -14,8 +14,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from embedtrain.config.evaluation import Classifier
 from embedtrain.errors import DataError
-from embedtrain.evaluation.tasks.fitting import SEED, fitting
-from embedtrain.evaluation.tasks.measuring import Measuring
+from embedtrain.evaluation.tasks.measuring import SEED, Measuring, fitting
 from embedtrain.evaluation.types import ClassificationSet
 
 METRICS = ("accuracy", "f1", "f1_weighted", "precision", "recall")

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from sklearn.cluster import MiniBatchKMeans
 from sklearn.metrics import adjusted_mutual_info_score, v_measure_score
 
-from embedtrain.evaluation.tasks.fitting import SEED, fitting
-from embedtrain.evaluation.tasks.measuring import Measuring
+from embedtrain.evaluation.tasks.measuring import SEED, Measuring, fitting
 from embedtrain.evaluation.types import ClusteringSet
 
 METRICS = ("v_measure", "v_measure_std", "ami")

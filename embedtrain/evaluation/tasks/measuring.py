@@ -1,19 +1,21 @@
 """Measuring: what every kind of evaluation works with, and how its texts become vectors."""
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.encode import SentenceEncoder
-from embedtrain.evaluation.exact import unit_vectors
-from embedtrain.evaluation.search import ShardedIndex, trec_order
-from embedtrain.evaluation.stored_vectors import StoredVectors
-from embedtrain.evaluation.tiles import dtype_of
 from embedtrain.evaluation.types import LoadedSet
+from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.exact import unit_vectors
+from embedtrain.inference.index import ShardedIndex, dtype_of, trec_order
+from embedtrain.inference.vector_cache import StoredVectors
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,20 @@ class Measuring:
         ):
             index.add(block)
         return index
+
+
+# Of whatever is drawn, in any set and experiment: MTEB's.
+SEED = 42
+
+
+@contextlib.contextmanager
+def fitting() -> Iterator[None]:
+    """Fit and measure within it.
+
+    The last bits of a product, and with them now and then a prediction, depend on the number of threads; launchers
+    give one process all cores and several processes one each. What scikit-learn warns of (no convergence after so
+    many iterations, a class that was never predicted) is the figures' own matter: they are what they are.
+    """
+    with warnings.catch_warnings(), threadpool_limits(limits=1):
+        warnings.simplefilter("ignore")
+        yield

@@ -3,10 +3,9 @@
 import numpy as np
 from sklearn.metrics import average_precision_score
 
-from embedtrain.evaluation.exact import cosines
-from embedtrain.evaluation.tasks.fitting import fitting
-from embedtrain.evaluation.tasks.measuring import Measuring
+from embedtrain.evaluation.tasks.measuring import Measuring, fitting
 from embedtrain.evaluation.types import LabelledPairs
+from embedtrain.inference.exact import cosines
 
 METRICS = ("ap", "accuracy", "f1", "precision", "recall", "accuracy_threshold", "f1_threshold")
 

@@ -1,9 +1,9 @@
 """Semantic textual similarity: do cosines order pairs as people do?"""
 
-from embedtrain.evaluation.exact import cosines
 from embedtrain.evaluation.metrics import sts_metrics
 from embedtrain.evaluation.tasks.measuring import Measuring
 from embedtrain.evaluation.types import ScoredPairs
+from embedtrain.inference.exact import cosines
 
 METRICS = ("spearman", "pearson")
 

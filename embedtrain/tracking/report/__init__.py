@@ -1,1 +1,1 @@
-"""The report of one run or several: one HTML file that opens without a network."""
+"""Render runs as one self-contained HTML page."""

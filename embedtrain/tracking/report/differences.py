@@ -9,7 +9,7 @@ import yaml
 
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES
-from embedtrain.config.schema import Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.tracking.report.runs import Run
 
 # A file made to explode (aliases within aliases) ends here.

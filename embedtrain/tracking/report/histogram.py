@@ -6,9 +6,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from embedtrain.tracking.report.axis import Axis, marks, round_numbers
+from embedtrain.tracking.report.chart import Axis, element, marks, round_numbers
 from embedtrain.tracking.report.names import Form
-from embedtrain.tracking.report.svg import element
 
 WIDTH, HEIGHT = 380, 170
 LEFT, RIGHT, TOP, BOTTOM = 12.0, 368.0, 8.0, 144.0

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
+from embedtrain.tracking.report.chart import spread
 from embedtrain.tracking.report.sample import Relation, Role, Sample, Vectors
-from embedtrain.tracking.report.series import spread
 
 Places = NDArray[np.int64]  # [P, 2], numbers of two texts
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from markupsafe import Markup
 
+from embedtrain.tracking.report.chart import element
 from embedtrain.tracking.report.flat import Flat
 from embedtrain.tracking.report.sample import Relation, Role, Sample
-from embedtrain.tracking.report.svg import element
 
 SIZE, MARGIN = 560, 14
 _JOINED = (Relation.positive, Relation.high, Relation.same)

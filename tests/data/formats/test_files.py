@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.formats.sources import expand, no_in_batch_negatives, source_names
-from embedtrain.data.store.readers import read_sources
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.sources.sources import expand, no_in_batch_negatives, source_names
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import error_of, line, read, write
 

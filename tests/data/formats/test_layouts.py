@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig
-from embedtrain.config.needs import Needs, needs_of
-from embedtrain.config.schema import DataFormat, OnError
+from embedtrain.config.recipe import DataFormat, OnError
+from embedtrain.config.row_requirements import Needs, needs_of
 from embedtrain.data.types import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import error_of, read, write, write_table

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig, TripletConfig
-from embedtrain.config.needs import Needs, needs_of
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.batches import load_train_data
-from embedtrain.data.store.readers import read_sources
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import Needs, needs_of
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.train_data import load_train_data
 from embedtrain.data.types import Prompt
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import error_of, read, write, write_table

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embedtrain.config.schema import DataFormat, OnError, TrainSource
-from embedtrain.data.formats.sources import may_be_hub_id, source_names, stem_of
-from embedtrain.data.store.readers import read_sources
+from embedtrain.config.recipe import DataFormat, OnError, TrainSource
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.sources.kinds import may_be_hub_id, stem_of
+from embedtrain.data.sources.sources import source_names
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.losses import CoSENTConfig
-from embedtrain.config.needs import Needs, needs_of
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.formats.digests import WHOLE_BYTES
-from embedtrain.data.formats.layouts import TEXTS_ALONE
-from embedtrain.data.formats.problems import BadRow
-from embedtrain.data.formats.reading import Reading, open_sources, row_at
-from embedtrain.data.formats.streams import BLOCK
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import Needs, needs_of
+from embedtrain.data.sources.digests import WHOLE_BYTES
+from embedtrain.data.sources.layouts.layout import TEXTS_ALONE
+from embedtrain.data.sources.problems import BadRow
+from embedtrain.data.sources.reading import Reading, open_sources, row_at
+from embedtrain.data.sources.streams import BLOCK
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
 from tests.data.files import line, write, write_table

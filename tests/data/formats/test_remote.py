@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embedtrain.config.needs import Needs
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.formats.reading import Reading, open_sources
-from embedtrain.data.formats.sources import expand, source_names
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import Needs
+from embedtrain.data.sources.reading import Reading, open_sources
+from embedtrain.data.sources.sources import expand, source_names
 from embedtrain.errors import ConfigError
 from tests.data.files import error_of, line, read, write, write_table
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.schema import TrainSource
-from embedtrain.data.formats.sources import find, parts_of
+from embedtrain.config.recipe import TrainSource
+from embedtrain.data.sources.sources import find, parts_of
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.sets import read_set
 from tests.conftest import ROOT
@@ -23,10 +23,10 @@ OLD, NEW = "a" * 40, "b" * 40
 READ = """
 import json, sys
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.schema import DataFormat, TrainSource
-from embedtrain.data.formats.files import raw_rows
-from embedtrain.data.formats.pieces import Parts
-from embedtrain.data.formats.sources import find
+from embedtrain.config.recipe import DataFormat, TrainSource
+from embedtrain.data.sources.files import raw_rows
+from embedtrain.data.sources.pieces import Parts
+from embedtrain.data.sources.sources import find
 from embedtrain.errors import EmbedtrainError
 from embedtrain.evaluation.sets import read_set
 

@@ -14,9 +14,9 @@ from embedtrain.config.losses import (
     SentenceTransformersConfig,
     TripletConfig,
 )
-from embedtrain.config.needs import Needs, Scores, needs_of
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.store.readers import read_sources
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import Needs, Scores, needs_of
+from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.types import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import error_of, read, write, write_table

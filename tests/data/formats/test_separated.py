@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.config.schema import OnError
+from embedtrain.config.recipe import OnError
 from tests.data.files import error_of, read
 
 HEAD = "a,b\n" + "".join(f"q{i},p{i}\n" for i in range(3))  # 4 lines

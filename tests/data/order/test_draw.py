@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from embedtrain.data.order.draw import Drawn, draw
+from embedtrain.data.sampling.draw import Drawn, draw
 
 
 def whole(values: list[int]) -> np.ndarray:

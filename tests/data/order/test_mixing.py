@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from embedtrain.config.schema import Weights
-from embedtrain.data.order.mixing import rows_of_an_epoch
+from embedtrain.config.recipe import Weights
+from embedtrain.data.sampling.mixing import rows_of_an_epoch
 from embedtrain.errors import ConfigError
 
 PASSES, SHARES = Weights.passes, Weights.shares

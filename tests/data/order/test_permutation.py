@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from embedtrain.data.order.permutation import MOST, below, bits, key_of, keys_of, permute, uniform
+from embedtrain.data.sampling.permutation import MOST, below, bits, key_of, keys_of, permute, uniform
 
 
 def far_from_even(counts: np.ndarray) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from embedtrain.data.order.plan import BatchPlan, PlannedBatch
+from embedtrain.data.sampling.plan import BatchPlan, PlannedBatch
 from embedtrain.errors import ConfigError
 
 BOTH = pytest.mark.parametrize("by_source", [False, True])

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from embedtrain.data.store.cache import mapped, write_array
-from embedtrain.data.store.claims import Build, Task, build, is_complete
+from embedtrain.data.cache.cache import mapped, write_array
+from embedtrain.data.cache.shared_build import Build, Task, build, is_complete
 from embedtrain.errors import DataError
 
 SPAWN = mp.get_context("spawn")

@@ -11,13 +11,14 @@ import pyarrow as pa
 import pytest
 
 from embedtrain.config.losses import CoSENTConfig
-from embedtrain.config.needs import Needs, needs_of
-from embedtrain.config.schema import DataCache, OnError, TrainSource
-from embedtrain.data.store import row_files, stored
-from embedtrain.data.store.cache import Cache
-from embedtrain.data.store.readers import read_sources
-from embedtrain.data.store.row_digest import RowDigest
-from embedtrain.data.store.table import BESIDES, TEXTS
+from embedtrain.config.recipe import DataCache, OnError, TrainSource
+from embedtrain.config.row_requirements import Needs, needs_of
+from embedtrain.data.cache import row_files
+from embedtrain.data.cache import row_store as stored
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.row_digest import RowDigest
+from embedtrain.data.cache.row_table import BESIDES, TEXTS
 from embedtrain.data.types import Texts
 from embedtrain.distributed.world import World
 from tests.data.files import write, write_table

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from embedtrain.config.losses import CoSENTConfig, TripletConfig
-from embedtrain.config.needs import Needs, needs_of
-from embedtrain.config.schema import DataCache, OnError, TrainSource
-from embedtrain.data.store import stored
-from embedtrain.data.store.cache import Cache, cache_directory, digest_of
-from embedtrain.data.store.readers import read_sources
-from embedtrain.data.store.table import RowStore
+from embedtrain.config.recipe import DataCache, OnError, TrainSource
+from embedtrain.config.row_requirements import Needs, needs_of
+from embedtrain.data.cache import row_store as stored
+from embedtrain.data.cache.cache import Cache, cache_directory, digest_of
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
@@ -339,10 +339,10 @@ def test_two_jobs_with_other_settings_at_once(tmp_path: Path, ranks: Any) -> Non
 READ = """
 import sys
 from pathlib import Path
-from embedtrain.config.schema import OnError, TrainSource
+from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.store import stored
-from embedtrain.data.store.cache import Cache
-from embedtrain.data.store.readers import read_sources
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.open_sources import read_sources
 stored.PIECE_BYTES = 50_000
 (store,) = read_sources([TrainSource(path=sys.argv[1])], OnError.stop, cache=Cache(directory=Path(sys.argv[2])))
 print(len(store), sum(one.line for one in store))
@@ -380,9 +380,9 @@ def test_a_column_that_the_900_000th_row_lacks(tmp_path: Path) -> None:
 PEAK = """
 import sys, threading, time
 from pathlib import Path
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.store.cache import Cache
-from embedtrain.data.store.readers import read_sources
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.open_sources import read_sources
 def anonymous():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
 before, peak, done = anonymous(), 0, False

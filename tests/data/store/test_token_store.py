@@ -12,15 +12,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from embedtrain.config.needs import Needs
-from embedtrain.config.schema import OnError, TrainSource
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import Needs
+from embedtrain.data.cache import row_store as stored
+from embedtrain.data.cache import token_files
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.cache.token_store import TokenStore, Wanted, prepare_all, prepare_tokens
 from embedtrain.data.keys import asked, text_keys
-from embedtrain.data.prompts import prompt_of
-from embedtrain.data.store import stored, token_files
-from embedtrain.data.store.cache import Cache
-from embedtrain.data.store.readers import read_sources
-from embedtrain.data.store.table import RowStore
-from embedtrain.data.store.token_store import TokenStore, Wanted, prepare_all, prepare_tokens, prompts_of
+from embedtrain.data.prompts import prompt_of, prompts_of
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import NO_PROMPT, Prompt
 from embedtrain.data.vocabulary import train_tokenizer

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.store import stored
-from embedtrain.data.store.cache import Cache
-from embedtrain.data.store.readers import read_sources
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache import row_store as stored
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from tests.data.files import write

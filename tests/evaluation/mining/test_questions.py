@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedtrain.config.compose import compose_mine
-from embedtrain.data.store.cache import Cache
+from embedtrain.data.cache.cache import Cache
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.mining.prepared import prepare
-from embedtrain.evaluation.mining.questions import Questions
-from embedtrain.evaluation.mining.relation import joined
-from embedtrain.evaluation.mining.sources import read_mined
+from embedtrain.mine.options import compose_mine
+from embedtrain.mine.prepared import prepare
+from embedtrain.mine.questions import Questions
+from embedtrain.mine.relation import joined
+from embedtrain.mine.sources import read_mined
 from tests.evaluation.mining.mined import positive, write_jsonl
 
 LABELS = ["alpha", "beta", " alpha"]

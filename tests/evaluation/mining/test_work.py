@@ -7,9 +7,9 @@ import pytest
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError, EmbedtrainError
-from embedtrain.evaluation.mining.blocks import in_rows_order
-from embedtrain.evaluation.mining.figures import Figures
-from embedtrain.evaluation.mining.work import Work
+from embedtrain.mine.blocks import in_rows_order
+from embedtrain.mine.figures import Figures
+from embedtrain.mine.work import Work
 
 
 def begin(world: World, folder: Path, is_shared: bool) -> str:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from embedtrain.config.schema import OnError, TrainSource
-from embedtrain.data.store.readers import read_sources
-from embedtrain.evaluation.mining.written import Negatives, line_of
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.mine.written import Negatives, line_of
 
 ROWS = [
     {"query": "a b", "pos": ["x", "y"], "neg": ["z"]},

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from embedtrain.config.compose import to_plain
-from embedtrain.config.schema import Recipe
+from embedtrain.config.recipe import Recipe
 from embedtrain.tracking.report.sample import (
     AFTER,
     BEFORE,

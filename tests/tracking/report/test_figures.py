@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from embedtrain.tracking.report.axis import marks, round_numbers, step_axis, value_axis
+from embedtrain.tracking.report.chart import marks, round_numbers, smoothed, spread, step_axis, thinned, value_axis
 from embedtrain.tracking.report.differences import options_of
 from embedtrain.tracking.report.flat import flattened
 from embedtrain.tracking.report.likeness import Family, answers, cosines, shown_queries, told_apart
@@ -14,7 +14,6 @@ from embedtrain.tracking.report.names import Form, duration, written
 from embedtrain.tracking.report.runs import Series, read_runs
 from embedtrain.tracking.report.sample import Relation, Role, Vectors
 from embedtrain.tracking.report.samples import shown
-from embedtrain.tracking.report.series import smoothed, spread, thinned
 from tests.tracking.report.made import made_sample, make_run
 
 

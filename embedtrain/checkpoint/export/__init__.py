@@ -1,0 +1,1 @@
+"""Write model directories for sentence-transformers, transformers and ONNX, and verify them."""

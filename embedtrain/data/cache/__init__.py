@@ -1,0 +1,1 @@
+"""Rows and tokens on disk, memory-mapped."""

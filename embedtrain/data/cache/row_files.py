@@ -1,0 +1,261 @@
+"""Pieces of a source -> files of checked rows, each made by itself; and what is known once all are there."""
+
+import copy
+import shutil
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from embedtrain.config.recipe import DataCache, OnError
+from embedtrain.data.cache.cache import read_facts, write_array, write_facts
+from embedtrain.data.cache.row_digest import RowDigest
+from embedtrain.data.cache.row_requirements import RowCheck
+from embedtrain.data.cache.row_table import BESIDES, TEXTS, ArrowFile, Stretch
+from embedtrain.data.cache.source_report import Findings
+from embedtrain.data.sources.layouts.layout import Documents, Layout
+from embedtrain.data.sources.pieces import Piece
+from embedtrain.data.sources.problems import BadRow
+from embedtrain.data.sources.reading import Reading
+from embedtrain.data.types import Texts
+from embedtrain.errors import ConfigError, DataError
+
+# Small enough that offsets of 32 bits always do and that little is held while a batch is built.
+ROWS_A_BATCH = 4096
+CHARACTERS_A_BATCH = 1 << 24
+COUNTS = ("num_positives", "num_negatives", "most_negatives")
+PLACES = ("offsets", "lines")
+TEXT_COLUMNS = ("query", "positives", "negatives")
+
+
+def write_piece(
+    reading: Reading,
+    layout: Layout,
+    piece: Piece,
+    documents: Documents | None,
+    on_error: OnError,
+    keep: DataCache,
+    path: Path,
+) -> None:
+    """Read one piece, check its rows, and write them as a folder.
+
+    Args:
+        reading: the source.
+        layout: what its rows are.
+        piece: what is read of it.
+        documents: those that rows name by id.
+        on_error: stop at the first bad row, or pass over it and count it.
+        keep: rows with their texts, or only where they begin.
+        path: the folder.
+
+    Raises:
+        DataError: a bad row, as `path:line: what is wrong`; or the piece cannot be read as a whole.
+        ConfigError: rows of this kind of file cannot be read again by where they begin.
+    """
+    path.mkdir()
+    rows, check, findings = reading.rows(piece, layout, documents), RowCheck(reading.needs), Findings()
+    part = reading.parts.index(piece.part)
+    with _Writer(path, keep) as writer:
+        for line, read in rows:
+            try:
+                if isinstance(read, BadRow):
+                    raise read
+                texts = check(read)
+            except BadRow as bad:
+                if on_error == OnError.stop:
+                    place = piece.part.place(reading.lines_before(piece) + line)
+                    raise DataError(f"{place}: {bad}") from None
+                findings.skip(part, line, str(bad))
+                continue
+            if keep == DataCache.offsets and rows.offset is None:
+                raise ConfigError(
+                    f"{piece.part.name}: data.cache=offsets keeps where each row begins in a file of plain JSONL, and "
+                    "this is none: write data.cache=tokens, or unpack or save it as JSONL"
+                )
+            if texts.vectors and findings.width is None:
+                findings.width = (len(texts.vectors[0]), part, line)
+            findings.add(texts, scored=texts is not read)
+            writer.add(texts, line, rows.offset)
+    findings.found, findings.ignored = list(rows.layout.found), list(rows.layout.ignored)
+    facts = {"part": part, "lines": rows.lines, "beside": sorted(writer.beside), "files": writer.files}
+    write_facts(path / "facts.json", facts | {"digest": writer.digest.value, "findings": asdict(findings)})
+
+
+class _Writer:
+    """Collects rows and writes them batch by batch: a new file where a batch has columns that the last has not."""
+
+    def __init__(self, path: Path, keep: DataCache) -> None:
+        self.beside: set[str] = set()
+        self.digest = RowDigest()
+        self.files: list[tuple[str, list[int], list[int]]] = []  # name, rows and bytes of each batch
+        self._path, self._keep = path, keep
+        self._pending: list[tuple[Texts, int]] = []
+        self._pending_characters = 0
+        self._counts = {name: array("i") for name in COUNTS}
+        self._places = {name: array("q") for name in PLACES}
+        self._file: pa.NativeFile | None = None
+        self._writer: pa.RecordBatchFileWriter | None = None
+        self._names: list[str] = []  # of BESIDES, in the file
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with suppress(Exception):  # the disk may be full
+                self._close()
+            return
+        self._flush()
+        self._close()
+        arrays = self._counts | (self._places if self._keep == DataCache.offsets else {})
+        for name, values in arrays.items():
+            write_array(self._path / f"{name}.bin", np.frombuffer(values, dtype=values.typecode))
+
+    def add(self, texts: Texts, line: int, offset: int | None) -> None:
+        """Add one row, with its line and, where it has one, the byte at which it begins."""
+        most = -1 if texts.most_negatives is None else texts.most_negatives
+        for name, count in zip(COUNTS, (len(texts.positives), len(texts.negatives), most), strict=True):
+            self._counts[name].append(count)
+        if self._keep == DataCache.offsets:
+            self._places["offsets"].append(offset or 0)
+            self._places["lines"].append(line)
+        self._pending.append((texts, line))
+        self._pending_characters += len(texts.query) + sum(map(len, texts.positives + texts.negatives))
+        self._pending_characters += 4 * sum(map(len, texts.vectors))
+        if len(self._pending) >= ROWS_A_BATCH or self._pending_characters >= CHARACTERS_A_BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        besides = {}
+        for name in BESIDES:
+            values = [getattr(texts, name) for texts, _ in self._pending]
+            if any(value is not None and value != () for value in values):
+                besides[name] = values
+        self.beside.update(besides)
+        texts = [pa.array([getattr(row, name) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_COLUMNS]
+        self.digest.add(texts, besides)
+        if self._keep == DataCache.tokens:
+            self._write_batch(texts, besides)
+        self._pending, self._pending_characters = [], 0
+
+    def _write_batch(self, texts: list[pa.Array], besides: dict[str, list[Any]]) -> None:
+        if self._writer is None or not besides.keys() <= set(self._names):
+            self._open(list(besides))
+        arrays = [*texts, pa.array([line for _, line in self._pending], type=TEXTS["line"])]
+        arrays += [_column(name, besides.get(name), len(self._pending)) for name in self._names]
+        batch = pa.RecordBatch.from_arrays(arrays, names=[*TEXTS, *self._names])
+        assert self._writer is not None
+        self._writer.write_batch(batch)
+        _, rows, num_bytes = self.files[-1]
+        rows.append(batch.num_rows)
+        num_bytes.append(batch.nbytes)
+
+    def _open(self, names: list[str]) -> None:
+        self._close()
+        self._names = names
+        name = f"{len(self.files)}.arrow"
+        self.files.append((name, [], []))
+        self._file = pa.OSFile(str(self._path / name), "wb")
+        self._writer = pa.ipc.new_file(self._file, pa.schema([*TEXTS.items(), *((n, BESIDES[n]) for n in names)]))
+
+    def _close(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            if self._file is not None:
+                self._file.close()
+            self._writer = self._file = None
+
+
+def _column(name: str, values: list[Any] | None, count: int) -> pa.Array:
+    if values is None:
+        return pa.nulls(count, BESIDES[name])
+    if name == "vectors":  # numpy's arrays are converted whole, others number by number
+        values = [[np.asarray(vector, dtype=np.float32) for vector in vectors] for vectors in values]
+    return pa.array(values, type=BESIDES[name])
+
+
+def join_pieces(
+    reading: Reading,
+    layout: Layout,
+    directory: Path,
+    names: Sequence[str],
+    on_error: OnError,
+    keep: DataCache,
+    path: Path,
+) -> None:
+    """Write what is known of all rows, when all pieces are there, as a folder.
+
+    Args:
+        reading: the source.
+        layout: what its rows are.
+        directory: where the pieces' folders lie.
+        names: of these folders, in order.
+        on_error: what to do with a part that holds no rows.
+        keep: what the pieces hold.
+        path: the folder.
+
+    Raises:
+        DataError: a part without rows, no row at all, or a teacher's vectors of several widths.
+    """
+    path.mkdir()
+    findings, beside, digest = Findings(), set[str](), RowDigest()
+    stretches: list[Stretch] = []
+    files: list[ArrowFile] = []
+    pieces: list[list[tuple[str, dict[str, Any]]]] = [[] for _ in reading.parts]
+    for name in names:
+        piece = read_facts(directory / name / "facts.json")
+        pieces[piece["part"]].append((name, piece))
+    for part, its_pieces in enumerate(pieces):
+        lines, empty = 0, True
+        for name, piece in its_pieces:
+            one = Findings.of(piece["findings"]).after(lines)
+            empty &= not (one.num_rows or one.num_skipped)
+            _check_width(reading, findings, one)
+            if one.num_rows:
+                stretches.append(Stretch(findings.num_rows, part, lines))
+                files += [ArrowFile(f"{name}/{file}", *counts) for file, *counts in piece["files"]]
+                beside.update(piece["beside"])
+            findings.join(one)
+            digest.join(RowDigest(piece["digest"]), one.num_rows)
+            lines += piece["lines"]
+        if empty:
+            if on_error == OnError.stop:
+                raise DataError(f"{reading.parts[part].name}: holds no rows")
+            findings.skip(part, 0, "holds no rows")
+    if not findings.num_rows:
+        first = findings.report(reading.name, "", reading.parts, None, cached=False).problems
+        skipped = f" ({findings.num_skipped:,} skipped, the first: {first[0]})" if first else ""
+        raise DataError(f"{reading.source.path}: no row that can be trained on{skipped}")
+    arrays = [*COUNTS[: 3 if "most_negatives" in beside else 2], *(() if keep == DataCache.tokens else PLACES)]
+    for array_name in arrays:
+        with (path / f"{array_name}.bin").open("wb") as joined:
+            for name in names:
+                with (directory / name / f"{array_name}.bin").open("rb") as piece_array:
+                    shutil.copyfileobj(piece_array, joined, 1 << 20)
+    told = copy.deepcopy(layout)
+    told.found.update(dict.fromkeys(findings.found))
+    facts = {
+        "layout": told.told(),
+        "stretches": [astuple(stretch) for stretch in stretches],
+        "files": [astuple(file) for file in files],
+        "beside": sorted(beside),
+        "content": str(digest),
+        "findings": asdict(findings),
+    }
+    write_facts(path / "facts.json", facts)
+
+
+def _check_width(reading: Reading, before: Findings, one: Findings) -> None:
+    if before.width and one.width and before.width[0] != one.width[0]:
+        width, part, line = one.width
+        place = reading.parts[part].place(line)
+        raise DataError(f"{place}: a vector of {width} numbers, where those before have {before.width[0]}")

@@ -1,0 +1,179 @@
+"""One source's rows: how they are brought into the cache, and how they are opened there."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedtrain.config.recipe import DataCache, OnError
+from embedtrain.data.cache.cache import FORMAT, Cache, digest_of, mapped, read_facts
+from embedtrain.data.cache.documents import DocumentStore, documents_build
+from embedtrain.data.cache.file_changes import Unchanged
+from embedtrain.data.cache.row_files import join_pieces, write_piece
+from embedtrain.data.cache.row_requirements import RowCheck
+from embedtrain.data.cache.row_table import ArrowFile, ArrowRows, FileRows, RowStore, Stretch
+from embedtrain.data.cache.shared_build import COMPLETE, JOINED, Build, Task, build
+from embedtrain.data.cache.source_report import Findings, SourceReport
+from embedtrain.data.sources.layouts.layout import Layout
+from embedtrain.data.sources.pieces import Piece
+from embedtrain.data.sources.problems import BadRow
+from embedtrain.data.sources.reading import Reading
+from embedtrain.data.sources.streams import changed
+from embedtrain.data.types import Texts
+from embedtrain.errors import DataError
+
+PIECE_BYTES = 64 << 20
+MOST_PIECES = 1024  # of a source: each is a file that stays open
+
+
+class StoredRows:
+    """One source's rows as they are to be kept.
+
+    Args:
+        reading: the source.
+        on_error: stop at the first bad row, or pass over bad rows and count them.
+        cache: where rows are kept.
+
+    Attributes:
+        key: a digest of all that decides about the rows.
+        directory: where they are kept.
+        documents: how the corpus is built that they name documents of, if they do.
+        build: how the rows are built.
+
+    Raises:
+        DataError: a file of the source is gone or cannot be read.
+    """
+
+    def __init__(self, reading: Reading, on_error: OnError, cache: Cache) -> None:
+        self._reading, self._on_error, self._keep = reading, on_error, cache.keep
+        self._unchanged = Unchanged(reading)
+        self.key = digest_of([FORMAT, self._unchanged.content, on_error.value, cache.keep.value])
+        self.directory = cache.directory / f"rows-{self.key}"
+        self.documents = None
+        if reading.document_parts:
+            self.documents = documents_build(reading, self._unchanged, on_error, cache)
+        self.build = Build(self.directory, self._tasks, self._join, told=partial(cache.told, f"reading {reading.name}"))
+        self._layout: Layout | None = None
+        self._names: list[str] = []
+
+    def open(self, number: int, keeps: Any, *, cached: bool) -> RowStore:
+        """The rows, once they are built, as those of source `number`; `keeps` lives as long as they do.
+
+        Raises:
+            DataError: they are gone, or all pairs would be alike to the loss.
+        """
+        facts = self._facts(f"{JOINED}/facts.json")
+        stretches = [Stretch(*stretch) for stretch in facts["stretches"]]
+        files = [ArrowFile(*file) for file in facts["files"]]
+        has_limits = "most_negatives" in facts["beside"]
+        return RowStore(
+            directory=self.directory,
+            key=self.key,
+            content=facts["content"],
+            source=number,
+            report=self._report(facts, cached=cached),
+            files=[part.name for part in self._reading.parts],
+            stretches=stretches,
+            rows=ArrowRows(self.directory, files) if self._keep == DataCache.tokens else self._file_rows(stretches),
+            beside=frozenset(facts["beside"]),
+            num_positives=self._array("num_positives", np.int32),
+            num_negatives=self._array("num_negatives", np.int32),
+            most_negatives=self._array("most_negatives", np.int32) if has_limits else None,
+            keeps=keeps,
+        )
+
+    def num_files(self) -> int:
+        """How many files an open store holds open."""
+        return len(self._facts(COMPLETE)["files"])
+
+    def first_vector(self) -> tuple[int, str] | None:
+        """The width of the first row's vectors that has some, and where it is."""
+        width = Findings.of(self._facts(f"{JOINED}/facts.json")["findings"]).width
+        return width and (width[0], self._reading.parts[width[1]].place(width[2]))
+
+    def _tasks(self) -> Mapping[str, Task]:
+        reading = self._reading
+        documents = self._open_documents()
+        with self._unchanged.during(reading.parts):  # else the pieces here would be other ones than elsewhere
+            layout = self._layout = reading.recognise(self._on_error)
+            pieces = reading.pieces(PIECE_BYTES)
+            if len(pieces) > MOST_PIECES:
+                pieces = reading.pieces(PIECE_BYTES * -(-len(pieces) // MOST_PIECES))
+
+        def task(piece: Piece) -> Task:
+            def write(path: Path) -> None:
+                with self._unchanged.during([piece.part]):
+                    write_piece(reading, layout, piece, documents, self._on_error, self._keep, path)
+
+            return write
+
+        tasks = {f"rows-{number:05}": task(piece) for number, piece in enumerate(pieces)}
+        self._names = list(tasks)
+        return tasks
+
+    def _join(self, path: Path) -> None:
+        assert self._layout is not None
+        self._unchanged.require(self.directory, self._names)
+        join_pieces(self._reading, self._layout, self.directory, self._names, self._on_error, self._keep, path)
+
+    def _open_documents(self) -> DocumentStore | None:
+        if self.documents is None:
+            return None
+        build([self.documents])
+        return DocumentStore(self.documents.directory)
+
+    def _file_rows(self, stretches: list[Stretch]) -> FileRows:
+        return FileRows(self._array("offsets", np.int64), self._array("lines", np.int64), self._read_again(), stretches)
+
+    def _read_again(self) -> "_ReadAgain":
+        layout = self._layout or self._reading.recognise(self._on_error)
+        return _ReadAgain(self._reading, layout, self._open_documents())
+
+    def _report(self, facts: dict[str, Any], *, cached: bool) -> SourceReport:
+        reading = self._reading
+        report = Findings.of(facts["findings"]).report(
+            reading.name, facts["layout"], reading.parts, reading.source.negatives, cached=cached
+        )
+        if report.num_unscored == report.num_rows and report.counts().most == 0:
+            named = "" if reading.source.columns is None else " that columns names too"
+            raise DataError(
+                f"{reading.source.path}: there are neither scores nor hard negatives to use, so all pairs would be "
+                f"alike to loss={reading.needs.loss}: add scores, such as a column named score{named}, or negatives"
+            )
+        return report
+
+    def _array(self, name: str, kind: Any) -> NDArray[Any]:
+        try:
+            return mapped(self.directory / JOINED / f"{name}.bin", kind)
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _facts(self, name: str) -> Any:
+        try:
+            return read_facts(self.directory / name)
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self.directory}: cached rows cannot be opened ({error.strerror or error}): start again, and let "
+            "nothing clean up this folder meanwhile"
+        )
+
+
+class _ReadAgain:
+    """Reads a row of a source again, by its part and the byte at which it begins."""
+
+    def __init__(self, reading: Reading, layout: Layout, documents: DocumentStore | None) -> None:
+        self._reading, self._layout, self._documents = reading, layout, documents
+
+    def __call__(self, part: int, offset: int) -> Texts:
+        where = self._reading.parts[part]
+        texts = self._reading.texts_at(where, offset, self._layout, self._documents)
+        try:
+            return RowCheck(self._reading.needs)(texts)
+        except BadRow as bad:
+            raise changed(where.name) from bad

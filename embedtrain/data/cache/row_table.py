@@ -1,0 +1,228 @@
+"""The rows of one source on disk: as memory-mapped Arrow, or only as the places where they begin in their files."""
+
+import bisect
+import functools
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from embedtrain.data.cache.source_report import SourceReport
+from embedtrain.data.types import Example, Texts
+from embedtrain.errors import DataError
+
+TEXTS = {
+    "query": pa.string(),
+    "positives": pa.list_(pa.string()),
+    "negatives": pa.list_(pa.string()),
+    "line": pa.int64(),  # of the piece that the row was read in
+}
+# What only some rows have: a file has those of these columns that any of its rows has.
+BESIDES = {
+    "positive_scores": pa.list_(pa.float32()),
+    "negative_scores": pa.list_(pa.float32()),
+    "positive_ids": pa.list_(pa.string()),
+    "negative_ids": pa.list_(pa.string()),
+    "label": pa.int64(),
+    "vectors": pa.list_(pa.list_(pa.float32())),
+    "instruction": pa.string(),
+    "document_instruction": pa.string(),
+    "most_negatives": pa.int32(),
+}
+BATCHES_AT_HAND = 4096  # their places in the map, not their rows
+SINGLE = {"label", "instruction", "document_instruction", "most_negatives"}  # one value, or none
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows from `start` on come from this part of the source, until the next stretch.
+
+    Attributes:
+        start: the first row's number.
+        part: which part of the source.
+        lines_before: lines of the part before those that the rows' lines are counted from.
+    """
+
+    start: int
+    part: int
+    lines_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowFile:
+    """One file of rows: its path below the store's directory, and the rows and bytes of each of its batches."""
+
+    path: str
+    rows: tuple[int, ...]
+    num_bytes: tuple[int, ...]
+
+
+class Rows(Protocol):
+    """Rows by their number: of one or another way to keep them."""
+
+    def row(self, row: int) -> tuple[Texts, int]:
+        """The row, and its line in the piece it was read in."""
+        ...
+
+
+class ArrowRows:
+    """Rows in Arrow files, mapped into memory: a row is read where it lies.
+
+    Args:
+        directory: of the store.
+        files: in the order of their rows.
+
+    Raises:
+        DataError: a file cannot be opened.
+    """
+
+    def __init__(self, directory: Path, files: Sequence[ArrowFile]) -> None:
+        try:
+            self._readers = [pa.ipc.open_file(pa.memory_map(str(directory / file.path))) for file in files]
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{directory}: cached rows cannot be opened: {error}") from error
+        # For each batch: which file, which batch of it, its first row, its bytes.
+        numbers = [(i, j) for i, file in enumerate(files) for j in range(len(file.rows))]
+        self._places = np.array(numbers, dtype=np.int64).reshape(-1, 2)
+        self._starts = np.cumsum([0, *(rows for file in files for rows in file.rows)], dtype=np.int64)
+        self.batch_bytes = np.array([size for file in files for size in file.num_bytes], dtype=np.int64)
+        # Looking up a batch asks the system to read all of it ahead, and takes ten times as long as one row of it.
+        self.batch = functools.lru_cache(BATCHES_AT_HAND)(self._batch)
+
+    @property
+    def batch_starts(self) -> NDArray[np.int64]:
+        """The first row of each batch, and the number of all rows: int64 [batches + 1]."""
+        return self._starts
+
+    def _batch(self, batch: int) -> pa.RecordBatch:
+        """One batch: the columns of TEXTS, and of BESIDES those that its file has."""
+        file, place = self._places[batch].tolist()
+        return self._readers[file].get_batch(place)
+
+    def row(self, row: int) -> tuple[Texts, int]:
+        """See Rows."""
+        number = int(self._starts.searchsorted(row, side="right")) - 1
+        at, batch = row - int(self._starts[number]), self.batch(number)
+        queries, positives, negatives, lines, *others = batch.columns
+        names = batch.schema.names[len(TEXTS) :]
+        texts = Texts(
+            queries[at].as_py(),
+            tuple(positives[at].values.to_pylist()),
+            tuple(negatives[at].values.to_pylist()),
+            0,
+            **{name: _python_value(name, column[at]) for name, column in zip(names, others, strict=True)},
+        )
+        return texts, lines[at].as_py()
+
+
+def _python_value(name: str, value: Any) -> Any:
+    if name in SINGLE:
+        return value.as_py()
+    if not value.is_valid:
+        return ()
+    if name == "vectors":
+        return tuple(array("f", vector.values.to_numpy().tobytes()) for vector in value.values)
+    return tuple(value.as_py())
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows that are read from their files again.
+
+    Attributes:
+        offsets: int64 [R], the byte of its file at which each row's line begins.
+        lines: int64 [R], its line in the piece it was read in.
+        read: the row of a part at a byte.
+        stretches: which rows come from which part.
+    """
+
+    offsets: NDArray[np.int64]
+    lines: NDArray[np.int64]
+    read: Callable[[int, int], Texts]
+    stretches: Sequence[Stretch]
+
+    def row(self, row: int) -> tuple[Texts, int]:
+        """See Rows."""
+        stretch = self.stretches[bisect.bisect_right(self.stretches, row, key=lambda one: one.start) - 1]
+        return self.read(stretch.part, int(self.offsets[row])), int(self.lines[row])
+
+
+@dataclass(frozen=True, eq=False)
+class RowStore(Sequence[Example]):
+    """One source's rows; `store[i]` makes an Example of row i, with the place of its line in the source.
+
+    Attributes:
+        directory: where they are kept.
+        key: a digest of all they came from, and of how they are kept.
+        content: a digest of the rows themselves, in their order; the same wherever they came from.
+        source: which source of `data.train`.
+        report: what was found.
+        files: of the source's parts, as messages show them.
+        stretches: which rows come from which part.
+        rows: the rows themselves.
+        beside: which columns of BESIDES any row has.
+        num_positives: int32 [R]; 0 for rows of one text.
+        num_negatives: int32 [R], hard negatives.
+        most_negatives: int32 [R], how many of them may be used at a time, -1 for all; None where no row says.
+        keeps: what must live as long as the store does.
+    """
+
+    directory: Path
+    key: str
+    content: str
+    source: int
+    report: SourceReport
+    files: Sequence[str]
+    stretches: Sequence[Stretch]
+    rows: ArrowRows | FileRows
+    beside: frozenset[str]
+    num_positives: NDArray[np.int32]
+    num_negatives: NDArray[np.int32]
+    most_negatives: NDArray[np.int32] | None
+    keeps: Any = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.num_positives)
+
+    def __getitem__(self, row: int) -> Example:  # type: ignore[override]  # slices would be lists of everything
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        texts, line = self.rows.row(row)
+        stretch = self.stretches[bisect.bisect_right(self.stretches, row, key=lambda one: one.start) - 1]
+        return Example(
+            texts.query,
+            texts.positives,
+            texts.negatives,
+            source=self.source,
+            file=self.files[stretch.part],
+            line=stretch.lines_before + line,
+            **{name: getattr(texts, name) for name in self.beside},
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows as they are mapped."""
+        of_rows = self.rows.batch_bytes if isinstance(self.rows, ArrowRows) else self.rows.offsets.nbytes * 2
+        counts = (self.num_positives, self.num_negatives, self.most_negatives)
+        return int(np.sum(of_rows)) + sum(count.nbytes for count in counts if count is not None)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the texts are kept; else they are read from their files again."""
+        return isinstance(self.rows, ArrowRows)
+
+    def texts(self) -> Iterator[str]:
+        """All queries, positives and negatives, as often as they stand in rows, without prompts."""
+        if isinstance(self.rows, FileRows):
+            for example in self:
+                yield from (example.query, *example.positives, *example.negatives)
+            return
+        for i in range(len(self.rows.batch_starts) - 1):
+            queries, positives, negatives = self.rows.batch(i).columns[:3]
+            for texts in (queries, positives.flatten(), negatives.flatten()):
+                yield from texts.to_pylist()

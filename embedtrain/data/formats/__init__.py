@@ -1,1 +1,0 @@
-"""Files, folders and data sets in every layout that users have -> checked texts of rows."""

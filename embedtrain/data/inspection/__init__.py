@@ -1,1 +1,0 @@
-"""What training data holds: lengths, duplicates, problems, rows as a model sees them."""

@@ -1,0 +1,1 @@
+"""Which rows form batch k."""

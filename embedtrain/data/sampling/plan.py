@@ -1,0 +1,153 @@
+"""The global order of training rows: which rows batch k holds is a function of (seed, k) alone.
+
+S: number of sources; B: rows of a batch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedtrain.data.sampling.interleave import Interleaving
+from embedtrain.data.sampling.permutation import MOST, bits, key_of, keys_of, permute
+from embedtrain.errors import ConfigError
+
+# What a key is for, so that no two uses of the seed share random numbers.
+_ROWS, _SOURCES, _BATCH = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """The rows of one global batch.
+
+    Attributes:
+        step: counted from 0.
+        source: the one that all rows are of, where batches are made by source; else None.
+        sources: int64 [B], the source of each row.
+        rows: int64 [B], the number of each row within its source.
+        first: the place of the first row in the run, counted from 0 over all batches before; the others follow.
+    """
+
+    step: int
+    source: int | None
+    sources: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    first: int
+
+
+class BatchPlan:
+    """Which rows make up each global batch, for ever: batch k is known without the batches before it.
+
+    Neither ranks nor history enter, so a run that is stopped and started again on another number of ranks sees the
+    same batches; and nothing as long as an epoch is ever made, so a plan of any size is there at once.
+
+    The rows of a source are seen in passes, each in a random order of its own, and a pass goes on where an epoch
+    ends: every row is seen once before any is seen twice, and a source that an epoch sees half of shows the other
+    half in the next. Where one pass ends and another begins within a batch, a row can be in it twice; not elsewhere.
+
+    Mixed batches hold each source's share of the epoch, to within a row or two. Batches by source hold rows of one
+    source each, and the sources' batches are interleaved as evenly. No row is dropped, none is carried over into
+    the next epoch, and the sizes of an epoch's batches (by source: of a source's) differ by one at most: a last
+    batch of a single row would have nothing to compare it with.
+
+    Args:
+        sizes: rows that each source has, [S].
+        rows_per_source: rows of each source in an epoch, [S]; more than it has where rows are seen several times.
+        global_batch_size: rows of a batch over all ranks, at most.
+        seed: the run's seed.
+        by_source: whether a batch holds rows of one source only.
+
+    Raises:
+        ConfigError: a batch size below 1, or an epoch without rows or with more than 2^40.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        rows_per_source: Sequence[int],
+        global_batch_size: int,
+        seed: int,
+        *,
+        by_source: bool = False,
+    ) -> None:
+        if global_batch_size < 1:
+            raise ConfigError(f"train.global_batch_size={global_batch_size} must be at least 1")
+        assert all(rows >= 0 and (size or not rows) for size, rows in zip(sizes, rows_per_source, strict=True))
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.by_source = by_source
+        self.rows_per_epoch = sum(rows_per_source)
+        if self.rows_per_epoch == 0:
+            raise ConfigError("data.train: an epoch holds no rows: raise a source's weight")
+        if max(self.rows_per_epoch, *sizes) > MOST:
+            raise ConfigError(f"data.train: an epoch of {self.rows_per_epoch:,} rows is too long: lower the weights")
+        self.sizes = np.array(sizes, dtype=np.int64)
+        self.rows_per_source = np.array(rows_per_source, dtype=np.int64)
+        if by_source:
+            self._batches = -(-self.rows_per_source // global_batch_size)
+            self.steps_per_epoch = int(self._batches.sum())
+        else:
+            self.steps_per_epoch = -(-self.rows_per_epoch // global_batch_size)
+
+    def total_steps(self, steps: int | None, epochs: float | None) -> int:
+        """Steps of a run that is to last `steps` steps or `epochs` epochs; a part of a step counts as a whole one.
+
+        Raises:
+            ConfigError: neither is given, or both, or one that is not above 0.
+        """
+        if (steps is None) == (epochs is None):
+            raise ConfigError(f"train.steps={steps} and train.epochs={epochs}: give one of the two")
+        # As a decimal fraction, since 1.1 * 10 is a little above 11 in floating point.
+        total = steps if epochs is None else math.ceil(Fraction(str(epochs)) * self.steps_per_epoch)
+        if total is None or total < 1:
+            raise ConfigError(f"train.steps={steps}, train.epochs={epochs}: a run lasts at least one step")
+        return total
+
+    def batch(self, k: int) -> PlannedBatch:
+        """Batch k, counted from 0."""
+        epoch, step = divmod(k, self.steps_per_epoch)
+        return self._of_one_source(k, epoch, step) if self.by_source else self._mixed(k, epoch, step)
+
+    def _mixed(self, k: int, epoch: int, step: int) -> PlannedBatch:
+        start, stop = (_even_start(self.rows_per_epoch, self.steps_per_epoch, at) for at in (step, step + 1))
+        order = Interleaving(self.rows_per_source, key_of(self.seed, _SOURCES, epoch))
+        before = order.before(start)
+        counts = order.before(stop) - before
+        sources = np.repeat(np.arange(len(counts)), counts)
+        places = np.arange(stop - start) - np.repeat(np.cumsum(counts) - counts - before, counts)
+        rows = self._rows(sources, epoch * self.rows_per_source[sources] + places)
+        # Else the rows stood source by source, and ranks would get sources of their own.
+        shuffled = np.argsort(bits(key_of(self.seed, _BATCH, k), np.arange(stop - start)), kind="stable")
+        return PlannedBatch(k, None, sources[shuffled], rows[shuffled], epoch * self.rows_per_epoch + start)
+
+    def _of_one_source(self, k: int, epoch: int, step: int) -> PlannedBatch:
+        order = Interleaving(self._batches, key_of(self.seed, _SOURCES, epoch))
+        before = order.before(step)
+        source = int(np.argmax(order.before(step + 1) - before))
+        rows, batches, at = (int(values[source]) for values in (self.rows_per_source, self._batches, before))
+        start, stop = _even_start(rows, batches, at), _even_start(rows, batches, at + 1)
+        sources = np.full(stop - start, source, dtype=np.int64)
+        found = self._rows(sources, epoch * rows + np.arange(start, stop))
+        first = epoch * self.rows_per_epoch + int(_even_starts(self.rows_per_source, self._batches, before).sum())
+        return PlannedBatch(k, source, sources, found, first)
+
+    def _rows(self, sources: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows at these places in their sources' endless streams."""
+        sizes = self.sizes[sources]
+        passes, within = np.divmod(places, sizes)
+        return permute(within, sizes, keys_of(self.seed, _ROWS, sources, passes))
+
+
+def _even_start(rows: int, parts: int, at: int) -> int:
+    """Where part `at` begins if rows are cut into parts whose sizes differ by one at most, the larger ones first."""
+    each, larger = divmod(rows, parts)
+    return at * each + min(at, larger)
+
+
+def _even_starts(rows: NDArray[np.int64], parts: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same of several at a time; 0 where there are no parts."""
+    each, larger = np.divmod(rows, np.maximum(parts, 1))
+    return at * each + np.minimum(at, larger)

@@ -1,0 +1,1 @@
+"""Readers of training data: files, folders and Hub data sets to rows."""

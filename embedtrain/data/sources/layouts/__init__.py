@@ -1,0 +1,1 @@
+"""Row layouts: which keys hold the query, positives and negatives."""

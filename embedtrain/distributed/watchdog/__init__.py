@@ -1,0 +1,1 @@
+"""Detect ranks that are lost or hang."""

@@ -1,1 +1,0 @@
-"""Hard negatives for training rows, found by the same sharded search that evaluation uses."""

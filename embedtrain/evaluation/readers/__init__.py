@@ -1,0 +1,1 @@
+"""Readers of evaluation sets: files and Hub repositories to typed sets."""

@@ -1,1 +1,0 @@
-"""Reading evaluation sets: files, folders and Hub data sets become the dataclasses of `evaluation.types`."""

@@ -1,0 +1,123 @@
+"""What sentence-transformers' evaluators ask of a model, answered by the sharded one.
+
+Checked on sentence-transformers 6.2, whose evaluators pass texts by place and all else by name.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sentence_transformers.util import cos_sim, pairwise_cos_sim, quantize_embeddings
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from embedtrain.errors import ConfigError
+from embedtrain.inference.encode import SentenceEncoder
+
+
+class SentenceTransformersAdapter:
+    """A SentenceEncoder that can be handed to any evaluator that calls `model.encode` and its relatives.
+
+        EmbeddingSimilarityEvaluator(...)(SentenceTransformersAdapter(encoder))
+
+    Every rank must run the evaluator, with the same data; every rank gets all vectors and the same figures.
+    Give `output_path` on rank 0 only, or all ranks write the same file. `encode` holds all vectors on every
+    rank: for a corpus that does not fit, `Evaluator` keeps them sharded.
+    """
+
+    similarity_fn_name = "cosine"
+
+    def __init__(self, encoder: SentenceEncoder) -> None:
+        self.encoder = encoder
+        self.prompts = {"query": encoder.query_prompt, "document": encoder.document_prompt}
+        self.model_card_data = _NoModelCard()
+
+    def encode(
+        self,
+        inputs: str | Sequence[str],
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        *,
+        output_value: str | None = "sentence_embedding",
+        precision: str | None = "float32",
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        **_ignored: Any,
+    ) -> Any:
+        """Vectors of one text, [D], or of several, [n, D]; a collective.
+
+        `batch_size`, `device` and the like have no effect: chunks are cut by tokens, on the encoder's device.
+
+        Returns:
+            A tensor on the encoder's device with `convert_to_tensor`, else a numpy array, else a list of tensors.
+
+        Raises:
+            ConfigError: an unknown prompt name, or token vectors were asked for.
+        """
+        if output_value != "sentence_embedding":
+            raise ConfigError(f"output_value={output_value} is not supported: only sentence_embedding is")
+        texts = [inputs] if isinstance(inputs, str) else [str(text) for text in inputs]
+        vectors: Any = self.encoder.encode_all(texts, self._prompt(prompt, prompt_name))
+        vectors = vectors[:, :truncate_dim]
+        if normalize_embeddings:
+            vectors = normalize(vectors, dim=1)
+        if precision not in (None, "float32"):
+            quantised = quantize_embeddings(vectors.cpu(), precision=precision)
+            vectors = torch.from_numpy(quantised) if convert_to_tensor or not convert_to_numpy else quantised
+        elif convert_to_numpy and not convert_to_tensor:
+            vectors = vectors.cpu().numpy()
+        if isinstance(inputs, str):
+            return vectors[0]
+        return vectors if convert_to_tensor or convert_to_numpy else list(vectors)
+
+    def encode_query(
+        self, inputs: str | Sequence[str], prompt_name: str | None = None, prompt: str | None = None, **options: Any
+    ) -> Any:
+        """`encode`, with the query prompt unless another is given."""
+        return self.encode(inputs, prompt_name or (None if prompt is not None else "query"), prompt, **options)
+
+    def encode_document(
+        self, inputs: str | Sequence[str], prompt_name: str | None = None, prompt: str | None = None, **options: Any
+    ) -> Any:
+        """`encode`, with the document prompt unless another is given."""
+        return self.encode(inputs, prompt_name or (None if prompt is not None else "document"), prompt, **options)
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        """Cosines of all pairs, [n, D] and [m, D] to [n, m]."""
+        return cos_sim(embeddings1, embeddings2)  # type: ignore[no-any-return]
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        """Cosines row by row, two [n, D] to [n]."""
+        return pairwise_cos_sim(embeddings1, embeddings2)  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.encoder.world.device
+
+    @property
+    def max_seq_length(self) -> int:
+        """Tokens of a text that are kept."""
+        return self.encoder.tokenizer.max_length
+
+    def get_embedding_dimension(self) -> int:
+        """D. A collective, since only a forward pass tells."""
+        return self.encoder.encode_all([]).shape[1]
+
+    get_sentence_embedding_dimension = get_embedding_dimension
+
+    def _prompt(self, prompt: str | None, name: str | None) -> str:
+        if prompt is not None:
+            return prompt
+        if name is not None and name not in self.prompts:
+            raise ConfigError(f"prompt_name={name} is unknown: allowed are {', '.join(self.prompts)}")
+        return "" if name is None else self.prompts[name]
+
+
+class _NoModelCard:
+    """Takes what evaluators would write into a model card, and drops it: the export writes its own."""
+
+    def set_evaluation_metrics(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing."""

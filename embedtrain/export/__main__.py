@@ -1,0 +1,51 @@
+"""`python -m embedtrain.export run=runs/NAME step=latest to=DIR`: any checkpoint to a model directory."""
+
+from embedtrain.cli import enter
+from embedtrain.config.export_checks import check_export
+from embedtrain.errors import ConfigError
+from embedtrain.export.options import ExportOptions, asked_export, compose_export
+
+
+def act(options: ExportOptions) -> None:
+    """Read a checkpoint in one process, write the directory, reopen it and compare."""
+    from pathlib import Path
+
+    from embedtrain.checkpoint.export.export import require_replaceable
+    from embedtrain.checkpoint.export.hub import push, require_possible
+    from embedtrain.checkpoint.run_directory import RunDirectory
+    from embedtrain.checkpoint.step_directory import choose_step
+    from embedtrain.config.compose import load_recipe
+    from embedtrain.export.offline import export_step
+    from embedtrain.loading.load import quiet_libraries
+    from embedtrain.models.security import require_no_links
+    from embedtrain.tracking.console import Console
+
+    quiet_libraries()
+    console = Console()
+    run_dir = RunDirectory(Path(options.run))
+    recipe = load_recipe(run_dir.recipe)
+    trusted = options.trust_remote_code
+    if recipe.model.trust_remote_code and not trusted:
+        raise ConfigError(
+            f"{run_dir.recipe} says model.trust_remote_code: true, and a file does not decide that here: where you "
+            f"trust the Python in {run_dir.architecture}, write trust_remote_code=true"
+        )
+    require_no_links(run_dir.architecture)
+    asked = asked_export(options, recipe.export)
+    check_export(asked)
+    require_possible(asked)
+    folder = choose_step(run_dir.checkpoints, options.step)
+    to = require_replaceable(Path(options.to) if options.to else run_dir.model, run_dir.path)
+    console.note(f"{folder.path}: step {folder.step}, {folder.manifest['layout']} layout")
+    exported = export_step(run_dir, recipe, folder, to, asked, trust_remote_code=trusted, console=console)
+    if exported.difference is None:
+        console.warn("check=false: names and shapes are right, but nobody has compared the model with the encoder")
+    console.note(f"model: {exported.directory} ({exported.told})")
+    if asked.push_to_hub is not None:
+        with console.phase(f"uploading to {asked.push_to_hub}"):
+            address = push(exported.directory, asked.push_to_hub, private=asked.private, step=folder.step)
+        console.note(f"uploaded: {address}")
+
+
+if __name__ == "__main__":
+    enter(compose_export, act)

@@ -1,0 +1,276 @@
+"""Texts to vectors over all ranks, with weights that may be sharded.
+
+Shapes: n texts, n_r of them on rank r, W ranks, D dimensions.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from embedtrain.config.evaluation import Gather
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.distributed.collectives import gather_rows
+from embedtrain.distributed.sharding import gathered_whole, reshard
+from embedtrain.distributed.world import World
+from embedtrain.errors import TrainingError
+from embedtrain.inference.passes import Passes, Prompted, plan_passes
+from embedtrain.inference.vector_cache import StoredVectors
+
+# Passes of a rank between two looks at what came out: progress is told, and vectors are stored where that is asked for.
+_PASSES_A_BLOCK = 16
+
+Told = Callable[[str, int, int], None]
+# Texts as the model sees them, and what each begins with that is a prompt.
+_Chunk: TypeAlias = tuple[list[str], list[str]]
+_NO_TEXTS: _Chunk = ([], [])
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedShard:
+    """Vectors that lie on this rank.
+
+    Attributes:
+        vectors: [n_r, D] on this rank's device; float32, unless they were finished otherwise.
+        rows: int64 [n_r] on the CPU: for each vector, which of the n texts it is of. Every text is on exactly one rank.
+    """
+
+    vectors: Tensor
+    rows: Tensor
+
+
+class SentenceEncoder:
+    """Encodes texts with the live model, all ranks together.
+
+    Every forward pass of a sharded model is a collective. Texts are therefore cut into one list of chunks,
+    the same on every rank, and chunk i is rank i % W's; who has run out of chunks runs dummies. A chunk's
+    composition does not depend on W, and so neither does a single bit of any vector.
+
+    With `gather=whole` all weights are gathered before a set of texts is encoded, and between two looks at what came
+    out each rank goes through its own chunks without waiting for another: faster for a model that fits, the same bits.
+
+    All methods are collectives: every rank calls them with the same texts.
+
+    Args:
+        encoder: token ids and mask [N, L], and the mask of those that count or None, to float32 [N, D]; it is called,
+            never its `forward`.
+        tokenizer: bound to the length that the model takes.
+        world: the ranks.
+        chunk_tokens: tokens, padding included, that one forward pass may hold.
+        query_prompt: what the model wants before queries.
+        document_prompt: what the model wants before documents.
+        gather: how much of sharded weights is whole at a time.
+
+    Attributes:
+        told: called with what is being encoded, how many chunks are done, and of how many; whoever shows progress
+            sets it.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        tokenizer: TextTokenizer,
+        world: World,
+        *,
+        chunk_tokens: int,
+        query_prompt: str = "",
+        document_prompt: str = "",
+        gather: Gather = Gather.block,
+    ) -> None:
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+        self.world = world
+        self.chunk_tokens = chunk_tokens
+        self.query_prompt = query_prompt
+        self.document_prompt = document_prompt
+        self.gather = gather
+        self.told: Told = lambda _what, _done, _total: None
+
+    def encode_sharded(self, texts: Sequence[str], prompt: str = "", *, max_length: int | None = None) -> EncodedShard:
+        """Encode n texts and leave each vector on the rank that made it.
+
+        Equal texts are encoded once, so their vectors, and with them their scores, are equal to the bit.
+
+        Args:
+            texts: any number of texts.
+            prompt: put before each.
+            max_length: tokens of a text that are kept, where that is less than the model takes.
+
+        Raises:
+            TrainingError: on every rank, if a vector is not finite on any.
+        """
+        blocks = list(self.encode_blocks(texts, prompt, max_length=max_length))
+        with torch.inference_mode(False):
+            vectors = torch.cat([block.vectors for block in blocks])
+        return EncodedShard(vectors, torch.cat([block.rows for block in blocks]))
+
+    def encode_all(
+        self,
+        texts: Sequence[str],
+        prompt: str = "",
+        *,
+        max_length: int | None = None,
+        what: str = "queries",
+        within: str | Sequence[str] = "",
+    ) -> Tensor:
+        """Encode n texts; every rank gets all vectors, float32 [n, D], in the order of the texts.
+
+        Args:
+            texts: any number of texts.
+            prompt: put before each.
+            max_length: tokens of a text that are kept, where that is less than the model takes.
+            what: what the texts are, for progress.
+            within: a prompt that texts begin with already, or that each does, where it differs.
+
+        Raises:
+            TrainingError: on every rank, if a vector is not finite on any.
+        """
+        prompted = self._prompted(texts, prompt, within)
+        passes = self._plan(prompted, max_length)
+        blocks = list(self._encode(prompted, max_length, passes, None, what))
+        with torch.inference_mode(False), torch.no_grad():
+            mine = torch.cat([vectors for vectors, _ in blocks])
+            everything = gather_rows(mine)
+            kinds = torch.from_numpy(np.concatenate([kinds for _, kinds in blocks])).to(mine.device)
+            rows, counts = passes.expanded(gather_rows(kinds).cpu().numpy())
+            ordered = everything.new_empty((len(rows), everything.shape[1]))
+            ordered[rows.to(mine.device)] = everything.repeat_interleave(counts.to(mine.device), dim=0)
+            return ordered
+
+    def encode_blocks(
+        self,
+        texts: Sequence[str],
+        prompt: str = "",
+        *,
+        max_length: int | None = None,
+        stored: StoredVectors | None = None,
+        finish: Callable[[Tensor], Tensor] = lambda vectors: vectors,
+        what: str = "documents",
+        within: str = "",
+    ) -> Iterator[EncodedShard]:
+        """The same as `encode_sharded`, a block at a time: at least one, and as many on every rank.
+
+        Args:
+            texts: any number of texts.
+            prompt: put before each.
+            max_length: tokens of a text that are kept, where that is less than the model takes.
+            stored: where vectors are kept on disk, so that encoding that was stopped goes on.
+            finish: what is made of [m, D] vectors, row by row, before they are stored and given out.
+            what: what the texts are, for progress.
+            within: a prompt that texts begin with already.
+
+        Raises:
+            TrainingError: on every rank, if a vector is not finite on any.
+            DataError: stored vectors cannot be written or read.
+        """
+        prompted = self._prompted(texts, prompt, within)
+        passes = self._plan(prompted, max_length)
+        if stored is not None:
+            stored = stored.of(texts, prompt, self.tokenizer, max_length, passes.limit, prompted.within)
+        for raw, kinds in self._encode(prompted, max_length, passes, stored, what, finish):
+            rows, counts = passes.expanded(kinds)
+            with torch.inference_mode(False), torch.no_grad():
+                vectors = raw if len(rows) == len(kinds) else raw.repeat_interleave(counts.to(raw.device), dim=0)
+            yield EncodedShard(vectors, rows)
+
+    def _prompted(self, texts: Sequence[str], prompt: str, within: str | Sequence[str]) -> Prompted:
+        # Where prompts count like any text, what is one does not matter.
+        return Prompted(texts, prompt, "" if self.tokenizer.include_prompt else within)
+
+    def _plan(self, texts: Prompted, max_length: int | None) -> Passes:
+        return plan_passes(texts, self.tokenizer, max_length, self.chunk_tokens, self.world)
+
+    def _encode(
+        self,
+        texts: Prompted,
+        max_length: int | None,
+        passes: Passes,
+        stored: StoredVectors | None,
+        what: str,
+        finish: Callable[[Tensor], Tensor] = lambda vectors: vectors,
+    ) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
+        """Vectors of this rank's chunks, [m, D], and the kinds of text that they are of; a block at a time."""
+        left = list(range(len(passes)))
+        if stored is not None:
+            files = stored.files(self.world)
+            done = {number for _, numbers in files for number in numbers}
+            left = [number for number in left if number not in done]
+            for vectors, kinds in stored.share(files, self.world):
+                yield vectors.to(self.world.device), kinds
+            if not left:
+                return
+        total, size = len(passes), self.world.size
+        # At least one pass even without texts: only a pass tells how many dimensions there are.
+        with self._gathered():
+            for start in range(0, len(left) or 1, _PASSES_A_BLOCK * size):
+                block = left[start : start + _PASSES_A_BLOCK * size]
+                mine = [passes.chunk(number) for number in block[self.world.rank :: size]]
+                rows = [passes.first[kinds].tolist() for kinds in mine]
+                vectors = self._block([(texts.seen(some), texts.prompts(some)) for some in rows], block, max_length)
+                self._require_finite(vectors, [texts.texts[row] for some in rows for row in some])
+                kinds = np.concatenate([np.empty(0, dtype=np.int64), *mine])
+                with torch.inference_mode(False), torch.no_grad():
+                    vectors = finish(vectors)
+                if stored is not None:
+                    stored.write(vectors, kinds, block[self.world.rank :: size], self.world)
+                self.told(f"encoding {what}", total - len(left) + start + len(block), total)
+                yield vectors, kinds
+
+    def _block(self, chunks: list[_Chunk], block: Sequence[int], max_length: int | None) -> Tensor:
+        """One pass over each of this rank's chunks, and over dummies while other ranks have more."""
+        turns = max(1, -(-len(block) // self.world.size))
+        with _evaluating(self.encoder, reshard_after=self.gather is Gather.block):
+            # Where weights are whole nobody waits for anybody; one pass is still needed to know D.
+            dummies = turns - len(chunks) if self.gather is Gather.block or not chunks else 0
+            return torch.cat([self._forward(chunk, max_length) for chunk in [*chunks, *([_NO_TEXTS] * dummies)]])
+
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+        """All weights, where that was asked for."""
+        if self.gather is Gather.block:
+            return contextlib.nullcontext()
+        return gathered_whole(self.encoder, lambda: self._block([_NO_TEXTS], [0] * self.world.size, None))
+
+    def _forward(self, chunk: _Chunk, max_length: int | None) -> Tensor:
+        """One pass over one chunk; over a dummy whose vector is dropped where there are no texts."""
+        texts, prompts = chunk
+        ids = self.tokenizer.ids(texts, max_length, prompts)
+        tokens = self.tokenizer.chunk(ids, range(len(ids))) if ids else self.tokenizer.dummy()
+        tokens = tokens.to(self.world.device)
+        vectors: Tensor = self.encoder(*tokens.inputs)
+        return vectors.float()[: len(texts)]
+
+    def _require_finite(self, vectors: Tensor, texts: list[str]) -> None:
+        bad = (~torch.isfinite(vectors).all(dim=1)).nonzero().flatten().tolist()
+        found = self.world.gather((len(bad), texts[bad[0]][:60]) if bad else None)
+        failed = [(rank, *what) for rank, what in enumerate(found) if what is not None]
+        if failed:
+            rank, count, text = failed[0]
+            raise TrainingError(
+                f"{count} vectors on rank {rank} are not finite, the first of the text {text!r}: "
+                f"the weights hold NaN or infinity, or overflow in this precision"
+            )
+
+
+@contextlib.contextmanager
+def _evaluating(encoder: nn.Module, *, reshard_after: bool) -> Iterator[None]:
+    """Without gradient and dropout; afterwards every module's mode is as before, and weights are sharded if asked for.
+
+    Not under inference mode, and out of it where the caller is in it: what FSDP gathers weights into is made
+    once, and made there it could never be trained with ("Inplace update to inference tensor").
+    An error within a forward pass leaves FSDP in the midst of it; nothing here can mend that.
+    """
+    modes = [(module, module.training) for module in encoder.modules()]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            encoder.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        if reshard_after:
+            reshard(encoder)

@@ -1,0 +1,69 @@
+"""The rows of a source that cannot be used, by reading it again: the report of a source keeps the first few alone."""
+
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import Needs
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.documents import DocumentStore, documents_build
+from embedtrain.data.cache.row_requirements import RowCheck
+from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.cache.shared_build import build
+from embedtrain.data.sources.pieces import Parts, Piece
+from embedtrain.data.sources.problems import BadRow
+from embedtrain.data.sources.reading import Reading
+from embedtrain.data.sources.sources import find
+
+_WHOLE = 2**62  # bytes of a piece: no part is cut, so that lines are counted from its beginning
+
+
+def first_bad_rows(source: TrainSource, name: str, needs: Needs, most: int, cache: Cache) -> list[str]:
+    """The first `most` rows that cannot be used, each as `path:line: what is wrong`, in order.
+
+    Args:
+        source: an element of `data.train`.
+        name: its name in messages.
+        needs: what the loss asks of every row.
+        most: no more are looked for.
+        cache: where the corpus is kept, if rows name documents by id.
+
+    Raises:
+        DataError: as Reading, and where a part cannot be read as a whole.
+    """
+    reading = Reading(source, name, needs)
+    layout, documents = reading.recognise(OnError.skip), None
+    if reading.document_parts:
+        corpus = documents_build(reading, reading.content(), OnError.skip, cache)
+        build([corpus])
+        documents = DocumentStore(corpus.directory)
+    found: list[str] = []
+    for piece in reading.pieces(_WHOLE):
+        check, is_empty = RowCheck(needs), True
+        for line, row in reading.rows(piece, layout, documents):
+            is_empty = False
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                check(row)
+            except BadRow as bad:
+                found.append(f"{piece.part.place(line)}: {bad}")
+            if len(found) >= most:
+                return found
+        if is_empty:
+            found.append(f"{piece.part.name}: holds no rows")
+            if len(found) >= most:
+                return found
+    return found
+
+
+def num_empty_files(source: TrainSource, store: RowStore) -> int:
+    """How many files of a source hold no row at all, not even one that cannot be used.
+
+    Args:
+        source: an element of `data.train`.
+        store: its rows.
+
+    Raises:
+        DataError: a file is gone or cannot be read.
+    """
+    with_rows, opened = {stretch.part for stretch in store.stretches}, Parts(source)
+    others = [part for number, part in enumerate(find(source).parts) if number not in with_rows]
+    return sum(all(line.row is None for line in opened.lines(Piece(part))) for part in others)

@@ -1,0 +1,118 @@
+"""Texts and rows that stand in training data more than once, found by their keys: 8 bytes a text and no text in memory.
+
+R: rows; P, N: positives and negatives of all rows, row by row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedtrain.data.sampling.permutation import bits
+
+_QUERY, _POSITIVE, _NEGATIVE, _PAIR = 1, 2, 3, 4  # what a key is hashed as
+
+
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """The texts of rows by their keys; see data/keys.py.
+
+    Attributes:
+        queries: int64 [R].
+        positives: int64 [P].
+        negatives: int64 [N].
+        num_positives: int [R], of each row.
+        num_negatives: int [R], likewise.
+    """
+
+    queries: NDArray[np.int64]
+    positives: NDArray[np.int64]
+    negatives: NDArray[np.int64]
+    num_positives: NDArray[np.integer]
+    num_negatives: NDArray[np.integer]
+
+    @classmethod
+    def joined(cls, parts: Sequence["RowKeys"]) -> "RowKeys":
+        """The rows of several, one after the other."""
+        names = ("queries", "positives", "negatives", "num_positives", "num_negatives")
+        return (
+            parts[0] if len(parts) == 1 else cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Of things that occur more than once: how many different ones, and in how many places."""
+
+    different: int
+    places: int
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicates:
+    """What stands in several rows.
+
+    Attributes:
+        queries: equal queries.
+        positives: equal positives.
+        documents: documents, positive or negative, that occur in several places.
+        rows: rows whose texts are all equal, in whatever order the documents stand.
+        both: documents that are a positive in one row and a negative in another.
+        contradictions: pairs of query and document that are positive in one row and negative in another.
+    """
+
+    queries: Repeated
+    positives: Repeated
+    documents: Repeated
+    rows: Repeated
+    both: int
+    contradictions: int
+
+
+def duplicates_in(keys: RowKeys) -> Duplicates:
+    """What stands in several of these rows."""
+    return Duplicates(
+        queries=_repeated(keys.queries),
+        positives=_repeated(keys.positives),
+        documents=_repeated(np.concatenate([keys.positives, keys.negatives])),
+        rows=_repeated(_row_keys(keys)),
+        both=_in_both(keys.positives, keys.negatives),
+        contradictions=_in_both(
+            _pairs(keys.queries, keys.positives, keys.num_positives),
+            _pairs(keys.queries, keys.negatives, keys.num_negatives),
+        ),
+    )
+
+
+def _repeated(keys: NDArray[np.generic]) -> Repeated:
+    ordered = np.sort(keys)
+    same = ordered[1:] == ordered[:-1]
+    different = int(np.count_nonzero(same[1:] > same[:-1])) + int(bool(len(same) and same[0]))
+    return Repeated(different, int(np.count_nonzero(same)) + different)
+
+
+def _in_both(first: NDArray[np.generic], other: NDArray[np.generic]) -> int:
+    return len(np.intersect1d(first, other)) if len(first) and len(other) else 0
+
+
+def _row_keys(keys: RowKeys) -> NDArray[np.uint64]:
+    """A key of all texts of each row: a sum of hashes, so the order of a row's documents does not count."""
+    return (
+        bits(_QUERY, keys.queries)
+        + _sums(bits(_POSITIVE, keys.positives), keys.num_positives)
+        + _sums(bits(_NEGATIVE, keys.negatives), keys.num_negatives)
+    )
+
+
+def _sums(hashes: NDArray[np.uint64], counts: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """The sum of each row's hashes, modulo 2^64."""
+    running = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(hashes, dtype=np.uint64)])
+    ends = np.cumsum(counts, dtype=np.int64)
+    sums: NDArray[np.uint64] = running[ends] - running[ends - counts]
+    return sums
+
+
+def _pairs(queries: NDArray[np.int64], documents: NDArray[np.int64], counts: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """A key of each document together with its row's query."""
+    return bits(_PAIR, np.repeat(queries, counts), documents)

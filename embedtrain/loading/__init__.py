@@ -1,0 +1,1 @@
+"""From model options to a sharded encoder."""

@@ -1,0 +1,153 @@
+"""Losses that follow a teacher: its scores (DistillScores, MarginMSE) or its vectors (DistillEmbeddings).
+
+B, M: queries and documents of this rank; D: dimensions of the model; T: of the teacher.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embedtrain.config.losses import (
+    DistillEmbeddingsConfig,
+    DistillScoresConfig,
+    EmbeddingDistance,
+    MarginMSEConfig,
+    Similarity,
+)
+from embedtrain.distributed.collectives import total
+from embedtrain.errors import ConfigError
+from embedtrain.losses.own import group_logsumexp, group_maximum
+from embedtrain.losses.similarity import places_in_row, similarities, widened
+from embedtrain.losses.types import FROM_ROWS, Loss, LossInput, LossOutput
+
+
+class DistillScores(Loss):
+    """Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); for rankings Lin et al. (2021).
+
+    KL(teacher || student) of the two softmaxes over a row's own documents, times temperature^2 if asked for; the
+    mean over all rows with at least two documents, however many each has. Logs `agreement`, the share of rows
+    whose best document is also the teacher's.
+    """
+
+    def __init__(self, config: DistillScoresConfig) -> None:
+        super().__init__()
+        self.temperature, self.similarity = config.temperature, config.similarity
+        self.teacher_temperature = config.teacher_temperature
+        self.factor = config.temperature**2 if config.times_squared_temperature else 1.0
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        student, teacher, owners = *_scores(queries, documents, known, self.similarity), known.owners
+        num_documents = torch.bincount(owners, minlength=len(queries))
+        num_rows = max(1, total(int((num_documents > 1).sum()), owners.device))
+
+        log_student = _log_softmax(student / self.temperature, owners, len(queries))
+        wanted = _log_softmax(teacher / self.teacher_temperature, owners, len(queries)).exp()
+        divergence = torch.xlogy(wanted, wanted) - wanted * log_student
+        share = divergence.sum() * self.factor / num_rows
+
+        best = _is_largest(student.detach(), owners, len(queries)) & _is_largest(teacher, owners, len(queries))
+        agreed = owners[best & (num_documents[owners] > 1)].unique()
+        return LossOutput(share, {"agreement": share.detach().new_tensor(len(agreed)) / num_rows})
+
+
+class MarginMSE(Loss):
+    """Hofstätter et al., "Improving Efficient Neural Ranking Models with Cross-Architecture ..." (2020).
+
+    The mean over all pairs of a row's positive p and a hard negative n of the squared difference between the
+    student's margin s(p) - s(n) and the teacher's. Logs `agreement`, the share of pairs that the student
+    orders as the teacher does.
+    """
+
+    def __init__(self, config: MarginMSEConfig) -> None:
+        super().__init__()
+        self.similarity = config.similarity
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        student, teacher = _scores(queries, documents, known, self.similarity)
+        places = places_in_row(known.owners)
+        negatives = places.nonzero().squeeze(1)
+        positives = negatives - places[negatives]
+        margins, wanted = student[positives] - student[negatives], teacher[positives] - teacher[negatives]
+        num_pairs = max(1, total(len(negatives), student.device))
+        agreed = (margins.detach().sign() == wanted.sign()).sum() / num_pairs
+        return LossOutput((margins - wanted).square().sum() / num_pairs, {"agreement": agreed})
+
+
+class DistillEmbeddings(Loss):
+    """Kim et al., "EmbedDistill: A Geometric Knowledge Distillation for Information Retrieval" (2023).
+
+    The mean over all texts, queries and documents, of the distance from the teacher's vector: 1 - cosine, the
+    mean over dimensions of the squared difference (mse), or the length of the difference (l2).
+
+    Args:
+        config: the distance; which teacher; whether a linear map onto the teacher's dimensions is trained.
+        dimension: D.
+        guide_dimensions: T, by `config.teacher` or FROM_ROWS; may lack it where no projection is asked for.
+
+    Raises:
+        ConfigError: D and T differ without a projection, or T is not known with one.
+    """
+
+    def __init__(self, config: DistillEmbeddingsConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> None:
+        super().__init__()
+        self.distance = config.distance
+        self.teacher = config.teacher or FROM_ROWS
+        self.dimension = dimension
+        self.projection: nn.Linear | None = None
+        width = guide_dimensions.get(self.teacher)
+        if config.project:
+            if width is None:
+                raise ConfigError("loss.project=true: how many dimensions the teacher's vectors have is not known")
+            self.projection = nn.Linear(dimension, width)
+        elif width is not None:
+            self._check_widths(dimension, width)
+
+    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+        """Queries [B, D] and documents [M, D] with the teacher's [B, T] and [M, T] to this rank's share."""
+        guide = known.guides[self.teacher]
+        student = torch.cat([widened(queries), widened(documents)])
+        teacher = torch.cat([guide.queries, guide.documents]).to(student.dtype)
+        if self.projection is not None:
+            with torch.autocast(student.device.type, enabled=False):
+                student = self.projection(student)
+        else:
+            self._check_widths(self.dimension, teacher.shape[1])
+            if student.shape[1] < teacher.shape[1]:  # within Matryoshka, which normalises what it cuts short
+                teacher = F.normalize(teacher[:, : student.shape[1]], dim=1)
+        match self.distance:
+            case EmbeddingDistance.cosine:
+                terms = 1 - F.cosine_similarity(student, teacher, dim=1)
+            case EmbeddingDistance.mse:
+                terms = (student - teacher).square().mean(dim=1)
+            case EmbeddingDistance.l2:
+                terms = torch.linalg.vector_norm(student - teacher, dim=1)
+        return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
+
+    def _check_widths(self, dimension: int, width: int) -> None:
+        if dimension != width:
+            told = "the rows' vectors have" if self.teacher == FROM_ROWS else f"loss.teacher={self.teacher} has"
+            raise ConfigError(
+                f"{told} {width} dimensions and the model's vectors {dimension}: "
+                "loss.project=true trains a projection from these onto those"
+            )
+
+
+def _scores(queries: Tensor, documents: Tensor, known: LossInput, similarity: Similarity) -> tuple[Tensor, Tensor]:
+    """The student's and the teacher's score of each document, [M] and [M]."""
+    assert known.scores is not None, "the data layer gives every document a score, see config/needs.py"
+    student = similarities(widened(queries)[known.owners], widened(documents), similarity)
+    return student, known.scores.to(student.dtype)
+
+
+def _log_softmax(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
+    """Log softmax of [M] over each row's documents."""
+    return scores - group_logsumexp(scores, owners, num_rows)[owners]
+
+
+def _is_largest(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
+    """Bool [M], where a document has its row's largest score."""
+    return scores == group_maximum(scores, owners, num_rows)[owners]

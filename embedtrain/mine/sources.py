@@ -1,0 +1,132 @@
+"""What is mined: training sources as they are read, and what stands around their texts."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.prompts import prompt_of
+from embedtrain.data.sources.kinds import Part
+from embedtrain.data.sources.layouts.layout import TEXTS_ALONE
+from embedtrain.data.sources.sources import NO_IN_BATCH_NEGATIVES, expand, find, no_in_batch_negatives, source_names
+from embedtrain.data.types import Example
+from embedtrain.errors import DataError
+from embedtrain.mine.options import MineOptions
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Wording:
+    """How documents are seen: what stands before and after each, and how many tokens of it are kept."""
+
+    before: str
+    after: str
+    max_length: int | None
+
+    def __call__(self, text: str) -> str:
+        """The text as the model sees it."""
+        return f"{self.before}{text}{self.after}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinedSource:
+    """One source: its rows, and what holds for all of them.
+
+    Attributes:
+        name: of the source, and of the file that is written for it.
+        store: its rows.
+        document_parts: the corpus that its rows name documents of, if they do: all of it is searched.
+        query_prompt: put before a query that has no instruction of its own.
+        document_prompt: put before documents, likewise.
+        instruction_format: how an instruction and a text are put together.
+        query_max_length: tokens kept of queries; None: the model's.
+        document_max_length: tokens kept of documents, likewise.
+    """
+
+    name: str
+    store: RowStore
+    document_parts: Sequence[Part]
+    query_prompt: str
+    document_prompt: str
+    instruction_format: str
+    query_max_length: int | None
+    document_max_length: int | None
+
+    def query(self, row: Example) -> tuple[str, str]:
+        """A row's query as the model sees it, and what it begins with that is a prompt."""
+        prompt = prompt_of(row.instruction, self.query_prompt, self.instruction_format)
+        return prompt(row.query), prompt.before
+
+    def wording(self, document_instruction: str | None) -> Wording:
+        """How the documents of a row with this instruction are seen."""
+        prompt = prompt_of(document_instruction, self.document_prompt, self.instruction_format)
+        return Wording(prompt.before, prompt.after, self.document_max_length)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides about what is found for it."""
+        names = ("query_prompt", "document_prompt", "instruction_format", "query_max_length", "document_max_length")
+        return {"rows": self.store.key, **{name: getattr(self, name) for name in names}}
+
+
+def read_mined(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -> list[MinedSource]:
+    """Read and check every row of every source.
+
+    Args:
+        options: of the door.
+        prompts: the model's, by name: `query` and `document`.
+        cache: where rows are kept.
+
+    Raises:
+        DataError: a row that cannot be used, with file and line, or a file that cannot be read.
+        ConfigError: options of a source that contradict each other.
+    """
+    # What a step draws of a row's negatives does not matter here, and would only be told.
+    try:
+        sources = [replace(source, negatives=None) for source in expand(options.data)]
+    except DataError as error:
+        raise _with_split(error, options.data) from error.__cause__
+    stores = read_sources(sources, OnError.stop, TEXTS_ALONE, cache)
+
+    def first(own: str | None, name: str) -> str:
+        return prompts.get(name, "") if own is None else own
+
+    return [
+        MinedSource(
+            name=name,
+            store=store,
+            document_parts=find(source).document_parts,
+            query_prompt=first(source.query_prompt, "query"),
+            document_prompt=first(source.document_prompt, "document"),
+            instruction_format=source.instruction_format or options.instruction_format,
+            query_max_length=source.query_max_length,
+            document_max_length=source.document_max_length,
+        )
+        for name, source, store in zip(_names(sources), sources, stores, strict=True)
+    ]
+
+
+def _with_split(error: DataError, sources: Sequence[TrainSource]) -> DataError:
+    """The error, and what to write where only the split of a BEIR folder is another than `train`."""
+    other = re.search(r"holds no judgements of split=\S+, only of (\w+)", str(error))
+    path = next((source.path for source in sources if str(error).startswith(f"{source.path}: ")), None)
+    if other is None or path is None:
+        return error
+    return DataError(f"{error}; write data=[{{path: {path}, split: {other[1]}}}]")
+
+
+def _names(sources: Sequence[TrainSource]) -> list[str]:
+    """A distinct name for each source, which says so if its rows may not serve as each other's negatives.
+
+    The folder that said so is not the one that mined rows lie in, and training reads it off the path.
+    """
+    named = [
+        replace(source, name=f"{name}-{NO_IN_BATCH_NEGATIVES}")
+        if not name.endswith(NO_IN_BATCH_NEGATIVES)
+        and (no_in_batch_negatives(source) if source.in_batch_negatives is None else not source.in_batch_negatives)
+        else replace(source, name=name)
+        for name, source in zip(source_names(sources), sources, strict=True)
+    ]
+    return source_names(named)

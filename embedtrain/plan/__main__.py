@@ -1,0 +1,46 @@
+"""`python -m embedtrain.plan recipe=NAME gpus=64 gpu_memory=80`: memory, strategy and time, before a GPU is booked.
+
+The exit code is 0 where the training fits, and 1 where it does not.
+"""
+
+import os
+
+from embedtrain.cli import enter
+from embedtrain.config.accelerate import notes_on_accelerate
+from embedtrain.config.recipe import Recipe
+from embedtrain.errors import ConfigError
+from embedtrain.plan.options import PlanOptions, compose_plan
+
+
+def read(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
+    """The recipe and the machines, in one process."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("plan needs no ranks: start it with python, not with torchrun")
+    return compose_plan(arguments)
+
+
+def act(asked: tuple[Recipe, PlanOptions]) -> None:
+    """Look at the model's configuration, choose, and tell; as JSON nothing else is on standard output."""
+    import json
+
+    from embedtrain.loading.load import quiet_libraries
+    from embedtrain.plan.compute import plan
+    from embedtrain.plan.printing import print_plan
+    from embedtrain.tracking.pages import Page
+
+    recipe, options = asked
+    quiet_libraries()
+    planned = plan(recipe, options)
+    if options.json:
+        print(json.dumps(planned.as_json(), indent=2))
+    else:
+        page = Page()
+        print_plan(page, planned)
+        for line in notes_on_accelerate(recipe):
+            page.note(line, "dim")
+    if not planned.best.fits:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    enter(read, act)

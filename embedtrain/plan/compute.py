@@ -1,0 +1,202 @@
+"""A recipe and machines -> what the plan door tells."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from embedtrain.config.recipe import Attention, ParallelConfig, Recipe
+from embedtrain.distributed.mesh import Layout
+from embedtrain.models.packing import look
+from embedtrain.plan.options import PlanOptions
+from embedtrain.planning.cached_graphs import keep_tokens
+from embedtrain.planning.memory import memory_of
+from embedtrain.planning.meta_encoder import describe
+from embedtrain.planning.model_costs import ModelFacts, facts_of
+from embedtrain.planning.strategy import Candidate, choose, every_candidate
+from embedtrain.planning.workload import Machines, Passes, Work
+
+_MOST_RANKS = 4096
+
+
+def largest_chunk(facts: ModelFacts, layout: Layout, machines: Machines, work: Work, *, whole: bool) -> int | None:
+    """The largest `train.chunk_tokens` of whole texts with which the layout fits; None: not even one text.
+
+    It is no larger than what a rank has to encode in a step.
+    """
+    most = max(1, work.passes(machines.ranks).texts)
+
+    def fits(texts: int) -> bool:
+        tried = replace(work, chunk_tokens=texts * work.tokens_per_text)
+        return memory_of(facts, layout, machines, tried, whole=whole).total <= machines.usable
+
+    if not fits(1):
+        return None
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * work.tokens_per_text
+
+
+def changes(parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work, best: Candidate) -> list[str]:
+    """What would make it fit, each as a sentence that says what to write; empty where it fits."""
+    if best.fits:
+        return []
+    told = []
+    chunk = largest_chunk(facts, best.layout, machines, work, whole=best.whole)
+    if chunk is not None:
+        told.append(f"train.chunk_tokens={chunk}: the largest with which {best.name} fits")
+    freed = _set_free(parallel)
+    if freed is not None:
+        fitting = [one for one in every_candidate(freed, machines, facts, work) if one.fits]
+        if fitting:
+            quickest = min(fitting, key=lambda one: one.traffic.step)
+            told.append(f"leave parallel.* open: {quickest.name} fits")
+    ranks = machines.ranks * 2
+    while ranks <= _MOST_RANKS:
+        more = replace(machines, ranks=ranks)
+        if any(one.fits for one in every_candidate(replace(parallel, shard_size=None), more, facts, work)):
+            told.append(f"gpus={ranks}: so many ranks have room for it")
+            break
+        ranks *= 2
+    if facts.trained > 0.5 * facts.parameters:
+        told.append("model.lora.rank=16: adapters alone have gradients and Adam's moments")
+    if work.tokens_per_text > 128:
+        told.append("model.max_length=...: shorter texts, where yours are")
+    return told
+
+
+def _set_free(parallel: ParallelConfig) -> ParallelConfig | None:
+    """The options with everything open; None if they are."""
+    free = replace(
+        parallel,
+        strategy=type(parallel.strategy).auto,
+        shard_size=None,
+        reshard=None,
+        activation_checkpointing=None,
+        cpu_offload=None,
+    )
+    return None if free == parallel else free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan.
+
+    Attributes:
+        name: the recipe's.
+        facts: the model.
+        machines: where.
+        work: what a step does.
+        best: the layout that is chosen.
+        next_best: the one that would be taken without it.
+        keep_tokens: tokens whose graphs are kept: what the recipe says, or what memory has room for beside `best`.
+        largest_chunk: the largest `train.chunk_tokens` with which `best` fits; None: none does.
+        changes: what to write where it does not fit.
+    """
+
+    name: str
+    facts: ModelFacts
+    machines: Machines
+    work: Work
+    best: Candidate
+    next_best: Candidate | None
+    keep_tokens: int
+    largest_chunk: int | None
+    changes: list[str]
+
+    @property
+    def passes(self) -> Passes:
+        """One rank's part of a global batch."""
+        return replace(self.work, keep_tokens=self.keep_tokens).passes(self.machines.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values. Bytes, seconds and elements are numbers of one.
+
+        `recipe`; `model`: parameters, trained, frozen_bytes by type, and elements of a block, of the root and of a
+        large embedding; `machines` and `work` as asked for, with one rank's `passes`; `chosen` and `next_best` (or
+        null): the layout, `why`, `fits`, `memory` by kind at its largest `moment`, `traffic`; `largest_chunk` (or
+        null); `changes`: sentences.
+        """
+        facts = self.facts
+        return {
+            "recipe": self.name,
+            "model": {
+                "name": facts.name,
+                "parameters": facts.parameters,
+                "trained": facts.trained,
+                "frozen_bytes": facts.frozen_by_dtype,
+                "blocks": len(facts.blocks),
+                "block_parameters": facts.block.elements,
+                "root_parameters": facts.root.elements,
+                "embedding_parameters": facts.embedding.elements,
+                "hidden": facts.hidden,
+                "dimension": facts.dimension,
+                "precision": facts.precision.value,
+            },
+            "machines": {**asdict(self.machines), "usable": self.machines.usable},
+            "work": {
+                "rows": self.work.rows,
+                "texts_per_row": self.work.texts_per_row,
+                "tokens_per_text": self.work.tokens_per_text,
+                "chunk_tokens": self.work.chunk_tokens,
+                "keep_tokens": self.keep_tokens,
+                "passes": asdict(self.passes),
+            },
+            "chosen": _told(self.best),
+            "next_best": None if self.next_best is None else _told(self.next_best),
+            "largest_chunk": self.largest_chunk,
+            "changes": self.changes,
+        }
+
+
+def plan(recipe: Recipe, options: PlanOptions) -> Planned:
+    """Plan a training without a GPU and without weights.
+
+    Raises:
+        ConfigError, ModelError: as in training.
+    """
+    described = describe(recipe)
+    length = options.tokens_per_text or described.max_length
+    precision = recipe.parallel.precision
+    packs = recipe.model.attention is not Attention.padded
+    packed = packs and look(described.encoder, precision=precision, gpu=True).why_padded is None
+    facts = facts_of(
+        described.encoder, described.blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed
+    )
+    machines = Machines(
+        ranks=options.gpus,
+        per_node=min(options.gpus, options.gpus_per_node),
+        memory=int(options.gpu_memory * 2**30),
+        bandwidth_node=options.bandwidth_node * 1e9,
+        bandwidth_network=options.bandwidth_network * 1e9,
+        flops=options.tflops * 1e12,
+    )
+    work = Work.of(recipe, tokens_per_text=length, texts_per_row=options.texts_per_row)
+    choice = choose(recipe.parallel, machines, facts, work, measured=True)
+    assert choice.best is not None
+    best = choice.best
+    return Planned(
+        name=recipe.name,
+        facts=facts,
+        machines=machines,
+        work=work,
+        best=best,
+        next_best=choice.next_best,
+        keep_tokens=keep_tokens(facts, best.layout, machines, work, whole=best.whole, free=machines.memory),
+        largest_chunk=largest_chunk(facts, best.layout, machines, work, whole=best.whole),
+        changes=changes(recipe.parallel, machines, facts, work, best),
+    )
+
+
+def _told(one: Candidate) -> dict[str, Any]:
+    layout = asdict(one.layout)
+    return {
+        "name": one.name,
+        "strategy": layout.pop("strategy").value,
+        "why": layout.pop("reason"),
+        **layout,
+        "whole_gradients": one.whole,
+        "fits": one.fits,
+        "memory": {**one.memory.kinds, "total": one.memory.total, "moment": one.memory.moment},
+        "traffic": {**asdict(one.traffic), "bytes": one.traffic.bytes, "step": one.traffic.step},
+    }

@@ -1,0 +1,264 @@
+"""Which layout a training gets: of those that the recipe leaves open the fastest that fits, and one line why.
+
+The same on every rank: a function of the recipe, the model's configuration, the number of ranks, and the memory of the
+rank that has least.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from embedtrain.config.recipe import ParallelConfig, Strategy
+from embedtrain.distributed.mesh import Layout
+from embedtrain.errors import ConfigError
+from embedtrain.planning.memory import Memory, keeps_whole_gradients, memory_of, memory_of_encoding
+from embedtrain.planning.model_costs import ModelFacts
+from embedtrain.planning.traffic import Traffic, traffic_of
+from embedtrain.planning.workload import Machines, Work
+
+# A layout that is simpler is taken though another is faster by this share: figures are estimates.
+_AS_FAST = 0.03
+# Of a rank's memory, what weights may take that only encode; vectors and what is searched come beside them.
+_ENCODING_SHARE = 0.5
+# Bytes of all-gathers a step from which on it is worth a word that they could be saved.
+_WORTH_SAYING = 5e8
+_GIB, _GB = 2**30, 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout, and what it takes.
+
+    Attributes:
+        layout: how weights lie.
+        memory: of one rank, at the moment when it takes most.
+        traffic: what a step sends, and its seconds.
+        fits: whether the memory is there.
+        whole: whether whole gradients are kept between chunks.
+    """
+
+    layout: Layout
+    memory: Memory
+    traffic: Traffic
+    fits: bool
+    whole: bool
+
+    @property
+    def name(self) -> str:
+        """The layout in a few words."""
+        return name_of(self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is chosen.
+
+    Attributes:
+        layout: with its `reason`.
+        whole: whether a rank holds whole gradients between the chunks of a step.
+        best: what it takes; None where nothing is trained.
+        next_best: the one that would be taken without it, if there is any.
+    """
+
+    layout: Layout
+    whole: bool
+    best: Candidate | None = None
+    next_best: Candidate | None = None
+
+
+def choose(
+    parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work, *, measured: bool = False
+) -> Choice:
+    """The layout of a training.
+
+    What the recipe sets is obeyed. Replicated weights are taken wherever they fit as they are: no forward pass waits
+    for others then. Else the fastest of what fits, by `traffic_of`; if nothing does, what comes nearest.
+
+    Args:
+        parallel: the recipe's options.
+        machines: the ranks; `memory` is that of the one that has least, so that all choose alike.
+        facts: the model.
+        work: what a step does.
+        measured: whether activations are measured also where a bound on them fits, which is had at once.
+
+    Raises:
+        ConfigError: `parallel.shard_size` does not divide the number of ranks, or is set without hsdp.
+    """
+    layouts = list(_layouts(parallel, machines, facts))
+    bounded = facts.bounded()
+    if not measured and _candidate(layouts[0], parallel, machines, bounded, work).fits:
+        told = "at most "
+    else:
+        bounded, told = facts, ""
+    found = [_candidate(layout, parallel, machines, bounded, work) for layout in layouts]
+    best, next_best = _best_two(found)
+    reason = _reason(parallel, machines, best, found, told)
+    advice = _better(parallel, machines, bounded, work, best)
+    layout = replace(best.layout, reason=f"{reason}{advice}")
+    return Choice(layout, best.whole, replace(best, layout=layout), next_best)
+
+
+def choose_for_encoding(parallel: ParallelConfig, machines: Machines, facts: ModelFacts) -> Choice:
+    """The layout of a model that only encodes: replicated where that leaves half of the memory.
+
+    Raises:
+        ConfigError: as `choose`.
+    """
+    offload, reshard = bool(parallel.cpu_offload), parallel.reshard is not False
+    open_ones = [
+        Layout(strategy, *shape_of(strategy, parallel, machines.ranks, machines.per_node), "", reshard, False, offload)
+        for strategy in _strategies(parallel, machines)
+    ]
+    sizes = [memory_of_encoding(facts.bounded(), layout, 0).total for layout in open_ones]
+    fitting = [place for place, size in enumerate(sizes) if size <= _ENCODING_SHARE * machines.memory]
+    layout = open_ones[fitting[0] if fitting else len(open_ones) - 1]
+    weights = f"{_gib(sizes[0])} of weights, {_gib(machines.memory)} of memory a rank"
+    if parallel.strategy is not Strategy.auto:
+        why = f"asked for; {weights}"
+    elif layout is open_ones[0]:
+        why = f"it fits on every rank: {weights}"
+    else:
+        why = f"it is too large to replicate: {weights}"
+    return Choice(replace(layout, reason=why), whole=False)
+
+
+def every_candidate(parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work) -> list[Candidate]:
+    """All layouts that the recipe leaves open, the simplest first.
+
+    Raises:
+        ConfigError: as `choose`.
+    """
+    return [_candidate(layout, parallel, machines, facts, work) for layout in _layouts(parallel, machines, facts)]
+
+
+def shape_of(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_node: int) -> tuple[int, int]:
+    """Copies, and the parts that each is cut into.
+
+    Raises:
+        ConfigError: `parallel.shard_size` does not divide the number of ranks.
+    """
+    match strategy:
+        case Strategy.fsdp:
+            return 1, ranks
+        case Strategy.hsdp:
+            size = per_node if parallel.shard_size is None else parallel.shard_size
+            if size < 1 or ranks % size:
+                raise ConfigError(
+                    f"parallel.shard_size={size} does not divide the {ranks} ranks: "
+                    f"allowed are {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
+                )
+            return ranks // size, size
+        case _:
+            return ranks, 1
+
+
+def name_of(layout: Layout) -> str:
+    """A layout in a few words."""
+    words = [layout.strategy.value]
+    if layout.strategy is Strategy.hsdp:
+        words.append(f"{layout.replicate} x {layout.shard}")
+    if layout.shard > 1:
+        words.append("resharded" if layout.reshard else "gathered once")
+    words += ["activation checkpointing"] * layout.activation_checkpointing + ["cpu offload"] * layout.cpu_offload
+    return ", ".join(words)
+
+
+def _layouts(parallel: ParallelConfig, machines: Machines, facts: ModelFacts) -> Iterator[Layout]:
+    """What is left open, the simplest first."""
+    recompute = [False, True] if facts.can_recompute else [False]
+    for offload in _open(parallel.cpu_offload, [False, True] if machines.gpu else [False]):
+        for recomputes in _open(parallel.activation_checkpointing, recompute):
+            for strategy in _strategies(parallel, machines):
+                replicate, shard = shape_of(strategy, parallel, machines.ranks, machines.per_node)
+                resharding = _open(parallel.reshard, [False, True])
+                for reshard in resharding if shard > 1 else [parallel.reshard is not False]:
+                    yield Layout(
+                        strategy,
+                        replicate,
+                        shard,
+                        "",
+                        reshard=reshard,
+                        activation_checkpointing=recomputes,
+                        cpu_offload=offload,
+                    )
+
+
+def _open(asked: bool | None, choices: list[bool]) -> list[bool]:
+    return choices if asked is None else [asked]
+
+
+def _strategies(parallel: ParallelConfig, machines: Machines) -> list[Strategy]:
+    if parallel.shard_size is not None and parallel.strategy is not Strategy.hsdp:
+        raise ConfigError(
+            f"parallel.shard_size={parallel.shard_size} is only for parallel.strategy=hsdp, "
+            f"not {parallel.strategy.value}"
+        )
+    if parallel.strategy is not Strategy.auto:
+        return [parallel.strategy]
+    open_ones = [Strategy.ddp]
+    # Within one node hsdp is fsdp.
+    if 1 < machines.per_node < machines.ranks and machines.ranks % machines.per_node == 0:
+        open_ones.append(Strategy.hsdp)
+    return [*open_ones, Strategy.fsdp] if machines.ranks > 1 else open_ones
+
+
+def _candidate(
+    layout: Layout, parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work
+) -> Candidate:
+    whole = keeps_whole_gradients(parallel.accumulate, layout, facts.trained, machines.memory)
+    memory = memory_of(facts, layout, machines, work, whole=whole)
+    traffic = traffic_of(facts, layout, machines, work, whole=whole)
+    return Candidate(layout, memory, traffic, fits=memory.total <= machines.usable, whole=whole)
+
+
+def _best_two(found: list[Candidate]) -> tuple[Candidate, Candidate | None]:
+    best = _best(found)
+    others = [one for one in found if one is not best]
+    return best, _best(others) if others else None
+
+
+def _best(found: list[Candidate]) -> Candidate:
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        return min(found, key=lambda one: one.memory.total)
+    plain = found[0]
+    if plain.fits and plain.layout.shard == 1 and not plain.layout.activation_checkpointing:
+        return plain
+    fastest = min(one.traffic.step for one in fitting)
+    return next(one for one in fitting if one.traffic.step <= (1 + _AS_FAST) * fastest)
+
+
+def _reason(parallel: ParallelConfig, machines: Machines, best: Candidate, found: list[Candidate], told: str) -> str:
+    takes = f"{told}{_gib(best.memory.total)} of {_gib(machines.memory)} a rank"
+    if not best.fits:
+        asked = "asked for; " if parallel.strategy is not Strategy.auto else "nothing fits, this comes nearest: "
+        return f"{asked}{takes}, of which {_gib(machines.usable)} may be planned with"
+    if parallel.strategy is not Strategy.auto:
+        return f"asked for; {takes}"
+    if best.layout.shard == 1:
+        sharded = [one for one in found if one.layout.strategy is Strategy.fsdp]
+        gathers = min((one.traffic.gathers for one in sharded), default=0.0)
+        more = f"; fsdp would add {gathers / _GB:.1f} GB of all-gathers a step" if gathers >= _WORTH_SAYING else ""
+        return f"it fits on every rank: {takes}{more}"
+    plain = found[0]
+    return (
+        f"{plain.layout.strategy.value} would take {_gib(plain.memory.total)}; the fastest of what fits: {takes}, "
+        f"{best.traffic.gathers / _GB:.1f} GB of all-gathers a step"
+    )
+
+
+def _better(parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work, best: Candidate) -> str:
+    """Advice where what is asked for is clearly worse than what could be had."""
+    if parallel.strategy not in (Strategy.fsdp, Strategy.hsdp) or best.layout.shard == 1:
+        return ""
+    plain = replace(parallel, strategy=Strategy.ddp, shard_size=None)
+    ddp = _candidate(
+        Layout(Strategy.ddp, machines.ranks, 1, "", cpu_offload=best.layout.cpu_offload), plain, machines, facts, work
+    )
+    if not ddp.fits or best.traffic.gathers < _WORTH_SAYING:
+        return ""
+    saved = f"{best.traffic.gathers / _GB:.1f} GB of all-gathers a step"
+    return f"; parallel.strategy=ddp would do, with {_gib(ddp.memory.total)}, and save {saved}"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= 0.1 * _GIB else f"{num_bytes / 2**20:.0f} MiB"

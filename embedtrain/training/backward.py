@@ -1,0 +1,173 @@
+"""The gradient of global batches: graphs kept as far as memory allows, the rest encoded again; the same either way.
+
+Gradient caching is Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
+(2021): encode all chunks, take the loss's gradient at the vectors, then carry each vector's gradient on through
+its chunk. A chunk whose graph was kept from the first pass is not encoded twice; kept graphs go first, so that
+their memory is free again when the others are encoded anew. Dropout is replayed: a chunk's random numbers are
+a function of (seed, step, rank, chunk), which is also why a resumed run needs no random state.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embedtrain.data.types import Tokens
+from embedtrain.distributed.collectives import average_gradients, max_over_ranks
+from embedtrain.distributed.sharding import synchronise_gradients
+from embedtrain.distributed.world import World
+from embedtrain.losses.batch_statistics import Meaning, Sample, geometry
+from embedtrain.losses.types import Loss, LossOutput
+from embedtrain.training import spans
+from embedtrain.training.guides import GuideModel
+from embedtrain.training.rank_batch import RankBatch
+from embedtrain.training.spans import span
+
+# More chunks than any rank has.
+_ALL = 2**31
+
+
+class Backward:
+    """Computes a step's gradient.
+
+    Args:
+        encoder: the sharded encoder.
+        loss: what is minimised.
+        world: the ranks.
+        seed: the recipe's seed, from which dropout's random numbers follow.
+        dummy: a chunk for ranks that have fewer chunks than others.
+        whole_gradients: whether this rank holds whole gradients between the chunks of a step.
+        guides: other models that the loss asks for, by path.
+        sources: names of the training sources, where each batch is of one: their losses are told apart.
+        meanings: of each training source's rows, for what is measured beside the loss; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        loss: Loss,
+        world: World,
+        *,
+        seed: int,
+        dummy: Tokens,
+        whole_gradients: bool = True,
+        guides: Mapping[str, GuideModel] | None = None,
+        sources: Sequence[str] | None = None,
+        meanings: Sequence[Meaning] | None = None,
+    ) -> None:
+        self.encoder, self.loss, self.world, self.seed = encoder, loss, world, seed
+        self.dummy = dummy.to(world.device)
+        self.whole_gradients = whole_gradients
+        self.guides = dict(guides or {})
+        self.sources, self.meanings = sources, meanings
+
+    def __call__(self, *batches: RankBatch, measured: bool = False) -> tuple[LossOutput, Tensor]:
+        """Add the gradient of the mean over the global batches' rows to the parameters' `grad`.
+
+        Args:
+            batches: this rank's share of each, on this rank's device. Each is a batch of its own to the loss:
+                no row of one is a negative in another.
+            measured: whether to tell how the vectors lie, where this was made for it; the same on every rank.
+
+        Returns:
+            This rank's share of the loss, detached, and whether all of this rank's vectors are finite: both on its
+            device, for nothing here waits for a GPU.
+        """
+        num_rows = max(1, sum(batch.num_rows for batch in batches))
+        share = torch.zeros((), device=self.world.device)
+        finite = torch.ones((), dtype=torch.bool, device=self.world.device)
+        shares, weights = dict[str, Tensor](), dict[str, float]()
+        for batch in batches:
+            weight = batch.num_rows / num_rows
+            found, fine = self._one(batch, weight, last=batch is batches[-1], measured=measured)
+            share = share + weight * found.share
+            for name, value in self._measures(batch, found).items():  # batches of other sources may have others
+                shares[name] = shares.get(name, torch.zeros_like(value)) + weight * value
+                weights[name] = weights.get(name, 0.0) + weight
+            finite = finite & fine
+        shares = {name: value / weights[name] for name, value in shares.items()}
+        used = {id(loss): loss for loss in (self.loss.of_source(batch.known.source) for batch in batches)}
+        average_gradients(itertools.chain(*(loss.parameters() for loss in used.values())))
+        return LossOutput(share, shares), finite
+
+    def _measures(self, batch: RankBatch, found: LossOutput) -> dict[str, Tensor]:
+        if self.sources is None:
+            return found.shares
+        return {**found.shares, f"loss/{self.sources[batch.known.source]}": found.share}
+
+    def _one(self, batch: RankBatch, weight: float, *, last: bool, measured: bool) -> tuple[LossOutput, Tensor]:
+        # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
+        mine = len(batch.chunks)
+        most, kept, most_documents = self._agreed(batch)
+        sample = Sample.of(batch.num_rows, most_documents, self.world.rank, self.world.size) if measured else None
+        chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
+        vectors: list[Tensor | None] = []
+        for index, chunk in enumerate(chunks):
+            with torch.set_grad_enabled(index < kept), span(spans.ENCODE):
+                vectors.append(self._encode(batch.step, index, chunk))
+        made = [vector.detach() for vector in vectors if vector is not None]
+        with span(spans.LOSS):
+            output, slopes, finite = self._at_home(torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight, sample)
+        # A dummy's vector is nobody's.
+        slope_of = [*slopes.split([len(vector) for vector in made[:mine]]), *map(torch.zeros_like, made[mine:])]
+        for index, chunk in enumerate(chunks):
+            final = last and index == most - 1
+            synchronise_gradients(self.encoder, last=final, whole=self.whole_gradients)
+            with span(spans.BACKWARD):
+                encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
+                assert encoded is not None
+                encoded.backward(slope_of[index])
+            vectors[index] = encoded = None  # the graph's memory
+        return output, finite
+
+    def _agreed(self, batch: RankBatch) -> tuple[int, int, int]:
+        """How many passes every rank runs, of how many it keeps the graphs, and the documents of the longest row.
+
+        A dummy's graphs are no burden.
+        """
+        if batch.turns is not None:
+            most = max(1, batch.turns)
+            return most, most if batch.kept == batch.turns else batch.kept, batch.most_documents
+        mine = len(batch.chunks)
+        kept = batch.kept if batch.kept < mine else _ALL
+        told = [max(1, mine), -kept, batch.most_documents]
+        most, fewest, most_documents = max_over_ranks(told, self.world.device)
+        return most, min(-fewest, most), most_documents
+
+    def _at_home(
+        self, encoded: Tensor, batch: RankBatch, weight: float, sample: Sample | None
+    ) -> tuple[LossOutput, Tensor, Tensor]:
+        """The loss where the rows are, its gradient at the vectors encoded here, and whether these are finite."""
+        rows = encoded if batch.order is None else encoded[batch.order]
+        rows = rows.clone() if batch.exchange is None else batch.exchange.home(rows)
+        output = self._loss_backward(rows.requires_grad_(), batch, weight)
+        if sample is not None and self.meanings is not None:
+            seen, meaning = rows.detach(), self.meanings[batch.known.source]
+            queries, documents = seen[: batch.num_queries], seen[batch.num_queries :]
+            output.shares.update(geometry(queries, documents, batch.known, sample, meaning))
+        slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
+        if batch.exchange is not None:
+            slopes = batch.exchange.back(slopes)
+        if batch.order is not None:
+            slopes = torch.empty_like(slopes).index_copy_(0, batch.order, slopes)
+        return output, slopes, encoded.isfinite().all()
+
+    def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:
+        seen = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
+        known = replace(batch.known, guides={**batch.known.guides, **seen})
+        output: LossOutput = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], known)
+        # The one place that knows of it: gradients are averaged over the ranks, and shares are to be summed.
+        (output.share * (weight * self.world.size)).backward()
+        return LossOutput(output.share.detach(), output.shares)
+
+    def _encode(self, step: int, index: int, chunk: Tokens) -> Tensor:
+        torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))
+        return self.encoder(*chunk.inputs)  # type: ignore[no-any-return]
+
+
+def chunk_seed(seed: int, step: int, rank: int, index: int) -> int:
+    """The seed of one chunk's dropout."""
+    return int(np.random.SeedSequence([seed, step, rank, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,73 @@
+"""Other models that see the same texts: guides and teachers of a loss. Frozen, sharded like the one trained."""
+
+from collections.abc import Sequence
+
+import torch
+
+from embedtrain.config.recipe import ModelConfig, ParallelConfig
+from embedtrain.config.revisions import split_revision
+from embedtrain.data.tokens import in_order
+from embedtrain.data.types import Tokens
+from embedtrain.distributed.collectives import max_over_ranks
+from embedtrain.distributed.sharding import reshard
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError, ModelError
+from embedtrain.loading.load import load_model
+from embedtrain.losses.types import Guide
+from embedtrain.models.encoder import Encoder
+from embedtrain.training.rank_batch import GuideTexts
+
+
+class GuideModel:
+    """A frozen model, and its vectors of a batch.
+
+    Args:
+        encoder: sharded.
+        texts: how rows become its tokens.
+        world: the ranks.
+    """
+
+    def __init__(self, encoder: Encoder, texts: GuideTexts, world: World) -> None:
+        self.encoder = encoder.eval().requires_grad_(False)
+        self.texts, self.world = texts, world
+        self._dummy = texts.tokenizer.dummy().to(world.device)
+
+    @property
+    def dimension(self) -> int:
+        """Of its vectors."""
+        return self.encoder.dimension
+
+    def __call__(self, chunks: Sequence[Tokens], num_queries: int) -> Guide:
+        """The vectors of this rank's chunks. A collective: every rank calls it, one without rows too."""
+        (most,) = max_over_ranks([len(chunks)], self.world.device)
+        padded = [*chunks, *[self._dummy] * (max(1, most) - len(chunks))]
+        with torch.no_grad():
+            rows = in_order([self.encoder(*chunk.inputs) for chunk in padded], padded)
+        reshard(self.encoder)
+        return Guide(rows[:num_queries], rows[num_queries:])
+
+
+def load_guides(
+    paths: Sequence[str], parallel: ParallelConfig, world: World, *, chunk_tokens: int, trust_remote_code: bool
+) -> tuple[dict[str, GuideModel], list[str]]:
+    """The models that a loss asks for, by path or ID@REVISION, and a line about each. Every rank must call.
+
+    Raises:
+        ConfigError, ModelError: on every rank alike.
+    """
+    guides, notes = {}, []
+    for path in paths:
+        name, revision = split_revision(path)
+        options = ModelConfig(path=name, revision=revision, trust_remote_code=trust_remote_code)
+        try:
+            loaded = load_model(options, parallel, world, seed=0)
+        except (ConfigError, ModelError) as error:
+            told = str(error).removeprefix(f"model.path={name}: ")
+            raise ConfigError(
+                f"the loss's guide or teacher {path}: {told} (a sentence-transformers model is wanted)"
+            ) from None
+        prompts = loaded.source.prompts
+        texts = GuideTexts(loaded.tokenizer, prompts.get("query", ""), prompts.get("document", ""), chunk_tokens)
+        guides[path] = GuideModel(loaded.encoder, texts, world)
+        notes.append(f"the loss's guide or teacher {path}: {loaded.notes[0]}")
+    return guides, notes

@@ -1,0 +1,53 @@
+"""The tokens of a run: a vocabulary trained on the data where the recipe asks for one, and all texts tokenised."""
+
+import shutil
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.config.recipe import Recipe
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.train_data import TrainData
+from embedtrain.data.vocabulary import train_tokenizer
+from embedtrain.distributed.world import World
+from embedtrain.loading.load import LoadedModel
+from embedtrain.models.tokenizer import read_tokenizer
+from embedtrain.tracking.console import Console
+from embedtrain.training.resume import require_same_tokenizer
+
+
+def own_vocabulary(
+    recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console, *, anew: bool
+) -> PreTrainedTokenizerBase | None:
+    """The vocabulary trained on the data, for a model from scratch that names no tokenizer.
+
+    A run that resumes reads the one it began with; any other makes its own, for rows and options may be others.
+    """
+    if recipe.model.config is None or recipe.model.tokenizer is not None:
+        return None
+    directory = run_dir.tokenizer
+    with world.together("training a vocabulary"):
+        if world.is_main and (anew or not directory.is_dir()):
+            with console.phase("training a vocabulary on the data"):
+                made = train_tokenizer(
+                    data.texts(),
+                    recipe.model.vocab_size,
+                    recipe.model.max_length or 512,
+                    lowercase=recipe.model.vocab_lowercase,
+                )
+                shutil.rmtree(directory, ignore_errors=True)
+                made.save_pretrained(directory)
+    with world.together("reading the vocabulary"):
+        tokenizer = read_tokenizer(directory, trust_remote_code=False)
+    console.note(f"vocabulary: {len(tokenizer):,} pieces, trained on the data, in {directory}")
+    return tokenizer
+
+
+def tokenise(data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console) -> None:
+    """Have the texts' tokens at hand."""
+    require_same_tokenizer(model.tokenizer, world)
+    with world.together("tokenising"), console.counted() as told:
+        notes = data.prepare(model.tokenizer, replace(cache, told=told))
+    for note in notes:
+        console.note(note)

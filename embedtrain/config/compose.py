@@ -30,33 +30,12 @@ from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.folders import choices, folder
 from embedtrain.config.loss_checks import known_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.messages import explain, one_line, unknown_option
+from embedtrain.config.messages import explain, one_line, register_options, unknown_option
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.yaml_safety import guarded
-from embedtrain.doctor.options import DoctorOptions
 from embedtrain.errors import ConfigError
-from embedtrain.evaluate.options import EvaluateOptions
-from embedtrain.export.options import ExportOptions
-from embedtrain.inspect.options import InspectOptions
-from embedtrain.mine.options import MineOptions
-from embedtrain.plan.options import PlanOptions
-from embedtrain.report.options import ReportOptions
-from embedtrain.search.options import SearchOptions
-from embedtrain.submit.options import SubmitOptions
 
-Options = TypeVar(
-    "Options",
-    Recipe,
-    DoctorOptions,
-    EvaluateOptions,
-    ExportOptions,
-    InspectOptions,
-    MineOptions,
-    PlanOptions,
-    ReportOptions,
-    SearchOptions,
-    SubmitOptions,
-)
+Options = TypeVar("Options")
 
 
 def compose_recipes(arguments: list[str]) -> list[Recipe]:
@@ -128,22 +107,35 @@ def load_recipe(path: Path) -> Recipe:
         raise ConfigError(f"{path} cannot be read as a recipe: {explain(str(error))}") from None
 
 
-def compose_one(name: str, config_dir: Path, arguments: list[str]) -> DictConfig:
-    """What Hydra makes of the command line, where there is to be one configuration of it.
-
-    Args:
-        name: of the YAML file that it begins with.
-        config_dir: the folder of that file.
-        arguments: the command line.
+def compose_command(name: str, kind: type[Options], arguments: list[str]) -> Options:
+    """The options of `python -m embedtrain.NAME`, from configs/commands/NAME.yaml and the command line.
 
     Raises:
         ConfigError: as `compose_recipes`, or multirun is asked for.
         SystemExit: after `--help` and its like.
     """
+    _refuse_multirun(arguments)
+    ConfigStore.instance().store(name=f"{name}_schema", node=kind)
+    register_options(kind)
+    (config,) = _compose(name, folder("configs") / "commands", arguments)
+    return to_dataclass(config, kind)
+
+
+def compose_training(arguments: list[str]) -> DictConfig:
+    """The configuration of one training, for commands that take a training's options besides their own.
+
+    Raises:
+        ConfigError: as `compose_recipes`, or multirun is asked for.
+        SystemExit: after `--help` and its like.
+    """
+    _refuse_multirun(arguments)
+    (config,) = _compose("config", folder("configs"), arguments)
+    return config
+
+
+def _refuse_multirun(arguments: list[str]) -> None:
     if {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments):  # before Hydra makes a folder for it
         raise ConfigError("multirun (-m) is for training: write one value of each option, and call the command again")
-    (config,) = _compose(name, config_dir, arguments)
-    return config
 
 
 def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConfig]:
@@ -175,15 +167,6 @@ def _register(arguments: list[str], *, with_recipes: bool) -> None:
     """
     store = ConfigStore.instance()
     store.store(name="recipe_schema", node=_schema())
-    store.store(name="doctor_schema", node=DoctorOptions)
-    store.store(name="evaluate_schema", node=EvaluateOptions)
-    store.store(name="export_schema", node=ExportOptions)
-    store.store(name="inspect_schema", node=InspectOptions)
-    store.store(name="mine_schema", node=MineOptions)
-    store.store(name="plan_schema", node=PlanOptions)
-    store.store(name="report_schema", node=ReportOptions)
-    store.store(name="search_schema", node=SearchOptions)
-    store.store(name="submit_schema", node=SubmitOptions)
     for name, kind in LOSSES.items():
         store.store(group="loss", name=f"{name}_schema", node=kind)
     if with_recipes:

@@ -2,16 +2,15 @@
 
 import difflib
 import re
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from typing import get_type_hints
 
-from embedtrain.config import evaluation, losses
-from embedtrain.config import recipe as schema
+from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.folders import choices
-from embedtrain.config.recipe import Recipe
-from embedtrain.evaluate import options as door_options
-from embedtrain.mine import options as mining
-from embedtrain.submit import options as slurm
+from embedtrain.config.losses import LOSSES
+from embedtrain.config.recipe import Recipe, TrainSource
 
+_KINDS: dict[str, type] = {}
 _NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
 
 _SEVERAL = "it is a list, write loss.losses=[{name: infonce}, {name: orthogonal, weight: 0.1}]"
@@ -55,17 +54,17 @@ def explain(text: str) -> str:
     return text
 
 
+def register_options(kind: type) -> None:
+    """Let messages name the options of a command's dataclass, and of those that its fields hold."""
+    for type_ in get_type_hints(kind).values():
+        if is_dataclass(type_):
+            register_options(type_)
+    _KINDS[kind.__name__] = kind
+
+
 def _options_of(holder: str) -> list[str]:
     """The options of the dataclass of that name."""
-    kind = next(
-        (
-            getattr(room, holder)
-            for room in (schema, evaluation, door_options, mining, losses, slurm)
-            if hasattr(room, holder)
-        ),
-        Recipe,
-    )
-    return [field.name for field in fields(kind)]
+    return [field.name for field in fields(_KINDS.get(holder, Recipe))]
 
 
 def one_line(text: str) -> str:
@@ -76,3 +75,9 @@ def one_line(text: str) -> str:
     key = re.search(r"full_key: (\S+)", text)
     where = f"{key[1]}: " if key and not any(key[1] in line for line in kept) else ""
     return where + " ".join(kept)
+
+
+register_options(Recipe)
+for _loss in LOSSES.values():
+    register_options(_loss)
+_KINDS |= {"TrainSource": TrainSource, "EvaluationSet": EvaluationSet}

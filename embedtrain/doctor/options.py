@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from embedtrain.config.compose import compose_one, to_dataclass
-from embedtrain.config.folders import folder
+from embedtrain.config.compose import compose_command
 from embedtrain.errors import ConfigError
 
 
@@ -28,10 +27,8 @@ def compose_doctor(arguments: list[str]) -> DoctorOptions:
         SystemExit: after `--help` and its like.
     """
     short = {"--json": "json=true", "quick": "quick=true", "--quick": "quick=true"}
-    options = to_dataclass(
-        compose_one("doctor", folder("configs") / "doors", [short.get(argument, argument) for argument in arguments]),
-        DoctorOptions,
-    )
+    arguments = [short.get(argument, argument) for argument in arguments]
+    options = compose_command("doctor", DoctorOptions, arguments)
     if not math.isfinite(options.timeout) or options.timeout <= 0:
         raise ConfigError(f"timeout={options.timeout}: seconds, above 0")
     return options

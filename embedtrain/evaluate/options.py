@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embedtrain.config.checks import _positive, check_sets
-from embedtrain.config.compose import compose_one, to_dataclass
+from embedtrain.config.compose import compose_command
 from embedtrain.config.elements import items
 from embedtrain.config.evaluation import EvaluationSet, Gather, IndexConfig
-from embedtrain.config.folders import folder
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.errors import ConfigError
 
@@ -67,7 +66,6 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
 
 def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
     """The options of `python -m embedtrain.evaluate`."""
-    config = compose_one("evaluate", folder("configs") / "doors", arguments)
-    options = to_dataclass(config, EvaluateOptions)
+    options = compose_command("evaluate", EvaluateOptions, arguments)
     options.sets = items(options.sets, EvaluationSet, "sets")
     return check_evaluate(options)

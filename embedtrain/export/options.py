@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from embedtrain.config.compose import compose_one, to_dataclass
+from embedtrain.config.compose import compose_command
 from embedtrain.config.export_checks import check_export
-from embedtrain.config.folders import folder
 from embedtrain.config.recipe import ExportConfig, ExportDtype
 from embedtrain.errors import ConfigError
 
@@ -41,8 +40,7 @@ def asked_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:
 
 def compose_export(arguments: list[str]) -> ExportOptions:
     """The options of `python -m embedtrain.export`."""
-    config = compose_one("export", folder("configs") / "doors", arguments)
-    options = to_dataclass(config, ExportOptions)
+    options = compose_command("export", ExportOptions, arguments)
     if not options.run:
         raise ConfigError("no run: write run=DIR, the output_dir of a training run")
     check_export(asked_export(options, ExportConfig()))

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.compose import compose_one, to_dataclass, to_recipe
+from embedtrain.config.compose import compose_command, compose_training, to_recipe
 from embedtrain.config.elements import sources_of
-from embedtrain.config.folders import folder
 from embedtrain.config.loss_checks import known_name
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import DataConfig, Recipe
@@ -44,7 +43,7 @@ def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
     because = next(filter(_is_of_training, arguments), None)
     if because is not None:
         of_training, own = _parted(arguments, because)
-        config = compose_one("config", folder("configs"), of_training)
+        config = compose_training(of_training)
         recipe = to_recipe(config)
         if not _names_recipe(of_training):
             recipe.name = recipe.name or "inspect"
@@ -67,7 +66,7 @@ def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
 
 
 def _inspect_options(arguments: list[str]) -> InspectOptions:
-    options = to_dataclass(compose_one("inspect", folder("configs") / "doors", arguments), InspectOptions)
+    options = compose_command("inspect", InspectOptions, arguments)
     if options.examples < 0 or options.problems < 0:
         raise ConfigError(f"examples={options.examples}, problems={options.problems}: numbers of rows, 0 for none")
     return options

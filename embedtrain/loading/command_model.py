@@ -3,14 +3,27 @@
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
-from embedtrain.config.recipe import LoraConfig, ModelConfig
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.evaluate.options import EvaluateOptions
-from embedtrain.mine.options import MineOptions
 
 
-def model_of(options: EvaluateOptions | MineOptions) -> ModelConfig:
+class ModelOptions(Protocol):
+    """Options that commands which load a model have in common."""
+
+    model: str
+    adapter: str | None
+    pooling: Pooling | None
+    normalize: bool | None
+    max_length: int | None
+    query_prompt: str | None
+    document_prompt: str | None
+    revision: str | None
+    trust_remote_code: bool
+
+
+def model_of(options: ModelOptions) -> ModelConfig:
     """Directory or Hub id, with what differs from what it says itself."""
     return ModelConfig(
         path=options.model,

@@ -7,11 +7,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from embedtrain.config.compose import compose_one, to_dataclass
+from embedtrain.config.compose import compose_command
 from embedtrain.config.data_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
 from embedtrain.config.elements import sources_of
 from embedtrain.config.evaluation import Gather, IndexConfig
-from embedtrain.config.folders import folder
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.errors import ConfigError
@@ -223,6 +222,6 @@ def _check_source(source: TrainSource, to: str) -> None:
 
 def compose_mine(arguments: list[str]) -> MineOptions:
     """The options of `python -m embedtrain.mine`."""
-    options = to_dataclass(compose_one("mine", folder("configs") / "doors", arguments), MineOptions)
+    options = compose_command("mine", MineOptions, arguments)
     options.data = sources_of(options.data or [], "data", InfoNCEConfig())
     return check_mine(options)

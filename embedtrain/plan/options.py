@@ -5,8 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 from embedtrain.config.accelerate import with_accelerate
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.compose import compose_one, to_dataclass, to_recipe
-from embedtrain.config.folders import folder
+from embedtrain.config.compose import compose_command, compose_training, to_recipe
 from embedtrain.config.recipe import DataConfig, Recipe, TrainSource
 from embedtrain.errors import ConfigError
 
@@ -65,8 +64,8 @@ def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
     arguments = ["json=true" if argument == "--json" else argument for argument in arguments]
     own = [argument for argument in arguments if _is_own(argument)]
     of_training = [argument for argument in arguments if not _is_own(argument)]
-    options = to_dataclass(compose_one("plan", folder("configs") / "doors", own), PlanOptions)
-    recipe = with_accelerate(to_recipe(compose_one("config", folder("configs"), of_training)))
+    options = compose_command("plan", PlanOptions, own)
+    recipe = with_accelerate(to_recipe(compose_training(of_training)))
     if not any(argument.lstrip("+").startswith("recipe=") for argument in of_training):
         recipe.name = recipe.name or "plan"
     if recipe.train.steps is None and recipe.train.epochs is None:

@@ -4,8 +4,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from embedtrain.config.compose import compose_one, to_dataclass
-from embedtrain.config.folders import folder
+from embedtrain.config.compose import compose_command
 from embedtrain.errors import ConfigError
 
 
@@ -29,8 +28,7 @@ def compose_report(arguments: list[str]) -> ReportOptions:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("report reads files in one process: start it with python, not with torchrun")
     runs = [argument for argument in arguments if not _is_option(argument)]
-    config = compose_one("report", folder("configs") / "doors", [_quoted(one) for one in arguments if _is_option(one)])
-    options = to_dataclass(config, ReportOptions)
+    options = compose_command("report", ReportOptions, [_quoted(one) for one in arguments if _is_option(one)])
     options.runs = [*options.runs, *runs]
     if not options.runs:
         raise ConfigError("no run: write python -m embedtrain.report runs/NAME, the output_dir of a run, or several")

@@ -3,8 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from embedtrain.config.compose import compose_one, to_dataclass
-from embedtrain.config.folders import folder
+from embedtrain.config.compose import compose_command
 from embedtrain.config.recipe import Precision
 from embedtrain.errors import ConfigError
 
@@ -27,8 +26,7 @@ def compose_search(arguments: list[str]) -> SearchOptions:
     """The options of `python -m embedtrain.search`."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("search answers one person in one process: start it with python, not with torchrun")
-    config = compose_one("search", folder("configs") / "doors", [_quoted(argument) for argument in arguments])
-    options = to_dataclass(config, SearchOptions)
+    options = compose_command("search", SearchOptions, [_quoted(argument) for argument in arguments])
     if not options.model or not options.corpus:
         raise ConfigError("write model=DIR corpus=DIR, a model directory and a folder with a corpus.jsonl")
     if options.chunk_tokens < 1:

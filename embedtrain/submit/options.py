@@ -11,8 +11,7 @@ import yaml
 
 from embedtrain.config.accelerate import with_accelerate
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.compose import compose_one, to_dataclass, to_recipe
-from embedtrain.config.folders import folder
+from embedtrain.config.compose import compose_command, compose_training, to_recipe
 from embedtrain.config.messages import unknown_option
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
@@ -223,11 +222,11 @@ def ranks_per_node(options: SlurmConfig) -> int:
 
 
 def _refuse_line_ends(options: SlurmConfig) -> None:
-    for field in fields(options):
-        values = getattr(options, field.name)
+    for option in fields(options):
+        values = getattr(options, option.name)
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, str) and re.search(r"[\x00-\x08\x0a-\x1f\x7f]", value):
-                raise ConfigError(f"slurm.{field.name}={value!r}: one line each, without control characters")
+                raise ConfigError(f"slurm.{option.name}={value!r}: one line each, without control characters")
 
 
 def _seconds(time: str | None) -> int | None:
@@ -275,9 +274,7 @@ def compose_submit(arguments: list[str]) -> Submission:
         if re.search(r"[\x00-\x08\x0a-\x1f\x7f]", argument):
             raise ConfigError(f"{argument!r}: a line end cannot stand in a job's script; write it into a recipe file")
     own = [*_of_cluster(own), *own]
-    options = to_dataclass(
-        compose_one("submit", folder("configs") / "doors", [_quoted(argument) for argument in own]), SubmitOptions
-    )
+    options = compose_command("submit", SubmitOptions, [_quoted(argument) for argument in own])
     slurm = check_slurm(options.slurm)
     recipe = _composed(of_training)
     if not slurm.seeds:
@@ -291,7 +288,7 @@ def compose_submit(arguments: list[str]) -> Submission:
 
 
 def _composed(arguments: Sequence[str]) -> Recipe:
-    recipe = check_recipe(with_accelerate(to_recipe(compose_one("config", folder("configs"), list(arguments)))))
+    recipe = check_recipe(with_accelerate(to_recipe(compose_training(list(arguments)))))
     check_run(recipe)
     return recipe
 

@@ -12,7 +12,7 @@ RUN := runs/quickstart
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
 	@printf '%s\n' 'compress files' '文本编辑器' \
-	  | $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-zh2en top=3
+	  | $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-zh2en top_k=3
 	@echo
 	@echo 'Search yourself:'
 	@echo '  $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-en query="edit photos"'

@@ -49,7 +49,12 @@ class Counted:
 
 def measure() -> str:
     counted, _ = on_ranks(RANKS, _count)
-    header = ["parallel.strategy", "parallel.reshard", "graphs kept", *(f"{n} chunk{'s' * (n > 1)}" for n in CHUNKS)]
+    header = [
+        "parallel.strategy",
+        "parallel.reshard_after_forward",
+        "graphs kept",
+        *(f"{n} chunk{'s' * (n > 1)}" for n in CHUNKS),
+    ]
     return "\n\n".join(
         [
             f"FSDP's own, of {counted.groups} groups of weights (the layers, and the rest):",
@@ -65,7 +70,7 @@ def _count(rank: int, folder: Path) -> Counted:
     with world_of(RANKS, rank, folder / "store", most=RANKS) as world:
         batch = train_data(PAIRS).batch(0)
         for strategy, reshard in ((Strategy.fsdp, True), (Strategy.fsdp, False), (Strategy.ddp, None)):
-            model = small_bert(world, strategy, reshard=reshard)
+            model = small_bert(world, strategy, reshard_after_forward=reshard)
             run, groups = trainable(model, world, OPTIM), _groups(model.encoder)
             for kept, share in KEPT.items():
                 cells = []

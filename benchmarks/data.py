@@ -132,7 +132,13 @@ def _speed(one: Case, batch: int) -> list[object]:
     def ours(data: TrainData, ranks: int, count: int) -> Round:
         def batches(number: int) -> int:
             made = (
-                cut(data.batch(k), 0, ranks, one.tokenizer, Cutting(CHUNK_TOKENS, pass_tokens=PASS_TOKENS["GPU"]))
+                cut(
+                    data.batch(k),
+                    0,
+                    ranks,
+                    one.tokenizer,
+                    Cutting(CHUNK_TOKENS, pass_overhead_tokens=PASS_TOKENS["GPU"]),
+                )
                 for k in range(number * count, number * count + count)
             )
             return sum(batch.real_tokens for batch in made)

@@ -91,7 +91,7 @@ def _run(file: Path, directory: Path) -> Measured:
     with _watched(found, "batches"):
         for _ in range(BATCHES):
             batch = data.batch(places.randrange(data.plan.steps_per_epoch * 3))
-            cut(batch, 0, 1, tokenizer, Cutting(16384, pass_tokens=2048))
+            cut(batch, 0, 1, tokenizer, Cutting(16384, pass_overhead_tokens=2048))
     assert data.tokens is not None
     found.num_tokens = sum(len(tokens.values) for tokens in data.tokens)
     found.cache_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

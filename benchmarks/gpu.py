@@ -186,10 +186,10 @@ def _train(model: Model, way: Way, folder: Path, world: World) -> Found:
     return Found(seconds, real, computed, flops, loss, kept, loading, peak, _bytes_a_token(run, loaded, way, sized))
 
 
-def _cut(texts: RandomTexts, loaded: LoadedModel, chunk_tokens: int, keep_tokens: int) -> RankBatch:
+def _cut(texts: RandomTexts, loaded: LoadedModel, chunk_tokens: int, activation_tokens: int) -> RankBatch:
     on_gpu = torch.cuda.is_available()
     cost = cost_of_a_pass(on_gpu=on_gpu, sharded=loaded.layout.shard > 1)
-    found = cut(texts.batch(), 0, 1, loaded.tokenizer, Cutting(chunk_tokens, keep_tokens, cost))
+    found = cut(texts.batch(), 0, 1, loaded.tokenizer, Cutting(chunk_tokens, activation_tokens, cost))
     return found.pinned() if on_gpu else found
 
 
@@ -223,7 +223,7 @@ def _bytes_a_token(run: Trainable, loaded: LoadedModel, way: Way, sized: Sized) 
         return 0.0
     peaks, tokens = [], []
     for pairs in (sized.pairs, sized.pairs // 2):
-        batch = _cut(RandomTexts(pairs, seed=0), loaded, sized.chunk_tokens, keep_tokens=10**9)
+        batch = _cut(RandomTexts(pairs, seed=0), loaded, sized.chunk_tokens, activation_tokens=10**9)
         _peak(device)
         train_step(run, batch)
         peaks.append(_peak(device))

@@ -47,7 +47,9 @@ def _rows(sized: Sized, workload: Workload, folder: Path, world: World) -> list[
     batches = Batches(data, workload.steps)
     cost = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=False)
     mine: dict[float, Side] = {
-        keep: OurSteps(load(folder, world), world, batches, Cutting(sized.chunk_tokens, pass_tokens=cost), keep)
+        keep: OurSteps(
+            load(folder, world), world, batches, Cutting(sized.chunk_tokens, pass_overhead_tokens=cost), keep
+        )
         for keep in dict.fromkeys(keep for keep, _ in COMPARED)
     }
     theirs: dict[str, Side] = {

@@ -50,11 +50,11 @@ def minilm(world: World, precision: Precision) -> LoadedModel:
     return load_model(ModelConfig(path=MINILM), ParallelConfig(precision=precision), world, seed=0)
 
 
-def small_bert(world: World, strategy: Strategy, *, reshard: bool | None = None) -> LoadedModel:
+def small_bert(world: World, strategy: Strategy, *, reshard_after_forward: bool | None = None) -> LoadedModel:
     """As many layers as MiniLM, narrow and with random weights: for what does not depend on the width."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 64}
     model = ModelConfig(config={"model_type": "bert", **sizes}, tokenizer=MINILM, pooling=Pooling.mean, max_length=256)
-    parallel = ParallelConfig(strategy=strategy, precision=Precision.fp32, reshard=reshard)
+    parallel = ParallelConfig(strategy=strategy, precision=Precision.fp32, reshard_after_forward=reshard_after_forward)
     return load_model(model, parallel, world, seed=0)
 
 

@@ -107,8 +107,8 @@ def cases() -> list[Case]:
     if several > 1:
         found += [
             Case(name="XLM-R", config=xlmr, parallel=sharded(precision=Precision.fp32), ranks=several, **size),
-            Case(name="Llama", config=LLAMA, parallel=sharded(reshard=True), ranks=several, **size),
-            Case(name="Llama", config=LLAMA, parallel=sharded(reshard=False), ranks=several, **size),
+            Case(name="Llama", config=LLAMA, parallel=sharded(reshard_after_forward=True), ranks=several, **size),
+            Case(name="Llama", config=LLAMA, parallel=sharded(reshard_after_forward=False), ranks=several, **size),
         ]
     return found
 
@@ -151,7 +151,7 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
     machines = Machines(ranks=world.size, per_node=world.size, memory=2**40, gpu=gpu)
     rows = case.rows * world.size
     work = Work(rows=rows, tokens_per_text=case.length, chunk_tokens=case.chunk_tokens)
-    left_open = {"reshard": parallel.reshard is not False}
+    left_open = {"reshard_after_forward": parallel.reshard_after_forward is not False}
     left_open["activation_checkpointing"] = bool(parallel.activation_checkpointing)
     choice = choose(replace(parallel, **left_open), machines, facts, work, measured=True)
     assert choice.best is not None

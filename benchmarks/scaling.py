@@ -89,7 +89,7 @@ def _on_rank(
         model = load_model(ModelConfig(path=MINILM), parallel, world, seed=0)
         run, data = trainable(model, world), workload.data(workload.steps + 1, model.tokenizer)
         cost = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
-        cutting = Cutting(TrainConfig().chunk_tokens, pass_tokens=cost)
+        cutting = Cutting(TrainConfig().chunk_tokens, pass_overhead_tokens=cost)
         train_step(run, cut(data.batch(0), rank, size, model.tokenizer, cutting))  # warms up
         world.barrier()
         wall, cpu = time.perf_counter(), time.process_time()

@@ -82,7 +82,7 @@ class OurSteps:
 
         def chunks(batch: GlobalBatch) -> RankBatch:
             tokens = cut(batch, 0, 1, model.tokenizer, cutting).computed_tokens
-            return cut(batch, 0, 1, model.tokenizer, replace(cutting, keep_tokens=int(keep * tokens)))
+            return cut(batch, 0, 1, model.tokenizer, replace(cutting, activation_tokens=int(keep * tokens)))
 
         self.ready = batches.each(chunks)
 

@@ -75,21 +75,21 @@ def test_evaluate_export_and_search(workshop, monkeypatch):
     from sentence_transformers import SentenceTransformer
 
     call("embedtrain", *OPTIONS, "train.steps=6", "checkpoint.every=3", "output_dir=run", cwd=workshop)
-    told = call("embedtrain.export", "run=run", "step=3", "to=exported", cwd=workshop)
+    told = call("embedtrain.export", "run=run", "step=3", "output_dir=exported", cwd=workshop)
     assert "model: exported" in told
     assert "weights of step 3" in (workshop / "exported" / "README.md").read_text()
     texts = ["alpha beta", "gamma"]
     earlier, later = (SentenceTransformer(str(workshop / name)).encode(texts) for name in ("exported", "run/model"))
     assert np.abs(earlier - later).max() > 1e-4
-    call("embedtrain.export", "run=run", "to=half", "dtype=bf16", cwd=workshop)
+    call("embedtrain.export", "run=run", "output_dir=half", "dtype=bf16", cwd=workshop)
     assert np.abs(SentenceTransformer(str(workshop / "half")).encode(texts) - later).max() < 2e-2
     assert "step=4: run/checkpoints has latest and 3, 6" in call(
-        "embedtrain.export", "run=run", "step=4", "to=no", cwd=workshop, code=1
+        "embedtrain.export", "run=run", "step=4", "output_dir=no", cwd=workshop, code=1
     )
     (workshop / "precious").mkdir()
     (workshop / "precious" / "notes.txt").write_text("mine")
     for to, sentence in (("precious", "holds something else than a model"), ("run", "holds the run itself")):
-        assert sentence in call("embedtrain.export", "run=run", f"to={to}", cwd=workshop, code=1)
+        assert sentence in call("embedtrain.export", "run=run", f"output_dir={to}", cwd=workshop, code=1)
     assert (workshop / "precious" / "notes.txt").is_file()
     # With these transformers would give the second rank a model without weights.
     hostile = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
@@ -105,7 +105,7 @@ def test_evaluate_export_and_search(workshop, monkeypatch):
     for row in written:
         assert row["ndcg@10"] == pytest.approx(final["ndcg@10"], abs=1e-6)
     told = call(
-        "embedtrain.search", "model=run/model", "corpus=dev", "top=3", cwd=workshop, stdin="alpha\nbeta gamma\n"
+        "embedtrain.search", "model=run/model", "corpus=dev", "top_k=3", cwd=workshop, stdin="alpha\nbeta gamma\n"
     )
     assert len(re.findall(r"^ *-?[01]\.\d{3}  d\d+", told, re.M)) == 6
 

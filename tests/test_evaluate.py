@@ -79,7 +79,7 @@ def test_sets_and_mteb_together(workshop, monkeypatch):
     assert scores["ndcg_at_10"] == pytest.approx(found["NFCorpus"]["ndcg_at_10"], abs=1e-6)
     stored = sorted((workshop / "vectors").rglob("*.safetensors"))
     assert len(list((workshop / "vectors").iterdir())) == 2, "of both corpora"
-    call(*common, "output_dir=one", "gather=whole", "index.place=host", cwd=workshop, code=1)
+    call(*common, "output_dir=one", "unshard=model", "index.place=host", cwd=workshop, code=1)
     assert sorted((workshop / "vectors").rglob("*.safetensors")) == stored, "vectors were found, and none made again"
     for name, row in rows(workshop / "one").items():
         assert row == pytest.approx(found[name], abs=1e-6), name

@@ -34,7 +34,12 @@ def workshop(ranks, tmp_path_factory):
     rows, dev = write_rows(folder / "train.jsonl", 30), write_beir(folder / "dev", 20)
     model = save_small(small_model("bert"), folder / "model")
     common = [f"model.path={model}", f"data.train=[{rows}]", "train.steps=6", "model.query_prompt='beta '"]
-    more = [f"evaluation.sets=[{dev}]", "evaluation.every=2", "checkpoint.best=dev/recall@100", "checkpoint.every=2"]
+    more = [
+        f"evaluation.sets=[{dev}]",
+        "evaluation.every=2",
+        "checkpoint.best_metric=dev/recall@100",
+        "checkpoint.every=2",
+    ]
     ranks(3, run, *common, *more, f"output_dir={folder / 'sharded'}", "export.check=true", "export.formats=[onnx]")
     whole = ["checkpoint.layout=full", "checkpoint.contents=model", "checkpoint.every=2", "checkpoint.keep=3"]
     ranks(3, run, *common, *whole, f"output_dir={folder / 'full'}", "export.check=false", "export.max_file_size=20KB")
@@ -49,17 +54,19 @@ def test_every_step_of_both_layouts_comes_out(workshop, tmp_path):
     """Weights are those of the step: the two runs learnt the same, and what is the latest is what the run exported."""
     named = {}
     for step in ("2", "4", "6", "latest"):
-        export(f"run={workshop / 'full'}", f"step={step}", f"to={tmp_path / step}")
+        export(f"run={workshop / 'full'}", f"step={step}", f"output_dir={tmp_path / step}")
         named[step] = vectors(tmp_path / step)
         number = "6" if step == "latest" else step
         assert f"weights of step {number}." in (tmp_path / step / "README.md").read_text()
     assert np.array_equal(named["6"], named["latest"])
     assert np.abs(named["2"] - named["4"]).max() > 1e-4 < np.abs(named["4"] - named["6"]).max()
-    export(f"run={workshop / 'sharded'}", "step=best", f"to={tmp_path / 'best'}", "formats=[sentence_transformers]")
+    export(
+        f"run={workshop / 'sharded'}", "step=best", f"output_dir={tmp_path / 'best'}", "formats=[sentence_transformers]"
+    )
     assert np.allclose(vectors(tmp_path / "best"), named["2"], atol=1e-5)
     assert not (tmp_path / "best" / "onnx").exists()
     with pytest.raises(CheckpointError, match="step=best: this run was not asked to keep its best step"):
-        export(f"run={workshop / 'full'}", "step=best", f"to={tmp_path / 'no'}")
+        export(f"run={workshop / 'full'}", "step=best", f"output_dir={tmp_path / 'no'}")
     assert not (tmp_path / "no").exists()
 
 
@@ -73,7 +80,9 @@ def test_a_run_writes_what_its_recipe_asks_for(workshop):
 
 
 def test_unchecked_it_says_so(workshop, tmp_path, capsys):
-    export(f"run={workshop / 'sharded'}", f"to={tmp_path / 'out'}", "check=false", "dtype=fp16", "formats=[onnx]")
+    export(
+        f"run={workshop / 'sharded'}", f"output_dir={tmp_path / 'out'}", "check=false", "dtype=fp16", "formats=[onnx]"
+    )
     told = capsys.readouterr().out
     assert "check=false: names and shapes are right, but nobody has compared" in told
     assert "reopening" not in told
@@ -128,7 +137,7 @@ def test_the_hub_gets_the_directory_as_one_commit(workshop, tmp_path, hub):
         "-m",
         "embedtrain.export",
         f"run={workshop / 'full'}",
-        f"to={to}",
+        f"output_dir={to}",
         "push_to_hub=me/model",
     ]
     done = subprocess.run(
@@ -152,7 +161,7 @@ def test_the_hub_gets_the_directory_as_one_commit(workshop, tmp_path, hub):
 
 
 def test_a_hub_that_refuses_or_is_not_there_costs_no_model(workshop, tmp_path, hub, monkeypatch):
-    arguments = [f"run={workshop / 'full'}", f"to={tmp_path / 'out'}", "push_to_hub=me/model", "check=false"]
+    arguments = [f"run={workshop / 'full'}", f"output_dir={tmp_path / 'out'}", "push_to_hub=me/model", "check=false"]
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ConfigError, match=r"push_to_hub=me/model, and there is no token .*: set HF_TOKEN"):
         export(*arguments)

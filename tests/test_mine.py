@@ -57,7 +57,7 @@ def mined(ranks, workshop):
 
 @pytest.mark.slow
 def test_mined_rows_are_trained_on(workshop):
-    told = call("embedtrain.mine", *OPTIONS, "to=mined", ranks=2, cwd=workshop)
+    told = call("embedtrain.mine", *OPTIONS, "output_dir=mined", ranks=2, cwd=workshop)
     assert "positive scores" in told
     rows = read_jsonl(workshop / "mined" / "train.jsonl")
     assert [row["query"] for row in rows] == [row["query"] for row in ROWS]
@@ -80,8 +80,8 @@ def test_mined_rows_are_trained_on(workshop):
 @pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_on_another_number_of_ranks(workshop, mined):
     """SIGKILL to all ranks, then to one, whom the other misses; the files are those of an undisturbed run."""
-    common = [*OPTIONS, "queries_at_a_time=3", "chunk_tokens=256"]
-    assert mined(*common, "to=whole")[1] == ""
+    common = [*OPTIONS, "query_batch_size=3", "chunk_tokens=256"]
+    assert mined(*common, "output_dir=whole")[1] == ""
     to = workshop / "killed"
     blocks = to / ".mining" / "blocks"
     wanted = [
@@ -89,7 +89,7 @@ def test_killed_at_any_moment_it_goes_on_on_another_number_of_ranks(workshop, mi
         lambda: len(list(blocks.glob("*[0-9]"))) >= 5,
     ]
     for number, is_time in enumerate(wanted):
-        run = start([*TORCHRUN, "2", "-m", "embedtrain.mine", *common, "to=killed"], cwd=workshop)
+        run = start([*TORCHRUN, "2", "-m", "embedtrain.mine", *common, "output_dir=killed"], cwd=workshop)
         deadline = time.monotonic() + 120
         while not is_time() and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -102,14 +102,14 @@ def test_killed_at_any_moment_it_goes_on_on_another_number_of_ranks(workshop, mi
     assert "lost contact with another rank while mining train" in told
     assert not (to / "summary.json").exists()
     assert len(list(blocks.glob("*[0-9]"))) >= 5
-    other = "to=killed holds the beginning of mined rows of another command: negatives was 4, and is 3 now"
-    assert other in mined(*common, "negatives=3", "to=killed", size=2)[1]
-    assert mined(*common, "to=killed", size=3)[1] == ""
+    other = "output_dir=killed holds the beginning of mined rows of another command: negatives was 4, and is 3 now"
+    assert other in mined(*common, "negatives=3", "output_dir=killed", size=2)[1]
+    assert mined(*common, "output_dir=killed", size=3)[1] == ""
     assert contents(to) == contents(workshop / "whole")
-    assert "nothing was done" in mined(*common, "to=killed")[0]
+    assert "nothing was done" in mined(*common, "output_dir=killed")[0]
     assert contents(to) == contents(workshop / "whole")
-    told = "to=killed holds mined rows of another command: negatives was 4, and is 3 now"
-    assert told in mined(*common, "negatives=3", "to=killed")[1]
+    told = "output_dir=killed holds mined rows of another command: negatives was 4, and is 3 now"
+    assert told in mined(*common, "negatives=3", "output_dir=killed")[1]
 
 
 def stopped_at_the_end(world: World, folder: Path, arguments: list[str]) -> tuple[str, str]:
@@ -127,25 +127,25 @@ def _stop(*_: object) -> None:
 
 
 def test_the_end_is_written_again_where_it_was_cut_short(ranks, workshop, mined):
-    assert mined(*OPTIONS, "to=undisturbed")[1] == ""
-    ((_, error),) = ranks(1, stopped_at_the_end, workshop, [*OPTIONS, "to=end"])
+    assert mined(*OPTIONS, "output_dir=undisturbed")[1] == ""
+    ((_, error),) = ranks(1, stopped_at_the_end, workshop, [*OPTIONS, "output_dir=end"])
     assert error == "stopped"
     kept = shutil.copytree(workshop / "end" / ".mining", workshop / "kept")
     (workshop / "end" / "train.jsonl").write_text("cut sho")
-    assert mined(*OPTIONS, "to=end", "chunk_tokens=99", "teacher_batch_size=2", size=2)[1] == ""
+    assert mined(*OPTIONS, "output_dir=end", "chunk_tokens=99", "teacher_batch_size=2", size=2)[1] == ""
     assert contents(workshop / "end") == contents(workshop / "undisturbed")
     shutil.move(kept, workshop / "end" / ".mining")
-    assert "nothing was done" in mined(*OPTIONS, "to=end")[0]
+    assert "nothing was done" in mined(*OPTIONS, "output_dir=end")[0]
     assert contents(workshop / "end") == contents(workshop / "undisturbed")
 
 
 def test_other_means_are_refused(workshop, mined):
     shutil.copytree(workshop / "model", workshop / "changing")
     write_jsonl(workshop / "changing.jsonl", ROWS[:9])
-    options = ["model=changing/guide", "data=[changing.jsonl]", "precision=fp32", "to=once"]
+    options = ["model=changing/guide", "data=[changing.jsonl]", "precision=fp32", "output_dir=once"]
     assert mined(*options)[1] == ""
     write_jsonl(workshop / "changing.jsonl", ROWS[:10])
-    assert "to=once holds mined rows of another command: data.changing.rows was" in mined(*options)[1]
+    assert "output_dir=once holds mined rows of another command: data.changing.rows was" in mined(*options)[1]
     write_jsonl(workshop / "changing.jsonl", ROWS[:9])
     assert "nothing was done" in mined(*options)[0]
     assert "another command: corpus was []" in mined(*options, "corpus=pool.jsonl")[1]
@@ -160,7 +160,7 @@ def test_beir_folders_are_mined_out_of_their_corpus(workshop, mined):
         file.write("\n" + json.dumps({"_id": "alone", "title": "alpha beta", "text": "gamma delta"}))
         file.write("\n" + json.dumps({"_id": "empty", "title": "", "text": " "}) + "\n")
     wide = ["relative_margin=null", "rank_max=99", "negatives=99"]
-    assert mined(OPTIONS[0], "data=[set]", "to=of-set", *wide, "precision=fp32", size=2)[1] == ""
+    assert mined(OPTIONS[0], "data=[set]", "output_dir=of-set", *wide, "precision=fp32", size=2)[1] == ""
     corpus = {row["_id"]: f"{row['title']} {row['text']}".strip() for row in read_jsonl(workshop / "set/corpus.jsonl")}
     rows = read_jsonl(workshop / "of-set" / "set.jsonl")
     assert len(rows) == 30
@@ -186,7 +186,7 @@ def test_beir_folders_are_mined_out_of_their_corpus(workshop, mined):
         (["data=[bad.jsonl]"], 'bad.jsonl:2: no "pos" in this row'),
         (["corpus=[bad-pool.jsonl]"], 'bad-pool.jsonl:2: a document needs a "text", and this one has: txt'),
         (["corpus=[gone.jsonl]"], "gone.jsonl: no such file or folder"),
-        (["to=precious"], "precious/train.jsonl is there already, and was not mined"),
+        (["output_dir=precious"], "precious/train.jsonl is there already, and was not mined"),
         (["model=broken"], "vectors on rank 0 are not finite"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_mistake_is_one_sentence(workshop, mined, arguments, sentence):
     if not (workshop / "broken").exists():
         _break(shutil.copytree(workshop / "model" / "guide", workshop / "broken"))
     before = contents(workshop / "precious")
-    _, error = mined(*OPTIONS, "to=never", *arguments, size=2)
+    _, error = mined(*OPTIONS, "output_dir=never", *arguments, size=2)
     assert sentence in error
     assert "\n" not in error
     assert "model." not in error
@@ -209,7 +209,7 @@ def test_a_mistake_is_one_sentence(workshop, mined, arguments, sentence):
 
 def test_a_mended_mistake_is_no_other_command(workshop, mined):
     write_jsonl(workshop / "mended.jsonl", [{"text": "a"}, {"txt": "b"}])
-    options = [*OPTIONS, "corpus=[mended.jsonl]", "to=mended"]
+    options = [*OPTIONS, "corpus=[mended.jsonl]", "output_dir=mended"]
     assert "mended.jsonl:2" in mined(*options)[1]
     write_jsonl(workshop / "mended.jsonl", [{"text": "a"}, {"text": "b"}])
     assert mined(*options)[1] == ""
@@ -219,14 +219,14 @@ def test_rows_that_are_no_negatives_of_each_other_stay_so(workshop, mined):
     write_jsonl(workshop / "classes-no_in_batch_neg" / "train.jsonl", ROWS[:9])
     sources = "train.jsonl,{path: classes-no_in_batch_neg/train.jsonl},{path: pairs.jsonl,in_batch_negatives: false}"
     write_jsonl(workshop / "pairs.jsonl", ROWS[:4])
-    _, error = mined(OPTIONS[0], f"data=[{sources}]", "to=three", "precision=fp32")
+    _, error = mined(OPTIONS[0], f"data=[{sources}]", "output_dir=three", "precision=fp32")
     assert error == ""
     names = ["pairs-no_in_batch_neg.jsonl", "summary.json", "train-2-no_in_batch_neg.jsonl", "train.jsonl"]
     assert sorted(contents(workshop / "three")) == names
 
 
 def test_suspects_say_whether_they_were_written(workshop, mined):
-    told, error = mined(*OPTIONS, "relative_margin=null", "to=trusting")
+    told, error = mined(*OPTIONS, "relative_margin=null", "output_dir=trusting")
     assert error == ""
     assert "score above the positive and are written as negatives" in told
     assert "margin" not in told
@@ -240,10 +240,10 @@ def test_suspects_say_whether_they_were_written(workshop, mined):
 
 
 def test_rows_without_negatives_are_told_what_to_write(mined):
-    told, _ = mined(*OPTIONS, "relative_margin=0.5", "against=lowest", "to=strict")
-    advice = "write against=highest, rank_max=120 or relative_margin=0.25 or null"
+    told, _ = mined(*OPTIONS, "relative_margin=0.5", "margin_reference=lowest", "output_dir=strict")
+    advice = "write margin_reference=highest, rank_max=120 or relative_margin=0.25 or null"
     assert f"many rows got no negative: {advice}" in told
-    assert "many rows" not in mined(*OPTIONS, "relative_margin=null", "to=loose")[0]
+    assert "many rows" not in mined(*OPTIONS, "relative_margin=null", "output_dir=loose")[0]
 
 
 def _break(directory: Path) -> None:

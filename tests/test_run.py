@@ -169,14 +169,14 @@ def test_weights_alone_start_a_new_run(ranks, workshop, tmp_path, layout):
 
 def test_the_best_checkpoint_is_kept_and_exported(ranks, workshop, tmp_path):
     """All 20 documents are always among the first 100, so no later evaluation is better than the first."""
-    common = ("train.steps=8", "evaluation.every=2", "checkpoint.keep=1", "checkpoint.best=dev/recall@100")
+    common = ("train.steps=8", "evaluation.every=2", "checkpoint.keep=1", "checkpoint.best_metric=dev/recall@100")
     told, _ = ranks(2, run, *options(workshop, tmp_path / "run", *common, "evaluation.at_start=true"))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000002", "step-00000008"]
     assert "exporting step 2, the best by dev/recall@100 (1.0000)" in told
     assert "weights of step 2" in (tmp_path / "run" / "model" / "README.md").read_text()
-    with pytest.raises(AssertionError, match=r"ConfigError: checkpoint.best=dev/ndcg@7: dev has the metrics"):
-        ranks(1, run, *options(workshop, tmp_path / "other", "train.steps=2", "checkpoint.best=dev/ndcg@7"))
+    with pytest.raises(AssertionError, match=r"ConfigError: checkpoint.best_metric=dev/ndcg@7: dev has the metrics"):
+        ranks(1, run, *options(workshop, tmp_path / "other", "train.steps=2", "checkpoint.best_metric=dev/ndcg@7"))
 
 
 def test_a_recipe_that_would_learn_something_else_does_not_resume(ranks, workshop, tmp_path):

@@ -53,7 +53,12 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 def test_saved_alone_resumed_on_other_ranks_and_exported(ranks, workshop, tmp_path):
     """6 steps on 2 ranks; taken back to step 2, on with 3 ranks to 4, then 1: the same losses and vectors."""
     whole = tmp_path / "whole"
-    common = ("export.check=true", "export.formats=[adapter]", "checkpoint.layout=full", "model.lora.train=[norms]")
+    common = (
+        "export.check=true",
+        "export.formats=[adapter]",
+        "checkpoint.layout=full",
+        "model.lora.modules_to_save=[norms]",
+    )
     told = ranks(2, run, *options(workshop, whole, *common))[0]
     assert "LoRA: rank 4, alpha 8, on 14 linear layers, and 5 modules whole" in told
     names = stored(whole / "checkpoints" / "step-00000006").keys()
@@ -102,20 +107,25 @@ def test_any_step_is_exported_from_its_files_and_the_base(ranks, workshop, tmp_p
     """By the door, without ranks, and the base held in bf16 before; a base that has changed is refused."""
     out, base = tmp_path / "run", tmp_path / "base"
     save_small(small_model("xlm-roberta"), base)
-    more = (f"model.path={base}", f"checkpoint.layout={layout}", "model.lora.frozen=bf16", "export.formats=[adapter]")
+    more = (
+        f"model.path={base}",
+        f"checkpoint.layout={layout}",
+        "model.lora.base_dtype=bf16",
+        "export.formats=[adapter]",
+    )
     ranks(2, run, *options(workshop, out, *more, "export.check=true", model="xlm-roberta"))
     live = load_file(out / "model" / "model.safetensors")
-    export(f"run={out}", f"to={tmp_path / 'to'}")
+    export(f"run={out}", f"output_dir={tmp_path / 'to'}")
     from_files = load_file(tmp_path / "to" / "model.safetensors")
     assert from_files.keys() == live.keys()
     for name, tensor in live.items():
         # The run held its base in bf16; the export reads it as it is.
         torch.testing.assert_close(from_files[name], tensor, rtol=5e-3, atol=5e-3, msg=name)
-    export(f"run={out}", "step=2", f"to={tmp_path / 'two'}", "dtype=bf16")
+    export(f"run={out}", "step=2", f"output_dir={tmp_path / 'two'}", "dtype=bf16")
     weights = load_file(base / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in weights.items()}, base / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds adapters of other weights than .* has now: bring its old files"):
-        export(f"run={out}", f"to={tmp_path / 'other'}")
+        export(f"run={out}", f"output_dir={tmp_path / 'other'}")
     resumed = taken_back(out, tmp_path / "resumed", 4)
     with pytest.raises(AssertionError, match="was written on other weights than model"):
         ranks(2, run, *options(workshop, resumed, *more, model="xlm-roberta"))
@@ -167,5 +177,5 @@ def test_an_exported_adapter_says_nothing_that_was_put_into_a_run(ranks, worksho
     assert json.loads((out / "model" / "adapter" / "adapter_config.json").read_text()) == honest
     mapping = {"base_model_class": "system", "parent_library": "os"}
     path.write_text(json.dumps(honest | {"auto_mapping": mapping, "runtime_config": {}, "eva_config": {"rho": 2}}))
-    export(f"run={out}", f"to={tmp_path / 'to'}")
+    export(f"run={out}", f"output_dir={tmp_path / 'to'}")
     assert json.loads((tmp_path / "to" / "adapter" / "adapter_config.json").read_text()) == honest

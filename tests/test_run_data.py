@@ -69,7 +69,7 @@ def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):
 
 
 def test_resumed_by_source_it_goes_on_exactly(ranks, workshop, tmp_path):
-    common = ("train.steps=9", "checkpoint.every=2", "checkpoint.keep=9", "train.accumulation=2")
+    common = ("train.steps=9", "checkpoint.every=2", "checkpoint.keep=9", "train.gradient_accumulation_steps=2")
     ranks(2, run, *given(workshop, tmp_path / "run", *common, model="dropout"))
     expected = losses(tmp_path / "run")
     for step in (6, 8, 9):
@@ -98,7 +98,7 @@ def test_a_loss_that_no_step_has_reached_is_resumed(ranks, workshop, tmp_path):
 def test_an_epoch_of_accumulated_batches_ends_with_what_is_left(ranks, workshop, tmp_path):
     """26 rows are 3 batches: a step of two, and one of the last."""
     common = [f"model.path={workshop / 'model'}", f"data.train=[{workshop / 'train.jsonl'}]", "train.epochs=1"]
-    ranks(2, run, *common, "train.accumulation=2", f"output_dir={tmp_path}")
+    ranks(2, run, *common, "train.gradient_accumulation_steps=2", f"output_dir={tmp_path}")
     assert len(losses(tmp_path)) == 2
     assert read_manifest(step_path(tmp_path / "checkpoints", 2)).manifest["state"]["samples"] == 26
 

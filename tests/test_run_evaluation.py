@@ -11,7 +11,7 @@ from tests.test_run import figures, losses, options, rows, run, workshop  # noqa
 
 # One document of each query's is found by any model, so recall@100 of twenty documents never gets better than 1.
 PATIENT = (
-    "train.steps=12", "evaluation.every=2", "checkpoint.every=4", "checkpoint.best=dev/recall@100",
+    "train.steps=12", "evaluation.every=2", "checkpoint.every=4", "checkpoint.best_metric=dev/recall@100",
     "evaluation.patience=2",
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def test_gathering_whole_or_block_by_block_changes_nothing(ranks, workshop, tmp_
     for name, more in {
         "never": ["evaluation.sets=[]"],
         "block": ["evaluation.every=1", "evaluation.at_start=true"],
-        "whole": ["evaluation.every=1", "evaluation.at_start=true", "evaluation.gather=whole"],
+        "whole": ["evaluation.every=1", "evaluation.at_start=true", "evaluation.unshard=model"],
     }.items():
         ranks(2, run, *common, *more, f"output_dir={tmp_path / name}")
         found[name] = losses(tmp_path / name), figures(tmp_path / name)
@@ -106,7 +106,7 @@ def test_every_kind_of_set_leaves_training_as_it_was(ranks, workshop, tmp_path):
 def test_the_best_by_the_mean_of_several_sets(ranks, workshop, tmp_path):  # noqa: F811
     write_beir(tmp_path / "other", 12)
     sets = f"evaluation.sets=[{workshop / 'dev'},{tmp_path / 'other'}]"
-    common = ("train.steps=2", "evaluation.every=1", sets, "checkpoint.best=mean/ndcg@10")
+    common = ("train.steps=2", "evaluation.every=1", sets, "checkpoint.best_metric=mean/ndcg@10")
     ranks(2, run, *options(workshop, tmp_path / "run", *common))
     of = {row["set"]: row for row in rows(tmp_path / "run") if row.get("set") and row["step"] == 2}
     assert of["mean"]["ndcg@10"] == pytest.approx((of["dev"]["ndcg@10"] + of["other"]["ndcg@10"]) / 2)

@@ -58,7 +58,7 @@ def in_one_process(model: ModelConfig) -> dict[str, torch.Tensor]:
     state = initialise(source, 0)
     linear = {f"{name}.weight" for name, part in encoder.named_modules() if isinstance(part, torch.nn.Linear)}
     encoder.load_state_dict({n: rounded(tensor) if n in linear else tensor for n, tensor in state.items()})
-    adapted = add_adapters(encoder, replace(model.lora, four_bit=False), None, torch.float32)
+    adapted = add_adapters(encoder, replace(model.lora, load_in_4bit=False), None, torch.float32)
     assert adapted.config.r == 4
 
     encoder.load_state_dict(initial_adapters(encoder, adapted, 3), strict=False)
@@ -74,7 +74,7 @@ def in_one_process(model: ModelConfig) -> dict[str, torch.Tensor]:
 )
 def test_vectors_and_gradients_are_those_of_the_unpacked_weights(ranks, workshop, size, strategy):
     model = replace(
-        small_model("llama"), config=None, path=str(workshop / "llama"), lora=LoraConfig(rank=4, four_bit=True)
+        small_model("llama"), config=None, path=str(workshop / "llama"), lora=LoraConfig(rank=4, load_in_4bit=True)
     )
     expected = in_one_process(model)
     for found in ranks(size, on_ranks, model, parallel(Strategy(strategy))):
@@ -86,7 +86,7 @@ def test_vectors_and_gradients_are_those_of_the_unpacked_weights(ranks, workshop
 def test_a_run_is_saved_resumed_and_merged(ranks, workshop, tmp_path):
     arguments = (
         f"model.path={workshop / 'llama'}", f"data.train=[{workshop / 'train.jsonl'}]", "model.pooling=last",
-        "model.lora.rank=4", "model.lora.four_bit=true", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=9",
+        "model.lora.rank=4", "model.lora.load_in_4bit=true", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=9",
         "optim.lr=2e-2", "export.check=true", "export.formats=[adapter]",
     )  # fmt: skip
     out = tmp_path / "run"
@@ -98,7 +98,7 @@ def test_a_run_is_saved_resumed_and_merged(ranks, workshop, tmp_path):
     again = taken_back(out, tmp_path / "again", 2)
     ranks(1, run, *arguments, f"output_dir={again}")
     assert losses(again) == pytest.approx(losses(out), rel=1e-5)
-    act(compose_export([f"run={out}", f"to={tmp_path / 'to'}"]))
+    act(compose_export([f"run={out}", f"output_dir={tmp_path / 'to'}"]))
     live, offline = (load_file(path / "model.safetensors") for path in (out / "model", tmp_path / "to"))
     base = load_file(workshop / "llama" / "model.safetensors")
     assert live.keys() == offline.keys() == base.keys()
@@ -125,4 +125,4 @@ def test_without_the_package_one_sentence(monkeypatch):
     arguments = ["name=t", "model.path=x", "model.pooling=last", "data.train=[x]", "train.steps=1", "model.lora.rank=4"]
     compose_recipes(arguments)
     with pytest.raises(ConfigError, match=r"needs the package bitsandbytes.*pip install .embedtrain\[qlora"):
-        compose_recipes([*arguments, "model.lora.four_bit=true"])
+        compose_recipes([*arguments, "model.lora.load_in_4bit=true"])

@@ -18,7 +18,7 @@ from tests.test_run import losses, rows
 
 BASE = [
     "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60",
-    "train.keep_tokens=130", "train.steps=3", "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3",
+    "train.activation_tokens=130", "train.steps=3", "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3",
     "optim.loss_lr=1e-2", "export.check=false",
 ]  # fmt: skip
 
@@ -59,7 +59,7 @@ def given(workshop: Path, file: str, out: Path, *more: str) -> list[str]:
 
 # Loss -> the file of its rows, and its options.
 RUNS: dict[str, tuple[str, list[str]]] = {
-    "infonce": ("teacher", ["loss.learn_temperature=true", "loss.sides=[query_document,query_query]"]),
+    "infonce": ("teacher", ["loss.learn_temperature=true", "loss.directions=[query_document,query_query]"]),
     "siglip": ("triplets", []),
     "cosent": ("pairs", []),
     "angle": ("pairs", []),
@@ -152,7 +152,7 @@ def test_what_a_loss_owns_is_saved_and_resumed(ranks, workshop, tmp_path, owned,
 
 def test_a_step_over_several_global_batches(ranks, workshop, tmp_path):
     """The same on any number of ranks; an epoch of 3 batches is 2 steps; resuming goes on with the right batch."""
-    more = ["train.accumulation=2", "loss.temperature=0.2", "train.steps=null", "train.epochs=2"]
+    more = ["train.gradient_accumulation_steps=2", "loss.temperature=0.2", "train.steps=null", "train.epochs=2"]
     found = {}
     for size in (1, 3):
         ranks(
@@ -167,8 +167,11 @@ def test_a_step_over_several_global_batches(ranks, workshop, tmp_path):
         shutil.rmtree(tmp_path / "3" / "checkpoints" / f"step-{step:08d}")
     ranks(3, run, *given(workshop, "triplets", tmp_path / "3", *more))
     assert losses(tmp_path / "3") == found[3]
-    with pytest.raises(AssertionError, match=r"with train.accumulation=2, this run has train.accumulation=1"):
-        ranks(1, run, *given(workshop, "triplets", tmp_path / "3", *more, "train.accumulation=1"))
+    with pytest.raises(
+        AssertionError,
+        match=r"with train.gradient_accumulation_steps=2, this run has train.gradient_accumulation_steps=1",
+    ):
+        ranks(1, run, *given(workshop, "triplets", tmp_path / "3", *more, "train.gradient_accumulation_steps=1"))
 
 
 BAD = [

@@ -148,7 +148,7 @@ def test_a_run_that_is_stopped_and_goes_on_elsewhere(ranks, workshop, tmp_path):
 
 def test_after_is_the_step_that_was_exported(ranks, workshop, tmp_path):
     """No later evaluation is better than the first: what is exported, and looked at, is step 2."""
-    more = ("train.steps=4", "evaluation.every=2", "checkpoint.best=dev/recall@100", "checkpoint.keep=1")
+    more = ("train.steps=4", "evaluation.every=2", "checkpoint.best_metric=dev/recall@100", "checkpoint.keep=1")
     ranks(2, run, None, *options(workshop, tmp_path / "run", *more))
     sample, _, after = sample_of(tmp_path / "run")
     assert after.step == 2

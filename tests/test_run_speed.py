@@ -56,7 +56,7 @@ def test_work_is_counted_on_real_tokens_whatever_the_ranks_and_chunks(ranks, wor
     flops = flops_of(build_encoder(open_source(small_model("xlm-roberta"))))
     found = {}
     for size, chunk_tokens in ((1, 1000), (2, 60)):  # all graphs kept in one chunk; many chunks encoded twice
-        more = ("train.steps=4", f"train.chunk_tokens={chunk_tokens}", "train.keep_tokens=0")
+        more = ("train.steps=4", f"train.chunk_tokens={chunk_tokens}", "train.activation_tokens=0")
         out = tmp_path / str(size)
         reported, lengths, told = ranks(size, flops_of_run, *options(workshop, out, *more))[0]
         assert reported == pytest.approx([flops.of(torch.tensor(one)) for one in lengths])
@@ -135,6 +135,6 @@ def made_in_time(world: World, steps: int, each: int, *arguments: str) -> list[b
 
 
 def test_the_next_steps_batches_are_made_while_a_step_runs(ranks, workshop, tmp_path):
-    more = ("train.steps=3", "train.accumulation=5", "train.global_batch_size=4", "evaluation.every=0")
+    more = ("train.steps=3", "train.gradient_accumulation_steps=5", "train.global_batch_size=4", "evaluation.every=0")
     arguments = options(workshop, Path(tmp_path) / "run", *more)
     assert ranks(1, made_in_time, 3, 5, *arguments) == [[True] * 3]

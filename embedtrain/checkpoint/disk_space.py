@@ -45,7 +45,7 @@ def require_limit_fits(config: CheckpointConfig, one: int, total_steps: int) -> 
     if most * one > config.max_disk_gb * GB:
         raise ConfigError(
             f"checkpoint.max_disk_gb={config.max_disk_gb:g}: up to {most} checkpoints of {one / GB:.3g} GB lie there "
-            f"at a time (keep={config.keep}, keep_every={config.keep_every}, best={config.best or 'null'}, and the one "
+            f"at a time (keep={config.keep}, keep_every={config.keep_every}, best={config.best_metric or 'null'}, and the one "
             f"before stays until the new one is whole): allow {most * one / GB:.3g} or more, or keep fewer"
         )
 
@@ -56,7 +56,7 @@ def most_at_a_time(config: CheckpointConfig, total_steps: int) -> int:
     kept = set(saved[-max(1, config.keep - 1) :])
     kept |= {step for step in saved if config.keep_every and step % config.keep_every == 0}
     # A run that is stopped and goes on has one before even where it saves at its end alone.
-    return max(2, len(kept) + 1 + (config.best is not None))
+    return max(2, len(kept) + 1 + (config.best_metric is not None))
 
 
 def make_room(root: Path, needed: int, limit_gb: float | None, dispensable: Sequence[Path]) -> None:

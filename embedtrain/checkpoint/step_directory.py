@@ -148,7 +148,7 @@ def choose_step(root: Path, asked: str) -> StepFolder:
         best = _intact(steps[max(steps)]).manifest["state"].get("best_step")
         if best is None:
             raise CheckpointError(
-                f"step=best: this run was not asked to keep its best step (checkpoint.best); there are {there}"
+                f"step=best: this run was not asked to keep its best step (checkpoint.best_metric); there are {there}"
             )
         asked = str(best)
     if not asked.isdigit() or int(asked) not in steps:

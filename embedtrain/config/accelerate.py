@@ -203,17 +203,17 @@ def _distributed_type(found: Translation, key: str, value: Any, path: str) -> No
 def _sharding(found: Translation, key: str, value: Any, path: str) -> None:
     """FSDP1's sharding strategy, which newer files of FSDP1 call `fsdp_reshard_after_forward`; or FSDP2's flag."""
     if key == "fsdp_reshard_after_forward" and str(value).lower() in ("true", "false"):
-        found.put(key, value, "parallel.reshard", str(value).lower() == "true")
+        found.put(key, value, "parallel.reshard_after_forward", str(value).lower() == "true")
         return
     name = str(value).upper()
     if name.isdigit() and 1 <= int(name) <= len(_SHARDING):  # accelerate counts from 1
         name = list(_SHARDING)[int(name) - 1]
     if name not in _SHARDING:
         raise _cannot(path, key, value, f"it is one of {', '.join(_SHARDING)}, or true or false")
-    strategy, reshard = _SHARDING[name]
+    strategy, reshard_after_forward = _SHARDING[name]
     found.put(key, value, "parallel.strategy", strategy)
-    if reshard is not None:
-        found.put(key, value, "parallel.reshard", reshard)
+    if reshard_after_forward is not None:
+        found.put(key, value, "parallel.reshard_after_forward", reshard_after_forward)
 
 
 def _flag(option: str) -> Callable[[Translation, str, Any, str], None]:

@@ -81,10 +81,10 @@ EVALUATION_RULES: list[tuple[Callable[[Recipe], bool], Callable[[Recipe], str]]]
         lambda r: f"evaluation.patience={r.evaluation.patience}: at least 1 evaluation; null never stops early",
     ),
     (
-        lambda r: r.evaluation.patience is not None and r.checkpoint.best is None,
+        lambda r: r.evaluation.patience is not None and r.checkpoint.best_metric is None,
         lambda r: (
             f"evaluation.patience={r.evaluation.patience} has nothing to wait for: "
-            f"set checkpoint.best to set/metric, such as dev/ndcg@10"
+            f"set checkpoint.best_metric to set/metric, such as dev/ndcg@10"
         ),
     ),
     (
@@ -213,16 +213,22 @@ RULES: list[Rule] = [
         lambda r: f"train.chunk_tokens={r.train.chunk_tokens}: must be above 0",
     ),
     (
-        lambda r: r.train.keep_tokens is not None and r.train.keep_tokens < 0,
-        lambda r: f"train.keep_tokens={r.train.keep_tokens}: a number of tokens, 0 to encode every chunk twice",
+        lambda r: r.train.activation_tokens is not None and r.train.activation_tokens < 0,
+        lambda r: (
+            f"train.activation_tokens={r.train.activation_tokens}: a number of tokens, 0 to encode every chunk twice"
+        ),
     ),
     (
-        lambda r: r.train.pass_tokens is not None and r.train.pass_tokens < 0,
-        lambda r: f"train.pass_tokens={r.train.pass_tokens}: a number of tokens; null chooses by device and sharding",
+        lambda r: r.train.pass_overhead_tokens is not None and r.train.pass_overhead_tokens < 0,
+        lambda r: (
+            f"train.pass_overhead_tokens={r.train.pass_overhead_tokens}: a number of tokens; null chooses by device and sharding"
+        ),
     ),
     (
-        lambda r: r.train.accumulation < 1,
-        lambda r: f"train.accumulation={r.train.accumulation}: at least 1 global batch a step",
+        lambda r: r.train.gradient_accumulation_steps < 1,
+        lambda r: (
+            f"train.gradient_accumulation_steps={r.train.gradient_accumulation_steps}: at least 1 global batch a step"
+        ),
     ),
     (
         lambda r: r.train.log_every < 1,
@@ -288,12 +294,14 @@ RULES: list[Rule] = [
         lambda r: f"checkpoint.max_disk_gb={r.checkpoint.max_disk_gb}: must be above 0; null sets no limit",
     ),
     (
-        lambda r: r.checkpoint.best is not None and not r.evaluation.sets,
-        lambda r: f"checkpoint.best={r.checkpoint.best} needs figures to compare: evaluation.sets is empty",
+        lambda r: r.checkpoint.best_metric is not None and not r.evaluation.sets,
+        lambda r: (
+            f"checkpoint.best_metric={r.checkpoint.best_metric} needs figures to compare: evaluation.sets is empty"
+        ),
     ),
     (
-        lambda r: r.checkpoint.best is not None and "/" not in r.checkpoint.best,
-        lambda r: f"checkpoint.best={r.checkpoint.best}: written as set/metric, such as dev/ndcg@10",
+        lambda r: r.checkpoint.best_metric is not None and "/" not in r.checkpoint.best_metric,
+        lambda r: f"checkpoint.best_metric={r.checkpoint.best_metric}: written as set/metric, such as dev/ndcg@10",
     ),
     *EVALUATION_RULES,
 ]

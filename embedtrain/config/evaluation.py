@@ -18,15 +18,15 @@ class SetKind(str, Enum):
     clustering = "clustering"
 
 
-class Gather(str, Enum):
+class Unshard(str, Enum):
     """How much of sharded weights a rank holds while it encodes.
 
-    `block`: one layer at a time, gathered anew for every pass. `whole`: all of them, gathered before
+    `layer`: one layer at a time, gathered anew for every pass. `model`: all of them, gathered before
     a set of texts is encoded.
     """
 
-    block = "block"
-    whole = "whole"
+    layer = "layer"
+    model = "model"
 
 
 class Place(str, Enum):
@@ -93,7 +93,7 @@ class EvaluationConfig:
     at_start: bool = False  # also before the first step
     sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
     subset: int | None = None  # at most so many queries or rows of each set, for speed
-    patience: int | None = None  # stop after so many evaluations without a better checkpoint.best
+    patience: int | None = None  # stop after so many evaluations without a better checkpoint.best_metric
     chunk_tokens: int = 16384  # tokens one forward pass may hold on one rank
-    gather: Gather = Gather.block
+    unshard: Unshard = Unshard.layer
     index: IndexConfig = field(default_factory=IndexConfig)

@@ -17,7 +17,7 @@ from embedtrain.config.losses import (
     LossConfig,
     OnlineContrastiveConfig,
     OrthogonalConfig,
-    Partition,
+    PartitionMode,
     SentenceTransformersConfig,
     Side,
     SigLIPConfig,
@@ -134,18 +134,18 @@ def _bounds(loss: InfoNCEConfig | SigLIPConfig, *, trained: bool) -> Iterator[st
 
 
 def _infonce(loss: InfoNCEConfig) -> Iterator[str]:
-    sides = [side.value for side in loss.sides]
-    told = f"sides=[{','.join(sides)}]"
-    if Side.query_document not in loss.sides or len(set(sides)) < len(sides):
+    directions = [side.value for side in loss.directions]
+    told = f"directions=[{','.join(directions)}]"
+    if Side.query_document not in loss.directions or len(set(directions)) < len(directions):
         yield f"{told}: query_document, which has the positive, and any of {', '.join(list(Side)[1:])}, each once"
-    without = [side.value for side in loss.sides if side in (Side.query_query, Side.document_document)]
-    if loss.partition is Partition.separate and without:
-        yield f"partition=separate: a softmax over {without[0]} alone has no positive; write partition=joint"
-    if not loss.in_batch_negatives and loss.sides != [Side.query_document]:
+    without = [side.value for side in loss.directions if side in (Side.query_query, Side.document_document)]
+    if loss.partition_mode is PartitionMode.separate and without:
+        yield f"partition_mode=separate: a softmax over {without[0]} alone has no positive; write partition_mode=joint"
+    if not loss.in_batch_negatives and loss.directions != [Side.query_document]:
         yield f"in_batch_negatives=false leaves only query_document, not {told}"
     if not loss.in_batch_negatives and loss.hardness is Hardness.in_batch:
         yield "hardness=in_batch: there are none with in_batch_negatives=false"
-    for name in ("margin", "drop_above", "guide_margin", "hardness_strength"):
+    for name in ("margin", "false_negative_margin", "guide_margin", "hardness_strength"):
         value = getattr(loss, name)
         if value is not None and not math.isfinite(value):
             yield f"{name}={value}: must be a number"

@@ -29,8 +29,8 @@ class Side(str, Enum):
     document_document = "document_document"  # its positive against all other rows' documents
 
 
-class Partition(str, Enum):
-    """Several sides: one softmax over all of them, or the mean of one softmax each."""
+class PartitionMode(str, Enum):
+    """Several directions: one softmax over all of them, or the mean of one softmax each."""
 
     joint = "joint"
     separate = "separate"
@@ -110,12 +110,14 @@ class InfoNCEConfig(LossConfig):
     learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
     temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
     similarity: Similarity = Similarity.cosine
-    sides: list[Side] = field(default_factory=lambda: [Side.query_document])
-    partition: Partition = Partition.joint
+    directions: list[Side] = field(default_factory=lambda: [Side.query_document])
+    partition_mode: PartitionMode = PartitionMode.joint
     in_batch_negatives: bool = True  # false: a query's own hard negatives only
     margin: float = 0.0  # subtracted from the positive's similarity (Yang et al., 2019)
     mask_duplicates: bool = True  # a document equal to the positive, or of an equal query, is no negative
-    drop_above: float | None = None  # nor is one whose similarity exceeds the positive's by this (may be negative)
+    false_negative_margin: float | None = (
+        None  # nor is one whose similarity exceeds the positive's by this (may be negative)
+    )
     # A model directory or Hub id (ID@REVISION); nor is what it finds closer than the positive a negative (GISTEmbed).
     guide: str | None = None
     guide_margin: float = 0.0  # how much below the positive's similarity the guide begins to object

@@ -57,7 +57,7 @@ def explain(text: str) -> str:
 def register_options(kind: type) -> None:
     """Let messages name the options of a command's dataclass, and of those that its fields hold."""
     for type_ in get_type_hints(kind).values():
-        if is_dataclass(type_):
+        if isinstance(type_, type) and is_dataclass(type_):
             register_options(type_)
     _KINDS[kind.__name__] = kind
 

@@ -89,21 +89,21 @@ def check_lora(recipe: Recipe) -> None:
         raise ConfigError(
             f"model.lora.revision={lora.revision} chooses a version of a Hub adapter: write model.lora.path=ID"
         )
-    if ADAPTER in recipe.export.formats and "dense" in lora.train:
+    if ADAPTER in recipe.export.formats and "dense" in lora.modules_to_save:
         raise ConfigError(
-            "export.formats has adapter and model.lora.train has dense: an adapter of PEFT's has no place for heads "
+            "export.formats has adapter and model.lora.modules_to_save has dense: an adapter of PEFT's has no place for heads "
             "behind the pooling; leave one of them out (the merged model has them)"
         )
-    if lora.four_bit and importlib.util.find_spec("bitsandbytes") is None:
+    if lora.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
-            "model.lora.four_bit=true needs the package bitsandbytes, which is not installed: "
+            "model.lora.load_in_4bit=true needs the package bitsandbytes, which is not installed: "
             "pip install 'embedtrain[qlora]', or leave it out"
         )
 
 
 def _refuse_without_adapters(recipe: Recipe) -> None:
     plain = LoraConfig()
-    for name in ("alpha", "targets", "dropout", "train", "frozen", "four_bit", "revision"):
+    for name in ("alpha", "targets", "dropout", "modules_to_save", "base_dtype", "load_in_4bit", "revision"):
         value = getattr(recipe.model.lora, name)
         if value != getattr(plain, name):
             raise ConfigError(

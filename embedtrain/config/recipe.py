@@ -14,7 +14,7 @@ from embedtrain.config.losses import InfoNCEConfig, LossConfig
 ALL_LINEAR = "all-linear"
 
 
-class FrozenDtype(str, Enum):
+class BaseDtype(str, Enum):
     """What frozen weights are held in.
 
     `auto` is bf16 where the model is computed in bf16, for then nothing is lost, or where its files hold bf16; else
@@ -34,9 +34,11 @@ class LoraConfig:
     alpha: float | None = None  # an adapter counts alpha / r times; default: 2 r
     targets: Any = ALL_LINEAR  # all-linear (of the blocks), or names of linear layers, such as [q_proj, v_proj]
     dropout: float = 0.0  # before an adapter
-    train: list[str] = field(default_factory=list)  # trained whole besides: embeddings, norms, or names of modules
-    frozen: FrozenDtype = FrozenDtype.auto  # type of the weights that are not trained
-    four_bit: bool = False  # frozen linear layers in 4 bits (QLoRA): CUDA, bitsandbytes
+    modules_to_save: list[str] = field(
+        default_factory=list
+    )  # trained whole besides: embeddings, norms, or names of modules
+    base_dtype: BaseDtype = BaseDtype.auto  # type of the weights that are not trained
+    load_in_4bit: bool = False  # frozen linear layers in 4 bits (QLoRA): CUDA, bitsandbytes
     path: str | None = None  # go on from an adapter of PEFT's: directory or Hub id; its rank and targets are taken
     revision: str | None = None  # a commit, tag or branch of its Hub repository
 
@@ -75,16 +77,16 @@ class Strategy(str, Enum):
     hsdp = "hsdp"
 
 
-class Accumulate(str, Enum):
+class GradientReduction(str, Enum):
     """What a rank keeps of gradients while a step has further chunks to come.
 
-    `whole` keeps them unreduced, and reduces once a step; `sharded` reduces after every chunk and keeps its
-    part. `auto` keeps them whole where that takes little of a rank's memory.
+    `per_step` keeps them unreduced and reduces once a step; `per_chunk` reduces after every chunk and keeps a shard.
+    `auto` reduces once a step where the unreduced gradients take little of a rank's memory.
     """
 
     auto = "auto"
-    whole = "whole"
-    sharded = "sharded"
+    per_step = "per_step"
+    per_chunk = "per_chunk"
 
 
 class Precision(str, Enum):
@@ -126,11 +128,11 @@ class Batches(str, Enum):
     by_source = "by_source"
 
 
-class Weights(str, Enum):
+class WeightMode(str, Enum):
     """What a source's `weight` says: how often its rows are seen in an epoch, or its share of all rows seen."""
 
-    passes = "passes"
-    shares = "shares"
+    epochs = "epochs"
+    proportions = "proportions"
 
 
 class DataCache(str, Enum):
@@ -243,7 +245,7 @@ class DataConfig:
     train: list[Any] = field(default_factory=list)  # of TrainSource, or of paths
     on_error: OnError = OnError.stop  # a bad row: stop with file and line, or skip and count
     batches: Batches = Batches.auto
-    weights: Weights = Weights.passes
+    weight_mode: WeightMode = WeightMode.epochs
     mixing_temperature: float = 1.0  # above 1 small sources are seen more: shares are (rows x weight)^(1/temperature)
     # How an instruction that a row carries is put around its query, instead of a prompt.
     instruction_format: str = "Instruct: {instruction}\nQuery: {text}"
@@ -274,9 +276,13 @@ class TrainConfig:
     epochs: float | None = None  # epochs
     global_batch_size: int = 256  # rows a step over all ranks: the number of ranks never changes it
     chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold on one rank
-    keep_tokens: int | None = None  # tokens whose graphs are kept, not encoded twice; default: what memory has room for
-    pass_tokens: int | None = None  # what one more forward pass costs, in tokens: less is less padding in more passes
-    accumulation: int = 1  # global batches whose gradients make one step; each has its own negatives
+    activation_tokens: int | None = (
+        None  # tokens whose graphs are kept, not encoded twice; default: what memory has room for
+    )
+    pass_overhead_tokens: int | None = (
+        None  # what one more forward pass costs, in tokens: less is less padding in more passes
+    )
+    gradient_accumulation_steps: int = 1  # global batches whose gradients make one step; each has its own negatives
     log_every: int = 10  # steps between lines on the terminal and rows of metrics.jsonl
 
 
@@ -288,8 +294,10 @@ class ParallelConfig:
     shard_size: int | None = None  # hsdp: ranks that share one copy of the weights; default: those of one node
     block_class: str | None = None  # the layer class to shard; default: found in the model
     precision: Precision = Precision.bf16
-    accumulate: Accumulate = Accumulate.auto
-    reshard: bool | None = None  # give weights back after a block's forward pass; null: where memory asks for it
+    gradient_reduction: GradientReduction = GradientReduction.auto
+    reshard_after_forward: bool | None = (
+        None  # give weights back after a block's forward pass; null: where memory asks for it
+    )
     activation_checkpointing: bool | None = None  # recompute a block's activations; null: where they would not fit
     cpu_offload: bool | None = None  # weights and optimiser in host memory; null: where nothing else fits
     accelerate_config: str | None = None  # a file that `accelerate config` wrote: its FSDP options become ours
@@ -309,7 +317,7 @@ class CheckpointConfig:
     max_disk_gb: float | None = None  # all checkpoints together, in 10^9 bytes; asked before one is written
     layout: Layout = Layout.sharded
     contents: Contents = Contents.all
-    best: str | None = None  # `set/metric`: keep the checkpoint that is best by it, and export that one
+    best_metric: str | None = None  # `set/metric`: keep the checkpoint that is best by it, and export that one
 
 
 @dataclass(kw_only=True)

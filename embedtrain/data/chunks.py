@@ -77,14 +77,14 @@ def deal(
     lengths: NDArray[np.int64] | Sequence[int],
     size: int,
     chunk_tokens: int,
-    pass_tokens: int,
+    pass_overhead_tokens: int,
     most_chunks: int | None = None,
     *,
     packed: bool = False,
 ) -> Deal:
     """Deal texts to ranks and cut each rank's into chunks.
 
-    The cuts make sum(rows x longest) + chunks x `pass_tokens` of a rank as small as can be, with at most
+    The cuts make sum(rows x longest) + chunks x `pass_overhead_tokens` of a rank as small as can be, with at most
     `chunk_tokens` tokens, padding included, in a chunk; a text longer than that gets a chunk of its own. With very
     many groups the cuts are the best among some thousand places. In each chunk the longest text goes to the rank
     with the fewest tokens so far, so that all compute alike. Packed texts are cut into as few chunks as can be, of
@@ -96,7 +96,7 @@ def deal(
         lengths: tokens of each text, [T].
         size: W.
         chunk_tokens: tokens of one forward pass, padding included.
-        pass_tokens: what one more forward pass costs, in tokens that could be computed meanwhile.
+        pass_overhead_tokens: what one more forward pass costs, in tokens that could be computed meanwhile.
         most_chunks: cut into no more chunks than this, unless `chunk_tokens` asks for more.
         packed: whether a chunk takes as many tokens as its texts have; else rows x longest.
     """
@@ -110,15 +110,15 @@ def deal(
         bounds = _even(longest, chunk_tokens)
     else:
         reach = np.arange(num_groups) + np.maximum(1, chunk_tokens // longest)
-        bounds = _cut(longest, reach, pass_tokens, most_chunks)
+        bounds = _cut(longest, reach, pass_overhead_tokens, most_chunks)
     return Deal(_balanced(texts, found, bounds, packed=packed), tuple(bounds))
 
 
 def cut_rows(
-    lengths: NDArray[np.int64] | Sequence[int], chunk_tokens: int, pass_tokens: int, *, packed: bool = False
+    lengths: NDArray[np.int64] | Sequence[int], chunk_tokens: int, pass_overhead_tokens: int, *, packed: bool = False
 ) -> list[NDArray[np.int64]]:
     """`deal` for one rank alone: chunks of text numbers, the longest texts first."""
-    return deal(lengths, 1, chunk_tokens, pass_tokens, packed=packed).of_rank(0)
+    return deal(lengths, 1, chunk_tokens, pass_overhead_tokens, packed=packed).of_rank(0)
 
 
 def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -129,17 +129,19 @@ def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.argsort(short.astype(np.uint16) if most < 2**16 else short, kind="stable").astype(np.int64)
 
 
-def _cut(longest: NDArray[np.int64], reach: NDArray[np.int64], pass_tokens: int, most_chunks: int | None) -> list[int]:
+def _cut(
+    longest: NDArray[np.int64], reach: NDArray[np.int64], pass_overhead_tokens: int, most_chunks: int | None
+) -> list[int]:
     """Where to cut groups, given the longest text of each and the last group at which a chunk from there may end."""
     if not len(longest):
         return [0]
     places = _candidates(longest, reach)
-    bounds = _cheapest(places, longest, reach, pass_tokens)
+    bounds = _cheapest(places, longest, reach, pass_overhead_tokens)
     if most_chunks is None or len(bounds) - 1 <= most_chunks:
         return bounds
     # The dearer a pass, the fewer chunks: look for the least price at which they are few enough. The cost is convex
     # in their number, so a cut that is best at some price is best among all with as many chunks.
-    low, high, dearest = max(1, pass_tokens), max(1, pass_tokens), int(longest[0]) * len(longest)
+    low, high, dearest = max(1, pass_overhead_tokens), max(1, pass_overhead_tokens), int(longest[0]) * len(longest)
     while len(bounds) - 1 > most_chunks and high <= dearest:
         low, high = high, 4 * high
         bounds = _cheapest(places, longest, reach, high)
@@ -193,7 +195,7 @@ def _candidates(longest: NDArray[np.int64], reach: NDArray[np.int64]) -> NDArray
 
 
 def _cheapest(
-    places: NDArray[np.int64], longest: NDArray[np.int64], reach: NDArray[np.int64], pass_tokens: int
+    places: NDArray[np.int64], longest: NDArray[np.int64], reach: NDArray[np.int64], pass_overhead_tokens: int
 ) -> list[int]:
     """The cheapest way from the first place to the last, by dynamic programming."""
     last = len(places) - 1
@@ -204,7 +206,7 @@ def _cheapest(
     came = np.zeros(last + 1, dtype=np.int64)
     steps = zip(starts.tolist(), longest[starts].tolist(), stops.tolist(), strict=True)
     for at, (start, length, stop) in enumerate(steps):
-        through = (places[at + 1 : stop] - start) * length + (int(cost[at]) + pass_tokens)
+        through = (places[at + 1 : stop] - start) * length + (int(cost[at]) + pass_overhead_tokens)
         better = through < cost[at + 1 : stop]
         np.copyto(cost[at + 1 : stop], through, where=better)
         came[at + 1 : stop][better] = at

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import DataConfig, OnError, Recipe, TrainSource, Weights
+from embedtrain.config.recipe import DataConfig, OnError, Recipe, TrainSource, WeightMode
 from embedtrain.config.row_requirements import Needs, needs_of
 from embedtrain.config.source_losses import batches_by_source, distinct, loss_of
 from embedtrain.data.cache.cache import Cache
@@ -31,7 +31,7 @@ class Mixing:
     """How sources are mixed; see DataConfig."""
 
     by_source: bool = False
-    weights: Weights = Weights.passes
+    weights: WeightMode = WeightMode.epochs
     temperature: float = 1.0
 
 
@@ -263,7 +263,7 @@ def chosen_data(
         losses=distinct(losses)[1],
         mixing=Mixing(
             by_source=batches_by_source(recipe.data.batches, losses),
-            weights=recipe.data.weights,
+            weights=recipe.data.weight_mode,
             temperature=recipe.data.mixing_temperature,
         ),
         cache=cache,

@@ -21,7 +21,7 @@ class Layout:
         replicate: copies.
         shard: parts that each copy is cut into.
         reason: why.
-        reshard: whether a block's gathered weights are given back after its forward pass; of no effect on whole copies.
+        reshard_after_forward: whether a block's gathered weights are given back after its forward pass; of no effect on whole copies.
         activation_checkpointing: whether a block's activations are recomputed in the backward pass.
         cpu_offload: whether weights, gradients and optimiser lie in host memory, and travel when they are needed.
     """
@@ -30,7 +30,7 @@ class Layout:
     replicate: int
     shard: int
     reason: str
-    reshard: bool = True
+    reshard_after_forward: bool = True
     activation_checkpointing: bool = False
     cpu_offload: bool = False
 

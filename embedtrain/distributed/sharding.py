@@ -60,11 +60,11 @@ def shard_(
     policy = _precision(parallel.precision)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if layout.cpu_offload else OffloadPolicy()
     # With one shard there is nothing to give back, and gathering again would only copy.
-    gives_back = layout.shard > 1 and layout.reshard
+    gives_back = layout.shard > 1 and layout.reshard_after_forward
     embedding = large_embedding(encoder) if layout.shard > 1 else None
     for part in (*blocks, *([] if embedding is None else [embedding])):
         fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=gives_back)
-        if not layout.reshard:
+        if not layout.reshard_after_forward:
             _KEEP.add(part)
     if isinstance(embedding, FSDPModule):
         embedding.set_unshard_in_backward(False)  # the gradient of a lookup asks for the ids alone

@@ -52,7 +52,7 @@ def act(options: EvaluateOptions) -> None:
             chunk_tokens=options.chunk_tokens,
             query_prompt=prompts.get("query", ""),
             document_prompt=prompts.get("document", ""),
-            gather=options.gather,
+            unshard=options.unshard,
         )
         identity = {**model_identity(model.source, options.precision, world), "index": options.index.dtype.value}
         stored = StoredVectors(Path(options.vectors_dir).expanduser(), identity) if options.vectors_dir else None
@@ -60,7 +60,9 @@ def act(options: EvaluateOptions) -> None:
         outcome = Outcome()
         with console.counted() as told:
             if sets:
-                evaluator = Evaluator(sets, encoder, world, depth=options.depth, index=options.index, stored=stored)
+                evaluator = Evaluator(
+                    sets, encoder, world, run_depth=options.run_depth, index=options.index, stored=stored
+                )
                 with console.phase("evaluating"):
                     runs = output_dir / "runs" if options.save_runs else None
                     figures = evaluator.evaluate(save_runs=runs, told=told)

@@ -6,7 +6,7 @@ from typing import Any
 from embedtrain.config.checks import _positive, check_sets
 from embedtrain.config.compose import compose_command
 from embedtrain.config.elements import items
-from embedtrain.config.evaluation import EvaluationSet, Gather, IndexConfig
+from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.errors import ConfigError
 
@@ -30,11 +30,11 @@ class EvaluateOptions:
     trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold on one rank
-    gather: Gather = Gather.block
+    unshard: Unshard = Unshard.layer
     index: IndexConfig = field(default_factory=IndexConfig)
     vectors_dir: str | None = None  # keep documents' vectors there: an evaluation that was stopped goes on
     save_runs: bool = False  # write each retrieval set's ranking and judgements as TREC run and qrels files
-    depth: int = 100  # documents of each query in a run file; figures go as deep as their metrics
+    run_depth: int = 100  # documents of each query in a run file; figures go as deep as their metrics
     timeout: float = 1800.0  # seconds a rank waits for the others before all give up
 
 
@@ -55,8 +55,8 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
         raise ConfigError(f"subset={options.subset}: at least 1 query or row of each set; null takes all")
     if options.chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
-    if options.depth < 1:
-        raise ConfigError(f"depth={options.depth}: at least 1 document a query")
+    if options.run_depth < 1:
+        raise ConfigError(f"run_depth={options.run_depth}: at least 1 document a query")
     if options.max_length is not None and options.max_length < 3:
         raise ConfigError(f"max_length={options.max_length} leaves no room for text between special tokens: at least 3")
     if not _positive(options.timeout):

@@ -43,7 +43,7 @@ class Evaluator:
         sets: from `load_sets`, the same on every rank.
         encoder: the live model; its prompts hold where a set has none of its own.
         world: the ranks.
-        depth: documents of each query in a run file. Figures do not depend on it.
+        run_depth: documents of each query in a run file. Figures do not depend on it.
         index: how documents' vectors are kept while they are searched.
         stored: where they are kept on disk, so that an evaluation that was stopped goes on.
     """
@@ -54,14 +54,14 @@ class Evaluator:
         encoder: SentenceEncoder,
         world: World,
         *,
-        depth: int = DEPTH,
+        run_depth: int = DEPTH,
         index: IndexConfig | None = None,
         stored: StoredVectors | None = None,
     ) -> None:
         self.sets = list(sets)
         self.encoder = encoder
         self.world = world
-        self.depth = depth
+        self.run_depth = run_depth
         self.index = index or IndexConfig()
         self.stored = stored
 
@@ -108,7 +108,7 @@ class Evaluator:
             self.index,
             self.stored,
             save_runs,
-            self.depth,
+            self.run_depth,
         )
         match loaded.data:
             case RetrievalSet(candidates=None) as data:

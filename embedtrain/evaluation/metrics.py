@@ -135,7 +135,7 @@ def sts_metrics(cosines: Sequence[float], gold: Sequence[float]) -> dict[str, fl
 
 
 def split_best(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, str]:
-    """Cut `checkpoint.best` into the name of a set and a metric.
+    """Cut `checkpoint.best_metric` into the name of a set and a metric.
 
     Args:
         best: `set/metric`.
@@ -147,12 +147,14 @@ def split_best(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, st
     name, _, metric = best.rpartition("/")
     if name == MEAN and name not in metrics:
         raise ConfigError(
-            f"checkpoint.best={best}: the mean is over the sets that have a metric in common, and no two of "
+            f"checkpoint.best_metric={best}: the mean is over the sets that have a metric in common, and no two of "
             f"{', '.join(metrics) or 'evaluation.sets, which is empty,'} have one"
         )
     if name not in metrics:
         known = ", ".join(f"{known}/{metrics[known][0]}" for known in metrics) or "none: evaluation.sets is empty"
-        raise ConfigError(f"checkpoint.best={best} must be set/metric with a set of evaluation.sets: {known}")
+        raise ConfigError(f"checkpoint.best_metric={best} must be set/metric with a set of evaluation.sets: {known}")
     if metric not in metrics[name]:
-        raise ConfigError(f"checkpoint.best={best}: {name} has the metrics {', '.join(metrics[name])}, not {metric!r}")
+        raise ConfigError(
+            f"checkpoint.best_metric={best}: {name} has the metrics {', '.join(metrics[name])}, not {metric!r}"
+        )
     return name, metric

@@ -1,4 +1,4 @@
-"""`python -m embedtrain.export run=runs/NAME step=latest to=DIR`: any checkpoint to a model directory."""
+"""`python -m embedtrain.export run=runs/NAME step=latest output_dir=DIR`: any checkpoint to a model directory."""
 
 from embedtrain.cli import enter
 from embedtrain.config.export_checks import check_export
@@ -35,7 +35,7 @@ def act(options: ExportOptions) -> None:
     check_export(asked)
     require_possible(asked)
     folder = choose_step(run_dir.checkpoints, options.step)
-    to = require_replaceable(Path(options.to) if options.to else run_dir.model, run_dir.path)
+    to = require_replaceable(Path(options.output_dir) if options.output_dir else run_dir.model, run_dir.path)
     console.note(f"{folder.path}: step {folder.step}, {folder.manifest['layout']} layout")
     exported = export_step(run_dir, recipe, folder, to, asked, trust_remote_code=trusted, console=console)
     if exported.difference is None:

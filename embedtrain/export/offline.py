@@ -72,7 +72,7 @@ def export_step(
         settings, base = (
             (None, None)
             if adapters is None
-            else (run_dir.adapter, Base(adapters.base, recipe.seed, four_bit=adapters.four_bit))
+            else (run_dir.adapter, Base(adapters.base, recipe.seed, load_in_4bit=adapters.load_in_4bit))
         )
         export = plan_export(to, run_dir.architecture, pieces, dtype, asked, settings=settings, base=base)
         with console.phase("writing the directory"):

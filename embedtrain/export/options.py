@@ -14,7 +14,7 @@ class ExportOptions:
 
     run: str = ""  # output_dir of a run
     step: str = "latest"  # latest, best, or a step's number
-    to: str | None = None  # default: model/ in the run's directory
+    output_dir: str | None = None  # default: model/ in the run's directory
     formats: list[str] | None = None  # default: the recipe's export.formats
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype
     max_file_size: str | None = None  # default: the recipe's export.max_file_size

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embedtrain.config.evaluation import Gather
+from embedtrain.config.evaluation import Unshard
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.sharding import gathered_whole, reshard
@@ -51,7 +51,7 @@ class SentenceEncoder:
     the same on every rank, and chunk i is rank i % W's; who has run out of chunks runs dummies. A chunk's
     composition does not depend on W, and so neither does a single bit of any vector.
 
-    With `gather=whole` all weights are gathered before a set of texts is encoded, and between two looks at what came
+    With `unshard=model` all weights are gathered before a set of texts is encoded, and between two looks at what came
     out each rank goes through its own chunks without waiting for another: faster for a model that fits, the same bits.
 
     All methods are collectives: every rank calls them with the same texts.
@@ -64,7 +64,7 @@ class SentenceEncoder:
         chunk_tokens: tokens, padding included, that one forward pass may hold.
         query_prompt: what the model wants before queries.
         document_prompt: what the model wants before documents.
-        gather: how much of sharded weights is whole at a time.
+        unshard: how much of sharded weights is whole at a time.
 
     Attributes:
         told: called with what is being encoded, how many chunks are done, and of how many; whoever shows progress
@@ -80,7 +80,7 @@ class SentenceEncoder:
         chunk_tokens: int,
         query_prompt: str = "",
         document_prompt: str = "",
-        gather: Gather = Gather.block,
+        unshard: Unshard = Unshard.layer,
     ) -> None:
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -88,7 +88,7 @@ class SentenceEncoder:
         self.chunk_tokens = chunk_tokens
         self.query_prompt = query_prompt
         self.document_prompt = document_prompt
-        self.gather = gather
+        self.unshard = unshard
         self.told: Told = lambda _what, _done, _total: None
 
     def encode_sharded(self, texts: Sequence[str], prompt: str = "", *, max_length: int | None = None) -> EncodedShard:
@@ -224,14 +224,14 @@ class SentenceEncoder:
     def _block(self, chunks: list[_Chunk], block: Sequence[int], max_length: int | None) -> Tensor:
         """One pass over each of this rank's chunks, and over dummies while other ranks have more."""
         turns = max(1, -(-len(block) // self.world.size))
-        with _evaluating(self.encoder, reshard_after=self.gather is Gather.block):
+        with _evaluating(self.encoder, reshard_after=self.unshard is Unshard.layer):
             # Where weights are whole nobody waits for anybody; one pass is still needed to know D.
-            dummies = turns - len(chunks) if self.gather is Gather.block or not chunks else 0
+            dummies = turns - len(chunks) if self.unshard is Unshard.layer or not chunks else 0
             return torch.cat([self._forward(chunk, max_length) for chunk in [*chunks, *([_NO_TEXTS] * dummies)]])
 
     def _gathered(self) -> contextlib.AbstractContextManager[None]:
         """All weights, where that was asked for."""
-        if self.gather is Gather.block:
+        if self.unshard is Unshard.layer:
             return contextlib.nullcontext()
         return gathered_whole(self.encoder, lambda: self._block([_NO_TEXTS], [0] * self.world.size, None))
 

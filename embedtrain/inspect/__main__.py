@@ -204,7 +204,7 @@ def _costs(recipe: Recipe, data: "TrainData") -> dict[str, "Cost"]:
     from embedtrain.inspect.costs import cost_of
     from embedtrain.training.rank_batch import cost_of_a_pass
 
-    steps, asked = data.plan.steps_per_epoch, recipe.train.pass_tokens
+    steps, asked = data.plan.steps_per_epoch, recipe.train.pass_overhead_tokens
     count = min(BATCHES_MEASURED, steps)
     batches = [number * steps // count for number in range(count)]
 

@@ -30,7 +30,13 @@ class Cost:
 
 
 def cost_of(
-    data: TrainData, batches: Sequence[int], ranks: int, chunk_tokens: int, pass_tokens: int, *, packed: bool = False
+    data: TrainData,
+    batches: Sequence[int],
+    ranks: int,
+    chunk_tokens: int,
+    pass_overhead_tokens: int,
+    *,
+    packed: bool = False,
 ) -> Cost:
     """What these batches cost; the data's tokens must be kept.
 
@@ -39,14 +45,14 @@ def cost_of(
         batches: their numbers.
         ranks: how many ranks share them.
         chunk_tokens: see `deal`.
-        pass_tokens: likewise.
+        pass_overhead_tokens: likewise.
         packed: likewise.
     """
     real, chunks, computed = 0, 0, []
     for number in batches:
         tokens = data.batch(number).tokens
         assert tokens is not None
-        dealt = deal(tokens.lengths, ranks, chunk_tokens, pass_tokens, packed=packed)
+        dealt = deal(tokens.lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
         real, chunks = real + int(tokens.lengths.sum()), chunks + dealt.num_chunks
         computed.append([computed_by(dealt.of_rank(rank), tokens.lengths, packed=packed) for rank in range(ranks)])
     by_rank = np.array(computed, dtype=np.float64)

@@ -180,10 +180,10 @@ def print_total(page: Page, stores: Sequence[RowStore], num_empty: Sequence[int]
 def print_run(page: Page, plan: BatchPlan, train: TrainConfig) -> None:
     """How long an epoch and the run are."""
     batches = plan.total_steps(train.steps, train.epochs)
-    steps = batches if train.steps is not None else -(-batches // train.accumulation)
-    epochs = steps * train.accumulation / plan.steps_per_epoch
+    steps = batches if train.steps is not None else -(-batches // train.gradient_accumulation_steps)
+    epochs = steps * train.gradient_accumulation_steps / plan.steps_per_epoch
     made = "" if len(plan.sizes) == 1 else ", of one source each" if plan.by_source else ", of all sources mixed"
-    of_step = _counted(train.accumulation, "batch", "es")
+    of_step = _counted(train.gradient_accumulation_steps, "batch", "es")
     page.subheading("the run")
     page.facts(
         [

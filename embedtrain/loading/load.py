@@ -27,7 +27,7 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.source import ModelSource, open_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
-from embedtrain.planning.cached_graphs import keep_tokens
+from embedtrain.planning.cached_graphs import activation_tokens
 from embedtrain.planning.model_costs import facts_of
 from embedtrain.planning.strategy import choose, choose_for_encoding
 from embedtrain.planning.workload import Machines, Work
@@ -48,7 +48,7 @@ class LoadedModel:
         notes: one line each, what was found and decided.
         adapted: the adapters that are trained; None where the model itself is.
         whole_gradients: whether a rank holds whole gradients between the chunks of a step.
-        keep_tokens: tokens of a step whose graphs a rank may keep.
+        activation_tokens: tokens of a step whose graphs a rank may keep.
     """
 
     encoder: Encoder
@@ -57,7 +57,7 @@ class LoadedModel:
     layout: Layout
     notes: tuple[str, ...]
     whole_gradients: bool
-    keep_tokens: int = 0
+    activation_tokens: int = 0
     adapted: Adapted | None = None
 
 
@@ -103,7 +103,7 @@ def load_model(
         seen = look_at(encoder, model.attention, parallel, world)
         adapted: Adapted | None = None
         if model.lora.on:
-            frozen = frozen_dtype(model.lora.frozen, parallel.precision, stored_dtype(source))
+            frozen = frozen_dtype(model.lora.base_dtype, parallel.precision, stored_dtype(source))
             adapted = add_adapters(encoder, model.lora, files, frozen)
         gpu = world.device.type == "cuda"
         machines = Machines(ranks=world.size, per_node=world.local_size, memory=memory, gpu=gpu)
@@ -112,7 +112,7 @@ def load_model(
         does = replace(work or Work(), tokens_per_text=length)
         choice = choose(parallel, machines, facts, does) if trains else choose_for_encoding(parallel, machines, facts)
         layout = choice.layout
-        kept = keep_tokens(facts, layout, machines, does, whole=choice.whole, free=free) if trains else 0
+        kept = activation_tokens(facts, layout, machines, does, whole=choice.whole, free=free) if trains else 0
         if layout.strategy is not Strategy.ddp and not blocks:
             _blocks(encoder, parallel, required=True)
     notes.append(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import Implementation, InfoNCEConfig, Partition, Similarity
+from embedtrain.config.losses import Implementation, InfoNCEConfig, PartitionMode, Similarity
 from embedtrain.distributed.collectives import gather_rows, row_counts
 from embedtrain.losses.negatives import NoNegatives
 from embedtrain.losses.own import limits, own_negatives
@@ -44,8 +44,8 @@ class InfoNCE(Loss):
         self.temperature = Temperature(
             config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds
         )
-        joint = config.partition is Partition.joint
-        self.parts = [config.sides] if joint else [[side] for side in config.sides]
+        joint = config.partition_mode is PartitionMode.joint
+        self.parts = [config.directions] if joint else [[side] for side in config.directions]
 
     def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
         """See Loss. A row without any negative has loss 0."""
@@ -85,7 +85,7 @@ class InfoNCE(Loss):
                 known,
                 counts,
                 duplicates=config.mask_duplicates,
-                positive_again=config.partition is Partition.joint,
+                positive_again=config.partition_mode is PartitionMode.joint,
             ),
             hardness=config.hardness,
             hardness_strength=config.hardness_strength,
@@ -105,7 +105,7 @@ class InfoNCE(Loss):
             if guide is None or seen is None
             else guide_ceilings((guide.queries * seen).sum(dim=1), config.guide_margin, config.guide_margin_kind),
         )
-        with_queries = any(side in QUERY_CANDIDATES for side in config.sides)
+        with_queries = any(side in QUERY_CANDIDATES for side in config.directions)
         own = Candidates(
             first_query=sum(counts[0][:rank]),
             first_document=sum(counts[1][:rank]),
@@ -140,10 +140,10 @@ def choose_implementation(config: InfoNCEConfig, counts: tuple[list[int], list[i
     if config.implementation is not Implementation.auto:
         return config.implementation
     num_queries, num_documents = sum(counts[0]), sum(counts[1])
-    candidates = [num_queries if side in QUERY_CANDIDATES else num_documents for side in config.sides]
+    candidates = [num_queries if side in QUERY_CANDIDATES else num_documents for side in config.directions]
     if max(counts[0]) * sum(candidates) * like.element_size() <= PLAIN_BYTES:
         return Implementation.plain
-    different = {side in QUERY_CANDIDATES: number for side, number in zip(config.sides, candidates, strict=True)}
+    different = {side in QUERY_CANDIDATES: number for side, number in zip(config.directions, candidates, strict=True)}
     others = sum(different.values()) * (1.0 - 1.0 / len(counts[0]))
     gathered = 2 * others * like.shape[-1] * like.element_size()
     return Implementation.ring if gathered > GATHERED_BYTES else Implementation.tiled

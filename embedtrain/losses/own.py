@@ -22,7 +22,9 @@ def limits(queries: Tensor, positives: Tensor, scale: Tensor, config: InfoNCECon
     """
     similarity = (queries * positives).sum(dim=1)
     room = rounding(similarity) * queries.norm(dim=1) * positives.norm(dim=1)
-    ceilings = None if config.drop_above is None else (similarity + config.drop_above + room) * scale
+    ceilings = (
+        None if config.false_negative_margin is None else (similarity + config.false_negative_margin + room) * scale
+    )
     return (similarity - config.margin - room) * scale, ceilings
 
 

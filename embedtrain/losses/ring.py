@@ -46,7 +46,7 @@ def around_ring(
         rules: see Rules.
         scale: one over the temperature, [1].
         margin: subtracted from the positive's similarity.
-        parts: sides that share a softmax.
+        parts: directions that share a softmax.
         counts: queries and documents of each rank.
     """
     loss, right = _Ring.apply(  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class _Ring(GradientAtOnce):
         rows, candidates, rules, margin, parts, counts = rest
         found = Gradients.zeros(rows, candidates, scale)
         positive = positive_scores(rows, scale, margin)
-        online = [_Online(rows, sides) for sides in parts]
+        online = [_Online(rows, directions) for directions in parts]
         for others in _passing_candidates(candidates, counts):
             for state in online:
                 state.add(rows, others, rules, scale)
@@ -83,10 +83,10 @@ class _Ring(GradientAtOnce):
             slope = torch.sigmoid(gap) / len(parts)
             pull += slope
             each = (slope / state.mass).masked_fill_(state.mass == 0, 0.0).mul_(scale)
-            for side, weighted in zip(state.sides, state.weighted, strict=True):
+            for side, weighted in zip(state.directions, state.weighted, strict=True):
                 found.anchors(side).addcmul_(weighted, each.unsqueeze(1))
             levels += [state.level(), each]
-            right = count_right(right, state.sides, state.tops, rows)
+            right = count_right(right, state.directions, state.tops, rows)
         for these, level in _passing_rows(rows, torch.stack(levels, dim=1), counts[0]):
             _add_candidates(found, these, level, candidates, rules, scale, parts)
         ctx.ready = found.finish(rows, pull, scale, margin)
@@ -97,16 +97,16 @@ class _Ring(GradientAtOnce):
 class _Online:
     """Of each row and one partition: maximum, sum of exp(score - maximum), and that sum weighted by candidates."""
 
-    def __init__(self, rows: Rows, sides: Sequence[Side]) -> None:
-        self.sides = sides
+    def __init__(self, rows: Rows, directions: Sequence[Side]) -> None:
+        self.directions = directions
         self.top = torch.full_like(rows.beaten_from, -torch.inf)
-        self.tops = [self.top.clone() for _ in sides]  # of each side alone
+        self.tops = [self.top.clone() for _ in directions]  # of each side alone
         self.mass = torch.zeros_like(self.top)
-        self.weighted = [torch.zeros_like(rows.queries) for _ in sides]
+        self.weighted = [torch.zeros_like(rows.queries) for _ in directions]
 
     def add(self, rows: Rows, candidates: Candidates, rules: Rules, scale: Tensor) -> None:
         """Take in further candidates."""
-        for side, weighted, side_top in zip(self.sides, self.weighted, self.tops, strict=True):
+        for side, weighted, side_top in zip(self.directions, self.weighted, self.tops, strict=True):
             columns = candidates.of(side)
             space = Space(rows, len(columns))
             for start, end in space.pieces:
@@ -160,8 +160,8 @@ def _add_candidates(
 
     Levels [c, 2 P]: for each partition what is taken off scores before their exp, and what that is worth.
     """
-    for number, sides in enumerate(parts):
-        for side in sides:
+    for number, directions in enumerate(parts):
+        for side in directions:
             space = Space(rows, len(own.of(side)))
             for start, end in space.pieces:
                 these = rows.part(start, end)

@@ -150,6 +150,6 @@ def guide_ceilings(positive: Tensor, margin: float, kind: Margin) -> Tensor:
     return positive - margin * (positive.abs() if kind is Margin.relative else 1.0) + rounding(positive)
 
 
-def widest(sides: Sequence[Side], candidates: Candidates) -> int:
-    """Scores of one row, over all sides."""
-    return sum(len(candidates.of(side)) for side in sides)
+def widest(directions: Sequence[Side], candidates: Candidates) -> int:
+    """Scores of one row, over all directions."""
+    return sum(len(candidates.of(side)) for side in directions)

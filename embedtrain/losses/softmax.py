@@ -1,6 +1,6 @@
 """InfoNCE over given candidates: all scores at a time, or a few rows' (a rank's at a time: see `ring`).
 
-For row i with positive score z_ip and negatives z_ij = scale * <a_i, c_j>, in each partition of its sides:
+For row i with positive score z_ip and negatives z_ij = scale * <a_i, c_j>, in each partition of its directions:
 
     gap_i = logsumexp_j z_ij - z_ip        loss_i = softplus(gap_i)        sigma_i = sigmoid(gap_i)
     dloss_i/dz_ij = exp(z_ij - z_ip - loss_i) = sigma_i * softmax_j(z_ij)        dloss_i/dz_ip = -sigma_i
@@ -44,10 +44,10 @@ def plain(
     """Rows' tensors and candidates' have their gradients; the matrix of scores is held until the backward pass."""
     positive = positive_scores(rows, scale, margin)
     loss, right = positive.new_zeros(()), torch.zeros((), dtype=torch.int64, device=positive.device)
-    for sides in parts:
-        blocks = [rules.scores(side, rows, candidates, scale) for side in sides]
+    for directions in parts:
+        blocks = [rules.scores(side, rows, candidates, scale) for side in directions]
         tops = [row_maximum(block.detach()) for block in blocks]
-        right = count_right(right, sides, tops, rows)
+        right = count_right(right, directions, tops, rows)
         scores = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
         # A row without any negative has loss 0; its scores become finite so that its gradient is 0, not NaN.
         alone = torch.stack(tops).amax(dim=0) == -torch.inf
@@ -57,11 +57,11 @@ def plain(
     return RowLosses(loss, right)
 
 
-def count_right(right: Tensor, sides: Sequence[Side], tops: Sequence[Tensor], rows: Rows) -> Tensor:
+def count_right(right: Tensor, directions: Sequence[Side], tops: Sequence[Tensor], rows: Rows) -> Tensor:
     """Plus the rows whose positive beats all documents, once that side comes along."""
-    if Side.query_document not in sides:
+    if Side.query_document not in directions:
         return right
-    return right + (tops[list(sides).index(Side.query_document)] < rows.beaten_from).sum()
+    return right + (tops[list(directions).index(Side.query_document)] < rows.beaten_from).sum()
 
 
 def positive_scores(rows: Rows, scale: Tensor, margin: float) -> Tensor:
@@ -178,15 +178,15 @@ class _Tiled(GradientAtOnce):
         positive = positive_scores(rows, scale, margin)
         pull, loss = torch.zeros_like(positive), positive.new_zeros(())
         right = torch.zeros((), dtype=torch.int64, device=positive.device)
-        space = Space(rows, max(widest(sides, candidates) for sides in parts))
+        space = Space(rows, max(widest(directions, candidates) for directions in parts))
         for start, end in space.pieces:
             these, score = rows.part(start, end), positive[start:end]
-            for sides in parts:
-                tiles = space.tiles(end - start, [len(candidates.of(side)) for side in sides])
-                for side, tile in zip(sides, tiles, strict=True):
+            for directions in parts:
+                tiles = space.tiles(end - start, [len(candidates.of(side)) for side in directions])
+                for side, tile in zip(directions, tiles, strict=True):
                     rules.scores(side, these, candidates, scale, out=tile)
                 tops = [row_maximum(tile) for tile in tiles]
-                right = count_right(right, sides, tops, these)
+                right = count_right(right, directions, tops, these)
                 hardest = torch.stack(tops).amax(dim=0)
                 top = hardest.masked_fill(hardest == -torch.inf, 0.0)
                 mass = torch.zeros_like(top)
@@ -197,7 +197,7 @@ class _Tiled(GradientAtOnce):
                 slope = torch.sigmoid(gap) / len(parts)
                 pull[start:end] += slope
                 each = (slope / mass).masked_fill_(mass == 0, 0.0).mul_(scale).unsqueeze(1)
-                for side, tile in zip(sides, tiles, strict=True):
+                for side, tile in zip(directions, tiles, strict=True):
                     found.anchors(side)[start:end].addcmul_(tile @ candidates.of(side), each)
                     found.of(side).addmm_(tile.T, anchors_of(side, these) * each)
         ctx.ready = found.finish(rows, pull, scale, margin)

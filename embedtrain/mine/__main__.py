@@ -1,4 +1,4 @@
-"""`torchrun -m embedtrain.mine model=DIR data=[PATH,...] to=DIR`: hard negatives for training rows, over all ranks."""
+"""`torchrun -m embedtrain.mine model=DIR data=[PATH,...] output_dir=DIR`: hard negatives for training rows, over all ranks."""
 
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ def act(options: MineOptions) -> None:
         # What a user may have got wrong comes first: the models, the rows, the folder.
         with world.together("opening the models"):
             model, teacher = _opened(options)
-        place = cache_place(options.cache_dir, Path(options.to) / "cache", world, console.note)
+        place = cache_place(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
         with world.together("reading rows"), console.counted() as told:
             sources = read_mined(options, model.prompts, Cache(directory=place, told=told))
             corpus = corpus_parts(options.corpus)
@@ -53,9 +53,9 @@ def act(options: MineOptions) -> None:
         with world.together("looking at corpora"):
             identity = identity_of(options, sources, corpus, of_model, of_teacher)
         require_same_data(identity, world)
-        work = Work(Path(options.to), identity, world)
+        work = Work(Path(options.output_dir), identity, world)
         if not work.begin([source.name for source in sources]):
-            console.note(f"{options.to} holds all that this command finds: nothing was done")
+            console.note(f"{options.output_dir} holds all that this command finds: nothing was done")
             return
 
         # Before documents are collected: what is wrong with a model shall not leave half of another command's work.
@@ -98,7 +98,7 @@ def _loaded(
     with naming(OF_MODEL):
         loaded = load_model(model_of(options), ParallelConfig(precision=precision), world, seed=0, trains=False)
     encoder = SentenceEncoder(
-        loaded.encoder, loaded.tokenizer, world, chunk_tokens=options.chunk_tokens, gather=options.gather
+        loaded.encoder, loaded.tokenizer, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard
     )
     with naming(OF_TEACHER):
         judge, told = (None, ()) if teacher is None else load_teacher(teacher, options, precision, world)

@@ -65,6 +65,6 @@ def in_rows_order(wordings: Whole, lines: dict[int, Iterator[str]]) -> Iterator[
         if line is None:
             raise DataError(
                 f"mined rows are missing after the first {done:,} of {len(wordings):,}: delete the folder .mining "
-                "below to=, and mine again"
+                "below output_dir=, and mine again"
             )
         yield line

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.data.sampling.permutation import bits, key_of
-from embedtrain.mine.options import AgainstPositive, MineOptions, Sampling
+from embedtrain.mine.options import MarginReference, MineOptions, Sampling
 from embedtrain.mine.relation import Whole
 from embedtrain.mine.window import Floats
 
@@ -15,9 +15,9 @@ from embedtrain.mine.window import Floats
 _MINE = 5
 
 
-def reference(scores: Floats, against: AgainstPositive) -> int:
+def reference(scores: Floats, margin_reference: MarginReference) -> int:
     """Which of a question's positives margins are taken from."""
-    return int(scores.argmin() if against is AgainstPositive.lowest else scores.argmax())
+    return int(scores.argmin() if margin_reference is MarginReference.lowest else scores.argmax())
 
 
 def threshold(positive: float, options: MineOptions) -> float:

@@ -106,7 +106,9 @@ class Figures:
             values |= {name: facts[name] for name in _COUNTS}
             values |= {name: [Suspect(**suspect) for suspect in facts[name]] for name in _SUSPECTS}
         except (OSError, ValueError, LookupError, TypeError, RecursionError, BadZipFile) as error:
-            raise DataError(f"{path} cannot be read ({first_line(error)}): write another folder as to=") from error
+            raise DataError(
+                f"{path} cannot be read ({first_line(error)}): write another folder as output_dir="
+            ) from error
         return cls(**values)
 
     @classmethod

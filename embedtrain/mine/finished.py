@@ -14,7 +14,7 @@ def finish(miner: Miner) -> dict[str, Any]:
         The summary, on every rank: what was found of each source, and the worst suspects of all.
     """
     work, world, prepared, options = miner.work, miner.world, miner.prepared, miner.options
-    blocks = blocks_of(prepared.wording_of, options.queries_at_a_time)
+    blocks = blocks_of(prepared.wording_of, options.query_batch_size)
     summary: dict[str, Any] = {}
     # One rank alone: what another has just written may not be in a rank's view of a network's file system yet.
     with world.together("writing mined files"):

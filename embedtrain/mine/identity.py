@@ -13,7 +13,7 @@ from embedtrain.mine.sources import MinedSource
 
 # Where things lie, how fast they go and how much memory they take; what these name is told by its content.
 _WITHOUT = {
-    "to",
+    "output_dir",
     "data",
     "corpus",
     "model",
@@ -22,7 +22,7 @@ _WITHOUT = {
     "teacher_revision",
     "cache_dir",
     "timeout",
-    "gather",
+    "unshard",
     "chunk_tokens",
     "teacher_batch_size",
     "trust_remote_code",

@@ -60,7 +60,7 @@ class Miner:
         Raises:
             TrainingError: on every rank, if a vector or a score is not finite.
         """
-        blocks = blocks_of(self.prepared.wording_of, self.options.queries_at_a_time)
+        blocks = blocks_of(self.prepared.wording_of, self.options.query_batch_size)
         all_done = self.work.done()
         total, done = sum(len(block.rows) for block in blocks), 0
         is_ready = self.teacher is None
@@ -95,7 +95,7 @@ class Miner:
         source = self.sources[block.source]
         with self.world.together("reading rows to mine"):
             rows = [source.store[row] for row in block.rows.tolist()]
-            questions = Questions.of(rows, source, self.prepared, keep_own=self.options.keep_own_negatives)
+            questions = Questions.of(rows, source, self.prepared, keep_own=self.options.keep_existing_negatives)
         found = self._find(questions, source.query_max_length, index, told)
         mined: list[MinedRow] = []
         edges = [len(rows) * rank // self.world.size for rank in range(self.world.size + 1)]

@@ -10,7 +10,7 @@ from typing import Any
 from embedtrain.config.compose import compose_command
 from embedtrain.config.data_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
 from embedtrain.config.elements import sources_of
-from embedtrain.config.evaluation import Gather, IndexConfig
+from embedtrain.config.evaluation import IndexConfig, Unshard
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.errors import ConfigError
@@ -23,7 +23,7 @@ class Sampling(str, Enum):
     random = "random"
 
 
-class AgainstPositive(str, Enum):
+class MarginReference(str, Enum):
     """The positive whose score margins are taken from, where a question has several, in one row or in many."""
 
     lowest = "lowest"
@@ -40,7 +40,7 @@ class MineOptions:
     # More documents to find negatives in, one path or a list: BEIR folders, corpus files, tables, Hub ids, which
     # ID@REVISION pins.
     corpus: Any = None
-    to: str = ""  # folder for the mined rows: a file for each source, and summary.json
+    output_dir: str = ""  # folder for the mined rows: a file for each source, and summary.json
 
     negatives: int = 15  # of each row at most, those that it keeps among them
     rank_min: int = 0  # so many of the best documents that qualify are passed over
@@ -49,16 +49,18 @@ class MineOptions:
     absolute_margin: float | None = None  # at most the positive's score less this
     max_score: float | None = None  # of a negative; the teacher's score, where there is a teacher
     min_score: float | None = None  # of a negative; the teacher's score, where there is a teacher
-    against: AgainstPositive = AgainstPositive.highest
+    margin_reference: MarginReference = MarginReference.highest
     sampling: Sampling = Sampling.top
     seed: int = 42  # which negatives `sampling=random` draws
-    keep_own_negatives: bool = False  # negatives that rows have stay, before those found; but positives are left out
+    keep_existing_negatives: bool = (
+        False  # negatives that rows have stay, before those found; but positives are left out
+    )
 
     # Bi-encoder or cross-encoder whose scores are written, and margins and ranks of negatives taken by.
     teacher: str | None = None
     teacher_revision: str | None = None  # a commit, tag or branch of its Hub repository
     # Pairs a cross-encoder scores at a time. Where memory ran out, mining goes on with fewer, as with another
-    # `chunk_tokens`, `gather` or `index.place`: only the last bits of scores may differ.
+    # `chunk_tokens`, `unshard` or `index.place`: only the last bits of scores may differ.
     teacher_batch_size: int = 32
     teacher_max_length: int | None = None  # tokens; default: the teacher's
     scores: bool = True  # write pos_scores and neg_scores
@@ -73,9 +75,9 @@ class MineOptions:
     trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
     precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
     chunk_tokens: int = 16384  # of a forward pass, padding included
-    gather: Gather = Gather.block
+    unshard: Unshard = Unshard.layer
     index: IndexConfig = field(default_factory=IndexConfig)
-    queries_at_a_time: int = 4096  # rows mined, and written, between two places to resume from
+    query_batch_size: int = 4096  # rows mined, and written, between two places to resume from
     cache_dir: str | None = None  # as data.cache_dir
     timeout: float = 1800.0  # seconds a rank waits for the others, and for rank 0 to collect the documents
 
@@ -94,8 +96,8 @@ RULES: list[Rule] = [
         lambda o: "no data: write data=[PATH,...], files, folders or Hub data sets of training rows",
     ),
     (
-        lambda o: not o.to,
-        lambda o: "no place for the mined rows: write to=DIR, a folder of their own",
+        lambda o: not o.output_dir,
+        lambda o: "no place for the mined rows: write output_dir=DIR, a folder of their own",
     ),
     (
         lambda o: o.negatives < 1,
@@ -171,8 +173,8 @@ RULES: list[Rule] = [
         lambda o: f"chunk_tokens={o.chunk_tokens}: must be above 0",
     ),
     (
-        lambda o: not 1 <= o.queries_at_a_time <= MOST_QUERIES,
-        lambda o: f"queries_at_a_time={o.queries_at_a_time}: from 1 to {MOST_QUERIES}",
+        lambda o: not 1 <= o.query_batch_size <= MOST_QUERIES,
+        lambda o: f"query_batch_size={o.query_batch_size}: from 1 to {MOST_QUERIES}",
     ),
     (
         lambda o: not (math.isfinite(o.timeout) and o.timeout > 0),
@@ -193,7 +195,7 @@ def check_mine(options: MineOptions) -> MineOptions:
     options.corpus = _paths(options.corpus)
     check_train_sources(options.data)
     for source in options.data:
-        _check_source(source, options.to)
+        _check_source(source, options.output_dir)
     return options
 
 
@@ -205,18 +207,18 @@ def _paths(corpus: Any) -> list[str]:
     return given
 
 
-def _check_source(source: TrainSource, to: str) -> None:
+def _check_source(source: TrainSource, output_dir: str) -> None:
     if not source.path:
         raise ConfigError("data: a path is empty; write data=[PATH,...]")
     if source.name is not None and (not source.name or "/" in source.name or source.name.startswith(".")):
         raise ConfigError(
-            f"data, {source.path}: name={source.name} becomes the name of a file in {to}: "
+            f"data, {source.path}: name={source.name} becomes the name of a file in {output_dir}: "
             "write one without / and without a dot at its beginning"
         )
     folder = Path(source.path).expanduser()
-    if folder.is_dir() and Path(to).expanduser().resolve().is_relative_to(folder.resolve()):
+    if folder.is_dir() and Path(output_dir).expanduser().resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
-            f"to={to} lies in {source.path}, whose files are all read as rows: write a folder outside of it"
+            f"output_dir={output_dir} lies in {source.path}, whose files are all read as rows: write a folder outside of it"
         )
 
 

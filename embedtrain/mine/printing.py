@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from embedtrain.mine.options import AgainstPositive, MineOptions
+from embedtrain.mine.options import MarginReference, MineOptions
 from embedtrain.tracking.pages import Page
 
 _SHOWN = 3  # suspects of each kind; the summary has more
@@ -17,7 +17,7 @@ def print_mined(page: Page, summary: Mapping[str, Any], options: MineOptions) ->
         summary: what `embedtrain.mine.finished.finish` returns.
         options: of the door.
     """
-    to = options.to
+    to = options.output_dir
     for name, figures in summary["sources"].items():
         page.heading(name)
         page.facts(_facts(figures, summary, f"{to}/{figures['file']}"))
@@ -51,7 +51,11 @@ def _texts(suspect: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _advice(options: MineOptions) -> str:
     """What to write to get more negatives."""
-    ways = ["against=highest"] if options.against is AgainstPositive.lowest and _has_margin(options) else []
+    ways = (
+        ["margin_reference=highest"]
+        if options.margin_reference is MarginReference.lowest and _has_margin(options)
+        else []
+    )
     ways.append(f"rank_max={4 * options.rank_max}")
     if options.relative_margin is not None:
         ways.append(f"relative_margin={options.relative_margin / 2:g} or null")

@@ -152,7 +152,7 @@ class Found:
             answers=of.answers.documents[its],
             answer_scores=self.answer_scores[its],
             answer_ranks=self.answer_ranks[its],
-            reference=reference(self.answer_scores[its], options.against),
+            reference=reference(self.answer_scores[its], options.margin_reference),
             own=of.own_pairs.documents[kept],
             own_scores=self.own_scores[kept],
             candidates=self.candidates.documents[some],

@@ -149,7 +149,7 @@ def load_teacher(
             chunk_tokens=options.chunk_tokens,
             query_prompt=loaded.source.prompts.get("query", ""),
             document_prompt=loaded.source.prompts.get("document", ""),
-            gather=options.gather,
+            unshard=options.unshard,
         )
         identity = model_identity(loaded.source, precision, world)
         return _BiEncoder(encoder, options, identity), loaded.notes[:1]

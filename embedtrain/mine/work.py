@@ -75,7 +75,7 @@ class Work:
         seen = self.world.gather(is_seen)
         if not all(seen):
             raise DataError(
-                f"to={self.to}: rank {seen.index(False)} does not see what rank 0 wrote there; "
+                f"output_dir={self.to}: rank {seen.index(False)} does not see what rank 0 wrote there; "
                 "it must be on a file system that all ranks share"
             )
         if self.world.is_main:
@@ -88,7 +88,7 @@ class Work:
             before = read.get("identity") if isinstance(read, dict) else None
             if not isinstance(before, dict):
                 raise DataError(
-                    f"{summary} is there already, and is not that of mined rows: write another folder as to="
+                    f"{summary} is there already, and is not that of mined rows: write another folder as output_dir="
                 )
             self._require_same(before, "mined rows")
             shutil.rmtree(self._own, ignore_errors=True)
@@ -101,7 +101,7 @@ class Work:
         for name in names:
             if (self.to / f"{name}.jsonl").exists():
                 raise DataError(
-                    f"{self.to / f'{name}.jsonl'} is there already, and was not mined: write another folder as to="
+                    f"{self.to / f'{name}.jsonl'} is there already, and was not mined: write another folder as output_dir="
                 )
         shutil.rmtree(self._own, ignore_errors=True)
         self._blocks.mkdir(parents=True)
@@ -111,7 +111,7 @@ class Work:
     def _require_same(self, before: object, what: str) -> None:
         for option, value, now in _differences(before, self.identity):
             raise DataError(
-                f"to={self.to} holds {what} of another command: {option} was {_told(value)}, and is {_told(now)} now; "
+                f"output_dir={self.to} holds {what} of another command: {option} was {_told(value)}, and is {_told(now)} now; "
                 "write the same options to go on, or another folder, or delete this one"
             )
 
@@ -192,7 +192,7 @@ def _read(path: Path) -> object:
     try:
         facts: object = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read ({error}): write another folder as to=") from None
+        raise DataError(f"{path} cannot be read ({error}): write another folder as output_dir=") from None
     return facts
 
 

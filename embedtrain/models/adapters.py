@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from embedtrain.config.recipe import ALL_LINEAR, FrozenDtype, LoraConfig, Precision
+from embedtrain.config.recipe import ALL_LINEAR, BaseDtype, LoraConfig, Precision
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.adapter_files import AdapterFiles
 from embedtrain.models.encoder import Encoder
@@ -56,7 +56,7 @@ def chosen_parts(encoder: Encoder, names: Iterable[str]) -> dict[str, nn.Module]
 
     Args:
         encoder: with all its layers, adapted or not.
-        names: `model.lora.train`.
+        names: `model.lora.modules_to_save`.
 
     Raises:
         ConfigError: one of them matches nothing.
@@ -67,7 +67,7 @@ def chosen_parts(encoder: Encoder, names: Iterable[str]) -> dict[str, nn.Module]
         if not chosen:
             kinds = sorted({name.rsplit(".", 1)[-1] for name, part in encoder.backbone.named_modules() if _owns(part)})
             raise ConfigError(
-                f"model.lora.train: {type(encoder.backbone).__name__} has no {asked}; allowed are {EMBEDDINGS}, "
+                f"model.lora.modules_to_save: {type(encoder.backbone).__name__} has no {asked}; allowed are {EMBEDDINGS}, "
                 f"{NORMS}, {DENSE} (heads behind the pooling), or its modules: "
                 f"{', '.join(kind for kind in kinds if not kind.isdigit())}"
             )
@@ -81,7 +81,7 @@ def _require_linear(layer: nn.Module, target: str) -> None:
     if isinstance(layer, nn.Embedding):
         raise ConfigError(
             f"model.lora.targets: {target} is an embedding, which has no adapter here: train it whole with "
-            f"model.lora.train=[{EMBEDDINGS}]"
+            f"model.lora.modules_to_save=[{EMBEDDINGS}]"
         )
     inside = sorted({name.rsplit(".", 1)[-1] for name, part in layer.named_modules() if isinstance(part, nn.Linear)})
     raise ConfigError(
@@ -166,14 +166,14 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     for parameter in encoder.parameters():
         parameter.requires_grad_(False)
     of_files = _parts_of_files(encoder, files)
-    modules = of_files | chosen_parts(encoder, lora.train)
+    modules = of_files | chosen_parts(encoder, lora.modules_to_save)
     on_meta = any(parameter.is_meta for parameter in encoder.parameters())
     with init_empty_weights(include_buffers=False) if on_meta else contextlib.nullcontext():
         _inject(encoder, config, files)
     for module in modules.values():
         for parameter in module.parameters():
             parameter.requires_grad_(True)
-    if lora.four_bit:
+    if lora.load_in_4bit:
         quantise_frozen(encoder)
     for parameter in encoder.parameters():
         if not parameter.requires_grad:
@@ -191,20 +191,20 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     )
 
 
-def frozen_dtype(asked: FrozenDtype, precision: Precision, stored: torch.dtype) -> torch.dtype:
+def frozen_dtype(asked: BaseDtype, precision: Precision, stored: torch.dtype) -> torch.dtype:
     """The type that frozen weights are held in.
 
     Args:
-        asked: `model.lora.frozen`.
+        asked: `model.lora.base_dtype`.
         precision: what is computed in: what is held in bf16 for bf16 arithmetic is rounded once either way.
         stored: the type in the model's files.
     """
     match asked:
-        case FrozenDtype.bf16:
+        case BaseDtype.bf16:
             return torch.bfloat16
-        case FrozenDtype.fp32:
+        case BaseDtype.fp32:
             return torch.float32
-        case FrozenDtype.auto:
+        case BaseDtype.auto:
             return torch.bfloat16 if torch.bfloat16 in (stored, _computed_in(precision)) else torch.float32
 
 

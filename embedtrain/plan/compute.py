@@ -7,7 +7,7 @@ from embedtrain.config.recipe import Attention, ParallelConfig, Recipe
 from embedtrain.distributed.mesh import Layout
 from embedtrain.models.packing import look
 from embedtrain.plan.options import PlanOptions
-from embedtrain.planning.cached_graphs import keep_tokens
+from embedtrain.planning.cached_graphs import activation_tokens
 from embedtrain.planning.memory import memory_of
 from embedtrain.planning.meta_encoder import describe
 from embedtrain.planning.model_costs import ModelFacts, facts_of
@@ -71,7 +71,7 @@ def _set_free(parallel: ParallelConfig) -> ParallelConfig | None:
         parallel,
         strategy=type(parallel.strategy).auto,
         shard_size=None,
-        reshard=None,
+        reshard_after_forward=None,
         activation_checkpointing=None,
         cpu_offload=None,
     )
@@ -89,7 +89,7 @@ class Planned:
         work: what a step does.
         best: the layout that is chosen.
         next_best: the one that would be taken without it.
-        keep_tokens: tokens whose graphs are kept: what the recipe says, or what memory has room for beside `best`.
+        activation_tokens: tokens whose graphs are kept: what the recipe says, or what memory has room for beside `best`.
         largest_chunk: the largest `train.chunk_tokens` with which `best` fits; None: none does.
         changes: what to write where it does not fit.
     """
@@ -100,14 +100,14 @@ class Planned:
     work: Work
     best: Candidate
     next_best: Candidate | None
-    keep_tokens: int
+    activation_tokens: int
     largest_chunk: int | None
     changes: list[str]
 
     @property
     def passes(self) -> Passes:
         """One rank's part of a global batch."""
-        return replace(self.work, keep_tokens=self.keep_tokens).passes(self.machines.ranks)
+        return replace(self.work, activation_tokens=self.activation_tokens).passes(self.machines.ranks)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values. Bytes, seconds and elements are numbers of one.
@@ -139,7 +139,7 @@ class Planned:
                 "texts_per_row": self.work.texts_per_row,
                 "tokens_per_text": self.work.tokens_per_text,
                 "chunk_tokens": self.work.chunk_tokens,
-                "keep_tokens": self.keep_tokens,
+                "activation_tokens": self.activation_tokens,
                 "passes": asdict(self.passes),
             },
             "chosen": _told(self.best),
@@ -182,7 +182,7 @@ def plan(recipe: Recipe, options: PlanOptions) -> Planned:
         work=work,
         best=best,
         next_best=choice.next_best,
-        keep_tokens=keep_tokens(facts, best.layout, machines, work, whole=best.whole, free=machines.memory),
+        activation_tokens=activation_tokens(facts, best.layout, machines, work, whole=best.whole, free=machines.memory),
         largest_chunk=largest_chunk(facts, best.layout, machines, work, whole=best.whole),
         changes=changes(recipe.parallel, machines, facts, work, best),
     )

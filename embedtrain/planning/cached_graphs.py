@@ -16,8 +16,10 @@ from embedtrain.planning.workload import Machines, Work
 _SHARE = 0.8
 
 
-def keep_tokens(facts: ModelFacts, layout: Layout, machines: Machines, work: Work, *, whole: bool, free: int) -> int:
-    """What `train.keep_tokens` is where the recipe leaves it open; at least `train.chunk_tokens`.
+def activation_tokens(
+    facts: ModelFacts, layout: Layout, machines: Machines, work: Work, *, whole: bool, free: int
+) -> int:
+    """What `train.activation_tokens` is where the recipe leaves it open; at least `train.chunk_tokens`.
 
     Args:
         facts: the model.
@@ -28,13 +30,15 @@ def keep_tokens(facts: ModelFacts, layout: Layout, machines: Machines, work: Wor
         free: bytes that a rank still has, of its GPU or of its part of the node.
     """
     most = work.passes(machines.ranks).texts * work.tokens_per_text
-    if work.keep_tokens is not None or most <= work.chunk_tokens:
-        return work.chunk_tokens if work.keep_tokens is None else work.keep_tokens
+    if work.activation_tokens is not None or most <= work.chunk_tokens:
+        return work.chunk_tokens if work.activation_tokens is None else work.activation_tokens
     room = _SHARE * min(free, machines.memory)
     found = work.chunk_tokens
     for known in (facts.bounded(), facts):  # measured only where it has to be
         each = known.keeps(layout.activation_checkpointing).kept(len(known.blocks))
-        taken = memory_of(known, layout, machines, replace(work, keep_tokens=work.chunk_tokens), whole=whole).total
+        taken = memory_of(
+            known, layout, machines, replace(work, activation_tokens=work.chunk_tokens), whole=whole
+        ).total
         found = work.chunk_tokens + max(0, int((room - taken) / each))
         if found >= most:
             return most

@@ -82,9 +82,9 @@ def flops_of(encoder: Encoder) -> ModelFlops:
     """Look at an encoder, its `requires_grad` as it will be trained; sharded or not."""
     looked_up = {id(p) for part in encoder.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
     weights = [p for p in encoder.parameters() if p.dim() > 1 and id(p) not in looked_up]
-    four_bit = sum(layer.in_features * layer.out_features for _, layer in four_bit_layers(encoder))
+    load_in_4bit = sum(layer.in_features * layer.out_features for _, layer in four_bit_layers(encoder))
     return ModelFlops(
-        multiplied=sum(weight.numel() for weight in weights) + four_bit,
+        multiplied=sum(weight.numel() for weight in weights) + load_in_4bit,
         trained=sum(weight.numel() for weight in weights if weight.requires_grad),
         attention=_attention(encoder.backbone.config),
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from embedtrain.config.losses import Implementation, InfoNCEConfig
-from embedtrain.config.recipe import Accumulate
+from embedtrain.config.recipe import GradientReduction
 from embedtrain.distributed.mesh import Layout
 from embedtrain.losses.infonce import GATHERED_BYTES, PLAIN_BYTES
 from embedtrain.losses.softmax import TILE_CELLS
@@ -58,23 +58,23 @@ class Memory:
         return sum(self.kinds.values())
 
 
-def keeps_whole_gradients(accumulate: Accumulate, layout: Layout, trained: int, memory: int) -> bool:
-    """Turn `parallel.accumulate` into whether a rank holds whole gradients between the chunks of a step.
+def keeps_whole_gradients(gradient_reduction: GradientReduction, layout: Layout, trained: int, memory: int) -> bool:
+    """Turn `parallel.gradient_reduction` into whether a rank holds whole gradients between the chunks of a step.
 
     Where weights are replicated its part is the whole in any case.
 
     Args:
-        accumulate: the recipe's option.
+        gradient_reduction: the recipe's option.
         layout: how the weights lie.
         trained: elements of weights that have a gradient.
         memory: bytes of the rank that has least.
     """
-    match accumulate:
-        case Accumulate.whole:
+    match gradient_reduction:
+        case GradientReduction.per_step:
             return True
-        case Accumulate.sharded:
+        case GradientReduction.per_chunk:
             return False
-        case Accumulate.auto:
+        case GradientReduction.auto:
             return layout.shard == 1 or _FP32 * trained <= _WHOLE_GRADIENTS_SHARE * memory
 
 
@@ -122,7 +122,7 @@ class _Step:
 
     def moments(self) -> Iterator[Memory]:
         """All at which most may be taken."""
-        passes, several = self.passes, self.work.accumulation > 1
+        passes, several = self.passes, self.work.gradient_accumulation_steps > 1
         yield self._at("the optimiser's step", gradients=self.reduced)
         # Between batches of one step there are gradients already.
         held = self.between if several else 0.0
@@ -213,7 +213,7 @@ def _looked_up(facts: ModelFacts, layout: Layout) -> float:
 
 
 def _gives_back(facts: ModelFacts, layout: Layout) -> bool:
-    return layout.shard > 1 and layout.reshard and bool(facts.blocks)
+    return layout.shard > 1 and layout.reshard_after_forward and bool(facts.blocks)
 
 
 def _loss(facts: ModelFacts, machines: Machines, work: Work, texts: int) -> float:
@@ -221,10 +221,10 @@ def _loss(facts: ModelFacts, machines: Machines, work: Work, texts: int) -> floa
     all_rows = work.rows
     candidates = all_rows * max(1, work.texts_per_row - 1)
     rows = -(-all_rows // machines.ranks)
-    sides = len(work.loss.sides) if isinstance(work.loss, InfoNCEConfig) else 1
+    directions = len(work.loss.directions) if isinstance(work.loss, InfoNCEConfig) else 1
     own = 6.0 * _FP32 * texts * facts.dimension  # vectors, their copies at home, normalised, and gradients of each
     gathered = 2.0 * _FP32 * candidates * facts.dimension
-    scores = _FP32 * rows * candidates * sides
+    scores = _FP32 * rows * candidates * directions
     way = work.loss.implementation if isinstance(work.loss, InfoNCEConfig) else Implementation.auto
     if way is Implementation.plain or (way is Implementation.auto and scores <= PLAIN_BYTES):
         return own + gathered + 4.0 * scores

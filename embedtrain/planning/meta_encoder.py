@@ -57,7 +57,7 @@ def describe(recipe: Recipe) -> Described:
     files = open_adapter(model.lora)
     encoder = build_encoder(source)
     if model.lora.on:
-        frozen = frozen_dtype(model.lora.frozen, recipe.parallel.precision, _stored(source))
+        frozen = frozen_dtype(model.lora.base_dtype, recipe.parallel.precision, _stored(source))
         add_adapters(encoder, model.lora, files, frozen)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _USUAL_LENGTH
     length = source.max_length or min(_USUAL_LENGTH, positions)

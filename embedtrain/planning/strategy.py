@@ -103,9 +103,16 @@ def choose_for_encoding(parallel: ParallelConfig, machines: Machines, facts: Mod
     Raises:
         ConfigError: as `choose`.
     """
-    offload, reshard = bool(parallel.cpu_offload), parallel.reshard is not False
+    offload, reshard_after_forward = bool(parallel.cpu_offload), parallel.reshard_after_forward is not False
     open_ones = [
-        Layout(strategy, *shape_of(strategy, parallel, machines.ranks, machines.per_node), "", reshard, False, offload)
+        Layout(
+            strategy,
+            *shape_of(strategy, parallel, machines.ranks, machines.per_node),
+            "",
+            reshard_after_forward,
+            False,
+            offload,
+        )
         for strategy in _strategies(parallel, machines)
     ]
     sizes = [memory_of_encoding(facts.bounded(), layout, 0).total for layout in open_ones]
@@ -157,7 +164,7 @@ def name_of(layout: Layout) -> str:
     if layout.strategy is Strategy.hsdp:
         words.append(f"{layout.replicate} x {layout.shard}")
     if layout.shard > 1:
-        words.append("resharded" if layout.reshard else "gathered once")
+        words.append("resharded" if layout.reshard_after_forward else "gathered once")
     words += ["activation checkpointing"] * layout.activation_checkpointing + ["cpu offload"] * layout.cpu_offload
     return ", ".join(words)
 
@@ -169,14 +176,14 @@ def _layouts(parallel: ParallelConfig, machines: Machines, facts: ModelFacts) ->
         for recomputes in _open(parallel.activation_checkpointing, recompute):
             for strategy in _strategies(parallel, machines):
                 replicate, shard = shape_of(strategy, parallel, machines.ranks, machines.per_node)
-                resharding = _open(parallel.reshard, [False, True])
-                for reshard in resharding if shard > 1 else [parallel.reshard is not False]:
+                resharding = _open(parallel.reshard_after_forward, [False, True])
+                for reshard_after_forward in resharding if shard > 1 else [parallel.reshard_after_forward is not False]:
                     yield Layout(
                         strategy,
                         replicate,
                         shard,
                         "",
-                        reshard=reshard,
+                        reshard_after_forward=reshard_after_forward,
                         activation_checkpointing=recomputes,
                         cpu_offload=offload,
                     )
@@ -204,7 +211,7 @@ def _strategies(parallel: ParallelConfig, machines: Machines) -> list[Strategy]:
 def _candidate(
     layout: Layout, parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work
 ) -> Candidate:
-    whole = keeps_whole_gradients(parallel.accumulate, layout, facts.trained, machines.memory)
+    whole = keeps_whole_gradients(parallel.gradient_reduction, layout, facts.trained, machines.memory)
     memory = memory_of(facts, layout, machines, work, whole=whole)
     traffic = traffic_of(facts, layout, machines, work, whole=whole)
     return Candidate(layout, memory, traffic, fits=memory.total <= machines.usable, whole=whole)

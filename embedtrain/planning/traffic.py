@@ -95,14 +95,14 @@ def traffic_of(facts: ModelFacts, layout: Layout, machines: Machines, work: Work
     each, groups = facts.compute_bytes, len(facts.blocks) + 1 + bool(facts.embedding.elements)
 
     forward, backward = _gathers(layout, passes.chunks, passes.kept, whole=whole)
-    reductions = 1 if whole or layout.shard == 1 else passes.chunks * work.accumulation
-    times = work.accumulation if not (whole and not layout.reshard) else 1
+    reductions = 1 if whole or layout.shard == 1 else passes.chunks * work.gradient_accumulation_steps
+    times = work.gradient_accumulation_steps if not (whole and not layout.reshard_after_forward) else 1
     gathered = shards.share * each * facts.parameters
     reduced = shards.share * _FP32 * facts.trained
     replicated = 2.0 * copies.share * _FP32 * facts.trained / layout.shard
-    vectors = _vectors(facts, everyone, work) * work.accumulation
+    vectors = _vectors(facts, everyone, work) * work.gradient_accumulation_steps
 
-    tokens = passes.texts * work.tokens_per_text * work.accumulation
+    tokens = passes.texts * work.tokens_per_text * work.gradient_accumulation_steps
     pass_forward, pass_backward = _flops(facts, work)
     more = pass_forward if layout.activation_checkpointing else 0.0
     of_forward = tokens * pass_forward * (passes.chunks + again) / passes.chunks / machines.flops
@@ -113,8 +113,8 @@ def traffic_of(facts: ModelFacts, layout: Layout, machines: Machines, work: Work
     seconds_backward += shards.seconds(reduced * reductions, groups * reductions)
     # Gradients travel to the copies once a step, beside its last backward pass.
     seconds_copies = copies.seconds(replicated, groups)
-    last = of_backward / max(1, passes.chunks * work.accumulation)
-    seconds_vectors = everyone.seconds(vectors, 4.0 * work.accumulation)
+    last = of_backward / max(1, passes.chunks * work.gradient_accumulation_steps)
+    seconds_vectors = everyone.seconds(vectors, 4.0 * work.gradient_accumulation_steps)
     shown = max(0.0, seconds_forward - of_forward) + seconds_vectors
     shown += max(0.0, seconds_backward - of_backward, seconds_copies - last)
     host = 0.0
@@ -141,7 +141,7 @@ def _gathers(layout: Layout, chunks: int, kept: int, *, whole: bool) -> tuple[in
     again = chunks - kept
     if layout.shard == 1:
         return 0, 0
-    if layout.reshard:
+    if layout.reshard_after_forward:
         return (chunks, min(1, kept) + again) if whole else (chunks + again, chunks)
     # The first pass's are still there for a chunk that is encoded again before any backward pass.
     return (1, 0) if whole else (1 + again - (kept == 0), max(0, kept - 1))

@@ -52,8 +52,8 @@ class Work:
         texts_per_row: a query, its positive, and hard negatives.
         tokens_per_text: in the mean, padding included.
         chunk_tokens: that one pass may hold on one rank.
-        keep_tokens: whose graphs are kept; None: `chunk_tokens`.
-        accumulation: global batches a step.
+        activation_tokens: whose graphs are kept; None: `chunk_tokens`.
+        gradient_accumulation_steps: global batches a step.
         loss: what is minimised.
     """
 
@@ -61,8 +61,8 @@ class Work:
     texts_per_row: int = 2
     tokens_per_text: int = 512
     chunk_tokens: int = TrainConfig.chunk_tokens
-    keep_tokens: int | None = None
-    accumulation: int = 1
+    activation_tokens: int | None = None
+    gradient_accumulation_steps: int = 1
     loss: LossConfig = field(default_factory=InfoNCEConfig)
 
     @classmethod
@@ -74,8 +74,8 @@ class Work:
             texts_per_row=texts_per_row,
             tokens_per_text=tokens_per_text,
             chunk_tokens=train.chunk_tokens,
-            keep_tokens=train.keep_tokens,
-            accumulation=train.accumulation,
+            activation_tokens=train.activation_tokens,
+            gradient_accumulation_steps=train.gradient_accumulation_steps,
             loss=recipe.loss,
         )
 
@@ -86,7 +86,7 @@ class Work:
         chunks = max(1, -(-texts // a_chunk))
         # A text longer than a chunk is a chunk of its own.
         tokens = min(texts, a_chunk) * self.tokens_per_text
-        keep = self.chunk_tokens if self.keep_tokens is None else self.keep_tokens
+        keep = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
         kept = min(texts * self.tokens_per_text, keep) // tokens if tokens else 0
         return Passes(texts=texts, chunks=chunks, kept=min(chunks, kept), tokens=tokens)
 

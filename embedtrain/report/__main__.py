@@ -1,4 +1,4 @@
-"""`python -m embedtrain.report runs/NAME [runs/OTHER ...] [to=FILE]`: what runs have come to, on one page."""
+"""`python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]`: what runs have come to, on one page."""
 
 from embedtrain.cli import enter
 from embedtrain.report.options import ReportOptions, compose_report
@@ -14,11 +14,11 @@ def act(options: ReportOptions) -> None:
 
     directories = [Path(run).expanduser() for run in options.runs]
     own = REPORT_FILE if len(directories) == 1 else COMPARISON_FILE
-    to = Path(options.to).expanduser() if options.to else directories[0] / own
+    to = Path(options.output).expanduser() if options.output else directories[0] / own
     try:
         write_report(directories, to)
     except OSError as error:
-        raise DataError(f"to={to} cannot be written: {error.strerror or error}") from error
+        raise DataError(f"output={to} cannot be written: {error.strerror or error}") from error
     Console().note(f"report: {to}")
 
 

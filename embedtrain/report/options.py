@@ -13,7 +13,7 @@ class ReportOptions:
     """Options of `python -m embedtrain.report`."""
 
     runs: list[str] = field(default_factory=list)  # output_dirs of runs; written without a name as well
-    to: str | None = None  # the file; default: in the first run's directory
+    output: str | None = None  # the file; default: in the first run's directory
 
 
 def compose_report(arguments: list[str]) -> ReportOptions:
@@ -32,18 +32,20 @@ def compose_report(arguments: list[str]) -> ReportOptions:
     options.runs = [*options.runs, *runs]
     if not options.runs:
         raise ConfigError("no run: write python -m embedtrain.report runs/NAME, the output_dir of a run, or several")
-    if options.to is not None and Path(options.to).is_dir():
-        raise ConfigError(f"to={options.to} is a folder: name a file, such as to={options.to.rstrip('/')}/report.html")
+    if options.output is not None and Path(options.output).is_dir():
+        raise ConfigError(
+            f"output={options.output} is a folder: name a file, such as output={options.output.rstrip('/')}/report.html"
+        )
     return options
 
 
 def _is_option(argument: str) -> bool:
-    return argument.startswith(("-", "to=", "runs=", "hydra.")) or ("=" in argument and not Path(argument).exists())
+    return argument.startswith(("-", "output=", "runs=", "hydra.")) or ("=" in argument and not Path(argument).exists())
 
 
 def _quoted(argument: str) -> str:
-    """`to=` with its path in quotes: a path may hold what means something to Hydra."""
-    if not argument.startswith("to=") or argument[3:4] in ("'", '"', ""):
+    """`output=` with its path in quotes: a path may hold what means something to Hydra."""
+    if not argument.startswith("output=") or argument[7:8] in ("'", '"', ""):
         return argument
-    path = argument.removeprefix("to=").replace("\\", "\\\\").replace('"', '\\"')
-    return f'to="{path}"'
+    path = argument.removeprefix("output=").replace("\\", "\\\\").replace('"', '\\"')
+    return f'output="{path}"'

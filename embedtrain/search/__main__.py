@@ -37,7 +37,7 @@ def act(options: SearchOptions) -> None:
                 index.add(block)
         for query in _queries(options.query):
             vector = unit_vectors(encoder.encode_all([query], prompts.get("query", "")))
-            ranking = index.search(vector, options.top)
+            ranking = index.search(vector, options.top_k)
             found = zip(ranking.documents[0].tolist(), ranking.scores[0].tolist(), strict=True)
             print_answers(query, [(score, ids[place], texts[place]) for place, score in found])
 

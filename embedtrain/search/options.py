@@ -16,7 +16,7 @@ class SearchOptions:
     corpus: str = ""  # BEIR folder, or a corpus.jsonl
     query: str | None = None  # without it queries are read from the keyboard, or line by line from a pipe
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    top: int = 5  # documents shown of each query
+    top_k: int = 5  # documents shown of each query
     precision: Precision = Precision.fp32
     chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold
     trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
@@ -31,8 +31,8 @@ def compose_search(arguments: list[str]) -> SearchOptions:
         raise ConfigError("write model=DIR corpus=DIR, a model directory and a folder with a corpus.jsonl")
     if options.chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
-    if options.top < 1:
-        raise ConfigError(f"top={options.top}: at least 1")
+    if options.top_k < 1:
+        raise ConfigError(f"top_k={options.top_k}: at least 1")
     return options
 
 

@@ -27,7 +27,7 @@ from embedtrain.training.state import Trained, TrainState
 
 def exported_step(recipe: Recipe, state: TrainState) -> int:
     """The step whose weights are exported: the best one where one was asked for and found, else the last."""
-    best = state.best_step if recipe.checkpoint.best is not None else None
+    best = state.best_step if recipe.checkpoint.best_metric is not None else None
     return state.step if best is None else best
 
 
@@ -51,7 +51,7 @@ def export_run(
         with world.together("opening the best checkpoint"):
             folder = read_manifest(step_path(run_dir.checkpoints, step))
         read_tensors(folder, trained, None)
-        tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best} ({state.best:.4f})")
+        tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best_metric} ({state.best:.4f})")
     asked, dtype = recipe.export, export_dtype(recipe.export.dtype, model.source)
     expected: Expected | None = None
     if asked.check:
@@ -102,4 +102,4 @@ def export_run(
 def _base(model: LoadedModel, recipe: Recipe) -> Base:
     coarse = any(p.dtype == torch.bfloat16 for p in model.encoder.parameters() if not p.requires_grad)
     coarse = coarse and stored_dtype(model.source) == torch.float32
-    return Base(model.source, recipe.seed, rounded=coarse, four_bit=recipe.model.lora.four_bit)
+    return Base(model.source, recipe.seed, rounded=coarse, load_in_4bit=recipe.model.lora.load_in_4bit)

@@ -86,7 +86,7 @@ class Loop:
 
     def _train(self) -> None:
         state, recipe = self.run.state, self.recipe
-        each = recipe.train.accumulation
+        each = recipe.train.gradient_accumulation_steps
         batches = Prefetcher(
             self._batch, state.step * each, self.total_batches, workers=recipe.data.workers, ahead=2 * each
         )
@@ -194,7 +194,7 @@ class Loop:
         return made.pinned() if world.device.type == "cuda" else made
 
     def _evaluate(self) -> bool:
-        """Measure, tell, and say whether this is the best step so far by `checkpoint.best`.
+        """Measure, tell, and say whether this is the best step so far by `checkpoint.best_metric`.
 
         A run that is asked to stop leaves the evaluation, and does it when it goes on.
         """

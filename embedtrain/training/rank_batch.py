@@ -115,17 +115,17 @@ class Cutting:
 
     Attributes:
         chunk_tokens: tokens, padding included, that one may hold.
-        keep_tokens: tokens whose graphs may be held together; default: `chunk_tokens`.
-        pass_tokens: what one more pass costs, in tokens: more passes mean less padding.
+        activation_tokens: tokens whose graphs may be held together; default: `chunk_tokens`.
+        pass_overhead_tokens: what one more pass costs, in tokens: more passes mean less padding.
     """
 
     chunk_tokens: int
-    keep_tokens: int | None = None
-    pass_tokens: int = 32
+    activation_tokens: int | None = None
+    pass_overhead_tokens: int = 32
 
     def kept(self, sizes: Iterable[int]) -> int:
         """Of how many chunks, the first ones, the graphs may be held, given the tokens of each, padding included."""
-        keep = self.chunk_tokens if self.keep_tokens is None else self.keep_tokens
+        keep = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
         return sum(tokens <= keep for tokens in itertools.accumulate(sizes))
 
 
@@ -225,7 +225,7 @@ def cut(
         assert rows is not None
         keys, num_documents, ids = _texts_of(rows, tokenizer)
         lengths = np.array([len(text) for text in ids], dtype=np.int64)
-        parts = cut_rows(lengths, cutting.chunk_tokens, cutting.pass_tokens, packed=tokenizer.packed)
+        parts = cut_rows(lengths, cutting.chunk_tokens, cutting.pass_overhead_tokens, packed=tokenizer.packed)
         chunks = [tokenizer.chunk(ids, part.tolist()) for part in parts]
         turns, kept = None, cutting.kept(chunk.ids.numel() for chunk in chunks)
         order = torch.from_numpy(np.argsort(np.concatenate([*parts, np.empty(0, dtype=np.int64)])))
@@ -284,7 +284,7 @@ def _dealt(
     tokens: BatchTokens, rank: int, size: int, tokenizer: TextTokenizer, cutting: Cutting
 ) -> tuple[list[Tokens], Exchange, Deal]:
     """This rank's chunks, how vectors reach the ranks of their rows, and who encodes what."""
-    dealt = deal(tokens.lengths, size, cutting.chunk_tokens, cutting.pass_tokens, packed=tokenizer.packed)
+    dealt = deal(tokens.lengths, size, cutting.chunk_tokens, cutting.pass_overhead_tokens, packed=tokenizer.packed)
     parts = [part for part in dealt.of_rank(rank) if len(part)]
     encoded = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
     first, chunks = 0, []

@@ -42,7 +42,7 @@ EFFECTS = {
     "data.batches": Effect.fixed,
     # Of these, rows and their numbers in an epoch tell whether they change anything: identity_of has them.
     "data.on_error": Effect.nothing,
-    "data.weights": Effect.nothing,
+    "data.weight_mode": Effect.nothing,
     "data.mixing_temperature": Effect.nothing,
     "data.instruction_format": Effect.nothing,
     "data.cache": Effect.rounds,  # which rank encodes which text
@@ -54,10 +54,10 @@ EFFECTS = {
     "train.steps": Effect.steers,
     "train.epochs": Effect.steers,
     "train.global_batch_size": Effect.fixed,
-    "train.accumulation": Effect.fixed,
+    "train.gradient_accumulation_steps": Effect.fixed,
     "train.chunk_tokens": Effect.rounds,
-    "train.keep_tokens": Effect.rounds,
-    "train.pass_tokens": Effect.rounds,
+    "train.activation_tokens": Effect.rounds,
+    "train.pass_overhead_tokens": Effect.rounds,
     "train.log_every": Effect.nothing,
     "parallel": Effect.rounds,
     "parallel.precision": Effect.steers,
@@ -66,7 +66,7 @@ EFFECTS = {
     "evaluation": Effect.nothing,
     "evaluation.patience": Effect.steers,
     "checkpoint": Effect.nothing,
-    "checkpoint.best": Effect.steers,
+    "checkpoint.best_metric": Effect.steers,
     "export": Effect.nothing,
     "tracking": Effect.nothing,
 }
@@ -76,7 +76,7 @@ _CHOOSES_BEST = ("evaluation.every", "evaluation.sets", "evaluation.subset", "ev
 
 def effect_of(option: str, recipe: Recipe) -> Effect:
     """What a change of an option does to a run that goes on by this recipe."""
-    if recipe.checkpoint.best is not None and option.startswith(_CHOOSES_BEST):
+    if recipe.checkpoint.best_metric is not None and option.startswith(_CHOOSES_BEST):
         return Effect.steers
     begins = (name for name in EFFECTS if option == name or option.startswith((f"{name}.", f"{name}[")))
     return EFFECTS[max(begins, key=len)]
@@ -101,7 +101,7 @@ def identity_of(
     return {
         "seed": recipe.seed,
         "train.global_batch_size": recipe.train.global_batch_size,
-        "train.accumulation": recipe.train.accumulation,
+        "train.gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
         "loss": of_all,
         "prompts": {name: prompts.get(name, "") for name in ("query", "document")},
         _OF_SOURCES: rows,
@@ -159,7 +159,7 @@ def require_same_course(folder: StepFolder, identity: Mapping[str, Any]) -> None
         if name == _OF_AN_EPOCH:
             raise CheckpointError(
                 f"{folder.path} was written with {was} rows of the sources in an epoch, this run has {now}: set weight "
-                f"and max_rows in data.train, data.weights and data.mixing_temperature back, {anew}"
+                f"and max_rows in data.train, data.weight_mode and data.mixing_temperature back, {anew}"
             )
         raise CheckpointError(
             f"{folder.path} was written with {name}={_told(was)}, this run has {name}={_told(now)}: set it back, {anew}"

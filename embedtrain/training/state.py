@@ -20,7 +20,7 @@ class TrainState:
 
     step: int = 0  # optimiser steps done
     samples: int = 0  # rows consumed
-    best_by: str | None = None  # `checkpoint.best`, and
+    best_by: str | None = None  # `checkpoint.best_metric`, and
     best: float | None = None  # the best value of it so far
     best_step: int | None = None
     not_better: int = 0  # evaluations since the best one

@@ -93,7 +93,11 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         total_steps, total_batches = _lengths(recipe, data)
     require_same_data(data, world)
     sets = load_sets(recipe.evaluation.sets, world, subset=recipe.evaluation.subset, cache=cache)
-    best = split_best(recipe.checkpoint.best, metrics_of(sets)) if recipe.checkpoint.best is not None else None
+    best = (
+        split_best(recipe.checkpoint.best_metric, metrics_of(sets))
+        if recipe.checkpoint.best_metric is not None
+        else None
+    )
     _tell(console, [*notes_on_accelerate(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
     held.enter_context(_taken(run_dir, world, recipe.parallel.timeout))
     identity = identity_of(recipe, data, losses, prompts) | {BASE_WEIGHTS: world.broadcast(base)}
@@ -131,7 +135,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     trained = Trained(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
     checkpoints.require_room(trained, total_steps)
-    state = _state(found, checkpoints, trained, optimizer, recipe.checkpoint.best, total_steps, console)
+    state = _state(found, checkpoints, trained, optimizer, recipe.checkpoint.best_metric, total_steps, console)
     if found is not None:  # whose weights stand only now
         model = proven(model, recipe.model, recipe.parallel, world, say=console.note)
     encoder = SentenceEncoder(
@@ -141,7 +145,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         chunk_tokens=recipe.evaluation.chunk_tokens,
         query_prompt=prompts.get("query", ""),
         document_prompt=prompts.get("document", ""),
-        gather=recipe.evaluation.gather,
+        unshard=recipe.evaluation.unshard,
     )
     with (
         _recorded(recipe, run_dir, world, model, state, console) as tracker,
@@ -256,9 +260,9 @@ def _recorded(
 
 def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
     """How texts are cut into chunks."""
-    given = recipe.train.pass_tokens
+    given = recipe.train.pass_overhead_tokens
     costs = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
-    return Cutting(recipe.train.chunk_tokens, model.keep_tokens, costs if given is None else given)
+    return Cutting(recipe.train.chunk_tokens, model.activation_tokens, costs if given is None else given)
 
 
 def _rate(precision: Precision, world: World, console: Console) -> MatmulRate:
@@ -269,8 +273,8 @@ def _rate(precision: Precision, world: World, console: Console) -> MatmulRate:
 
 
 def _lengths(recipe: Recipe, data: TrainData) -> tuple[int, int]:
-    """Optimiser steps and global batches of the run: `train.accumulation` batches a step, in the last what is left."""
-    each = recipe.train.accumulation
+    """Optimiser steps and global batches of the run: `train.gradient_accumulation_steps` batches a step, in the last what is left."""
+    each = recipe.train.gradient_accumulation_steps
     if recipe.train.epochs is None:
         steps = data.plan.total_steps(recipe.train.steps, None)
         return steps, steps * each

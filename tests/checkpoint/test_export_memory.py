@@ -51,7 +51,7 @@ def test_memory_is_a_piece_of_the_model_or_one_copy_where_it_is_checked(tmp_path
         "checked": ["check=true"],
         "onnx": ["formats=[onnx]"],
     }.items():
-        command = [sys.executable, "-c", _MEASURED, f"run={tmp_path / 'run'}", f"to={tmp_path / name}", *more]
+        command = [sys.executable, "-c", _MEASURED, f"run={tmp_path / 'run'}", f"output_dir={tmp_path / name}", *more]
         done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
         grown[name] = int(done.stdout.splitlines()[-1]) / size
     print({name: f"{share:.2f} of {size / 1e6:.0f} MB" for name, share in grown.items()})

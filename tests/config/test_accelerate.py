@@ -82,7 +82,11 @@ def of_fsdp(**changes):
 def test_a_file_of_fsdp2(write):
     parallel = composed(write(FSDP2)).parallel
     assert parallel.strategy is Strategy.fsdp
-    assert (parallel.reshard, parallel.activation_checkpointing, parallel.cpu_offload) == (True, True, False)
+    assert (parallel.reshard_after_forward, parallel.activation_checkpointing, parallel.cpu_offload) == (
+        True,
+        True,
+        False,
+    )
     assert parallel.block_class == "XLMRobertaLayer,XLMRobertaEmbeddings"
     assert parallel.precision is Precision.bf16
 
@@ -90,13 +94,13 @@ def test_a_file_of_fsdp2(write):
 def test_a_file_of_fsdp1(write):
     recipe = composed(write(FSDP1))
     parallel = recipe.parallel
-    assert (parallel.strategy, parallel.reshard, parallel.cpu_offload) == (Strategy.hsdp, False, True)
+    assert (parallel.strategy, parallel.reshard_after_forward, parallel.cpu_offload) == (Strategy.hsdp, False, True)
     assert parallel.precision is Precision.fp32
     assert recipe.checkpoint.layout is Layout.full
 
 
 @pytest.mark.parametrize(
-    ("value", "strategy", "reshard"),
+    ("value", "strategy", "reshard_after_forward"),
     [
         ("FULL_SHARD", "fsdp", True),
         ("SHARD_GRAD_OP", "fsdp", False),
@@ -113,7 +117,7 @@ def test_sharding_strategies(write, key, value, strategy, reshard):
         pytest.skip("numbers are the older key's")
     values = FSDP1 | {"fsdp_config": {key: value}}
     parallel = composed(write(values)).parallel
-    assert (parallel.strategy.value, parallel.reshard) == (strategy, reshard)
+    assert (parallel.strategy.value, parallel.reshard_after_forward) == (strategy, reshard)
 
 
 def test_every_key_is_shown(write):

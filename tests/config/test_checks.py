@@ -34,14 +34,14 @@ def changed(path: str, value: object) -> Callable[[Recipe], None]:
 def patient(every: int, best: str | None) -> Callable[[Recipe], None]:
     def change(recipe: Recipe) -> None:
         recipe.evaluation.sets = [EvaluationSet(path="dev")]
-        recipe.evaluation.patience, recipe.evaluation.every, recipe.checkpoint.best = 3, every, best
+        recipe.evaluation.patience, recipe.evaluation.every, recipe.checkpoint.best_metric = 3, every, best
 
     return change
 
 
 def best_without_set(recipe: Recipe) -> None:
     recipe.evaluation.sets = [EvaluationSet(path="dev")]
-    recipe.checkpoint.best = "ndcg@10"
+    recipe.checkpoint.best_metric = "ndcg@10"
 
 
 def revision_of_nothing(recipe: Recipe) -> None:
@@ -62,12 +62,16 @@ BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
     ("no text", changed("data.instruction_format", "{instruction}"), "data.instruction_format='{instruction}' must"),
     ("mixing", changed("data.mixing_temperature", 0.0), "data.mixing_temperature=0.0"),
     ("workers", changed("data.workers", -1), "data.workers=-1"),
-    ("passes", changed("train.pass_tokens", -1), "train.pass_tokens=-1"),
+    ("passes", changed("train.pass_overhead_tokens", -1), "train.pass_overhead_tokens=-1"),
     ("no length", changed("train.steps", None), "exactly one"),
     ("two lengths", changed("train.epochs", 1.0), "exactly one"),
     ("0 steps", changed("train.steps", 0), "train.steps=0"),
-    ("keep tokens", changed("train.keep_tokens", -1), "train.keep_tokens=-1"),
-    ("accumulation", changed("train.accumulation", 0), "train.accumulation=0"),
+    ("keep tokens", changed("train.activation_tokens", -1), "train.activation_tokens=-1"),
+    (
+        "gradient_accumulation_steps",
+        changed("train.gradient_accumulation_steps", 0),
+        "train.gradient_accumulation_steps=0",
+    ),
     ("the loss's lr", changed("optim.loss_lr", 0.0), "optim.loss_lr=0"),
     ("-1 steps", changed("train.steps", -1), "train.steps=-1"),
     ("batch of 1", changed("train.global_batch_size", 1), "train.global_batch_size=1"),
@@ -90,15 +94,15 @@ BROKEN: list[tuple[str, Callable[[Recipe], None], str]] = [
     ("evaluation every", changed("evaluation.every", -1), "evaluation.every=-1"),
     ("evaluation subset", changed("evaluation.subset", 0), "evaluation.subset=0"),
     ("no patience", changed("evaluation.patience", 0), "evaluation.patience=0"),
-    ("patience for nothing", patient(10, None), "set checkpoint.best to set/metric"),
+    ("patience for nothing", patient(10, None), "set checkpoint.best_metric to set/metric"),
     ("patience without evaluations", patient(0, "dev/ndcg@10"), "set evaluation.every"),
     ("checkpoint every", changed("checkpoint.every", -1), "checkpoint.every=-1"),
     ("keep", changed("checkpoint.keep", 0), "checkpoint.keep=0"),
     ("keep every", changed("checkpoint.keep_every", -1), "checkpoint.keep_every=-1"),
     ("no room", changed("checkpoint.max_disk_gb", 0.0), "checkpoint.max_disk_gb=0.0: must be above 0"),
     ("room without end", changed("checkpoint.max_disk_gb", float("nan")), "checkpoint.max_disk_gb=nan"),
-    ("best of nothing", changed("checkpoint.best", "dev/ndcg@10"), "evaluation.sets is empty"),
-    ("best without set", best_without_set, "checkpoint.best=ndcg@10"),
+    ("best of nothing", changed("checkpoint.best_metric", "dev/ndcg@10"), "evaluation.sets is empty"),
+    ("best without set", best_without_set, "checkpoint.best_metric=ndcg@10"),
 ]
 
 
@@ -240,7 +244,7 @@ def test_every_rule_can_break():
         ({"sets": []}, r"sets=\[PATH,...\] .* mteb=\[TASK,...\]"),
         ({"subset": 0}, "subset=0"),
         ({"chunk_tokens": 0}, "chunk_tokens=0"),
-        ({"depth": 0}, "depth=0"),
+        ({"run_depth": 0}, "run_depth=0"),
         ({"max_length": 1}, "max_length=1"),
         ({"timeout": 0.0}, "timeout=0"),
     ],

@@ -102,7 +102,7 @@ defaults:
 name: own
 loss:
   losses:
-    - {name: infonce, temperature: 0.05, sides: [query_document, query_query]}
+    - {name: infonce, temperature: 0.05, directions: [query_document, query_query]}
     - {name: margin_mse, weight: 0.1}
 """
     (recipe,) = compose_recipes([*user_recipe(tmp_path, "own", own), *GOOD[1:]])
@@ -350,9 +350,9 @@ def test_the_other_doors():
         (compose_evaluate, ["model=m", "sets=[a]", "detph=20"], "did you mean depth?"),
         (compose_export, [], "run=DIR"),
         (compose_search, ["model=m"], "corpus=DIR"),
-        (compose_search, ["model=m", "corpus=c", "top=0"], "top=0"),
+        (compose_search, ["model=m", "corpus=c", "top_k=0"], "top_k=0"),
         (compose_search, ["model=m", "corpus=c", "chunk_tokens=0"], "chunk_tokens=0"),
-        (compose_search, ["-m", "model=m", "corpus=c", "top=1,2"], "multirun (-m) is for training"),
+        (compose_search, ["-m", "model=m", "corpus=c", "top_k=1,2"], "multirun (-m) is for training"),
     ]:
         with pytest.raises(ConfigError) as caught:
             compose(arguments)

@@ -16,14 +16,14 @@ CASES = [
         "model.lora.targets=[q_proj]",
         r"model.lora.targets=\['q_proj'\] has no use without adapters: set model.lora.rank",
     ),
-    ("model.lora.frozen=bf16", "model.lora.frozen=bf16 has no use without adapters"),
+    ("model.lora.base_dtype=bf16", "model.lora.base_dtype=bf16 has no use without adapters"),
     ("model.lora.path=x model.lora.rank=4", "the adapter brings its own; leave one out"),
     ("model.lora.rank=4 model.lora.revision=v1", "write model.lora.path=ID"),
     ("model.lora.rank=x", "model.lora.rank"),
     ("model.lora.rnak=4", "model.lora.rnak.*rank"),
     ("export.formats=[adapter]", "there is no adapter to export; set model.lora.rank"),
     (
-        "model.lora.rank=4 model.lora.train=[dense] export.formats=[adapter]",
+        "model.lora.rank=4 model.lora.modules_to_save=[dense] export.formats=[adapter]",
         "an adapter of PEFT's has no place for heads behind the pooling",
     ),
 ]

@@ -6,19 +6,19 @@ from embedtrain.config.recipe import TrainSource
 from embedtrain.errors import ConfigError
 from embedtrain.mine.options import compose_mine
 
-GOOD = ["model=m", "data=[rows.jsonl]", "to=out"]
+GOOD = ["model=m", "data=[rows.jsonl]", "output_dir=out"]
 
 
 def test_what_is_asked_for():
-    options = compose_mine(["model=m", "data=rows.jsonl", "to=out", "corpus=pool.jsonl", "negatives=3"])
+    options = compose_mine(["model=m", "data=rows.jsonl", "output_dir=out", "corpus=pool.jsonl", "negatives=3"])
     assert [type(source) for source in options.data] == [TrainSource]
     assert options.data[0].path == "rows.jsonl"
     assert options.corpus == ["pool.jsonl"]
     assert options.negatives == 3
-    several = compose_mine([*GOOD[:1], "data=[a.jsonl,{path: b.jsonl, query_prompt: 'q: '}]", "to=out"])
+    several = compose_mine([*GOOD[:1], "data=[a.jsonl,{path: b.jsonl, query_prompt: 'q: '}]", "output_dir=out"])
     assert [source.path for source in several.data] == ["a.jsonl", "b.jsonl"]
     assert several.data[1].query_prompt == "q: "
-    (one,) = compose_mine(["model=m", "data={path: b.jsonl, query_max_length: 9}", "to=out"]).data
+    (one,) = compose_mine(["model=m", "data={path: b.jsonl, query_max_length: 9}", "output_dir=out"]).data
     assert one.query_max_length == 9
 
 
@@ -27,7 +27,7 @@ def test_what_is_asked_for():
     [
         (GOOD[1:], "no model: write model=DIR"),
         ([GOOD[0], GOOD[2]], "no data: write data="),
-        (GOOD[:2], "no place for the mined rows: write to=DIR"),
+        (GOOD[:2], "no place for the mined rows: write output_dir=DIR"),
         ([*GOOD, "negatives=0"], "negatives=0: at least 1"),
         ([*GOOD, "rank_min=-1"], "rank_min=-1: "),
         ([*GOOD, "rank_min=100"], "rank_min=100 and rank_max=100 leave no document between"),
@@ -42,7 +42,7 @@ def test_what_is_asked_for():
         ([*GOOD, "teacher_batch_size=0"], "teacher_batch_size=0: "),
         ([*GOOD, "max_length=2"], "max_length=2, "),
         ([*GOOD, "chunk_tokens=0"], "chunk_tokens=0: "),
-        ([*GOOD, "queries_at_a_time=9000"], "queries_at_a_time=9000: from 1 to 8192"),
+        ([*GOOD, "query_batch_size=9000"], "query_batch_size=9000: from 1 to 8192"),
         ([*GOOD, "seed=-1"], "seed=-1: "),
         ([*GOOD, "timeout=0"], "timeout=0.0: "),
         ([*GOOD, "instruction_format=x"], "instruction_format='x' must say where"),
@@ -62,4 +62,4 @@ def test_what_cannot_work(arguments, sentence):
 
 def test_mined_rows_do_not_lie_among_those_that_are_read(tmp_path):
     with pytest.raises(ConfigError, match=r"lies in .*, whose files are all read as rows"):
-        compose_mine(["model=m", f"data=[{tmp_path}]", f"to={tmp_path / 'mined'}"])
+        compose_mine(["model=m", f"data=[{tmp_path}]", f"output_dir={tmp_path / 'mined'}"])

@@ -63,7 +63,7 @@ def test_parts_of_a_combination():
         ("[{path: a,loss: cosent},b]", ("data.batches=mixed",), "data.batches=mixed: sources have a loss"),
         (
             "[{path: a,in_batch_negatives: false}]",
-            ("loss.sides=[query_document,query_query]",),
+            ("loss.directions=[query_document,query_query]",),
             "data.train, a: loss.in_batch_negatives=false leaves only query_document",
         ),
     ],

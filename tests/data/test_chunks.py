@@ -37,10 +37,12 @@ def padded(dealt: Deal, lengths: np.ndarray) -> np.ndarray:
     return np.array([[len(c) * max(1, lengths[c].max(initial=0)) for c in chunks] for chunks in ranks]).T
 
 
-def checked(lengths: np.ndarray, size: int, chunk_tokens: int, pass_tokens: int, most: int | None = None) -> Deal:
+def checked(
+    lengths: np.ndarray, size: int, chunk_tokens: int, pass_overhead_tokens: int, most: int | None = None
+) -> Deal:
     """A deal that keeps what every deal must."""
     lengths = np.asarray(lengths)
-    dealt = deal(lengths, size, chunk_tokens, pass_tokens, most)
+    dealt = deal(lengths, size, chunk_tokens, pass_overhead_tokens, most)
     seen = np.concatenate([np.empty(0, dtype=np.int64), *[dealt.texts_of(rank) for rank in range(size)]])
     assert sorted(seen.tolist()) == list(range(len(lengths)))
     numbers = [len(dealt.texts_of(rank)) for rank in range(size)]
@@ -57,13 +59,13 @@ def checked(lengths: np.ndarray, size: int, chunk_tokens: int, pass_tokens: int,
     return dealt
 
 
-def cost(longest: np.ndarray, bounds: tuple[int, ...], chunk_tokens: int, pass_tokens: int) -> float:
+def cost(longest: np.ndarray, bounds: tuple[int, ...], chunk_tokens: int, pass_overhead_tokens: int) -> float:
     total = 0
     for start, stop in itertools.pairwise(bounds):
         tokens = (stop - start) * longest[start]
         if stop - start > 1 and tokens > chunk_tokens:
             return float("inf")
-        total += int(tokens) + pass_tokens
+        total += int(tokens) + pass_overhead_tokens
     return total
 
 
@@ -73,16 +75,16 @@ def test_the_best_cut_there_is(size: int) -> None:
     for _ in range(40):
         number = int(random.integers(1, 9))
         lengths = random.integers(1, 30, number * size)
-        chunk_tokens, pass_tokens = int(random.integers(20, 150)), int(random.integers(0, 40))
-        dealt = checked(lengths, size, chunk_tokens, pass_tokens)
+        chunk_tokens, pass_overhead_tokens = int(random.integers(20, 150)), int(random.integers(0, 40))
+        dealt = checked(lengths, size, chunk_tokens, pass_overhead_tokens)
         longest = np.sort(lengths)[::-1][::size]
         ways = [
             (0, *inner, number) for count in range(number) for inner in itertools.combinations(range(1, number), count)
         ]
-        best = min(cost(longest, way, chunk_tokens, pass_tokens) for way in ways)
-        assert cost(longest, dealt.bounds, chunk_tokens, pass_tokens) == best
+        best = min(cost(longest, way, chunk_tokens, pass_overhead_tokens) for way in ways)
+        assert cost(longest, dealt.bounds, chunk_tokens, pass_overhead_tokens) == best
         most = int(random.integers(1, 5))
-        fewer = checked(lengths, size, chunk_tokens, pass_tokens, most)
+        fewer = checked(lengths, size, chunk_tokens, pass_overhead_tokens, most)
         within = [way for way in ways if cost(longest, way, chunk_tokens, 0) < float("inf")]
         assert fewer.num_chunks <= max(most, min(len(way) - 1 for way in within))
 

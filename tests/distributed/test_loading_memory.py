@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.recipe import Attention, FrozenDtype, LoraConfig, ModelConfig
+from embedtrain.config.recipe import Attention, BaseDtype, LoraConfig, ModelConfig
 from embedtrain.distributed.world import World
 from embedtrain.loading import load as loading
 from embedtrain.loading.load import load_model
@@ -62,7 +62,7 @@ def test_a_rank_holds_its_share_and_one_tensor(ranks, directory, tmp_path):
     model = replace(small_model("llama"), config=None, path=str(directory), attention=Attention.padded)
     models = {
         "slices": model,
-        "adapters": replace(model, lora=LoraConfig(rank=4, frozen=FrozenDtype.bf16)),
+        "adapters": replace(model, lora=LoraConfig(rank=4, base_dtype=BaseDtype.bf16)),
         "handed out": replace(model, path=str(pickled)),
     }
     whole = 4 * sum(tensor.numel() for tensor in load_file(directory / "model.safetensors").values()) / MB

@@ -166,11 +166,11 @@ def ways_to_save_memory(world: World, model: ModelConfig) -> None:
     limit, sharding.LARGE_EMBEDDING = sharding.LARGE_EMBEDDING, 64 * 32
     try:
         ways = [
-            {"reshard": True},
-            {"reshard": False},
-            {"activation_checkpointing": True, "reshard": True},
-            {"cpu_offload": True, "reshard": True},
-            {"cpu_offload": True, "reshard": False, "activation_checkpointing": True},
+            {"reshard_after_forward": True},
+            {"reshard_after_forward": False},
+            {"activation_checkpointing": True, "reshard_after_forward": True},
+            {"cpu_offload": True, "reshard_after_forward": True},
+            {"cpu_offload": True, "reshard_after_forward": False, "activation_checkpointing": True},
         ]
         for way in ways:
             encoder = load_model(model, parallel(**way), world, seed=0).encoder.eval()
@@ -182,7 +182,7 @@ def ways_to_save_memory(world: World, model: ModelConfig) -> None:
                 found = encoder(IDS, MASK)
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
                 held = embedding.weight
-                assert isinstance(held, DTensor) == (way.get("reshard") is not False), way
+                assert isinstance(held, DTensor) == (way.get("reshard_after_forward") is not False), way
                 found.pow(3).sum().backward()
             for (name, parameter), (_, other) in zip(
                 encoder.named_parameters(), reference.named_parameters(), strict=True

@@ -43,7 +43,7 @@ def test_quickstart(builder, tmp_path, user):
     corpus = _recipes(builder, tmp_path, user) + "/quickstart/dev-en"
     found = builder.run(
         TAG,
-        ["python", "-m", "embedtrain.search", "model=/workspace/runs/quickstart/model", f"corpus={corpus}", "top=3",
+        ["python", "-m", "embedtrain.search", "model=/workspace/runs/quickstart/model", f"corpus={corpus}", "top_k=3",
          "query=edit text"],
         user=user, mount=tmp_path,
     )  # fmt: skip

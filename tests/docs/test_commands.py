@@ -66,4 +66,4 @@ def test_commands_are_found_and_wrong_ones_are_not_passed_over(tmp_path, monkeyp
     with pytest.raises(ConfigError, match="did you mean temperature"):
         compose(Command("embedtrain", ("recipe=minilm", "data.train=[a.jsonl]", "loss.tempature=1")))
     with pytest.raises(ConfigError, match="negatives"):
-        compose(Command("embedtrain.mine", ("model=m", "data=[a.jsonl]", "to=b", "negatives=many")))
+        compose(Command("embedtrain.mine", ("model=m", "data=[a.jsonl]", "output_dir=b", "negatives=many")))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config.evaluation import Gather
+from embedtrain.config.evaluation import Unshard
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import EmbedtrainError, TrainingError
 from embedtrain.inference import encode
@@ -148,7 +148,7 @@ def test_vectors_that_are_not_finite_stop_all_ranks(ranks):
 
 def gathered_at_a_time(world, gather):
     """The most blocks of four that are whole while one of them computes, how often, the vectors, and all after it."""
-    encoder = sentence_encoder(world, chunk_tokens=1, gather=gather)
+    encoder = sentence_encoder(world, chunk_tokens=1, unshard=gather)
     layers = encoder.encoder.backbone.encoder.layer
     whole = []
 
@@ -160,26 +160,26 @@ def gathered_at_a_time(world, gather):
     vectors = encoder.encode_all(TEXTS[:7])
     sharded = all(isinstance(parameter, DTensor) for parameter in encoder.encoder.parameters())
     counts = len(whole), max(whole)
-    encoder.gather = Gather.block
+    encoder.unshard = Unshard.layer
     whole.clear()
     encoder.encode_all(TEXTS[:7])
     return counts, vectors.tolist(), sharded, max(whole)
 
 
 def test_no_more_than_a_block_is_gathered_unless_all_is_asked_for(ranks):
-    results = {gather: ranks(3, gathered_at_a_time, gather) for gather in Gather}
+    results = {gather: ranks(3, gathered_at_a_time, gather) for gather in Unshard}
     vectors = [result[1] for of in results.values() for result in of]
     assert all(result == vectors[0] for result in vectors)
-    assert [(most, sharded, after) for (_, most), _, sharded, after in results[Gather.block]] == [(1, True, 1)] * 3
-    assert [(most, sharded, after) for (_, most), _, sharded, after in results[Gather.whole]] == [(2, True, 1)] * 3
+    assert [(most, sharded, after) for (_, most), _, sharded, after in results[Unshard.layer]] == [(1, True, 1)] * 3
+    assert [(most, sharded, after) for (_, most), _, sharded, after in results[Unshard.model]] == [(2, True, 1)] * 3
     # Seven chunks, two layers: block by block three passes on every rank; whole its own, and one that gathers.
-    assert [result[0][0] for result in results[Gather.block]] == [6, 6, 6]
-    assert [result[0][0] for result in results[Gather.whole]] == [8, 6, 6]
+    assert [result[0][0] for result in results[Unshard.layer]] == [6, 6, 6]
+    assert [result[0][0] for result in results[Unshard.model]] == [8, 6, 6]
 
 
 def several_blocks(world):
     """Whether weights are sharded between two of five blocks, how many follow, and whether all is as before after."""
-    encoder = sentence_encoder(world, chunk_tokens=1, gather=Gather.whole)
+    encoder = sentence_encoder(world, chunk_tokens=1, unshard=Unshard.model)
     layer = encoder.encoder.backbone.encoder.layer[0]
     before, encode._PASSES_A_BLOCK = encode._PASSES_A_BLOCK, 1
     try:

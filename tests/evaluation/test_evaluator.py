@@ -34,7 +34,7 @@ def pairs():
 def evaluate(world, sets, save_runs=None, depth=100, **prompts):
     encoder = sentence_encoder(world, **prompts)
     encoder.encoder.train()  # dropout must not show
-    evaluator = Evaluator(sets, encoder, world, depth=depth)
+    evaluator = Evaluator(sets, encoder, world, run_depth=depth)
     assert {name: tuple(figures) for name, figures in evaluator.evaluate().items()} == metrics_of(sets)
     return evaluator.evaluate(save_runs=save_runs)
 

@@ -78,7 +78,7 @@ def test_best():
     assert split_best("dev/mrr@10", metrics) == ("dev", "mrr@10")
     assert split_best("a/b/spearman", metrics) == ("a/b", "spearman")
     for wrong, says in [
-        ("dev/ndcg10", "checkpoint.best=dev/ndcg10: dev has the metrics ndcg@10, mrr@10, not 'ndcg10'"),
+        ("dev/ndcg10", "checkpoint.best_metric=dev/ndcg10: dev has the metrics ndcg@10, mrr@10, not 'ndcg10'"),
         ("test/ndcg@10", "must be set/metric with a set of evaluation.sets: dev/ndcg@10, a/b/spearman"),
         ("ndcg@10", "must be set/metric"),
     ]:

@@ -9,7 +9,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
 from torch import Tensor, nn
 
-from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, Margin, Partition, Side, Similarity
+from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, Margin, PartitionMode, Side, Similarity
 from embedtrain.distributed.world import World
 from embedtrain.losses import infonce, negatives, softmax
 from embedtrain.losses.build import choose_loss
@@ -56,7 +56,7 @@ def textbook(options: InfoNCEConfig):
                 is_self = {
                     Side.query_document: j == answers[row],
                     # GTE's joint softmax has the positive pair on this side as well.
-                    Side.document_query: j == row and options.partition is Partition.separate,
+                    Side.document_query: j == row and options.partition_mode is PartitionMode.separate,
                     Side.query_query: j == row,
                     Side.document_document: own_row,
                 }[side]
@@ -89,7 +89,11 @@ def textbook(options: InfoNCEConfig):
                         continue
                 similarity = compare(anchor, column)
                 right = compare(batch.queries[row], batch.documents[answers[row]])
-                if options.drop_above is not None and not itself and similarity > right + options.drop_above:
+                if (
+                    options.false_negative_margin is not None
+                    and not itself
+                    and similarity > right + options.false_negative_margin
+                ):
                     continue
                 found.append(similarity * scale + hard * options.hardness_strength * similarity.detach())
             return found
@@ -97,8 +101,8 @@ def textbook(options: InfoNCEConfig):
         total = batch.queries.new_zeros(())
         for row in range(len(answers)):
             right = (compare(batch.queries[row], batch.documents[answers[row]]) - options.margin) * scale
-            scored = [candidates(side, row) for side in options.sides]
-            if options.partition is Partition.joint:
+            scored = [candidates(side, row) for side in options.directions]
+            if options.partition_mode is PartitionMode.joint:
                 scored = [[one for side in scored for one in side]]
             for part in scored:
                 total = total - torch.log_softmax(torch.stack([right, *part]), dim=0)[0] / len(scored)
@@ -139,38 +143,46 @@ PROBLEMS = {
     "cosine of any vectors": (vectors(SIZES, normalised=False), {}),
     "duplicates": (duplicates(), {}),
     "duplicates, not masked": (duplicates(), {"mask_duplicates": False}),
-    "duplicates, all sides": (duplicates(), {"sides": ALL_SIDES}),
-    "ids": (with_ids(), {"sides": ALL_SIDES}),
-    "symmetric": (SIZES, {"sides": [Side.query_document, Side.document_query], "partition": Partition.separate}),
-    "all sides": (SIZES, {"sides": ALL_SIDES, "mask_duplicates": False}),
+    "duplicates, all sides": (duplicates(), {"directions": ALL_SIDES}),
+    "ids": (with_ids(), {"directions": ALL_SIDES}),
+    "symmetric": (
+        SIZES,
+        {"directions": [Side.query_document, Side.document_query], "partition_mode": PartitionMode.separate},
+    ),
+    "all sides": (SIZES, {"directions": ALL_SIDES, "mask_duplicates": False}),
     "margin": (SIZES, {"margin": 0.2}),
-    "drop above": (SIZES, {"drop_above": 0.1, "sides": ALL_SIDES}),
-    "drop below the positive": (SIZES, {"drop_above": -0.3}),
-    "guide": (vectors(SIZES, guides=["big"]), {"guide": "big", "sides": ALL_SIDES}),
+    "drop above": (SIZES, {"false_negative_margin": 0.1, "directions": ALL_SIDES}),
+    "drop below the positive": (SIZES, {"false_negative_margin": -0.3}),
+    "guide": (vectors(SIZES, guides=["big"]), {"guide": "big", "directions": ALL_SIDES}),
     "guide, margin": (vectors(SIZES, guides=["big"]), {"guide": "big", "guide_margin": 0.2}),
     "guide, relative margin": (
         vectors(SIZES, guides=["big"]),
-        {"guide": "big", "guide_margin": 0.3, "guide_margin_kind": Margin.relative, "sides": ALL_SIDES},
+        {"guide": "big", "guide_margin": 0.3, "guide_margin_kind": Margin.relative, "directions": ALL_SIDES},
     ),
     "hardness of in-batch negatives": (SIZES, {"hardness": Hardness.in_batch, "hardness_strength": 3.0}),
     "hardness of hard negatives": (SIZES, {"hardness": Hardness.hard, "hardness_strength": 3.0}),
     "hardness of all": (
         SIZES,
-        {"hardness": Hardness.all, "hardness_strength": 3.0, "sides": ALL_SIDES, "drop_above": 0.2},
+        {"hardness": Hardness.all, "hardness_strength": 3.0, "directions": ALL_SIDES, "false_negative_margin": 0.2},
     ),
     "trained temperature": (
         SIZES,
-        {"learn_temperature": True, "margin": 0.1, "sides": ALL_SIDES, "hardness": Hardness.all}
+        {"learn_temperature": True, "margin": 0.1, "directions": ALL_SIDES, "hardness": Hardness.all}
         | {"hardness_strength": 2.0},
     ),
     "trained temperature, separate": (
         SIZES,
-        {"learn_temperature": True, "margin": 0.1, "sides": ALL_SIDES[:2], "partition": Partition.separate},
+        {
+            "learn_temperature": True,
+            "margin": 0.1,
+            "directions": ALL_SIDES[:2],
+            "partition_mode": PartitionMode.separate,
+        },
     ),
     "no negatives at all": ((1,), {}),
     "one row": ((3,), {}),
     "fewer rows than ranks": ((2, 1), {}),
-    "all drop out": (SIZES, {"drop_above": -2.5}),
+    "all drop out": (SIZES, {"false_negative_margin": -2.5}),
 }
 
 
@@ -186,13 +198,19 @@ def test_textbook(ranks, name, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_deal(ranks, way):
-    chosen = config(implementation=way, sides=ALL_SIDES, learn_temperature=True)
+    chosen = config(implementation=way, directions=ALL_SIDES, learn_temperature=True)
     check(ranks, chosen, duplicates(), textbook(chosen))
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"margin": 0.2}, {"drop_above": 0.1}, {"hardness": Hardness.hard, "hardness_strength": 3.0}, {"guide": "big"}],
+    [
+        {},
+        {"margin": 0.2},
+        {"false_negative_margin": 0.1},
+        {"hardness": Hardness.hard, "hardness_strength": 3.0},
+        {"guide": "big"},
+    ],
 )
 def test_own_negatives_alone(ranks, options):
     chosen = config(in_batch_negatives=False, learn_temperature=True, **options)
@@ -208,7 +226,7 @@ def tiles_of_a_few_rows(world: World, way: Implementation) -> None:
         softmax.LEAST_ROWS, softmax.TILE_CELLS = height, 1
         torch.manual_seed(7 + world.rank)
         queries, documents = (torch.randn(9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        loss = InfoNCE(config(implementation=way, sides=ALL_SIDES))
+        loss = InfoNCE(config(implementation=way, directions=ALL_SIDES))
         output = loss(queries, documents, known)
         output.share.backward()
         answers.append((output.share.detach(), queries.grad, documents.grad))
@@ -235,7 +253,7 @@ def lists_and_masks(world: World, way: Implementation) -> None:
     for at_most in (listed, 1e9, -1e9):
         negatives._LISTED = at_most
         queries, documents = (vectors_.clone().requires_grad_() for vectors_ in share[:2])
-        output = InfoNCE(config(implementation=way, sides=ALL_SIDES))(queries, documents, share[2])
+        output = InfoNCE(config(implementation=way, directions=ALL_SIDES))(queries, documents, share[2])
         output.share.backward()
         answers.append((output.share.detach(), queries.grad, documents.grad))
     negatives._LISTED = listed
@@ -266,7 +284,7 @@ def equal_vectors(world: World, way: Implementation, options: dict, dtype: torch
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{"drop_above": 0.0}, {"guide": "big"}])
+@pytest.mark.parametrize("options", [{"false_negative_margin": 0.0}, {"guide": "big"}])
 def test_equal_similarities_are_not_judged_by_rounding_errors(ranks, way, options):
     """A document as similar as the positive is not above it: it stays, and the loss is log 2 on any number of ranks."""
     for size in (1, 2, 3):
@@ -367,11 +385,11 @@ class Given(nn.Module):
 THEIRS = [
     ({}, {}),
     (
-        {"sides": ALL_SIDES, "mask_duplicates": False},
+        {"directions": ALL_SIDES, "mask_duplicates": False},
         {"directions": ("query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc")},
     ),
     (
-        {"sides": [Side.query_document, Side.document_query], "partition": Partition.separate},
+        {"directions": [Side.query_document, Side.document_query], "partition_mode": PartitionMode.separate},
         {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
     ),
     *(
@@ -415,7 +433,7 @@ def gist(world: World, margin: float, kind: str) -> None:
     known = replace(_random_input(9), guides={"big": Guide(seen, others)})
     ours = InfoNCE(
         config(
-            sides=[Side.query_document, Side.query_query, Side.document_document],
+            directions=[Side.query_document, Side.query_query, Side.document_document],
             guide="big",
             guide_margin=margin,
             guide_margin_kind=Margin(kind),

@@ -120,7 +120,9 @@ def test_options_of_the_doors():
     assert recipe.model.revision == OLD
     (pinned,) = compose_recipes(["name=t", "model.path=m", "data.train=[{path: o/n, revision: v1}]", "train.steps=1"])
     assert pinned.data.train[0].revision == "v1"
-    mine = compose_mine(["model=m", "data=[{path: o/n, revision: v1}]", "to=out", "teacher=t", "teacher_revision=v2"])
+    mine = compose_mine(
+        ["model=m", "data=[{path: o/n, revision: v1}]", "output_dir=out", "teacher=t", "teacher_revision=v2"]
+    )
     assert (mine.data[0].revision, mine.teacher_revision) == ("v1", "v2")
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from embedtrain.config.recipe import Accumulate, ParallelConfig, Strategy
+from embedtrain.config.recipe import GradientReduction, ParallelConfig, Strategy
 from embedtrain.errors import ConfigError
 from embedtrain.plan.compute import changes, largest_chunk
 from embedtrain.planning.strategy import choose, choose_for_encoding, every_candidate
@@ -56,7 +56,7 @@ def test_memory_is_saved_only_as_far_as_it_has_to_be():
     """The less memory, the more is given up: resharding first, recomputation, host memory last."""
     small = {"chunk_tokens": 1024}
     found = [chosen(LLAMA, memory=memory, more_work=small).layout for memory in (160, 60, 26, 12)]
-    assert [(one.strategy, one.reshard, one.cpu_offload) for one in found[1:]] == [
+    assert [(one.strategy, one.reshard_after_forward, one.cpu_offload) for one in found[1:]] == [
         (Strategy.fsdp, False, False),
         (Strategy.fsdp, True, False),
         (Strategy.fsdp, True, True),
@@ -96,7 +96,7 @@ def test_what_is_asked_for_is_obeyed(options, shape):
     assert (layout.replicate, layout.shard) == shape
     assert layout.strategy is options["strategy"]
     assert layout.reason.startswith("asked for; ")
-    for name in ("reshard", "activation_checkpointing", "cpu_offload"):
+    for name in ("reshard_after_forward", "activation_checkpointing", "cpu_offload"):
         for value in (False, True):
             assert getattr(chosen(TINY, **options, **{name: value}).layout, name) is value
 
@@ -191,7 +191,7 @@ def test_the_largest_chunk_fits_and_one_text_more_does_not():
 
 
 def test_whole_gradients_as_the_recipe_says():
-    assert chosen(LARGE, strategy=Strategy.fsdp, accumulate=Accumulate.sharded).whole is False
-    assert chosen(LARGE, strategy=Strategy.fsdp, accumulate=Accumulate.whole).whole is True
+    assert chosen(LARGE, strategy=Strategy.fsdp, gradient_reduction=GradientReduction.per_chunk).whole is False
+    assert chosen(LARGE, strategy=Strategy.fsdp, gradient_reduction=GradientReduction.per_step).whole is True
     assert chosen(LARGE, strategy=Strategy.fsdp).whole is True
     assert chosen(LLAMA, strategy=Strategy.fsdp).whole is False

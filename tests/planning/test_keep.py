@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.recipe import Strategy
 from embedtrain.distributed.mesh import Layout
-from embedtrain.planning.cached_graphs import keep_tokens
+from embedtrain.planning.cached_graphs import activation_tokens
 from embedtrain.planning.memory import memory_of
 from embedtrain.planning.workload import Machines, Work
 from tests.planning.models import XLMR_LARGE, facts
@@ -19,7 +19,7 @@ LAYOUT = Layout(Strategy.ddp, 8, 1, "")
 def kept(memory: float, work: Work = WORK, free: float | None = None) -> int:
     machines = Machines(ranks=8, per_node=8, memory=int(memory * GIB))
     room = int((memory if free is None else free) * GIB)
-    return keep_tokens(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True, free=room)
+    return activation_tokens(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True, free=room)
 
 
 def test_more_memory_keeps_more_up_to_all():
@@ -31,7 +31,7 @@ def test_more_memory_keeps_more_up_to_all():
 @pytest.mark.parametrize("memory", [40, 80])
 def test_what_is_kept_fits(memory):
     machines = Machines(ranks=8, per_node=8, memory=memory * GIB)
-    work = replace(WORK, keep_tokens=kept(memory))
+    work = replace(WORK, activation_tokens=kept(memory))
     total = memory_of(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True).total
     assert 0.5 * memory * GIB < total <= 0.85 * memory * GIB
 
@@ -41,5 +41,5 @@ def test_what_others_take_of_the_device_is_not_there():
 
 
 def test_what_the_recipe_says_is_obeyed():
-    assert kept(80, replace(WORK, keep_tokens=0)) == 0
-    assert kept(8, replace(WORK, keep_tokens=10**6)) == 10**6
+    assert kept(80, replace(WORK, activation_tokens=0)) == 0
+    assert kept(8, replace(WORK, activation_tokens=10**6)) == 10**6

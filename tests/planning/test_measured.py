@@ -29,11 +29,11 @@ def test_a_plan_is_what_a_step_takes():
     [
         (XLMR, 1, options(Strategy.ddp, Precision.bf16), {"rows": 16}),
         (XLMR, 2, options(Strategy.ddp, Precision.fp32), {"rows": 16}),
-        (XLMR, 2, options(Strategy.fsdp, Precision.fp32, reshard=True), {"rows": 16}),
-        (XLMR, 2, options(Strategy.fsdp, Precision.bf16, reshard=True), {}),
-        (XLMR, 2, options(Strategy.fsdp, Precision.fp32, reshard=False), {}),
+        (XLMR, 2, options(Strategy.fsdp, Precision.fp32, reshard_after_forward=True), {"rows": 16}),
+        (XLMR, 2, options(Strategy.fsdp, Precision.bf16, reshard_after_forward=True), {}),
+        (XLMR, 2, options(Strategy.fsdp, Precision.fp32, reshard_after_forward=False), {}),
         (XLMR, 2, options(Strategy.fsdp, Precision.fp32, activation_checkpointing=True), {}),
-        (LLAMA, 2, options(Strategy.fsdp, Precision.fp32, reshard=True), {"rows": 16}),
+        (LLAMA, 2, options(Strategy.fsdp, Precision.fp32, reshard_after_forward=True), {"rows": 16}),
         (LLAMA, 1, options(Strategy.ddp, Precision.bf16), {"lora": LoraConfig(rank=16)}),
     ],
 )

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from embedtrain.config.recipe import Accumulate, ParallelConfig, Strategy
+from embedtrain.config.recipe import GradientReduction, ParallelConfig, Strategy
 from embedtrain.distributed.mesh import Layout
 from embedtrain.planning.memory import Memory, keeps_whole_gradients, memory_of
 from embedtrain.planning.workload import Machines, Work
@@ -41,7 +41,7 @@ def test_memory_is_that_of_torchs_tracker():
         assert planned["parameters"] == pytest.approx(tracked["Sharded Param"], rel=0.01), name
         assert planned["optimizer"] == pytest.approx(tracked["OptState"], rel=0.01), name
         if "many tokens" in name:
-            gathered = tracked["Unsharded Param"] + tracked["All Gather"]
+            gathered = tracked["Unsharded Param"] + tracked["All Unshard"]
             assert planned["gathered"] == pytest.approx(gathered, rel=0.05, abs=50e6), name
             assert planned["activations"] == pytest.approx(tracked["Activation"] + tracked["Temp"], rel=0.1), name
 
@@ -63,14 +63,16 @@ def test_shares_of_what_is_sharded():
 
 def test_each_saving_saves_what_it_says():
     found = facts(LLAMA_3_8B)
-    plain = Layout(Strategy.fsdp, 1, RANKS, "", reshard=False)
+    plain = Layout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False)
     whole = plan_of(found, plain, rows=128)
-    assert whole.total > plan_of(found, Layout(Strategy.fsdp, 1, RANKS, "", reshard=True), rows=128).total
+    assert whole.total > plan_of(found, Layout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=True), rows=128).total
     recomputed = plan_of(
-        found, Layout(Strategy.fsdp, 1, RANKS, "", reshard=False, activation_checkpointing=True), rows=128
+        found, Layout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False, activation_checkpointing=True), rows=128
     )
     assert recomputed.activations < 0.2 * whole.activations
-    offloaded = plan_of(found, Layout(Strategy.fsdp, 1, RANKS, "", reshard=False, cpu_offload=True), rows=128)
+    offloaded = plan_of(
+        found, Layout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False, cpu_offload=True), rows=128
+    )
     assert offloaded.optimizer == 0
     assert offloaded.parameters < 1e6  # buffers
     assert plan_of(found, plain, rows=128, chunk_tokens=2048).total < whole.total
@@ -84,7 +86,7 @@ def test_gradients_between_chunks():
     assert several[0].total - several[1].total == pytest.approx(4 * found.trained * (1 - 1 / RANKS), rel=0.5)
     one = [plan_of(found, layout, whole=whole, rows=4 * RANKS, chunk_tokens=4096) for whole in (True, False)]
     assert one[0] == one[1]
-    options = ParallelConfig(accumulate=Accumulate.auto)
-    assert keeps_whole_gradients(options.accumulate, layout, 10**9, 50 * 10**9)
-    assert not keeps_whole_gradients(options.accumulate, layout, 10**9, 30 * 10**9)
-    assert keeps_whole_gradients(options.accumulate, Layout(Strategy.ddp, 8, 1, ""), 10**9, 30 * 10**9)
+    options = ParallelConfig(gradient_reduction=GradientReduction.auto)
+    assert keeps_whole_gradients(options.gradient_reduction, layout, 10**9, 50 * 10**9)
+    assert not keeps_whole_gradients(options.gradient_reduction, layout, 10**9, 30 * 10**9)
+    assert keeps_whole_gradients(options.gradient_reduction, Layout(Strategy.ddp, 8, 1, ""), 10**9, 30 * 10**9)

@@ -37,11 +37,13 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(world: World, keep_tokens: int, reshard: bool, whole: bool) -> tuple[dict[str, float], dict[str, float]]:
+def counted(
+    world: World, activation_tokens: int, reshard_after_forward: bool, whole: bool
+) -> tuple[dict[str, float], dict[str, float]]:
     """What a step sends, in elements of the model: planned, and counted."""
     encoder, blocks = built(small_model("xlm-roberta").config)
     found = facts_of(encoder, blocks, precision=Precision.fp32, tokens_per_text=16, gpu=False)
-    layout = Layout(Strategy.fsdp, 1, world.size, "", reshard=reshard)
+    layout = Layout(Strategy.fsdp, 1, world.size, "", reshard_after_forward=reshard_after_forward)
     shard_(encoder, blocks, layout, parallel(), world.device)
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -51,13 +53,13 @@ def counted(world: World, keep_tokens: int, reshard: bool, whole: bool) -> tuple
     backward = Backward(
         encoder, InfoNCE(InfoNCEConfig()), world, seed=0, dummy=tokenizer.dummy(), whole_gradients=whole
     )
-    mine = cut(tokenised(batch(24), tokenizer), world.rank, world.size, tokenizer, Cutting(96, keep_tokens, 1))
+    mine = cut(tokenised(batch(24), tokenizer), world.rank, world.size, tokenizer, Cutting(96, activation_tokens, 1))
     with Counted() as seen:
         backward(mine)
     chunks = len(mine.chunks)
     # As many chunks, each of one text.
     work = Work(
-        rows=chunks * world.size, texts_per_row=1, tokens_per_text=16, chunk_tokens=16, keep_tokens=16 * mine.kept
+        rows=chunks * world.size, texts_per_row=1, tokens_per_text=16, chunk_tokens=16, activation_tokens=16 * mine.kept
     )
     passes = work.passes(world.size)
     assert (passes.chunks, passes.kept) == (chunks, mine.kept)
@@ -73,10 +75,10 @@ def counted(world: World, keep_tokens: int, reshard: bool, whole: bool) -> tuple
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("keep_tokens", [0, 200, 10**6])
-def test_gathers_and_reductions_are_those_of_a_real_step(ranks, keep_tokens, reshard, whole):
-    for planned, seen in ranks(2, counted, keep_tokens, reshard, whole):
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("activation_tokens", [0, 200, 10**6])
+def test_gathers_and_reductions_are_those_of_a_real_step(ranks, activation_tokens, reshard_after_forward, whole):
+    for planned, seen in ranks(2, counted, activation_tokens, reshard_after_forward, whole):
         # The root's weights, a fifth of this small model, are not given back as the blocks' are; the loss gathers some.
         assert planned["gathers"] == pytest.approx(seen["gathers"], rel=0.3), (planned, seen)
         assert planned["reduces"] == pytest.approx(seen["reduces"], rel=0.1)

@@ -29,10 +29,10 @@ class Met(Layout):
         return MESH
 
 
-def compare(name, config, layers, texts, *, reshard=True, recompute=False, precision=Precision.bf16):
+def compare(name, config, layers, texts, *, reshard_after_forward=True, recompute=False, precision=Precision.bf16):
     encoder, blocks = built(config, num_hidden_layers=layers)
     found = facts_of(encoder, blocks, precision=precision, tokens_per_text=LENGTH, gpu=False)
-    layout = Met(Strategy.fsdp, 1, RANKS, "", reshard=reshard, activation_checkpointing=recompute)
+    layout = Met(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=reshard_after_forward, activation_checkpointing=recompute)
     machines = Machines(ranks=RANKS, per_node=RANKS, memory=10**12, gpu=False)
     work = Work(rows=texts * RANKS // 2, tokens_per_text=LENGTH, chunk_tokens=texts * LENGTH)
     planned = memory_of(found, layout, machines, work, whole=True)
@@ -64,7 +64,7 @@ MESH = Layout(Strategy.fsdp, 1, RANKS, "").mesh(CPU)
 compare("XLM-R, 2 blocks", XLMR, 2, 8)
 compare("XLM-R, 4 blocks", XLMR, 4, 8)
 compare("XLM-R, 4 blocks, many tokens", XLMR, 4, 128)
-compare("XLM-R, 4 blocks, many tokens, gathered once", XLMR, 4, 128, reshard=False)
+compare("XLM-R, 4 blocks, many tokens, gathered once", XLMR, 4, 128, reshard_after_forward=False)
 compare("XLM-R, 4 blocks, recomputed", XLMR, 4, 256, recompute=True)
 compare("XLM-R, 4 blocks, many tokens, fp32", XLMR, 4, 128, precision=Precision.fp32)
 compare("Llama, 2 blocks", LLAMA_3_8B, 2, 8)

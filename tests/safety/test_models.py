@@ -205,8 +205,8 @@ ROLES: dict[str, tuple[str, list[str]]] = {
     "teacher of a loss": ("train", [*TRAIN, "model.path=guide", "loss=distill_embeddings", "loss.teacher=model"]),
     "tokenizer": ("train", [*TRAIN, "model.path=guide", "model.tokenizer=model"]),
     "evaluated": ("evaluate", ["model=model", "sets=[pairs.tsv]", "output_dir=figures"]),
-    "miner": ("mine", ["model=model", "data=[train.jsonl]", "to=mined"]),
-    "teacher": ("mine", ["model=guide", "data=[train.jsonl]", "to=mined", "teacher=model"]),
+    "miner": ("mine", ["model=model", "data=[train.jsonl]", "output_dir=mined"]),
+    "teacher": ("mine", ["model=guide", "data=[train.jsonl]", "output_dir=mined", "teacher=model"]),
     "inspected": ("inspect", ["data=train.jsonl", "model=model"]),
 }
 
@@ -257,6 +257,8 @@ CROSS_ENCODERS: dict[str, tuple[Attack, str]] = {
 def test_a_cross_encoder_as_teacher(tried, workshop, name):
     attack, words = CROSS_ENCODERS[name]
     made(workshop, attack, "cross")
-    sentence, kind = tried("mine", "model=guide", "data=[train.jsonl]", "to=mined", "teacher=model", "precision=fp32")
+    sentence, kind = tried(
+        "mine", "model=guide", "data=[train.jsonl]", "output_dir=mined", "teacher=model", "precision=fp32"
+    )
     assert words in sentence
     assert kind in (("ModelError", "ConfigError") if sentence else ("",))

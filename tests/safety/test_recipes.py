@@ -167,16 +167,16 @@ def copied(run, tmp_path) -> Path:
 def test_a_run_cannot_allow_its_own_code(ranks, copied):
     with_code(copied)
     rewritten(copied, trust_remote_code=True)
-    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out"])
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert not outcome.ran
     assert outcome.kind == "ConfigError"
     assert "recipe.yaml says model.trust_remote_code: true, and a file does not decide that here" in outcome.sentence
     rewritten(copied, trust_remote_code=False)
-    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out"])
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert not outcome.ran
     assert outcome.kind == "ModelError"
     assert "auto_map" in outcome.sentence
-    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out", "trust_remote_code=true"])
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out", "trust_remote_code=true"])
     assert outcome.ran  # on the user's own word
 
 
@@ -184,7 +184,7 @@ def test_a_run_with_unpickling_settings(ranks, copied):
     architecture = copied / "run" / "architecture"
     edit(architecture / "sentence_bert_config.json", model_args={"weights_only": False, "use_safetensors": False})
     plant_pickle(architecture / "pytorch_model.bin", copied / MARKER, {"a": torch.ones(2)})
-    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out"])
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert not outcome.ran
     assert outcome.kind == "ModelError"
     assert "asks sentence-transformers to hand use_safetensors on" in outcome.sentence
@@ -193,7 +193,7 @@ def test_a_run_with_unpickling_settings(ranks, copied):
 def test_a_run_with_a_link_to_what_is_not_its_own(ranks, copied):
     (copied / "secret").write_text(SECRET)
     (copied / "run" / "architecture" / "1_Pooling" / "notes.txt").symlink_to(copied / "secret")
-    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "to=out"])
+    (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert outcome.kind == "ModelError"
     assert "notes.txt is a link to" in outcome.sentence
     assert not (copied / "out").exists()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 from embedtrain.config.losses import InfoNCEConfig
-from embedtrain.config.recipe import FrozenDtype, LoraConfig, ModelConfig, ParallelConfig, Precision, Strategy
+from embedtrain.config.recipe import BaseDtype, LoraConfig, ModelConfig, ParallelConfig, Precision, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
 from embedtrain.loading.load import load_model
@@ -126,7 +126,7 @@ def test_gradient_equals_one_process(ranks, made, name, meshes):
     assert {key.rsplit(".", 3)[-3] for key in expected} >= {"lora_A", "lora_B"}
     assert any("norm" in key.lower() for key in expected)
     for size, strategy, shard_size in meshes:
-        for cutting in (Cutting(10_000, pass_tokens=10_000), Cutting(40, pass_tokens=4)):
+        for cutting in (Cutting(10_000, pass_overhead_tokens=10_000), Cutting(40, pass_overhead_tokens=4)):
             options = parallel(Strategy(strategy), shard_size=shard_size)
             answers = ranks(size, sharded_gradient, model, options, cutting, 8)
             told = f"{name} {strategy} on {size} ranks, {cutting}"
@@ -184,7 +184,7 @@ def test_first_weights_are_equal_on_any_ranks_and_change_nothing(ranks, made):
     in_bf16 = ranks(2, loaded_and_encoded, model, parallel(precision=Precision.bf16))[0]
     assert "frozen torch.bfloat16" in in_bf16
     assert "frozen torch.float32" not in in_bf16
-    kept = replace(model, lora=replace(model.lora, frozen=FrozenDtype.fp32))
+    kept = replace(model, lora=replace(model.lora, base_dtype=BaseDtype.fp32))
     in_fp32 = ranks(2, loaded_and_encoded, kept, parallel(precision=Precision.bf16))[0]
     assert "frozen torch.float32" in in_fp32
     assert in_fp32["with"].equal(in_bf16["with"]), "computed in bf16, what is held in bf16 is the same"
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_one_sentence(ranks, made, tmp_path):
     cases = [
         (LoraConfig(rank=2, targets=["query"]), "LlamaModel has no layer query; its linear layers are q_proj x2"),
         (LoraConfig(rank=2, targets=["q_proj", "quey"]), "has no layer quey"),
-        (LoraConfig(rank=2, targets=["embed_tokens"]), r"model.lora.train=\[embeddings\]"),
+        (LoraConfig(rank=2, targets=["embed_tokens"]), r"model.lora.modules_to_save=\[embeddings\]"),
         (LoraConfig(rank=2, targets=["mlp"]), "it holds down_proj, gate_proj, up_proj"),
         (LoraConfig(rank=2, train=["pooler"]), "LlamaModel has no pooler; allowed are embeddings, norms"),
         (LoraConfig(path=str(xlmr.lora.path)), "xlm-roberta-adapter is an adapter of another model"),

@@ -18,7 +18,7 @@ from tests.small import batch, small_tokenizer, text, tokenised
 TOKENIZER = TextTokenizer(small_tokenizer(), 16)
 
 
-PIECES = Cutting(10_000, pass_tokens=4)
+PIECES = Cutting(10_000, pass_overhead_tokens=4)
 
 
 def parts(rows: GlobalBatch, size: int, cutting: Cutting) -> list[RankBatch]:
@@ -57,7 +57,9 @@ def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("cutting", [Cutting(10_000, pass_tokens=10_000), PIECES, Cutting(40, pass_tokens=4)])
+@pytest.mark.parametrize(
+    "cutting", [Cutting(10_000, pass_overhead_tokens=10_000), PIECES, Cutting(40, pass_overhead_tokens=4)]
+)
 @pytest.mark.parametrize("anywhere", [False, True])
 def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting, anywhere):
     rows = tokenised(batch(10), TOKENIZER) if anywhere else batch(10)
@@ -93,21 +95,24 @@ def test_pieces_save_padding():
     long, short = " ".join(["alpha"] * 14), "beta"
     rows = GlobalBatch(0, tuple(Row(short, (long,)) for _ in range(8)))
     for one_batch in (rows, tokenised(rows, TOKENIZER)):
-        (one,), (several,) = parts(one_batch, 1, Cutting(10_000, pass_tokens=10_000)), parts(one_batch, 1, PIECES)
+        (one,), (several,) = (
+            parts(one_batch, 1, Cutting(10_000, pass_overhead_tokens=10_000)),
+            parts(one_batch, 1, PIECES),
+        )
         assert len(one.chunks) == 1 < len(several.chunks)
         assert several.kept == len(several.chunks)
         assert several.computed_tokens == several.real_tokens == one.real_tokens < one.computed_tokens
 
 
 def test_what_does_not_fit_is_cut_by_the_budget():
-    (tight,) = parts(batch(12), 1, Cutting(64, pass_tokens=8))
+    (tight,) = parts(batch(12), 1, Cutting(64, pass_overhead_tokens=8))
     assert max(chunk.ids.numel() for chunk in tight.chunks) <= 64
     assert tight.kept == 1  # the longest texts, as many as fit beside each other
-    (more,) = parts(batch(12), 1, Cutting(64, 190, pass_tokens=8))
+    (more,) = parts(batch(12), 1, Cutting(64, 190, pass_overhead_tokens=8))
     sizes = [chunk.ids.numel() for chunk in more.chunks]
     assert sizes == [chunk.ids.numel() for chunk in tight.chunks]
     assert sum(sizes[: more.kept]) <= 190 < sum(sizes[: more.kept + 1])
-    assert parts(batch(12), 1, Cutting(64, 0, pass_tokens=8))[0].kept == 0
+    assert parts(batch(12), 1, Cutting(64, 0, pass_overhead_tokens=8))[0].kept == 0
 
 
 def test_a_rank_without_rows():

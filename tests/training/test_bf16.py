@@ -67,7 +67,9 @@ def of_rounded_vectors(world: World) -> dict[str, list[float]]:
     for name, config in LOSSES.items():
         if name in ("softmax", "cached"):
             continue  # classes of sentence-transformers, which compute as they do
-        mine = cut_for(rows_for(config, 8), world, tokenizer=_tokenizer(), chunk_tokens=10_000, keep_tokens=10_000)
+        mine = cut_for(
+            rows_for(config, 8), world, tokenizer=_tokenizer(), chunk_tokens=10_000, activation_tokens=10_000
+        )
         count = mine.num_queries + len(mine.known.owners)
         vectors = torch.nn.functional.normalize(torch.randn(count, 32, generator=random), dim=1).bfloat16()
         loss, values = loss_of(config), []

@@ -65,16 +65,21 @@ def test_every_option_has_its_class():
         f"loss.{name}" for kind in LOSSES.values() for name in leaves(to_plain(kind()))
     ]
     found = {option: effect_of(option, recipe) for option in options}
-    assert {"seed", "model.path", "data.train", "loss.temperature", "loss.losses", "train.accumulation"} <= {
-        option for option, effect in found.items() if effect is Effect.fixed
-    }
+    assert {
+        "seed",
+        "model.path",
+        "data.train",
+        "loss.temperature",
+        "loss.losses",
+        "train.gradient_accumulation_steps",
+    } <= {option for option, effect in found.items() if effect is Effect.fixed}
     assert {option for option, effect in found.items() if effect is Effect.steers} == {
         *(f"optim.{name}" for name in to_plain(recipe.optim)),
-        "train.steps", "train.epochs", "parallel.precision", "evaluation.patience", "checkpoint.best",
+        "train.steps", "train.epochs", "parallel.precision", "evaluation.patience", "checkpoint.best_metric",
     }  # fmt: skip
     for name in EFFECTS:
         assert any(option == name or option.startswith(f"{name}.") for option in options), name
-    recipe.checkpoint.best = "dev/ndcg@10"
+    recipe.checkpoint.best_metric = "dev/ndcg@10"
     assert effect_of("evaluation.sets[0].subset", recipe) is Effect.steers
     assert effect_of("evaluation.chunk_tokens", recipe) is Effect.nothing
 
@@ -82,7 +87,7 @@ def test_every_option_has_its_class():
 REFUSED = [
     ("seed=7", r"written with seed=42, this run has seed=7: set it back, or choose another output_dir"),
     ("train.global_batch_size=5", "train.global_batch_size=4, this run has train.global_batch_size=5"),
-    ("train.accumulation=2", "train.accumulation=1, this run has train.accumulation=2"),
+    ("train.gradient_accumulation_steps=2", "train.gradient_accumulation_steps=1, this run has train.gradient_accumulation_steps=2"),
     ("loss.temperature=0.5", "loss.temperature=0.02, this run has loss.temperature=0.5"),
     ("loss=siglip", "written with loss.name=infonce, this run has loss.name=siglip"),
     ("model.path=elsewhere", "model.path=somewhere, this run has model.path=elsewhere"),
@@ -92,7 +97,7 @@ REFUSED = [
     ("data.train[0].query_prompt=find", "data.train.plain.query_prompt='ask: ', this run has .*=find"),
     ("data.train[0].temperature=0.5", "data.train.plain.loss=None, this run has data.train.plain.loss={"),
     ("data.train[0].weight=2", r"written with \[12, 8\] rows of the sources in an epoch, this run has \[24, 8\]: set"),
-    ("data.weights=shares", r"written with \[12, 8\] rows of the sources in an epoch, this run has \[10, 10\]"),
+    ("data.weight_mode=proportions", r"written with \[12, 8\] rows of the sources in an epoch, this run has \[10, 10\]"),
     ("data.mixing_temperature=9", "rows of the sources in an epoch.*data.mixing_temperature back"),
     ("data.train[0].name=other", r"data.train=\['plain', 'told'\], this run has data.train=\['other', 'told'\]"),
     ("data.instruction_format='{instruction}: {text}'", r"data.train.told.instruction_format='Instruct: .*='\{instr"),
@@ -164,10 +169,12 @@ def test_an_option_without_effect_on_these_rows_is_none(rows):
     """Nobody's row carries an instruction, and one source alone is mixed with nothing."""
     alone = f"data.train=[{rows / 'plain.jsonl'}]"
     folder = saved(*begun(rows, alone))
-    recipe, identity = begun(rows, alone, "data.instruction_format='{instruction}: {text}'", "data.weights=shares")
+    recipe, identity = begun(
+        rows, alone, "data.instruction_format='{instruction}: {text}'", "data.weight_mode=proportions"
+    )
     require_same_course(folder, identity)
     (line,) = changes_since(folder, recipe).values()
-    assert line.startswith("changed since step 4, without effect on what is learnt: data.weights passes -> shares")
+    assert line.startswith("changed since step 4, without effect on what is learnt: data.weight_mode passes -> shares")
 
 
 def without(*options: str) -> Callable[[dict[str, Any]], None]:
@@ -184,10 +191,10 @@ def without(*options: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("option", "change"),
     [
-        ("train.accumulation", None),
+        ("train.gradient_accumulation_steps", None),
         ("model.revision", "model.revision=abc"),
         ("model.vocab_size", "model.vocab_size=99"),
-        ("drop_above", "loss.drop_above=0.1"),
+        ("false_negative_margin", "loss.false_negative_margin=0.1"),
         ("mask_duplicates", "loss.mask_duplicates=false"),
         ("query_max_length", None),
     ],

@@ -120,7 +120,11 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 # One piece, several pieces whose graphs are all kept, chunks encoded twice; texts of the rank's rows, or dealt.
 WAYS = [
     (cutting, anywhere)
-    for cutting in (Cutting(10_000, pass_tokens=10_000), Cutting(40, 10_000, pass_tokens=4), Cutting(40, pass_tokens=4))
+    for cutting in (
+        Cutting(10_000, pass_overhead_tokens=10_000),
+        Cutting(40, 10_000, pass_overhead_tokens=4),
+        Cutting(40, pass_overhead_tokens=4),
+    )
     for anywhere in (False, True)
 ]
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]

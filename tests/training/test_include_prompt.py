@@ -110,7 +110,7 @@ def test_gradient_equals_the_plain_one(ranks, folder, architecture):
     whole = torch.stack([one.norm() for one in expected.values()]).norm()
     for world_size in (1, 2):
         for kept in (False, True):
-            for cutting in (Cutting(10_000, pass_tokens=10_000), Cutting(24, pass_tokens=4)):
+            for cutting in (Cutting(10_000, pass_overhead_tokens=10_000), Cutting(24, pass_overhead_tokens=4)):
                 answers = ranks(world_size, gradient, folder, model, kept, cutting)
                 assert sum(share for share, _ in answers) == pytest.approx(loss, rel=1e-6)
                 found = answers[0][1]

@@ -36,7 +36,7 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
-from embedtrain.config.recipe import Accumulate, ModelConfig, OptimConfig, Strategy
+from embedtrain.config.recipe import GradientReduction, ModelConfig, OptimConfig, Strategy
 from embedtrain.config.row_requirements import needs_of
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Prompt, Row
@@ -66,11 +66,15 @@ WAYS = Implementation
 LOSSES: dict[str, LossConfig] = {
     "infonce": InfoNCEConfig(temperature=0.2),
     "infonce, tiled": InfoNCEConfig(
-        temperature=0.2, sides=ALL_SIDES, implementation=WAYS.tiled, learn_temperature=True
+        temperature=0.2, directions=ALL_SIDES, implementation=WAYS.tiled, learn_temperature=True
     ),
-    "infonce, ring": InfoNCEConfig(temperature=0.2, sides=ALL_SIDES, implementation=WAYS.ring, learn_temperature=True),
+    "infonce, ring": InfoNCEConfig(
+        temperature=0.2, directions=ALL_SIDES, implementation=WAYS.ring, learn_temperature=True
+    ),
     "infonce, own negatives": InfoNCEConfig(temperature=0.2, in_batch_negatives=False),
-    "infonce, hardness": InfoNCEConfig(temperature=0.2, hardness=Hardness.all, hardness_strength=2.0, drop_above=0.3),
+    "infonce, hardness": InfoNCEConfig(
+        temperature=0.2, hardness=Hardness.all, hardness_strength=2.0, false_negative_margin=0.3
+    ),
     "matryoshka": InfoNCEConfig(
         temperature=0.2, learn_temperature=True, matryoshka_dims=[8, 32, 16], matryoshka_weights=[0.5, 1.0, 0.7]
     ),
@@ -201,13 +205,13 @@ def cut_for(
     world: World,
     tokenizer: TextTokenizer,
     chunk_tokens: int,
-    keep_tokens: int,
+    activation_tokens: int,
     *,
     anywhere: bool = False,
 ) -> RankBatch:
     width = len(rows.rows[0].vectors[0]) if rows.rows[0].vectors else None
     rows = tokenised(rows, tokenizer) if anywhere else rows
-    cutting = Cutting(chunk_tokens, keep_tokens, pass_tokens=8)
+    cutting = Cutting(chunk_tokens, activation_tokens, pass_overhead_tokens=8)
     return cut(rows, world.rank, world.size, tokenizer, cutting, teacher_dimension=width)
 
 
@@ -219,35 +223,35 @@ def on_ranks(
     world: World,
     model: ModelConfig,
     cases: list[tuple[LossConfig, list[GlobalBatch]]],
-    ways: list[tuple[int, int, Accumulate]],
+    ways: list[tuple[int, int, GradientReduction]],
     strategy: Strategy,
 ) -> list[list[Found]]:
     """The same of each case by ranks, in each way: (tokens of a chunk, tokens kept, what is kept of gradients)."""
     loaded = {
         way: load_model(
             model,
-            parallel(strategy, shard_size=2 if strategy is Strategy.hsdp else None, accumulate=way),
+            parallel(strategy, shard_size=2 if strategy is Strategy.hsdp else None, gradient_reduction=way),
             world,
             seed=0,
         )
-        for way in dict.fromkeys(accumulate for _, _, accumulate in ways)
+        for way in dict.fromkeys(gradient_reduction for _, _, gradient_reduction in ways)
     }
     start = {way: [local(p).detach().clone() for p in one.encoder.eval().parameters()] for way, one in loaded.items()}
 
-    def fresh(accumulate: Accumulate) -> LoadedModel:
+    def fresh(gradient_reduction: GradientReduction) -> LoadedModel:
         """The model as it was loaded; loading it anew takes longer than all the rest."""
-        encoder = loaded[accumulate].encoder
+        encoder = loaded[gradient_reduction].encoder
         encoder.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for parameter, value in zip(encoder.parameters(), start[accumulate], strict=True):
+            for parameter, value in zip(encoder.parameters(), start[gradient_reduction], strict=True):
                 local(parameter).copy_(value)
-        return loaded[accumulate]
+        return loaded[gradient_reduction]
 
     answers = []
     for config, batches in cases:
         found = []
-        for chunk_tokens, keep_tokens, accumulate in ways:
-            live = fresh(accumulate)
+        for chunk_tokens, activation_tokens, gradient_reduction in ways:
+            live = fresh(gradient_reduction)
             loss = loss_of(config)
             optimizer = build_optimizer(live.encoder, OPTIM, loss)
             backward = Backward(
@@ -261,7 +265,8 @@ def on_ranks(
             # Half of the ways with texts dealt to ranks, half with each rank's own.
             anywhere = len(found) % 2 == 0
             mine = [
-                cut_for(rows, world, live.tokenizer, chunk_tokens, keep_tokens, anywhere=anywhere) for rows in batches
+                cut_for(rows, world, live.tokenizer, chunk_tokens, activation_tokens, anywhere=anywhere)
+                for rows in batches
             ]
             output, finite = backward(*mine)
             assert finite
@@ -311,10 +316,10 @@ def reference(ranks, model):
     return make
 
 
-KEPT = (10_000, 10_000, Accumulate.whole)
-CACHED = (60, 0, Accumulate.whole)
-PARTLY = (60, 130, Accumulate.whole)
-CACHED_SHARDED = (60, 60, Accumulate.sharded)
+KEPT = (10_000, 10_000, GradientReduction.per_step)
+CACHED = (60, 0, GradientReduction.per_step)
+PARTLY = (60, 130, GradientReduction.per_step)
+CACHED_SHARDED = (60, 60, GradientReduction.per_chunk)
 
 
 SLOW = pytest.mark.slow
@@ -366,7 +371,7 @@ def test_accumulation(ranks, model, reference, world_size):
             agree(one, reference(name, 10, 3), f"{name}, accumulated, {world_size} ranks")
 
 
-def adapters(world: World, model: ModelConfig, chunk_tokens: int, keep_tokens: int) -> dict[str, Tensor]:
+def adapters(world: World, model: ModelConfig, chunk_tokens: int, activation_tokens: int) -> dict[str, Tensor]:
     """Gradient of LoRA adapters on a frozen base, sharded unless there is one rank."""
     source = open_source(model)
     encoder = assemble(source)
@@ -381,7 +386,7 @@ def adapters(world: World, model: ModelConfig, chunk_tokens: int, keep_tokens: i
     config = LOSSES["matryoshka"]
     loss, tokenizer = loss_of(config), load_tokenizer()
     backward = Backward(encoder, loss, world, seed=0, dummy=tokenizer.dummy())
-    backward(cut_for(rows_for(config, 10), world, tokenizer, chunk_tokens, keep_tokens, anywhere=True))
+    backward(cut_for(rows_for(config, 10), world, tokenizer, chunk_tokens, activation_tokens, anywhere=True))
     named = parameters(encoder, loss)
     assert all(p.grad is None for name, p in named if "lora" not in name and "loss." not in name)
     return {name: whole(p.grad) for name, p in named if p.grad is not None}

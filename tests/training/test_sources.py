@@ -53,7 +53,9 @@ def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool, a
         batches = [rows_of(source) for source in sources]
         if anywhere:
             batches = [tokenised(one, loaded.tokenizer) for one in batches]
-        mine = [cut(one, world.rank, world.size, loaded.tokenizer, Cutting(60, pass_tokens=8)) for one in batches]
+        mine = [
+            cut(one, world.rank, world.size, loaded.tokenizer, Cutting(60, pass_overhead_tokens=8)) for one in batches
+        ]
         output, finite = Backward(loaded.encoder, whole, world, seed=0, dummy=dummy, sources=NAMES)(*mine)
         assert finite
         share, scale = output.share.item(), 1.0

@@ -42,7 +42,7 @@ class Sum(Loss):
 
 
 def reads(
-    world: World, keep_tokens: int, loss: Loss, precision: Precision, measured: bool = False
+    world: World, activation_tokens: int, loss: Loss, precision: Precision, measured: bool = False
 ) -> tuple[dict[str, int], int]:
     model = small_model("xlm-roberta", dropout=0.1)
     loaded = load_model(model, parallel(Strategy.fsdp, precision=precision), world, seed=0, tokenizer=small_tokenizer())
@@ -50,7 +50,7 @@ def reads(
         loaded.encoder, loss.to(world.device), world, seed=0, dummy=loaded.tokenizer.dummy(), meanings=[Meaning()]
     )
     rows = tokenised(batch(9), loaded.tokenizer)
-    made = cut(rows, world.rank, world.size, loaded.tokenizer, Cutting(40, keep_tokens))
+    made = cut(rows, world.rank, world.size, loaded.tokenizer, Cutting(40, activation_tokens))
     on_gpu = world.device.type == "cuda"
     made = (made.pinned() if on_gpu else made).to(world.device)
     with Reads() as seen:
@@ -66,9 +66,9 @@ def reads(
     return dict(seen.counts), len(made.chunks)
 
 
-@pytest.mark.parametrize(("keep_tokens", "measured"), [(0, False), (80, True), (10_000, False)])
-def test_nothing_is_read_while_chunks_are_encoded(ranks, keep_tokens, measured):
-    for found, chunks in ranks(2, reads, keep_tokens, Sum(), Precision.fp32, measured):
+@pytest.mark.parametrize(("activation_tokens", "measured"), [(0, False), (80, True), (10_000, False)])
+def test_nothing_is_read_while_chunks_are_encoded(ranks, activation_tokens, measured):
+    for found, chunks in ranks(2, reads, activation_tokens, Sum(), Precision.fp32, measured):
         assert chunks > 2
         assert not found
 

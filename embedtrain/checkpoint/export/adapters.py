@@ -157,14 +157,14 @@ class StoredAdapters:
         seed: of a model without weights, which follow from it.
         files: the settings that the run has left.
         stored: the checkpoint's tensors.
-        four_bit: whether the run held the base's linear layers in 4 bits; then that is what adapters are merged with.
+        load_in_4bit: whether the run held the base's linear layers in 4 bits; then that is what adapters are merged with.
     """
 
     base: ModelSource
     seed: int
     files: AdapterFiles
     stored: StoredTensors
-    four_bit: bool = False
+    load_in_4bit: bool = False
 
     @classmethod
     def open(
@@ -183,7 +183,7 @@ class StoredAdapters:
             ConfigError, ModelError: the base is not there any more, or the settings are damaged.
         """
         base = replace(open_source(model), config=run.config)
-        return cls(base, seed, read_settings(settings), stored, model.lora.four_bit)
+        return cls(base, seed, read_settings(settings), stored, model.lora.load_in_4bit)
 
     def encoder(self) -> Encoder:
         """The encoder in this process's memory, its adapters beside their layers as in training.
@@ -218,9 +218,9 @@ class StoredAdapters:
         every = specs | {name: TensorSpec.of(tensor) for name, tensor in trained.items()}
         return _merged(every, itertools.chain(base, own), adds, _in_adapter(encoder))
 
-    def _attach(self, encoder: Encoder, *, four_bit: bool = False) -> None:
+    def _attach(self, encoder: Encoder, *, load_in_4bit: bool = False) -> None:
         heads = ["dense"] if any(name.startswith(f"{ENCODER}dense.") for name in self.stored.specs) else []
-        add_adapters(encoder, LoraConfig(train=heads, four_bit=four_bit), self.files, torch.float32)
+        add_adapters(encoder, LoraConfig(modules_to_save=heads, load_in_4bit=load_in_4bit), self.files, torch.float32)
 
     def _pieces(self, encoder: Encoder) -> Iterator[Piece]:
         """The checkpoint's rows, when it has been compared with an encoder that adapters were put on."""
@@ -251,8 +251,8 @@ class StoredAdapters:
 
     def _packed(self) -> set[str]:
         """Names of the weights that the run held in 4 bits."""
-        if not self.four_bit:
+        if not self.load_in_4bit:
             return set()
         encoder = build_encoder(self.base)
-        self._attach(encoder, four_bit=True)
+        self._attach(encoder, load_in_4bit=True)
         return {str(base_name(name)) for name, _ in four_bit_layers(encoder)}

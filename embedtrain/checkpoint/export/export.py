@@ -263,11 +263,11 @@ def require_replaceable(to: Path, run_dir: Path) -> Path:
     """
     to = to.expanduser()
     if to.exists() and not to.is_dir():
-        raise ConfigError(f"to={to} is a file: name a folder, which will be made")
+        raise ConfigError(f"output_dir={to} is a file: name a folder, which will be made")
     if run_dir.resolve().is_relative_to(to.resolve()):
-        raise ConfigError(f"to={to} holds the run itself: name a folder of its own")
+        raise ConfigError(f"output_dir={to} holds the run itself: name a folder of its own")
     if to.is_dir() and any(to.iterdir()) and not (to / "modules.json").is_file():
-        raise ConfigError(f"to={to} holds something else than a model: name a new folder, or an earlier export")
+        raise ConfigError(f"output_dir={to} holds something else than a model: name a new folder, or an earlier export")
     return to if to.name else to.resolve()  # "." has no name to put an ending to
 
 

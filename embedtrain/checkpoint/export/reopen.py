@@ -109,13 +109,13 @@ class Base:
         source: its configuration as it was trained, and where its weights are.
         seed: of a model without weights.
         rounded: whether the run held its weights in a coarser type than its files have.
-        four_bit: whether it held most of them in 4 bits.
+        load_in_4bit: whether it held most of them in 4 bits.
     """
 
     source: ModelSource
     seed: int
     rounded: bool = False
-    four_bit: bool = False
+    load_in_4bit: bool = False
 
 
 def check_adapter(directory: Path, base: Base, source: ModelSource, expected: Expected) -> float:
@@ -143,7 +143,7 @@ def check_adapter(directory: Path, base: Base, source: ModelSource, expected: Ex
     assert source.directory is not None
     tokenizer = open_tokenizer(source.directory, source)
     found = torch.cat([vectors_of(encoder.eval(), tokenised(tokenizer, [text])) for text in PROBES])
-    if base.four_bit:
+    if base.load_in_4bit:
         return 0.0  # beside it the base is not what it was trained beside: nothing to compare but that it can be opened
     if base.rounded:
         rounding = tolerance_of(torch.bfloat16, exact_encoder=True)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from embedtrain.config.recipe import Weights
+from embedtrain.config.recipe import WeightMode
 from embedtrain.errors import ConfigError
 
 # What powers are rounded to: far finer than a row, and coarser than what two machines' `pow` differ by.
@@ -20,7 +20,7 @@ def rows_of_an_epoch(
     weights: Sequence[float],
     *,
     most: Sequence[int | None],
-    kind: Weights,
+    kind: WeightMode,
     temperature: float,
 ) -> list[int]:
     """Rows of each source in an epoch; at least one of every source that has any.
@@ -51,7 +51,7 @@ def rows_of_an_epoch(
         raise ConfigError(f"data.mixing_temperature={temperature} must be above 0: 1 keeps the shares as they are")
     # As the decimal that was written: 0.1 * 5 is a half only so.
     exact = [Fraction(str(weight)) for weight in weights]
-    if kind == Weights.shares:
+    if kind == WeightMode.proportions:
         counted = [_at_most(size, limit) for size, limit in zip(sizes, most, strict=True)]
         rows = _apportion(sum(counted), [weight if size else 0 for weight, size in zip(exact, sizes, strict=True)])
     else:

@@ -30,7 +30,7 @@ class Measuring:
         index: how documents' vectors are kept.
         stored: where documents' vectors are kept on disk, if they are.
         save_runs: a folder for rankings as TREC files, or None.
-        depth: documents of each query in a run file.
+        run_depth: documents of each query in a run file.
     """
 
     encoder: SentenceEncoder
@@ -40,7 +40,7 @@ class Measuring:
     index: IndexConfig
     stored: StoredVectors | None
     save_runs: Path | None
-    depth: int
+    run_depth: int
 
     def queries(self, texts: Sequence[str]) -> Tensor:
         """Unit vectors of queries: float32 [n, D], on every rank. A collective."""

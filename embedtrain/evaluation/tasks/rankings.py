@@ -39,6 +39,6 @@ def ranking_figures(
             each.append(each_query({query: data.judgements[query] for query in run}, run, metrics, known))
         if world.is_main and measuring.save_runs is not None:
             rankings = ((query, found(number)) for number, query in enumerate(judged))
-            write_run(run_path(measuring.save_runs, data.name), rankings, measuring.depth)
+            write_run(run_path(measuring.save_runs, data.name), rankings, measuring.run_depth)
             write_qrels(qrels_path(measuring.save_runs, data.name), data.judgements)
     return mean_figures(np.concatenate(world.gather(np.concatenate(each))), metrics)

@@ -14,7 +14,7 @@ def measure(data: RetrievalSet, measuring: Measuring) -> dict[str, float]:
     vectors = measuring.queries([data.queries[query] for query in judged])
     index = measuring.indexed(data.documents.texts, ids)
     depth = depth_of(measuring.metrics)
-    most = max(measuring.depth if measuring.save_runs else 0, depth)
+    most = max(measuring.run_depth if measuring.save_runs else 0, depth)
     # One more: the query itself may be among them.
     ranking = index.search(vectors, most + data.ignore_identical_ids)
 

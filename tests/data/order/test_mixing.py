@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from embedtrain.config.recipe import Weights
+from embedtrain.config.recipe import WeightMode
 from embedtrain.data.sampling.mixing import rows_of_an_epoch
 from embedtrain.errors import ConfigError
 
-PASSES, SHARES = Weights.passes, Weights.shares
+PASSES, SHARES = WeightMode.epochs, WeightMode.proportions
 
 
 def rows(
     sizes: list[int],
     weights: list[float] | None = None,
     most: list[int | None] | None = None,
-    kind: Weights = PASSES,
+    kind: WeightMode = PASSES,
     temperature: float = 1.0,
 ) -> list[int]:
     weights, most = weights or [1.0] * len(sizes), most or [None] * len(sizes)
@@ -39,7 +39,7 @@ def test_shares() -> None:
 def test_every_source_is_seen_and_the_total_is_exact() -> None:
     assert rows([10, 10, 980], [0.0001, 0.0001, 5.0], kind=SHARES) == [1, 1, 998]
     random = np.random.default_rng(1)
-    for kind in Weights:
+    for kind in WeightMode:
         for _ in range(30):
             sizes = random.integers(0, 200, 12).tolist()
             weights = np.exp(random.normal(0, 4, 12)).tolist()

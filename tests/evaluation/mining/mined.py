@@ -75,4 +75,9 @@ def arguments(model: Path, data: Sequence[object], to: Path, **options: object) 
     """A command line in fp32 without margins, where `options` say nothing else."""
     chosen = {"relative_margin": "null", "precision": "fp32", **options}
     listed = ",".join(one if isinstance(one, str) else f"'{one}'" for one in data)
-    return [f"model={model}", f"data=[{listed}]", f"to={to}", *(f"{name}={value}" for name, value in chosen.items())]
+    return [
+        f"model={model}",
+        f"data=[{listed}]",
+        f"output_dir={to}",
+        *(f"{name}={value}" for name, value in chosen.items()),
+    ]

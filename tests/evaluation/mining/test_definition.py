@@ -74,19 +74,19 @@ def mined(ranks, folder, to, size, **options):
 
 
 @pytest.mark.parametrize(
-    ("to", "options", "same"),
+    ("output_dir", "options", "same"),
     [
         ("plain", {"negatives": 6, "rank_max": 9}, {}),
         ("margins", {"rank_min": 2, "relative_margin": 0.005, "absolute_margin": 0.003, "negatives": 6,
-                     "against": "lowest"},
+                     "margin_reference": "lowest"},
          {"rank_min": 2, "relative": 0.005, "absolute": 0.003}),
         ("highest", {"relative_margin": 0.002, "negatives": 4},
          {"relative": 0.002, "highest": True}),
-        ("own", {"keep_own_negatives": "true", "negatives": 3, "rank_max": 20}, {"keep_own": True}),
+        ("own", {"keep_existing_negatives": "true", "negatives": 3, "rank_max": 20}, {"keep_own": True}),
         ("bi", {"teacher": "other/guide", "relative_margin": 0.01, "negatives": 5, "rank_max": 30},
          {"relative": 0.01, "highest": True, "judge": cosines_of}),
         ("cross", {"teacher": "cross", "relative_margin": 0.0005, "negatives": 5, "rank_max": 30,
-                   "keep_own_negatives": "true"},
+                   "keep_existing_negatives": "true"},
          {"relative": 0.0005, "highest": True, "judge": pairs_of, "keep_own": True}),
     ],
 )  # fmt: skip
@@ -98,7 +98,7 @@ def test_rows_are_those_of_the_definition(ranks, folder, to, options, same):
     if judge is not None:
         options["teacher"] = folder / options["teacher"]
         judged_by = judge(options["teacher"])
-    results = mined(ranks, folder, to, 2, **options, queries_at_a_time=11)
+    results = mined(ranks, folder, to, 2, **options, query_batch_size=11)
     found_by = cosines_of(folder / "model" / "guide")
     expected = plainly(
         [FIRST, SECOND], CORPUS, found_by, negatives=options["negatives"], rank_max=options["rank_max"],
@@ -132,7 +132,7 @@ def test_the_same_bytes_on_any_number_of_ranks(ranks, folder):
             "negatives": 4,
             "rank_max": 25,
             "relative_margin": 0.001,
-            "queries_at_a_time": 7,
+            "query_batch_size": 7,
             "index.dtype": "bf16",
         }
         mined(ranks, folder, f"on-{size}", size, teacher=folder / "other" / "guide", sampling="random", **options)
@@ -149,7 +149,7 @@ def test_what_is_drawn_is_a_function_of_the_seed(ranks, folder):
         return [[row["neg"] for row in rows] for rows in drawn]
 
     once, other = drawn("seed-1", seed=1), drawn("seed-2", seed=2)
-    again = drawn("seed-1b", seed=1, queries_at_a_time=5)
+    again = drawn("seed-1b", seed=1, query_batch_size=5)
     assert texts(once) == texts(again) != texts(other)
     best = mined(ranks, folder, "best", 1, negatives=30, rank_max=30)
     for rows, candidates in zip(once, best, strict=True):

@@ -19,7 +19,7 @@ NUM_ROWS = 300
 
 
 def questions_of(world: World, folder: Path) -> dict[str, object]:
-    options = compose_mine(["model=m", f"data=[{folder / 'rows.jsonl'}]", f"to={folder / 'to'}"])
+    options = compose_mine(["model=m", f"data=[{folder / 'rows.jsonl'}]", f"output_dir={folder / 'to'}"])
     (source,) = read_mined(options, {"query": "q: "}, Cache(directory=folder / f"cache-{world.size}"))
     prepared = prepare(folder / f"prepared-{world.size}", [source], [], world, lambda *_: None)
     rows = list(source.store)

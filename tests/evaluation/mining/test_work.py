@@ -24,7 +24,7 @@ def test_a_folder_of_one_machine_alone_is_refused(ranks, tmp_path):
     assert ranks(2, begin, tmp_path, True)[0] == "left: True, []"
     told = ranks(2, begin, tmp_path, False)
     for rank in range(2):
-        where = f"to={tmp_path / f'rank-{rank}'}: rank 1 does not see what rank 0 wrote there"
+        where = f"output_dir={tmp_path / f'rank-{rank}'}: rank 1 does not see what rank 0 wrote there"
         assert told[rank] == f"{where}; it must be on a file system that all ranks share"
 
 
@@ -33,7 +33,7 @@ def test_a_summary_of_something_else_is_left_alone(ranks, tmp_path, text):
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "summary.json").write_text(text)
     (told,) = ranks(1, begin, tmp_path, True)
-    assert "summary.json is there already, and is not that of mined rows: write another folder as to=" in told
+    assert "summary.json is there already, and is not that of mined rows: write another folder as output_dir=" in told
     assert (tmp_path / "to" / "summary.json").read_text() == text
 
 

@@ -10,7 +10,7 @@ from benchmarks.training import ours
 from benchmarks.workloads import Workload, question_passage
 from embedtrain.config.recipe import Precision
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.training.rank_batch import Cutting
+from embedtrain.training.rank_batch import ChunkOptions
 
 MINI_BATCH = 32  # its default
 CHUNK_TOKENS = 2048  # about what 32 such texts hold, so both hold as much at a time
@@ -32,7 +32,7 @@ def measure(workload: Workload | None = None) -> str:
 def _rows(world: World, workload: Workload) -> list[list[str]]:
     batches = Batches(workload.data(ROUNDS * workload.steps, minilm(world, Precision.fp32).tokenizer), workload.steps)
     sides: dict[tuple[Precision, str], OurSteps] = {
-        (precision, kept): ours(world, precision, batches, keep, Cutting(CHUNK_TOKENS))
+        (precision, kept): ours(world, precision, batches, keep, ChunkOptions(CHUNK_TOKENS))
         for precision in precisions()
         for kept, keep in KEEP.items()
     }

@@ -32,14 +32,14 @@ from benchmarks.inputs import MINILM, train_data
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from benchmarks.sides import OPTIM, trainable
-from embedtrain.checkpoint.export.export import live_pieces, plan_export
+from embedtrain.checkpoint.export.export import live_weights, plan_export
 from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.manager import Checkpoints
+from embedtrain.checkpoint.manager import Checkpointer
 from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.recipe import (
     CheckpointConfig,
+    CheckpointLayout,
     ExportConfig,
-    Layout,
     ModelConfig,
     ParallelConfig,
     Pooling,
@@ -48,8 +48,8 @@ from embedtrain.config.recipe import (
 )
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model
-from embedtrain.training.rank_batch import Cutting, cut
-from embedtrain.training.step import Trainable, train_step
+from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.step import StepContext, train_step
 
 RANKS, PAIRS, STEPS, MB = 2, 4, 6, 10**6
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048}
@@ -87,18 +87,18 @@ def _run(rank: int, folder: Path) -> tuple[str, str]:
 
         def step(number: int) -> None:
             batch = data.batch(number)
-            train_step(run, cut(batch, world.rank, world.size, model.tokenizer, Cutting(16384)))
+            train_step(run, cut(batch, world.rank, world.size, model.tokenizer, ChunkOptions(16384)))
 
         step(0)
         return _cost_of_a_save(world, run, folder, step), _everything(world, model, run, folder)
 
 
-def _checkpoints(world: World, root: Path, layout: Layout, *, asynchronous: bool) -> Checkpoints:
+def _checkpoints(world: World, root: Path, layout: CheckpointLayout, *, asynchronous: bool) -> Checkpointer:
     config = CheckpointConfig(layout=layout, asynchronous=asynchronous, keep=1)
-    return Checkpoints(root, config, world, about={}, say=print)
+    return Checkpointer(root, config, world, metadata={}, say=print)
 
 
-def _cost_of_a_save(world: World, run: Trainable, folder: Path, step: Callable[[int], None]) -> str:
+def _cost_of_a_save(world: World, run: StepContext, folder: Path, step: Callable[[int], None]) -> str:
     """STEPS steps without a save and with one before the first, until it is whole: what a checkpoint costs."""
     ways = {"none": None, "false": False, "true": True}
     waits: dict[str, list[float]] = {name: [] for name in ways}
@@ -110,7 +110,9 @@ def _cost_of_a_save(world: World, run: Trainable, folder: Path, step: Callable[[
             asynchronous = ways[name]
             world.barrier()
             cpu = time.process_time()
-            with _checkpoints(world, folder / "beside", Layout.sharded, asynchronous=bool(asynchronous)) as checkpoints:
+            with _checkpoints(
+                world, folder / "beside", CheckpointLayout.sharded, asynchronous=bool(asynchronous)
+            ) as checkpoints:
                 began = time.perf_counter()
                 if asynchronous is not None:
                     checkpoints.save(run.trained, run.optimizer, {"step": 1})
@@ -132,7 +134,7 @@ def _cost_of_a_save(world: World, run: Trainable, folder: Path, step: Callable[[
     return markdown([*header, "CPU time of all ranks, in that of a step"], rows)
 
 
-def _everything(world: World, model: LoadedModel, run: Trainable, folder: Path) -> str:
+def _everything(world: World, model: LoadedModel, run: StepContext, folder: Path) -> str:
     """Every way of saving, reading and exporting, in turns; speed is that of the bytes of a checkpoint."""
     ways = _Ways(world, model, run, folder)
     costs: dict[str, list[Cost]] = {name: [] for name in ways.all}
@@ -213,30 +215,30 @@ def _anonymous() -> float:
 class _Ways:
     """What is measured: for each way what comes before it, unmeasured, and itself."""
 
-    def __init__(self, world: World, model: LoadedModel, run: Trainable, folder: Path) -> None:
+    def __init__(self, world: World, model: LoadedModel, run: StepContext, folder: Path) -> None:
         self.world, self.run, self.encoder, self.folder = world, run, model.encoder, folder
         self.architecture = folder / "architecture"
         if world.is_main:
             write_architecture(self.architecture, model.source, model.tokenizer)
-        for layout in Layout:
+        for layout in CheckpointLayout:
             self._save(layout)
         self._dcp_save()
         self._whole_save()
         self.expected = [_local(tensor).clone() for tensor in self._state().values()]
-        self.bytes = sum(path.stat().st_size for path in self._step(Layout.sharded).iterdir())
+        self.bytes = sum(path.stat().st_size for path in self._step(CheckpointLayout.sharded).iterdir())
         self.model_bytes = sum(p.numel() * p.element_size() for p in model.encoder.parameters())
         self.saves: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
             "a plain copy": (partial(self._gone, "copy"), self._copy),
-            "sharded": (partial(self._gone, "sharded"), partial(self._save, Layout.sharded)),
-            "full": (partial(self._gone, "full"), partial(self._save, Layout.full)),
+            "sharded": (partial(self._gone, "sharded"), partial(self._save, CheckpointLayout.sharded)),
+            "full": (partial(self._gone, "full"), partial(self._save, CheckpointLayout.full)),
             "sharded, beside training": (partial(self._gone, "beside"), self._save_beside),
             "DCP": (partial(self._gone, "dcp"), self._dcp_save),
             "whole on rank 0, save_file, fsync": (partial(self._gone, "whole"), self._whole_save),
         }
         self.reads: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
             "a plain copy of it": (partial(self._gone, "copy"), self._copy),
-            "sharded, checksums compared": (self._spoil, partial(self._resume, Layout.sharded)),
-            "full, checksums compared": (self._spoil, partial(self._resume, Layout.full)),
+            "sharded, checksums compared": (self._spoil, partial(self._resume, CheckpointLayout.sharded)),
+            "full, checksums compared": (self._spoil, partial(self._resume, CheckpointLayout.full)),
             "DCP, no checksums": (self._spoil, self._dcp_load),
             "load_file on every rank": (self._spoil, self._whole_load),
         }
@@ -272,25 +274,27 @@ class _Ways:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         self.world.barrier()
 
-    def _step(self, layout: Layout) -> Path:
+    def _step(self, layout: CheckpointLayout) -> Path:
         return step_path(self.folder / layout.value, 1)
 
     def _copy(self) -> None:
         if self.world.is_main:
             (self.folder / "copy").mkdir(exist_ok=True)
-            for path in self._step(Layout.sharded).iterdir():
+            for path in self._step(CheckpointLayout.sharded).iterdir():
                 shutil.copyfile(path, self.folder / "copy" / path.name)
                 _flush(self.folder / "copy" / path.name)
 
-    def _save(self, layout: Layout) -> None:
+    def _save(self, layout: CheckpointLayout) -> None:
         with _checkpoints(self.world, self.folder / layout.value, layout, asynchronous=False) as checkpoints:
             checkpoints.save(self.run.trained, self.run.optimizer, {"step": 1})
 
     def _save_beside(self) -> None:
-        with _checkpoints(self.world, self.folder / "beside", Layout.sharded, asynchronous=True) as checkpoints:
+        with _checkpoints(
+            self.world, self.folder / "beside", CheckpointLayout.sharded, asynchronous=True
+        ) as checkpoints:
             checkpoints.save(self.run.trained, self.run.optimizer, {"step": 1})
 
-    def _resume(self, layout: Layout) -> None:
+    def _resume(self, layout: CheckpointLayout) -> None:
         with _checkpoints(self.world, self.folder / layout.value, layout, asynchronous=False) as checkpoints:
             newest = checkpoints.newest()
             require(newest is not None, "checkpoints: nothing to resume from")
@@ -322,7 +326,7 @@ class _Ways:
         set_optimizer_state_dict(self.run.trained, self.run.optimizer, optimizer, options=options)
 
     def _export(self) -> None:
-        pieces = live_pieces(self.encoder)
+        pieces = live_weights(self.encoder)
         export = plan_export(self.folder / "ours", self.architecture, pieces, torch.float32, ExportConfig())
         if self.world.is_main:
             export.begin()

@@ -22,7 +22,7 @@ from embedtrain.config.recipe import OptimConfig, ScheduleKind, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel
-from embedtrain.training.rank_batch import Cutting, RankBatch, cut
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
 from embedtrain.training.step import train_step
 
 RANKS, PAIRS, CHUNKS = 2, 8, (1, 2, 4, 8)
@@ -108,7 +108,7 @@ def _in_chunks(batch: GlobalBatch, world: World, model: LoadedModel, chunks: int
     ids = model.tokenizer.ids([row.query for row in rows] + [text for row in rows for text in row.documents])
     places = [list(range(len(ids)))[i::chunks] for i in range(chunks)]
     return replace(
-        cut(batch, world.rank, world.size, model.tokenizer, Cutting(16384)),
+        cut(batch, world.rank, world.size, model.tokenizer, ChunkOptions(16384)),
         chunks=tuple(model.tokenizer.chunk(ids, rows) for rows in places),
         order=torch.tensor([row for rows in places for row in rows]).argsort(),
         kept=kept,

@@ -25,8 +25,8 @@ from embedtrain.config.recipe import DataCache, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData, load_train_data
-from embedtrain.inspect.costs import computed_by, cost_of
-from embedtrain.training.rank_batch import Cutting, cost_of_a_pass, cut
+from embedtrain.inspect.costs import batch_cost, count_computed_tokens
+from embedtrain.training.rank_batch import ChunkOptions, cut, pass_overhead
 
 TITLE = "From files to chunks, all-MiniLM-L6-v2's tokenizer, against SentenceTransformerTrainer's data loader"
 SHARED = QUICKSTART.parents[2] / "shared" / "data"
@@ -41,7 +41,7 @@ BATCHES_OF, SMALL_BATCH = (256, 2048), 64  # rows of a global batch; the last fo
 ROWS_A_ROUND = 4096  # about so many; of the cached, which would be over too soon to be timed, eight times as many
 MAX_LENGTH = 256
 CHUNK_TOKENS = 16384
-PASS_TOKENS = {"GPU": cost_of_a_pass(on_gpu=True, sharded=True), "CPU": cost_of_a_pass(on_gpu=False, sharded=False)}
+PASS_TOKENS = {"GPU": pass_overhead(on_gpu=True, sharded=True), "CPU": pass_overhead(on_gpu=False, sharded=False)}
 RANKS = 8
 
 Round = Callable[[int], int]  # makes some batches; how many real tokens they had
@@ -137,7 +137,7 @@ def _speed(one: Case, batch: int) -> list[object]:
                     0,
                     ranks,
                     one.tokenizer,
-                    Cutting(CHUNK_TOKENS, pass_overhead_tokens=PASS_TOKENS["GPU"]),
+                    ChunkOptions(CHUNK_TOKENS, pass_overhead_tokens=PASS_TOKENS["GPU"]),
                 )
                 for k in range(number * count, number * count + count)
             )
@@ -182,7 +182,7 @@ class Theirs:
         """Require that their collator finds as many tokens in a batch as are in ours."""
         rows = data.batch(0).rows
         theirs = _real(self._trainer.data_collator([{"anchor": r.query, "positive": r.documents[0]} for r in rows]))
-        ours = cut(data.batch(0), 0, 1, tokenizer, Cutting(CHUNK_TOKENS)).real_tokens
+        ours = cut(data.batch(0), 0, 1, tokenizer, ChunkOptions(CHUNK_TOKENS)).real_tokens
         require(ours == theirs, f"data: {ours} tokens of ours, {theirs} of theirs")
 
     def _endless(self) -> Iterator[dict[str, Tensor]]:
@@ -198,7 +198,7 @@ def _padding(one: Case, batch: int) -> list[object]:
     data = one.data(batch)
     batches = range(min(8, data.plan.steps_per_epoch))
     costs = [
-        [cost_of(data, batches, ranks, CHUNK_TOKENS, cost) for cost in PASS_TOKENS.values()] for ranks in (1, RANKS)
+        [batch_cost(data, batches, ranks, CHUNK_TOKENS, cost) for cost in PASS_TOKENS.values()] for ranks in (1, RANKS)
     ]
     alone, in_a_row, every = ([_theirs_cost(data, k, split) for k in batches] for split in (_whole, _blocks, _strides))
     return [
@@ -221,7 +221,7 @@ def _theirs_cost(data: TrainData, k: int, split: Split) -> tuple[list[int], int]
     assert tokens is not None
     count = len(tokens.num_documents)
     shares = [[part, part + count] for part in split(np.arange(count))]  # a query's document stands `count` after it
-    return [computed_by(columns, tokens.lengths) for columns in shares], int(tokens.lengths.sum())
+    return [count_computed_tokens(columns, tokens.lengths) for columns in shares], int(tokens.lengths.sum())
 
 
 def _whole(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:

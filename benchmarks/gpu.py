@@ -16,9 +16,9 @@ from embedtrain.config.recipe import Attention
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
 from embedtrain.loading.load import LoadedModel
-from embedtrain.planning.flops import flops_of
-from embedtrain.training.rank_batch import Cutting, RankBatch, cost_of_a_pass, cut
-from embedtrain.training.step import Trainable, train_step
+from embedtrain.planning.flops import model_flops
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut, pass_overhead
+from embedtrain.training.step import StepContext, train_step
 
 LEFT_OUT = "There is no CUDA device here, so this was left out."
 TITLE = "On a GPU: training with random weights in bf16, texts of about 100 tokens (log-normal, at most 512)"
@@ -179,7 +179,7 @@ def _train(model: Model, way: Way, folder: Path, world: World) -> Found:
     seconds = timed(lambda: _steps(run, batches, STEPS), device)
     peak = _peak(device)
     done = [batches[step % BATCHES] for step in range(STEPS)]
-    asked = flops_of(loaded.encoder)
+    asked = model_flops(loaded.encoder)
     flops = sum(asked.of(torch.from_numpy(texts[step % BATCHES].lengths)) for step in range(STEPS))
     real, computed = sum(one.real_tokens for one in done), sum(one.computed_tokens for one in done)
     kept = statistics.mean(_kept(one) / one.computed_tokens for one in batches)
@@ -188,12 +188,12 @@ def _train(model: Model, way: Way, folder: Path, world: World) -> Found:
 
 def _cut(texts: RandomTexts, loaded: LoadedModel, chunk_tokens: int, activation_tokens: int) -> RankBatch:
     on_gpu = torch.cuda.is_available()
-    cost = cost_of_a_pass(on_gpu=on_gpu, sharded=loaded.layout.shard > 1)
-    found = cut(texts.batch(), 0, 1, loaded.tokenizer, Cutting(chunk_tokens, activation_tokens, cost))
+    cost = pass_overhead(on_gpu=on_gpu, sharded=loaded.layout.shard > 1)
+    found = cut(texts.batch(), 0, 1, loaded.tokenizer, ChunkOptions(chunk_tokens, activation_tokens, cost))
     return found.pinned() if on_gpu else found
 
 
-def _steps(run: Trainable, batches: Sequence[RankBatch], count: int) -> None:
+def _steps(run: StepContext, batches: Sequence[RankBatch], count: int) -> None:
     for step in range(count):
         train_step(run, batches[step % len(batches)])
 
@@ -216,7 +216,7 @@ def _keep(model: Model, way: Way, tokens: int, device: torch.device) -> int:
     return max(0, min(most, fit))
 
 
-def _bytes_a_token(run: Trainable, loaded: LoadedModel, way: Way, sized: Sized) -> float:
+def _bytes_a_token(run: StepContext, loaded: LoadedModel, way: Way, sized: Sized) -> float:
     """What a token's graph takes: the peak of a step over that of one on half the texts, all graphs kept."""
     device = run.world.device
     if device.type != "cuda" or way.keep != 1.0:

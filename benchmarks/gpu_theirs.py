@@ -17,7 +17,7 @@ from benchmarks.sides import SCALE, Batches, OurSteps, Side, TheirSteps, compare
 from benchmarks.workloads import Workload, question_passage, web
 from embedtrain.config.recipe import Precision
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.training.rank_batch import Cutting, cost_of_a_pass
+from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
 
 TITLE = f"On a GPU: a training step in bf16, {MODELS[0].name} with random weights, against sentence-transformers"
 WORKLOADS = (question_passage(num_pairs=512, steps=4), web(num_pairs=512, steps=4))
@@ -45,10 +45,10 @@ def table(sized: Sized, workloads: Sequence[Workload]) -> str:
 def _rows(sized: Sized, workload: Workload, folder: Path, world: World) -> list[list[str]]:
     data = workload.data(ROUNDS * workload.steps, load(folder, world).tokenizer)
     batches = Batches(data, workload.steps)
-    cost = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=False)
+    cost = pass_overhead(on_gpu=world.device.type == "cuda", sharded=False)
     mine: dict[float, Side] = {
         keep: OurSteps(
-            load(folder, world), world, batches, Cutting(sized.chunk_tokens, pass_overhead_tokens=cost), keep
+            load(folder, world), world, batches, ChunkOptions(sized.chunk_tokens, pass_overhead_tokens=cost), keep
         )
         for keep in dict.fromkeys(keep for keep, _ in COMPARED)
     }

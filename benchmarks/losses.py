@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from benchmarks.measure import markdown, require, unit
 from benchmarks.ranks import world_of
 from embedtrain.config.losses import Implementation, InfoNCEConfig
-from embedtrain.losses.build import choose_loss
-from embedtrain.losses.types import LossInput
+from embedtrain.losses.build import build_loss
+from embedtrain.losses.types import BatchInfo
 
 TITLE = f"InfoNCE of given vectors, forward and backward: extra MiB / {unit()}"
 DIMS, SHORTER, TEMPERATURE = 384, (384, 256, 128, 64, 32), 0.02
@@ -178,14 +178,14 @@ def _ours(case: Case, side: str) -> Call:
         implementation=Implementation(side),
         matryoshka_dims=list(SHORTER) if case.matryoshka else None,
     )
-    loss = choose_loss(options, dimension=DIMS, seed=0)
+    loss = build_loss(options, dimension=DIMS, seed=0)
 
     def call(vectors: Sequence[Tensor]) -> Tensor:
         queries, documents = (torch.arange(len(one), device=one.device) for one in vectors)
-        known = LossInput(owners=documents // (1 + case.negatives), query_keys=queries, document_keys=documents)
-        share = loss(*vectors, known).share
-        share.backward()
-        return share.detach()
+        batch_info = BatchInfo(owners=documents // (1 + case.negatives), query_keys=queries, document_keys=documents)
+        local_loss = loss(*vectors, batch_info).local_loss
+        local_loss.backward()
+        return local_loss.detach()
 
     return call
 

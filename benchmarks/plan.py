@@ -27,16 +27,16 @@ from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.adapters import add_adapters
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
-from embedtrain.models.packing import pack
-from embedtrain.models.source import open_source
-from embedtrain.planning.model_costs import facts_of
+from embedtrain.models.packing import enable_packing
+from embedtrain.models.source import open_model_source
+from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.strategy import choose
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.rank_batch import Cutting, cut
-from embedtrain.training.state import Trained, TrainState
-from embedtrain.training.step import Trainable, train_step
+from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.state import EncoderWithLoss, TrainState
+from embedtrain.training.step import StepContext, train_step
 
 TITLE = "A plan's memory against what training steps take at most, MB of one rank"
 STEPS = 2  # Adam's moments are there from the second on
@@ -142,15 +142,15 @@ def _on_rank(case: Case, rank: int, folder: Path) -> Compared:
 
 def _trained(case: Case, world: World) -> tuple[float, str, str]:
     """Train; what the plan said before."""
-    encoder = build_encoder(open_source(ModelConfig(config=case.config, pooling=Pooling.mean)))
+    encoder = build_encoder(open_model_source(ModelConfig(config=case.config, pooling=Pooling.mean)))
     if case.lora.on:
         add_adapters(encoder, case.lora, None, torch.bfloat16)
     blocks, gpu, parallel = find_blocks(encoder), world.device.type == "cuda", case.parallel
-    pack(encoder)
-    facts = facts_of(encoder, blocks, precision=parallel.precision, tokens_per_text=case.length, gpu=gpu, packed=True)
-    machines = Machines(ranks=world.size, per_node=world.size, memory=2**40, gpu=gpu)
+    enable_packing(encoder)
+    facts = model_spec(encoder, blocks, precision=parallel.precision, tokens_per_text=case.length, gpu=gpu, packed=True)
+    machines = ClusterSpec(ranks=world.size, per_node=world.size, memory=2**40, gpu=gpu)
     rows = case.rows * world.size
-    work = Work(rows=rows, tokens_per_text=case.length, chunk_tokens=case.chunk_tokens)
+    work = StepWorkload(rows=rows, tokens_per_text=case.length, chunk_tokens=case.chunk_tokens)
     left_open = {"reshard_after_forward": parallel.reshard_after_forward is not False}
     left_open["activation_checkpointing"] = bool(parallel.activation_checkpointing)
     choice = choose(replace(parallel, **left_open), machines, facts, work, measured=True)
@@ -163,20 +163,20 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
     optim, loss = OptimConfig(), InfoNCE(InfoNCEConfig())
     optimizer = build_optimizer(encoder, optim)
     ones = torch.ones((1, 1), dtype=torch.int64)
-    run = Trainable(
+    run = StepContext(
         world=world,
-        trained=Trained(encoder, loss),
+        trained=EncoderWithLoss(encoder, loss),
         optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=STEPS),
-        backward=Backward(encoder, loss, world, seed=0, dummy=Tokens(ones, ones, (-1,)), whole_gradients=choice.whole),
+        backward=Backward(encoder, loss, world, seed=0, dummy=Tokens(ones, ones, (-1,)), reduce_per_step=choice.whole),
         optim=optim,
         state=TrainState(),
     )
     texts = _Texts(rows, case.length)
     batch = GlobalBatch(0, [Row("", ("",))] * rows, tokens=texts, beside=False)
-    tokenizer: Any = SimpleNamespace(packed=True, laid_out=packed)
+    tokenizer: Any = SimpleNamespace(packed=True, make_chunk=packed)
     for _ in range(STEPS):
-        train_step(run, cut(batch, world.rank, world.size, tokenizer, Cutting(case.chunk_tokens)))
+        train_step(run, cut(batch, world.rank, world.size, tokenizer, ChunkOptions(case.chunk_tokens)))
     return choice.best.memory.total, choice.best.name, choice.best.memory.moment
 
 

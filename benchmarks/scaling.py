@@ -18,7 +18,7 @@ from benchmarks.sides import trainable
 from benchmarks.workloads import Workload, short_pairs
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, Strategy, TrainConfig
 from embedtrain.loading.load import load_model
-from embedtrain.training.rank_batch import Cutting, cost_of_a_pass, cut
+from embedtrain.training.rank_batch import ChunkOptions, cut, pass_overhead
 from embedtrain.training.step import train_step
 
 WORKLOAD = short_pairs()
@@ -88,8 +88,8 @@ def _on_rank(
         parallel = ParallelConfig(strategy=strategy, precision=precision)
         model = load_model(ModelConfig(path=MINILM), parallel, world, seed=0)
         run, data = trainable(model, world), workload.data(workload.steps + 1, model.tokenizer)
-        cost = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
-        cutting = Cutting(TrainConfig().chunk_tokens, pass_overhead_tokens=cost)
+        cost = pass_overhead(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
+        cutting = ChunkOptions(TrainConfig().chunk_tokens, pass_overhead_tokens=cost)
         train_step(run, cut(data.batch(0), rank, size, model.tokenizer, cutting))  # warms up
         world.barrier()
         wall, cpu = time.perf_counter(), time.process_time()

@@ -20,9 +20,9 @@ from embedtrain.loading.load import LoadedModel
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.rank_batch import Cutting, RankBatch, cut
-from embedtrain.training.state import Trained, TrainState
-from embedtrain.training.step import Trainable, train_step
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
+from embedtrain.training.state import EncoderWithLoss, TrainState
+from embedtrain.training.step import StepContext, train_step
 
 T = TypeVar("T")
 
@@ -77,7 +77,9 @@ class OurSteps:
         keep: the share of a batch's tokens whose graphs are kept.
     """
 
-    def __init__(self, model: LoadedModel, world: World, batches: Batches, cutting: Cutting, keep: float = 1.0) -> None:
+    def __init__(
+        self, model: LoadedModel, world: World, batches: Batches, cutting: ChunkOptions, keep: float = 1.0
+    ) -> None:
         self.run = trainable(model, world)
 
         def chunks(batch: GlobalBatch) -> RankBatch:
@@ -136,14 +138,14 @@ def _to(features: Features, device: torch.device) -> Features:
     return {key: value.to(device, non_blocking=True) for key, value in features.items()}
 
 
-def trainable(model: LoadedModel, world: World, optim: OptimConfig = OPTIM) -> Trainable:
+def trainable(model: LoadedModel, world: World, optim: OptimConfig = OPTIM) -> StepContext:
     """What `train_step` needs, dropout off."""
     without_dropout(model.encoder)
     optimizer = build_optimizer(model.encoder, optim)
     loss = InfoNCE(InfoNCEConfig(temperature=1 / SCALE))
-    return Trainable(
+    return StepContext(
         world=world,
-        trained=Trained(model.encoder, loss),
+        trained=EncoderWithLoss(model.encoder, loss),
         optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=1),
         backward=Backward(model.encoder, loss, world, seed=0, dummy=model.tokenizer.dummy()),

@@ -20,10 +20,10 @@ from embedtrain.config.recipe import Precision
 from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.world import World
 from embedtrain.training.optimizer import build_optimizer
-from embedtrain.training.rank_batch import Cutting
+from embedtrain.training.rank_batch import ChunkOptions
 
 
-def their_trainer(world: World, workload: Workload, cutting: Cutting) -> list[str]:
+def their_trainer(world: World, workload: Workload, cutting: ChunkOptions) -> list[str]:
     """A row of the table: `trainer.train()` in fp32, its loader, its callbacks and its bookkeeping included."""
     model = minilm(world, Precision.fp32)
     data = workload.data(ROUNDS + 1, model.tokenizer)

@@ -12,12 +12,12 @@ from benchmarks.trainer import their_trainer
 from benchmarks.workloads import Workload, equal_lengths, question_passage, short_pairs, web
 from embedtrain.config.recipe import Precision, TrainConfig
 from embedtrain.distributed.world import World, joined_world
-from embedtrain.training.rank_batch import Cutting
+from embedtrain.training.rank_batch import ChunkOptions
 
 TITLE = "A training step, all-MiniLM-L6-v2, against sentence-transformers"
 WORKLOADS = (question_passage(), short_pairs(), web(), equal_lengths())
 # The default of train.chunk_tokens: a whole batch of these, but for its shapes.
-CUTTING = Cutting(TrainConfig().chunk_tokens)
+CUTTING = ChunkOptions(TrainConfig().chunk_tokens)
 # Ours, and theirs that it is held against.
 COMPARED = ((Precision.bf16, Precision.fp32), (Precision.bf16, Precision.bf16), (Precision.fp32, Precision.fp32))
 
@@ -58,7 +58,7 @@ def _rows(world: World, workload: Workload) -> list[list[str]]:
 
 
 def ours(
-    world: World, precision: Precision, batches: Batches, keep: float = 1.0, cutting: Cutting = CUTTING
+    world: World, precision: Precision, batches: Batches, keep: float = 1.0, cutting: ChunkOptions = CUTTING
 ) -> OurSteps:
     """Our side."""
     return OurSteps(minilm(world, precision), world, batches, cutting, keep)

@@ -2,13 +2,13 @@
 
 from functools import partial
 
-from embedtrain.cli import enter
+from embedtrain.cli import run_command
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Recipe
-from embedtrain.distributed.signals import Stopping
+from embedtrain.distributed.signals import StopSignals
 
 
-def act(recipes: list[Recipe], stopping: Stopping) -> None:
+def act(recipes: list[Recipe], stopping: StopSignals) -> None:
     """Join the ranks and train; recipe after recipe with Hydra's multirun."""
     from embedtrain.distributed.world import joined_world
     from embedtrain.training.train import train
@@ -22,9 +22,9 @@ def act(recipes: list[Recipe], stopping: Stopping) -> None:
 
 def main() -> None:
     """The console command `embedtrain`."""
-    stopping = Stopping()
+    stopping = StopSignals()
     stopping.listen()
-    enter(compose_recipes, partial(act, stopping=stopping))
+    run_command(compose_recipes, partial(act, stopping=stopping))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ class EmbedtrainError(Exception):
     """Root of the errors a user can cause and mend. The doors print its text alone, without a traceback.
 
     Attributes:
-        told_by: the rank that tells the user, where ranks have agreed on one.
+        reporting_rank: the rank that tells the user, where ranks have agreed on one.
         exit_code: what the process ends with.
     """
 
-    told_by: int | None = None
+    reporting_rank: int | None = None
     exit_code: int = 1
 
 
@@ -59,7 +59,7 @@ class LostContact(TrainingError):
         self.reason, self.what, self.said = reason, what, said
 
 
-class Abandoned(Exception):
+class EvaluationInterrupted(Exception):
     """An evaluation that was left because the run is asked to stop."""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 MB = 10**6
 
 
-def anonymous() -> float:
+def anonymous_mb() -> float:
     """MB of this process that no file stands behind."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
@@ -19,17 +19,17 @@ def anonymous() -> float:
 
 
 @contextmanager
-def growth(found: list[float]) -> Iterator[None]:
+def memory_growth(found: list[float]) -> Iterator[None]:
     """Add the most that memory grew by in the block, looked at every two milliseconds; MB."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
-    before = peak = anonymous()
+    before = peak = anonymous_mb()
     over = threading.Event()
 
     def look() -> None:
         nonlocal peak
         while not over.wait(0.002):
-            peak = max(peak, anonymous())
+            peak = max(peak, anonymous_mb())
 
     watcher = threading.Thread(target=look)
     watcher.start()
@@ -38,4 +38,4 @@ def growth(found: list[float]) -> Iterator[None]:
     finally:
         over.set()
         watcher.join()
-    found.append(max(peak, anonymous()) - before)
+    found.append(max(peak, anonymous_mb()) - before)

@@ -64,7 +64,7 @@ class PairingModel(PreTrainedModel):
 """
 
 
-def forget_code() -> None:
+def unload_remote_code() -> None:
     """Let go of the package of models' code, which other tests of this process may have found in another place."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         del sys.modules[name]
@@ -72,9 +72,9 @@ def forget_code() -> None:
         sys.path.remove(path)
 
 
-def model_with_own_code(directory: Path) -> Path:
+def model_with_remote_code(directory: Path) -> Path:
     """A model of a type that transformers does not know, random weights."""
-    forget_code()
+    unload_remote_code()
     directory.mkdir(parents=True)
     (directory / "configuration_pairing.py").write_text(_CONFIGURATION)
     (directory / "modeling_pairing.py").write_text(_MODELING)

@@ -19,9 +19,9 @@ import embedtrain.training.train
 from embedtrain.checkpoint.export.probes import PROBES
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
-from tests.own_code import forget_code, model_with_own_code
+from tests.own_code import model_with_remote_code, unload_remote_code
 from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, POOLINGS, save_small, small_model, write_beir, write_rows
-from tests.test_run import BASE, figures, losses, taken_back
+from tests.test_run import BASE, figures, losses, rewind_run
 
 # Llama 3's positions, of which those of low frequency are stretched.
 LLAMA_3 = {
@@ -69,7 +69,7 @@ CASES = {name: of(name) for name in ARCHITECTURES | MORE_ARCHITECTURES} | {
     "embedding_gemma": Case(embedding_gemma, ("model.pooling=null",)),
     "own_code": Case(
         # A name of its own: a process keeps what code it has found under a folder's name, and other tests have theirs.
-        lambda folder: model_with_own_code(folder / "pairing"),
+        lambda folder: model_with_remote_code(folder / "pairing"),
         ("model.pooling=mean", "model.trust_remote_code=true", "parallel.activation_checkpointing=true"),
     ),
 }
@@ -77,7 +77,7 @@ CASES = {name: of(name) for name in ARCHITECTURES | MORE_ARCHITECTURES} | {
 
 def run(world: World, arguments: list[str]) -> tuple[str, np.ndarray, np.ndarray]:
     """What was said; and vectors of the probes, by the encoder as it ends training and by sentence-transformers."""
-    forget_code()
+    unload_remote_code()
     (recipe,) = compose_recipes([*BASE, *arguments])
     vectors: list[np.ndarray] = []
     export = embedtrain.train.export_run
@@ -125,7 +125,7 @@ def test_from_a_directory_to_a_directory(ranks, tmp_path, name):
     assert np.abs(live - theirs).max() < 1e-5
     assert np.abs(theirs - theirs[0]).max() > 0.1, "texts have vectors of their own"
 
-    taken_back(whole, again, 2)
+    rewind_run(whole, again, 2)
     (told, live, theirs), _ = ranks(2, run, [*arguments, f"output_dir={again}", "export.check=true"])
     assert "resuming from" in told
     assert losses(again) == losses(whole)

@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import close_session, constants
 from sentence_transformers import SentenceTransformer
 
-from embedtrain.checkpoint.export.hub import push
+from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.export.__main__ import act
 from embedtrain.export.options import compose_export
@@ -156,7 +156,7 @@ def test_the_hub_gets_the_directory_as_one_commit(workshop, tmp_path, hub):
     assert 'SentenceTransformer("me/model")' in card
     # Again, over a repository with an earlier model in more pieces, and something of the owner's.
     repository["files"] |= {"model-00001-of-00002.safetensors": b"old", "notes.txt": b"mine"}
-    push(to, "me/model", private=True, step=6)
+    upload_model(to, "me/model", private=True, step=6)
     assert repository["files"] == here | {"notes.txt": b"mine"}
 
 
@@ -174,10 +174,10 @@ def test_a_hub_that_refuses_or_is_not_there_costs_no_model(workshop, tmp_path, h
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.refuse = 403
     with pytest.raises(CheckpointError, match=r"403.*You don't have the rights to do this"):
-        push(tmp_path / "out", "me/model", private=True, step=6)
+        upload_model(tmp_path / "out", "me/model", private=True, step=6)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(CheckpointError, match=r"push_to_hub=me/model failed .*[Cc]onnect") as failure:
-        push(tmp_path / "out", "me/model", private=True, step=6)
+        upload_model(tmp_path / "out", "me/model", private=True, step=6)
     assert "\n" not in str(failure.value)
     assert hub.repositories == {}
 

@@ -11,17 +11,17 @@ import pytest
 from rich.cells import cell_len
 
 from embedtrain.config.recipe import DataCache, OnError, TrainSource
-from embedtrain.config.row_requirements import Needs, Scores
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
 from embedtrain.inspect.bad_rows import first_bad_rows
-from embedtrain.inspect.beside import beside_of
-from embedtrain.inspect.costs import cost_of
-from embedtrain.inspect.duplicates import Repeated, RowKeys, duplicates_in
+from embedtrain.inspect.beside import summarise_extra_columns
+from embedtrain.inspect.costs import batch_cost
+from embedtrain.inspect.duplicates import Repetition, RowKeys, duplicates_in
 from embedtrain.inspect.measured import ROLES, joined, measure
-from embedtrain.inspect.seen import UncutTokenizer, seen
-from embedtrain.tracking.pages import middle_out, visible
+from embedtrain.inspect.seen import UntruncatedTokenizer, seen
+from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.data.files import write
 from tests.small import save_small, small_model, small_tokenizer, text
 from tests.test_doors import ENVIRONMENT, call
@@ -42,10 +42,12 @@ def rows(count: int) -> list[dict]:
     return made
 
 
-def load(path: Path, folder: Path, *, keep: DataCache = DataCache.tokens, needs: Needs | None = None, **options):
+def load(
+    path: Path, folder: Path, *, keep: DataCache = DataCache.tokens, needs: RowRequirements | None = None, **options
+):
     cache = Cache(directory=folder / "cache", keep=keep)
     source = TrainSource(path=str(path), **options)
-    data = load_train_data([source], seed=0, global_batch_size=8, needs=needs or Needs(), cache=cache)
+    data = load_train_data([source], seed=0, global_batch_size=8, needs=needs or RowRequirements(), cache=cache)
     return data, cache
 
 
@@ -53,7 +55,7 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
     written = rows(60)
     tokenizer = TextTokenizer(small_tokenizer(), 24)
     assert tokenizer.tokenizer.unk_token_id is not None
-    uncut = UncutTokenizer(tokenizer)
+    uncut = UntruncatedTokenizer(tokenizer)
     texts = {
         "queries": [f"alpha {row['query']}" for row in written],
         "positives": [text for row in written for text in row["pos"]],
@@ -69,14 +71,14 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
             whole = sorted(len(uncut.tokenizer(one)["input_ids"]) for one in texts[role])
             lengths = found.lengths[role]
             assert sorted(lengths.values.tolist()) == whole
-            assert (lengths.limit, lengths.num_cut) == (limit, sum(length > limit for length in whole))
+            assert (lengths.limit, lengths.num_truncated) == (limit, sum(length > limit for length in whole))
             assert lengths.is_exact
         kept = [ids for role, most in zip(ROLES, (5, 24, 24), strict=True) for ids in tokenizer.ids(texts[role], most)]
         unknown = sum(ids.count(tokenizer.tokenizer.unk_token_id) for ids in kept)
         told = (0, 0) if keep == DataCache.offsets else (sum(map(len, kept)), unknown)
         assert (found.num_tokens, found.num_unknown) == told
         duplicates = duplicates_in(found.keys)
-        assert duplicates.queries == Repeated(30, 60)
+        assert duplicates.queries == Repetition(30, 60)
         assert duplicates.both == 12
         assert duplicates.contradictions == 6  # of equal queries, next to one another
         characters = measure(data.stores[0], None, data.given[0], None)
@@ -84,21 +86,21 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
         assert (characters.keys.negatives == found.keys.negatives).all()
     together = joined([found, found])
     assert together.lengths["queries"].num_texts == 120
-    assert duplicates_in(together.keys).rows == Repeated(60, 120)
+    assert duplicates_in(together.keys).rows == Repetition(60, 120)
 
 
 def test_of_very_many_texts_a_sample_is_tokenised_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("embedtrain.inspect.measured.MOST_SAMPLED", 80)
+    monkeypatch.setattr("embedtrain.inspect.measured.MAX_SAMPLED_TEXTS", 80)
     tokenizer = TextTokenizer(small_tokenizer(), 12)
     path = write(tmp_path / "rows.jsonl", *rows(100))
     for keep in (DataCache.tokens, DataCache.offsets):
         data, cache = load(path, tmp_path, keep=keep)
         data.prepare(tokenizer, cache)
-        found = measure(data.stores[0], data.tokens and data.tokens[0], data.given[0], UncutTokenizer(tokenizer))
+        found = measure(data.stores[0], data.tokens and data.tokens[0], data.given[0], UntruncatedTokenizer(tokenizer))
         lengths = found.lengths["positives"]
         assert not lengths.is_exact
         assert (lengths.num_texts, len(lengths.values)) == (100, 100 if keep == DataCache.tokens else 8)
-        share = lengths.num_cut / len(lengths.values)
+        share = lengths.num_truncated / len(lengths.values)
         assert share == pytest.approx(0.88, abs=0.15)  # those of more than 9 words, with a number, <s> and </s>
         assert len(found.keys.positives) == 100
 
@@ -113,9 +115,9 @@ def test_rows_are_equal_whatever_the_order_of_their_negatives_and_contradictions
     found = duplicates_in(
         keys((1, [10], [20, 30]), (1, [10], [30, 20]), (2, [20], [10, 30]), (2, [30], [20]), (3, [5], []))
     )
-    assert found.rows == Repeated(1, 2)
-    assert found.queries == Repeated(2, 4)
-    assert found.positives == Repeated(1, 2)
+    assert found.rows == Repetition(1, 2)
+    assert found.queries == Repetition(2, 4)
+    assert found.positives == Repetition(1, 2)
     assert found.both == 3
     assert found.contradictions == 2  # of query 2: text 20, and text 30
     assert duplicates_in(keys((1, [10], []), (2, [20], []))).both == 0
@@ -127,28 +129,28 @@ def test_what_lies_beside_texts_is_counted(tmp_path):
         for i in range(1, 6)
     ]
     path = write(tmp_path / "rows.jsonl", *written)
-    needs = Needs(scores=Scores.teacher)
+    needs = RowRequirements(scores=ScoreRequirement.teacher)
     for keep in (DataCache.tokens, DataCache.offsets):
         data, _ = load(path, tmp_path, keep=keep, needs=needs)
-        found = beside_of(data.stores[0])
+        found = summarise_extra_columns(data.stores[0])
         assert found.scores == (10, -5.0, 5.0, 0.0)
         assert dict(found.instructions) == {"do 1": 3, "do 0": 2}
     (query, positive, negative) = seen(
-        data.stores[0][0], data.given[0], UncutTokenizer(TextTokenizer(small_tokenizer(), 6)), 4
+        data.stores[0][0], data.given[0], UntruncatedTokenizer(TextTokenizer(small_tokenizer(), 6)), 4
     )
     assert (query.num_tokens, positive.score, negative.score) == (6, 1.0, -1.0)
-    assert query.num_uncut > 6
-    assert (positive.text, positive.num_tokens, positive.num_uncut) == ("<s> p </s>", 3, 3)
+    assert query.num_untruncated > 6
+    assert (positive.text, positive.num_tokens, positive.num_untruncated) == ("<s> p </s>", 3, 3)
 
 
 def test_what_batches_cost_is_what_chunks_cost(tmp_path):
     data, cache = load(write(tmp_path / "rows.jsonl", *rows(40)), tmp_path)
     data.prepare(TextTokenizer(small_tokenizer(), 40), cache)
     lengths = data.batch(0).tokens.lengths
-    alone = cost_of(data, [0], 1, 10**6, 10**6)  # passes cost so much that there is one
+    alone = batch_cost(data, [0], 1, 10**6, 10**6)  # passes cost so much that there is one
     assert (alone.tokens, alone.chunks, alone.imbalance) == (lengths.sum(), 1, 1)
     assert alone.padding == pytest.approx(1 - lengths.mean() / lengths.max())
-    several = cost_of(data, range(4), 2, 64, 0)
+    several = batch_cost(data, range(4), 2, 64, 0)
     assert several.padding < 0.2
     assert 1 <= several.imbalance < 1.2
     assert several.tokens == statistics.fmean(int(data.batch(k).tokens.lengths.sum()) for k in range(4))
@@ -160,25 +162,27 @@ def test_bad_rows_are_all_named_in_order(tmp_path, name):
     path = write(tmp_path / name, good, *BAD[:2], b"\n", good, BAD[3], good, BAD[2])
     empty = write(tmp_path / name.replace("rows", "empty"))
     source, cache = TrainSource(path=str(path)), Cache(directory=tmp_path / "cache")
-    found = first_bad_rows(source, "rows", Needs(), 10, cache)
+    found = first_bad_rows(source, "rows", RowRequirements(), 10, cache)
     assert [re.match(rf"{re.escape(str(path))}:(\d+): ", one)[1] for one in found] == ["2", "3", "6", "8"]
-    assert first_bad_rows(source, "rows", Needs(), 2, cache) == found[:2]
-    both = first_bad_rows(TrainSource(path=str(tmp_path / name.replace("rows", "*"))), "rows", Needs(), 10, cache)
+    assert first_bad_rows(source, "rows", RowRequirements(), 2, cache) == found[:2]
+    both = first_bad_rows(
+        TrainSource(path=str(tmp_path / name.replace("rows", "*"))), "rows", RowRequirements(), 10, cache
+    )
     assert both == [f"{empty}: holds no rows", *found]
     data = load_train_data([source], on_error=OnError.skip, seed=0, global_batch_size=2, cache=cache)
     assert data.stores[0].report.problems == found[:3]
 
 
 def test_texts_are_shortened_in_their_middle_and_hold_no_codes():
-    assert middle_out("short", 5) == "short"
+    assert shorten_middle("short", 5) == "short"
     for long in ("abcdefghij" * 20, "如何安装软件包" * 20, "a如" * 99):
         for width in (8, 17, 40):
-            shown = middle_out(long, width)
+            shown = shorten_middle(long, width)
             assert width - 2 <= cell_len(shown) <= width
             begin, end = shown.split(" … ")
             assert long.startswith(begin)
             assert long.endswith(end)
-    assert visible("a\nb\tc\x1b[31m\u202e\r\u3000") == "a↵b⇥c\\x1b[31m\\u202e\u3000"
+    assert escape_control("a\nb\tc\x1b[31m\u202e\r\u3000") == "a↵b⇥c\\x1b[31m\\u202e\u3000"
 
 
 def test_the_door_tells_what_a_file_holds(tmp_path):

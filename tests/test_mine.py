@@ -14,8 +14,8 @@ import pytest
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.mine.work import Work
-from tests.evaluation.mining.mined import attempt, more_documents, read_jsonl, rows_alone, save_model, write_jsonl
+from embedtrain.mine.work import MiningFolder
+from tests.evaluation.mining.mined import more_documents, read_jsonl, rows_alone, save_model, try_mining, write_jsonl
 from tests.evaluation.mining.models import save_cross_encoder
 from tests.small import write_beir
 from tests.test_doors import TORCHRUN, call, start
@@ -48,7 +48,7 @@ def mined(ranks, workshop):
     """Mining on so many ranks, in their processes: what rank 0 printed, and the sentence all ended with."""
 
     def run(*arguments: str, size: int = 1) -> tuple[str, str]:
-        answers = ranks(size, attempt, workshop, arguments)
+        answers = ranks(size, try_mining, workshop, arguments)
         assert len({bool(error) for _, error in answers}) == 1
         return answers[0]
 
@@ -114,12 +114,12 @@ def test_killed_at_any_moment_it_goes_on_on_another_number_of_ranks(workshop, mi
 
 def stopped_at_the_end(world: World, folder: Path, arguments: list[str]) -> tuple[str, str]:
     """All is written but the summary, and the rank's process would end here."""
-    finish = Work.finish
-    Work.finish = _stop  # type: ignore[method-assign]
+    finish = MiningFolder.finish
+    MiningFolder.finish = _stop  # type: ignore[method-assign]
     try:
-        return attempt(world, folder, arguments)
+        return try_mining(world, folder, arguments)
     finally:
-        Work.finish = finish  # type: ignore[method-assign]
+        MiningFolder.finish = finish  # type: ignore[method-assign]
 
 
 def _stop(*_: object) -> None:

@@ -112,7 +112,7 @@ def test_of_a_hub_repository_the_configuration_alone_is_fetched(tmp_path, monkey
         asked.append((path, revision, only))
         return directory
 
-    monkeypatch.setattr(planning_encoder, "local_directory", fetched)
+    monkeypatch.setattr(planning_encoder, "resolve_directory", fetched)
     planned("model.path=someone/model", "model.revision=v1", "model.pooling=mean", "gpus=1")
     ((path, revision, only),) = asked
     assert (path, revision) == ("someone/model", "v1")

@@ -12,7 +12,7 @@ from sentence_transformers import SentenceTransformer
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Pooling, Recipe, Strategy
 from embedtrain.distributed.world import World
-from embedtrain.models.source import open_source
+from embedtrain.models.source import open_model_source
 from embedtrain.plan.compute import plan
 from embedtrain.plan.options import compose_plan
 from embedtrain.training.train import train
@@ -119,7 +119,7 @@ def test_all_minilm_itself_is_an_override(minilm_dir):
     recipe = composed("minilm", "model=minilm", "data.train=[my.jsonl]")
     assert recipe.model.path == "sentence-transformers/all-MiniLM-L6-v2"
     recipe.model.path = str(minilm_dir)
-    assert open_source(recipe.model).pooling is Pooling.mean
+    assert open_model_source(recipe.model).pooling is Pooling.mean
 
 
 def test_instructions_are_as_the_models_cards_have_them():

@@ -83,7 +83,7 @@ def test_evaluating_changes_nothing(ranks, workshop, tmp_path):
     assert list(figures(tmp_path / "always")) == [0, 1, 2, 3, 4]
 
 
-def taken_back(directory: Path, to: Path, step: int) -> Path:
+def rewind_run(directory: Path, to: Path, step: int) -> Path:
     """A copy of a run as it was after `step`: later checkpoints and the export are not there."""
     shutil.copytree(directory, to)
     for path in (to / "checkpoints").iterdir():
@@ -101,7 +101,7 @@ def test_resume_is_exact_and_elastic(ranks, workshop, tmp_path, layout):
         whole = tmp_path / model
         ranks(2, run, *options(workshop, whole, *common, model=model))
         expected = losses(whole)
-        again = taken_back(whole, tmp_path / f"{model}-2", 4)
+        again = rewind_run(whole, tmp_path / f"{model}-2", 4)
         ranks(2, run, *options(workshop, again, *common, model=model))
         assert losses(again) == expected, "rows after step 4 are replaced, not repeated"
         assert figures(again) == figures(whole)
@@ -110,7 +110,7 @@ def test_resume_is_exact_and_elastic(ranks, workshop, tmp_path, layout):
         ).read_bytes()
     expected, measured = losses(tmp_path / "model"), figures(tmp_path / "model")
     for size, step, before in ((3, 4, "model"), (1, 6, "model-3")):
-        again = taken_back(tmp_path / before, tmp_path / f"model-{size}", step)
+        again = rewind_run(tmp_path / before, tmp_path / f"model-{size}", step)
         ranks(size, run, *options(workshop, again, *common))
         assert list(losses(again)) == list(range(1, 9))
         assert losses(again) == pytest.approx(expected, rel=1e-5)

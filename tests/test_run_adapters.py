@@ -18,7 +18,7 @@ from embedtrain.export.options import compose_export
 from embedtrain.models.adapters import Delta
 from tests.small import save_small, small_model, write_beir, write_rows
 from tests.test_doors import call
-from tests.test_run import losses, run, taken_back
+from tests.test_run import losses, rewind_run, run
 
 TEXTS = ["alpha beta gamma", "delta", "epsilon zeta eta theta iota"]
 
@@ -67,13 +67,13 @@ def test_saved_alone_resumed_on_other_ranks_and_exported(ranks, workshop, tmp_pa
     expected = losses(whole)
     assert expected[6] < expected[1]
 
-    again = taken_back(whole, tmp_path / "again", 2)
+    again = rewind_run(whole, tmp_path / "again", 2)
     ranks(2, run, *options(workshop, again, *common))
     assert losses(again) == expected
     for name in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
         assert (again / "model" / name).read_bytes() == (whole / "model" / name).read_bytes(), name
     for size, step, before in ((3, 4, "whole"), (1, 2, "whole")):
-        other = taken_back(tmp_path / before, tmp_path / f"on-{size}", step)
+        other = rewind_run(tmp_path / before, tmp_path / f"on-{size}", step)
         ranks(size, run, *options(workshop, other, *common))
         assert losses(other) == pytest.approx(expected, rel=1e-5)
 
@@ -126,7 +126,7 @@ def test_any_step_is_exported_from_its_files_and_the_base(ranks, workshop, tmp_p
     save_file({name: tensor + 1 for name, tensor in weights.items()}, base / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds adapters of other weights than .* has now: bring its old files"):
         export(f"run={out}", f"output_dir={tmp_path / 'other'}")
-    resumed = taken_back(out, tmp_path / "resumed", 4)
+    resumed = rewind_run(out, tmp_path / "resumed", 4)
     with pytest.raises(AssertionError, match="was written on other weights than model"):
         ranks(2, run, *options(workshop, resumed, *more, model="xlm-roberta"))
 
@@ -152,11 +152,11 @@ def test_going_on_from_an_adapter_that_was_exported(ranks, workshop, tmp_path):
 
 def unmerged(world: World, *arguments: str) -> str:
     """A run whose export forgets the adapters."""
-    added, Delta.added = Delta.added, lambda self, rows, first: rows.float()  # type: ignore[method-assign]
+    merged_rows, Delta.merged_rows = Delta.merged_rows, lambda self, rows, first: rows.float()  # type: ignore[method-assign]
     try:
         return run(world, *arguments)
     finally:
-        Delta.added = added  # type: ignore[method-assign]
+        Delta.merged_rows = merged_rows  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -17,11 +17,11 @@ from embedtrain.export.__main__ import act
 from embedtrain.export.options import compose_export
 from embedtrain.loading.load import load_model
 from embedtrain.models.adapters import add_adapters, initial_adapters
-from embedtrain.models.build import assemble, initialise
-from embedtrain.models.four_bit import FourBit, four_bit_layers, rounded
-from embedtrain.models.source import open_source
+from embedtrain.models.build import assemble_encoder, full_state_dict
+from embedtrain.models.four_bit import FourBitLinear, four_bit_layers, quantization_round_trip
+from embedtrain.models.source import open_model_source
 from tests.small import parallel, save_small, small_model, write_rows
-from tests.test_run import losses, run, taken_back
+from tests.test_run import losses, rewind_run, run
 
 pytest.importorskip("bitsandbytes")
 IDS = torch.tensor([[0, 4, 5, 6, 2], [0, 9, 8, 2, 1]])
@@ -53,11 +53,13 @@ def on_ranks(world: World, model: ModelConfig, options: ParallelConfig) -> dict[
 
 def in_one_process(model: ModelConfig) -> dict[str, torch.Tensor]:
     """The same of a plain model whose linear layers hold what 4 bits are brought back to."""
-    source = open_source(model)
-    encoder = assemble(source)
-    state = initialise(source, 0)
+    source = open_model_source(model)
+    encoder = assemble_encoder(source)
+    state = full_state_dict(source, 0)
     linear = {f"{name}.weight" for name, part in encoder.named_modules() if isinstance(part, torch.nn.Linear)}
-    encoder.load_state_dict({n: rounded(tensor) if n in linear else tensor for n, tensor in state.items()})
+    encoder.load_state_dict(
+        {n: quantization_round_trip(tensor) if n in linear else tensor for n, tensor in state.items()}
+    )
     adapted = add_adapters(encoder, replace(model.lora, load_in_4bit=False), None, torch.float32)
     assert adapted.config.r == 4
 
@@ -95,7 +97,7 @@ def test_a_run_is_saved_resumed_and_merged(ranks, workshop, tmp_path):
     names = {name for path in (out / "checkpoints").rglob("weights*.safetensors") for name in load_file(path)}
     assert names
     assert all("lora_" in name for name in names)
-    again = taken_back(out, tmp_path / "again", 2)
+    again = rewind_run(out, tmp_path / "again", 2)
     ranks(1, run, *arguments, f"output_dir={again}")
     assert losses(again) == pytest.approx(losses(out), rel=1e-5)
     act(compose_export([f"run={out}", f"output_dir={tmp_path / 'to'}"]))
@@ -107,17 +109,17 @@ def test_a_run_is_saved_resumed_and_merged(ranks, workshop, tmp_path):
     name = "layers.0.self_attn.q_proj.weight"
     adapter = load_file(out / "model" / "adapter" / "adapter_model.safetensors")
     a, b = (adapter[f"base_model.model.layers.0.self_attn.q_proj.lora_{which}.weight"] for which in "AB")
-    torch.testing.assert_close(live[name], rounded(base[name]) + 2 * b @ a, rtol=0, atol=1e-6)
+    torch.testing.assert_close(live[name], quantization_round_trip(base[name]) + 2 * b @ a, rtol=0, atol=1e-6)
 
 
 def test_the_size_that_is_told_is_what_it_takes():
-    layer = FourBit(torch.nn.Linear(1024, 2048, bias=False))
-    layer.fill(torch.randn(2048, 1024))
+    layer = FourBitLinear(torch.nn.Linear(1024, 2048, bias=False))
+    layer.quantize_weight(torch.randn(2048, 1024))
     scales = layer._scales
     taken = sum(t.nbytes for t in (layer.packed, scales.absmax, scales.state2.absmax))
     assert layer.num_bytes == pytest.approx(taken, rel=0.01)
     x = torch.randn(3, 1024)
-    torch.testing.assert_close(layer(x), F.linear(x, layer.unpacked()))
+    torch.testing.assert_close(layer(x), F.linear(x, layer.dequantized()))
 
 
 def test_without_the_package_one_sentence(monkeypatch):

@@ -12,17 +12,26 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.config.compose import compose_recipes
-from embedtrain.distributed.signals import Stopping
+from embedtrain.distributed.signals import StopSignals
 from embedtrain.distributed.world import World
 from embedtrain.errors import Stopped
-from embedtrain.tracking.report.sample import AFTER, BEFORE, Relation, Role, Sample, Vectors, read_texts, read_vectors
+from embedtrain.tracking.report.sample import (
+    AFTER,
+    BEFORE,
+    PairRelation,
+    Role,
+    Sample,
+    Vectors,
+    read_texts,
+    read_vectors,
+)
 from embedtrain.tracking.sessions import read_sessions
 from embedtrain.training.train import train
 from tests.small import save_small, small_model, write_beir, write_rows
 from tests.test_run import BASE, losses, options
 
 
-class StopAt(Stopping):
+class StopAt(StopSignals):
     """A signal that comes while the step is under way."""
 
     def __init__(self, step: int) -> None:
@@ -85,7 +94,7 @@ def test_the_sample_is_what_the_models_say(ranks, workshop, tmp_path):
     held_out = [text for text in sample.texts if text.held_out]
     assert {text.origin for text in sample.texts if not text.held_out} == {"train"}
     assert {text.role for text in held_out} == {Role.query, Role.document}
-    assert {pair.relation for pair in sample.pairs} == {Relation.positive, Relation.negative}
+    assert {pair.relation for pair in sample.pairs} == {PairRelation.positive, PairRelation.negative}
     prompts = {"query": "alpha beta: ", "document": "nu: "}
     for directory, vectors in ((workshop / "dropout", before), (tmp_path / "2" / "model", after)):
         model = SentenceTransformer(str(directory), device="cpu")
@@ -211,13 +220,13 @@ def test_rows_with_scores_or_classes_and_sets_of_all_kinds(ranks, workshop, tmp_
     ]  # fmt: skip
     ranks(1, run, None, *arguments)
     sample, *_ = sample_of(tmp_path / "run")
-    by_origin: dict[str, set[Relation]] = {}
+    by_origin: dict[str, set[PairRelation]] = {}
     for pair in sample.pairs:
         by_origin.setdefault(sample.texts[pair.first].origin, set()).add(pair.relation)
     assert by_origin == {
-        "sts": {Relation.low, Relation.middle, Relation.high},
-        "labelled": {Relation.same, Relation.different},
-        "pairs": {Relation.low, Relation.middle, Relation.high},
+        "sts": {PairRelation.low, PairRelation.middle, PairRelation.high},
+        "labelled": {PairRelation.same, PairRelation.different},
+        "pairs": {PairRelation.low, PairRelation.middle, PairRelation.high},
     }
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Held out: scored pairs" in page

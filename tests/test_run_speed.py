@@ -12,8 +12,8 @@ from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.models.build import build_encoder
-from embedtrain.models.source import open_source
-from embedtrain.planning.flops import flops_of
+from embedtrain.models.source import open_model_source
+from embedtrain.planning.flops import model_flops
 from embedtrain.training import loop
 from embedtrain.training.train import train
 from tests.small import save_small, small_model, write_beir, write_rows
@@ -53,7 +53,7 @@ def flops_of_run(world: World, *arguments: str) -> tuple[list[float], list[list[
 
 
 def test_work_is_counted_on_real_tokens_whatever_the_ranks_and_chunks(ranks, workshop, tmp_path):
-    flops = flops_of(build_encoder(open_source(small_model("xlm-roberta"))))
+    flops = model_flops(build_encoder(open_model_source(small_model("xlm-roberta"))))
     found = {}
     for size, chunk_tokens in ((1, 1000), (2, 60)):  # all graphs kept in one chunk; many chunks encoded twice
         more = ("train.steps=4", f"train.chunk_tokens={chunk_tokens}", "train.activation_tokens=0")
@@ -111,7 +111,7 @@ def made_in_time(world: World, steps: int, each: int, *arguments: str) -> list[b
     """Whether the batches of the next step are made while a step runs."""
     (recipe,) = compose_recipes([*BASE, *arguments])
     made, enough = [], []
-    make, step = loop.Loop._batch, loop.train_step
+    make, step = loop.TrainingLoop._batch, loop.train_step
 
     def counted(self, number):
         batch = make(self, number)
@@ -126,11 +126,11 @@ def made_in_time(world: World, steps: int, each: int, *arguments: str) -> list[b
         enough.append(len(made) >= wanted)
         return step(run, *batches, **how)
 
-    loop.Loop._batch, loop.train_step = counted, patient
+    loop.TrainingLoop._batch, loop.train_step = counted, patient
     try:
         train(recipe, world)
     finally:
-        loop.Loop._batch, loop.train_step = make, step
+        loop.TrainingLoop._batch, loop.train_step = make, step
     return enough
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from embedtrain.cli import cores, set_threads
+from embedtrain.cli import num_usable_cores, set_threads
 
 SCRIPT = """
 from embedtrain.cli import enter
@@ -33,18 +33,18 @@ def told(**environment: str) -> tuple[int, int]:
 
 
 def test_ranks_share_the_cores_and_wait_asleep():
-    assert told(LOCAL_WORLD_SIZE=str(max(2, cores()))) == (1, ASLEEP)
+    assert told(LOCAL_WORLD_SIZE=str(max(2, num_usable_cores()))) == (1, ASLEEP)
 
 
 def test_what_the_user_has_set_stays():
-    threads = min(2, cores())
+    threads = min(2, num_usable_cores())
     given = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "ACTIVE"}
-    found, turns = told(LOCAL_WORLD_SIZE=str(max(2, cores())), **given)
+    found, turns = told(LOCAL_WORLD_SIZE=str(max(2, num_usable_cores())), **given)
     assert found == threads
     assert turns > 1e6
 
 
-@pytest.mark.skipif(cores() < 2, reason="one core is one thread in any case")
+@pytest.mark.skipif(num_usable_cores() < 2, reason="one core is one thread in any case")
 def test_who_is_alone_has_all_cores():
     threads, turns = told(LOCAL_WORLD_SIZE="1")
     assert threads > 1
@@ -55,10 +55,10 @@ def test_who_is_alone_has_all_cores():
 @pytest.mark.parametrize(
     ("given", "threads", "policy"),
     [
-        ({"LOCAL_WORLD_SIZE": "2"}, str(max(1, cores() // 2)), "PASSIVE"),
+        ({"LOCAL_WORLD_SIZE": "2"}, str(max(1, num_usable_cores() // 2)), "PASSIVE"),
         ({"LOCAL_WORLD_SIZE": "4096"}, "1", "PASSIVE"),
         ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "7"}, "7", "PASSIVE"),
-        ({"LOCAL_WORLD_SIZE": "2", "OMP_WAIT_POLICY": "active"}, str(max(1, cores() // 2)), "active"),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_WAIT_POLICY": "active"}, str(max(1, num_usable_cores() // 2)), "active"),
         ({"LOCAL_WORLD_SIZE": "1"}, None, None),
         ({"LOCAL_WORLD_SIZE": "two"}, None, None),
         ({}, None, None),

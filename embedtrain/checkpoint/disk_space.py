@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from embedtrain.checkpoint.snapshot import weights_of
-from embedtrain.checkpoint.step_directory import clear_unfinished, discard, size_of
-from embedtrain.config.recipe import CheckpointConfig, Contents
+from embedtrain.checkpoint.snapshot import checkpointed_weights
+from embedtrain.checkpoint.step_directory import clear_unfinished, delete_checkpoint, directory_size
+from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
 from embedtrain.errors import CheckpointError, ConfigError
 
 GB = 10**9
@@ -16,10 +16,10 @@ GB = 10**9
 _MOMENTS = 2
 
 
-def expected_bytes(trained: nn.Module, contents: Contents) -> int:
+def checkpoint_bytes(trained: nn.Module, contents: CheckpointContents) -> int:
     """What a checkpoint of a model will take: tensors alone, headers and manifest are small beside them."""
-    total: int = sum(_bytes_of(tensor) for tensor in weights_of(trained).values())
-    if contents is Contents.all:
+    total: int = sum(_bytes_of(tensor) for tensor in checkpointed_weights(trained).values())
+    if contents is CheckpointContents.all:
         total += sum(_MOMENTS * _bytes_of(parameter) for parameter in trained.parameters() if parameter.requires_grad)
     return total
 
@@ -28,7 +28,7 @@ def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()  # of a DTensor the whole one's
 
 
-def require_limit_fits(config: CheckpointConfig, one: int, total_steps: int) -> None:
+def require_disk_limit(config: CheckpointConfig, one: int, total_steps: int) -> None:
     """Refuse a limit that the run would meet, before it has begun.
 
     Args:
@@ -41,16 +41,17 @@ def require_limit_fits(config: CheckpointConfig, one: int, total_steps: int) -> 
     """
     if config.max_disk_gb is None:
         return
-    most = most_at_a_time(config, total_steps)
+    most = max_checkpoints_on_disk(config, total_steps)
     if most * one > config.max_disk_gb * GB:
         raise ConfigError(
             f"checkpoint.max_disk_gb={config.max_disk_gb:g}: up to {most} checkpoints of {one / GB:.3g} GB lie there "
-            f"at a time (keep={config.keep}, keep_every={config.keep_every}, best={config.best_metric or 'null'}, and the one "
+            f"at a time (keep={config.keep}, keep_every={config.keep_every}, best={config.best_metric or 'null'}, and the "
+            f"one "
             f"before stays until the new one is whole): allow {most * one / GB:.3g} or more, or keep fewer"
         )
 
 
-def most_at_a_time(config: CheckpointConfig, total_steps: int) -> int:
+def max_checkpoints_on_disk(config: CheckpointConfig, total_steps: int) -> int:
     """How many checkpoints lie on the disk when the last is written: those to be kept beside it, and itself."""
     saved = list(range(config.every, total_steps, config.every)) if config.every else []
     kept = set(saved[-max(1, config.keep - 1) :])
@@ -59,23 +60,23 @@ def most_at_a_time(config: CheckpointConfig, total_steps: int) -> int:
     return max(2, len(kept) + 1 + (config.best_metric is not None))
 
 
-def make_room(root: Path, needed: int, limit_gb: float | None, dispensable: Sequence[Path]) -> None:
+def free_disk_space(root: Path, needed: int, limit_gb: float | None, prunable: Sequence[Path]) -> None:
     """See that a checkpoint can be written: below the limit, and on a disk that has room for it. On one rank.
 
     Args:
         root: the folder `checkpoints/`.
         needed: bytes of the new checkpoint.
         limit_gb: `checkpoint.max_disk_gb`.
-        dispensable: steps that may go already now, the oldest last.
+        prunable: steps that may go already now, the oldest last.
 
     Raises:
         CheckpointError: there is no room; nothing was written, and the newest checkpoint is where it was.
     """
     clear_unfinished(root)
-    used, spare = size_of(root), list(dispensable)
+    used, spare = directory_size(root), list(prunable)
     while spare and (_over(used + needed, limit_gb) or needed > shutil.disk_usage(root).free):
-        discard(spare.pop())
-        used = size_of(root)
+        delete_checkpoint(spare.pop())
+        used = directory_size(root)
     if limit_gb is not None and _over(used + needed, limit_gb):
         raise CheckpointError(
             f"no room for a checkpoint of {needed / GB:.3g} GB: {root} holds {used / GB:.3g} GB already, and "

@@ -19,7 +19,7 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from embedtrain.checkpoint.snapshot import Part, Share
+from embedtrain.checkpoint.snapshot import LocalShard, ShardPosition
 from embedtrain.checkpoint.weight_files import (
     DTYPE_NAMES,
     DTYPES_BY_NAME,
@@ -27,10 +27,10 @@ from embedtrain.checkpoint.weight_files import (
     RowWriter,
     TensorSpec,
     checksum_of,
-    lay_out,
+    file_layout,
     read_blocks,
 )
-from embedtrain.config.recipe import Layout
+from embedtrain.config.recipe import CheckpointLayout
 from embedtrain.errors import CheckpointError
 
 
@@ -47,7 +47,7 @@ class TensorFiles:
     """
 
     kind: str
-    layout: Layout
+    layout: CheckpointLayout
     shards: int
     specs: Mapping[str, TensorSpec]
     cut: frozenset[str]
@@ -60,32 +60,32 @@ class TensorFiles:
         part = -(-rows // self.shards)
         return min(part * shard, rows), min(part * (shard + 1), rows)
 
-    def file_of(self, shard: int) -> str:
+    def shard_file(self, shard: int) -> str:
         """Name of the file that has this shard's rows."""
-        if self.layout is Layout.full:
+        if self.layout is CheckpointLayout.full:
             return f"{self.kind}.safetensors"
         return f"{self.kind}-{shard:05d}-of-{self.shards:05d}.safetensors"
 
-    def layout_of(self, shard: int) -> FileLayout:
+    def shard_layout(self, shard: int) -> FileLayout:
         """What the file that has this shard's rows looks like."""
-        return self.files[self.file_of(shard)]
+        return self.files[self.shard_file(shard)]
 
     @cached_property
     def files(self) -> dict[str, FileLayout]:
         """Every file by name."""
-        if self.layout is Layout.full:
-            return {self.file_of(0): lay_out(self.specs)}
-        return {self.file_of(shard): lay_out(self._specs_of(shard)) for shard in range(self.shards)}
+        if self.layout is CheckpointLayout.full:
+            return {self.shard_file(0): file_layout(self.specs)}
+        return {self.shard_file(shard): file_layout(self._specs_of(shard)) for shard in range(self.shards)}
 
     def place(self, name: str, shard: int) -> tuple[str, int, int]:
         """File, first byte and number of bytes of a shard's rows of a tensor."""
         start, end = self.bounds(name, shard)
         row_bytes = self.specs[name].row_bytes
-        before = start * row_bytes if self.layout is Layout.full else 0
-        offset = self.layout_of(shard).offsets.get(name, 0) + before
-        return self.file_of(shard), offset, (end - start) * row_bytes
+        before = start * row_bytes if self.layout is CheckpointLayout.full else 0
+        offset = self.shard_layout(shard).offsets.get(name, 0) + before
+        return self.shard_file(shard), offset, (end - start) * row_bytes
 
-    def shards_of(self, name: str) -> range:
+    def tensor_shards(self, name: str) -> range:
         """The shards that have a part of a tensor, be it of no rows."""
         return range(self.shards if name in self.cut else 1)
 
@@ -98,13 +98,15 @@ class TensorFiles:
         return found
 
 
-def files_for(kind: str, parts: Mapping[str, Part], layout: Layout, shards: int) -> TensorFiles:
+def tensor_files(kind: str, parts: Mapping[str, LocalShard], layout: CheckpointLayout, shards: int) -> TensorFiles:
     """How the tensors of a snapshot will lie; the same on every rank."""
     cut = frozenset(name for name, part in parts.items() if part.cut)
     return TensorFiles(kind, layout, shards, {name: part.spec for name, part in parts.items()}, cut)
 
 
-def write_parts(folder: Path, files: TensorFiles, share: Share, parts: Mapping[str, Part]) -> dict[str, int]:
+def write_local_shards(
+    folder: Path, files: TensorFiles, share: ShardPosition, parts: Mapping[str, LocalShard]
+) -> dict[str, int]:
     """Write what this rank holds; the CRC-32 of its rows by name of the tensor.
 
     Raises:
@@ -114,18 +116,18 @@ def write_parts(folder: Path, files: TensorFiles, share: Share, parts: Mapping[s
     mine = {name: part for name, part in parts.items() if part.cut or share.shard == 0}
     if not share.writes:
         return written
-    begins = files.layout is Layout.sharded or share.shard == 0
-    with RowWriter(folder / files.file_of(share.shard), files.layout_of(share.shard), begins=begins) as file:
+    begins = files.layout is CheckpointLayout.sharded or share.shard == 0
+    with RowWriter(folder / files.shard_file(share.shard), files.shard_layout(share.shard), begins=begins) as file:
         for name, part in mine.items():
             if part.rows.numel():
-                first = part.first if files.layout is Layout.full else 0
+                first = part.first if files.layout is CheckpointLayout.full else 0
                 written[name] = file.write(name, part.rows.cpu(), first)
             else:
                 written[name] = 0
     return written
 
 
-def describe(files: TensorFiles, checksums: list[Mapping[str, int]]) -> dict[str, Any]:
+def describe_tensors(files: TensorFiles, checksums: list[Mapping[str, int]]) -> dict[str, Any]:
     """For the manifest: type, shape and checksums of every tensor.
 
     Args:
@@ -136,13 +138,13 @@ def describe(files: TensorFiles, checksums: list[Mapping[str, int]]) -> dict[str
         name: {
             "dtype": DTYPE_NAMES[spec.dtype],
             "shape": list(spec.shape),
-            "crc32": [checksums[shard][name] for shard in files.shards_of(name)],
+            "crc32": [checksums[shard][name] for shard in files.tensor_shards(name)],
         }
         for name, spec in files.specs.items()
     }
 
 
-class StoredTensors:
+class TensorReader:
     """Tensors of one kind in a step folder, read by rows. A context manager: files stay open inside.
 
     Args:
@@ -150,13 +152,15 @@ class StoredTensors:
         kind: `weights` or `optimizer`.
         layout: how they were written.
         shards: by how many.
-        described: what `describe` returned.
+        described: what `describe_tensors` returned.
 
     Raises:
         KeyError, TypeError, ValueError: the description is not one.
     """
 
-    def __init__(self, folder: Path, kind: str, layout: Layout, shards: int, described: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, kind: str, layout: CheckpointLayout, shards: int, described: Mapping[str, Any]
+    ) -> None:
         specs = {
             name: TensorSpec(DTYPES_BY_NAME[facts["dtype"]], tuple(_count(length) for length in facts["shape"]))
             for name, facts in described.items()
@@ -181,13 +185,13 @@ class StoredTensors:
         Raises:
             CheckpointError: a file is not what it should be.
         """
-        for shard in self.files.shards_of(name):
+        for shard in self.files.tensor_shards(name):
             first, last = self.files.bounds(name, shard)
             low, high = max(start, first), min(end, last)
             if low >= high:
                 continue
             file, _, _ = self.files.place(name, shard)
-            offset = 0 if self.files.layout is Layout.full else first
+            offset = 0 if self.files.layout is CheckpointLayout.full else first
             try:
                 found = self._file(file)
                 if not self.specs[name].shape:
@@ -214,7 +218,7 @@ class StoredTensors:
             if path.stat().st_size != layout.size:
                 raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes instead of {layout.size}")
 
-    def verify(self, part: int, parts: int) -> None:
+    def verify_checksums(self, part: int, parts: int) -> None:
         """Compare checksums of every `parts`-th piece, so that ranks share the reading.
 
         Raises:
@@ -224,7 +228,7 @@ class StoredTensors:
             path = self.folder / file
             if b"".join(read_blocks(path, 0, len(layout.header))) != layout.header:
                 raise CheckpointError(f"{path} is damaged: its header is not the one that was written")
-        pieces = [(name, shard) for name in self.specs for shard in self.files.shards_of(name)]
+        pieces = [(name, shard) for name in self.specs for shard in self.files.tensor_shards(name)]
         for name, shard in pieces[part::parts]:
             file, offset, size = self.files.place(name, shard)
             if size and checksum_of(read_blocks(self.folder / file, offset, size)) != self.checksums[name][shard]:

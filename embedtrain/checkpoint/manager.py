@@ -13,31 +13,31 @@ import torch.distributed as dist
 from torch import nn
 
 from embedtrain import __version__
-from embedtrain.checkpoint.disk_space import expected_bytes, make_room, require_limit_fits
-from embedtrain.checkpoint.index import describe, files_for, write_parts
+from embedtrain.checkpoint.disk_space import checkpoint_bytes, free_disk_space, require_disk_limit
+from embedtrain.checkpoint.index import describe_tensors, tensor_files, write_local_shards
 from embedtrain.checkpoint.load import read_tensors
-from embedtrain.checkpoint.snapshot import Snapshot, Staging, take
+from embedtrain.checkpoint.snapshot import Snapshot, Staging, take_snapshot
 from embedtrain.checkpoint.step_directory import (
     FORMAT,
-    OtherFormatError,
-    StepFolder,
-    bring_back,
-    dispensable,
-    finish,
+    Checkpoint,
+    UnsupportedFormatError,
+    commit_checkpoint,
     list_steps,
     list_unfinished,
+    open_checkpoint,
+    prunable,
     prune,
-    read_manifest,
+    recover_replaced,
     step_path,
     unfinished_path,
-    verify,
+    verify_checksums,
 )
-from embedtrain.config.recipe import CheckpointConfig, Contents
+from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact
 
 
-class Checkpoints:
+class Checkpointer:
     """The folder `checkpoints/` of a run. Every method is called on every rank.
 
     As a context manager it waits at the end for a save that is under way.
@@ -46,7 +46,7 @@ class Checkpoints:
         root: the folder; made when first needed.
         config: how many are kept, in which layout, with what contents, and whether training goes on meanwhile.
         world: the ranks.
-        about: what every manifest says besides: the options that a resumed run must share, and the recipe.
+        metadata: what every manifest says besides: the options that a resumed run must share, and the recipe.
         say: takes a line for the user.
         timeout: seconds that ranks wait for each other while they save beside training.
     """
@@ -57,16 +57,16 @@ class Checkpoints:
         config: CheckpointConfig,
         world: World,
         *,
-        about: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         say: Callable[[str], None],
         timeout: float = 1800.0,
     ) -> None:
         self.root, self.config, self.world, self.say = root, config, world, say
-        self._about, self._timeout = dict(about), timeout
+        self._about, self._timeout = dict(metadata), timeout
         self._staging = Staging()
-        self._apart: World | None = None
+        self._cpu_world: World | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way: Future[None] | None = None
+        self._pending: Future[None] | None = None
         self._newest: int | None = None  # the step of the newest intact one
 
     def save(self, trained: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -85,28 +85,28 @@ class Checkpoints:
                 of the one before.
         """
         self.wait()
-        snapshot = take(trained, optimizer if self.config.contents is Contents.all else None)
+        snapshot = take_snapshot(trained, optimizer if self.config.contents is CheckpointContents.all else None)
         state = dict(state)
-        with self.world.together(_phase(state)), _named(_phase(state), self.root):
+        with self.world.fail_together(_phase(state)), _named(_phase(state), self.root):
             if self.world.is_main:
                 self.root.mkdir(parents=True, exist_ok=True)
-                make_room(self.root, snapshot.num_bytes, self.config.max_disk_gb, self._dispensable(state))
+                free_disk_space(self.root, snapshot.num_bytes, self.config.max_disk_gb, self._prunable(state))
         if not self.config.asynchronous:
             self._write(snapshot, state, self.world)
             return
-        if self._apart is None:
-            self._apart = self.world.apart(self._timeout)
+        if self._cpu_world is None:
+            self._cpu_world = self.world.new_cpu_group(self._timeout)
         staged = self._staging.copy(snapshot) if snapshot.share.writes else snapshot
-        self._under_way = self._thread.submit(self._write, staged, state, self._apart)
+        self._pending = self._thread.submit(self._write, staged, state, self._cpu_world)
 
     @property
     def failed(self) -> bool:
         """Whether a save beside training has failed on this rank; `wait` says why. Not a collective."""
-        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
-    def hold_back(self) -> None:
+    def wait_for_staging(self) -> None:
         """Have this thread's next work on the GPU wait until a save has copied the weights: before they change."""
-        self._staging.hold_back()
+        self._staging.wait_for_staging()
 
     def wait(self) -> None:
         """Wait for the save that is under way.
@@ -114,7 +114,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank alike, it failed.
         """
-        under_way, self._under_way = self._under_way, None
+        under_way, self._pending = self._pending, None
         if under_way is not None:
             under_way.result()
 
@@ -123,27 +123,30 @@ class Checkpoints:
         step, phase = int(state["step"]), _phase(state)
         unfinished = unfinished_path(self.root, step)
         try:
-            with world.together(phase), _named(phase, self.root):
+            with world.fail_together(phase), _named(phase, self.root):
                 self._staging.wait()
                 if world.is_main:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     unfinished.mkdir(parents=True)
             files = {
-                kind: files_for(kind, parts, self.config.layout, snapshot.share.shards)
+                kind: tensor_files(kind, parts, self.config.layout, snapshot.share.shards)
                 for kind, parts in snapshot.tensors.items()
             }
             checksums: dict[str, dict[str, int]] = {}
-            with world.together(phase), _named(phase, unfinished):
+            with world.fail_together(phase), _named(phase, unfinished):
                 for kind, parts in snapshot.tensors.items():
-                    checksums[kind] = write_parts(unfinished, files[kind], snapshot.share, parts)
+                    checksums[kind] = write_local_shards(unfinished, files[kind], snapshot.share, parts)
             written = world.gather((snapshot.share, checksums))
-            with world.together(phase), _named(phase, unfinished):
+            with world.fail_together(phase), _named(phase, unfinished):
                 if world.is_main:
                     of_shards = dict(sorted((share.shard, sums) for share, sums in written if share.writes))
                     tensors = {
-                        kind: describe(one, [sums[kind] for sums in of_shards.values()]) for kind, one in files.items()
+                        kind: describe_tensors(one, [sums[kind] for sums in of_shards.values()])
+                        for kind, one in files.items()
                     }
-                    finish(unfinished, step_path(self.root, step), self._manifest(snapshot, state, tensors, world))
+                    commit_checkpoint(
+                        unfinished, step_path(self.root, step), self._manifest(snapshot, state, tensors, world)
+                    )
                     self._newest = step
                     self._prune(state)
         except Exception:
@@ -171,41 +174,41 @@ class Checkpoints:
         keep, every = self.config.keep, self.config.keep_every
         prune(self.root, int(state["step"]), keep, every=every, protected=_protected(state))
 
-    def _dispensable(self, state: Mapping[str, Any]) -> list[Path]:
+    def _prunable(self, state: Mapping[str, Any]) -> list[Path]:
         """What goes once the new step is there, but for the newest of now, which is needed until then."""
         if self._newest is None:
             return []
         keep, every = max(1, self.config.keep - 1), self.config.keep_every
-        return dispensable(self.root, self._newest, keep, every=every, protected=_protected(state))
+        return prunable(self.root, self._newest, keep, every=every, protected=_protected(state))
 
-    def require_room(self, trained: nn.Module, total_steps: int) -> None:
+    def require_disk_space(self, trained: nn.Module, total_steps: int) -> None:
         """Refuse a limit on disk use that the run is sure to meet, before training.
 
         Raises:
             ConfigError: on every rank alike.
         """
-        require_limit_fits(self.config, expected_bytes(trained, self.config.contents), total_steps)
+        require_disk_limit(self.config, checkpoint_bytes(trained, self.config.contents), total_steps)
 
-    def newest(self) -> StepFolder | None:
+    def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint; what is half-written or damaged is named and passed over.
 
         Raises:
             CheckpointError: on every rank alike, a checkpoint of another version's format.
         """
         report: list[str] = []
-        chosen: StepFolder | None = None
+        chosen: Checkpoint | None = None
         listed: list[tuple[int, Path]] = []
-        with self.world.together("looking for checkpoints"):
+        with self.world.fail_together("looking for checkpoints"):
             if self.world.is_main:
-                bring_back(self.root)
+                recover_replaced(self.root)
             listed = list_steps(self.root)
             report += [f"{path} was not written to its end: passed over" for path in list_unfinished(self.root)]
         for _, path in self.world.broadcast(listed):
             problem = None
             try:
-                chosen = read_manifest(path)
-                verify(chosen, self.world.rank, self.world.size)
-            except OtherFormatError as error:
+                chosen = open_checkpoint(path)
+                verify_checksums(chosen, self.world.rank, self.world.size)
+            except UnsupportedFormatError as error:
                 raise CheckpointError(f"{error}: go on with that version, or choose another output_dir") from None
             except (CheckpointError, OSError) as error:
                 problem = str(error)
@@ -219,14 +222,14 @@ class Checkpoints:
         self._newest = None if chosen is None else chosen.step
         return chosen
 
-    def resume(self, folder: StepFolder, trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    def resume(self, folder: Checkpoint, trained: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Read a checkpoint; the TrainState it holds, or None where it holds weights alone.
 
         Raises:
             CheckpointError: the tensors do not fit the model.
         """
-        complete = folder.manifest["contents"] == Contents.all.value
-        with self.world.together(f"reading {folder.path}"), _named(f"reading {folder.path}", folder.path):
+        complete = folder.manifest["contents"] == CheckpointContents.all.value
+        with self.world.fail_together(f"reading {folder.path}"), _named(f"reading {folder.path}", folder.path):
             read_tensors(folder, trained, optimizer if complete else None)
         return dict(folder.manifest["state"]) if complete else None
 
@@ -239,16 +242,14 @@ class Checkpoints:
             if kind is None:
                 self.wait()
             # Where a rank is lost the save waits for it too, and longer: it is left as it is, unfinished.
-            elif (
-                self._under_way is not None and issubclass(kind, EmbedtrainError) and not issubclass(kind, LostContact)
-            ):
+            elif self._pending is not None and issubclass(kind, EmbedtrainError) and not issubclass(kind, LostContact):
                 with contextlib.suppress(EmbedtrainError):
                     self.wait()
         finally:
             self._thread.shutdown(wait=False)
-        if kind is None and self._apart is not None:
-            dist.destroy_process_group(self._apart.group)
-            self._apart = None
+        if kind is None and self._cpu_world is not None:
+            dist.destroy_process_group(self._cpu_world.group)
+            self._cpu_world = None
 
 
 def _phase(state: Mapping[str, Any]) -> str:

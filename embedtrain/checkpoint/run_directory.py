@@ -91,7 +91,7 @@ class RunDirectory:
         """There after a signal has stopped the run, until it goes on."""
         return self.path / "stopped.json"
 
-    def require_there(self) -> None:
+    def require_exists(self) -> None:
         """Refuse to write into a directory that was moved or deleted while the run was under way.
 
         Raises:
@@ -103,7 +103,7 @@ class RunDirectory:
                 f"command goes on from its newest checkpoint"
             )
 
-    def goes_on(self) -> str:
+    def resume_hint(self) -> str:
         """From where the same command goes on, for the end of a message."""
         steps = list_steps(self.checkpoints)
         if not steps:
@@ -142,7 +142,7 @@ _PATIENCE = 10.0
 
 
 @contextlib.contextmanager
-def only_run(path: Path, world: World, timeout: float) -> Iterator[None]:
+def output_dir_lock(path: Path, world: World, timeout: float) -> Iterator[None]:
     """Hold the lock of an output directory while the block runs. A collective.
 
     It is the operating system's: a run that is killed holds it no longer.
@@ -159,7 +159,7 @@ def only_run(path: Path, world: World, timeout: float) -> Iterator[None]:
     lock = FileLock(path)
     held = ""
     with contextlib.ExitStack() as leaving:
-        with world.together("taking the output directory"):
+        with world.fail_together("taking the output directory"):
             if world.is_main:
                 try:
                     leaving.enter_context(lock.acquire(timeout=patience))
@@ -171,7 +171,7 @@ def only_run(path: Path, world: World, timeout: float) -> Iterator[None]:
                 held = _this_run(world)
                 path.write_text(held, encoding="utf-8")
         held = world.broadcast(held)
-        with world.together("looking at the output directory"):
+        with world.fail_together("looking at the output directory"):
             _require_seen(path, held, patience)
         yield
 

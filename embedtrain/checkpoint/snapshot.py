@@ -22,7 +22,7 @@ ENCODER = "encoder."  # before the names of the encoder's weights; the loss's ow
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalShard:
     """This rank's rows of one tensor.
 
     Attributes:
@@ -39,7 +39,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShardPosition:
     """Which part of the weights is this rank's: shard `shard` of `shards`, in copy `replica`."""
 
     replica: int
@@ -62,8 +62,8 @@ class Snapshot:
             and the like are not kept: they follow from the recipe and the step.
     """
 
-    share: Share
-    tensors: Mapping[str, Mapping[str, Part]]
+    share: ShardPosition
+    tensors: Mapping[str, Mapping[str, LocalShard]]
 
     @property
     def num_bytes(self) -> int:
@@ -71,34 +71,34 @@ class Snapshot:
         return sum(part.spec.num_bytes for parts in self.tensors.values() for part in parts.values())
 
 
-def take(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> Snapshot:
+def take_snapshot(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> Snapshot:
     """The present tensors themselves, not copies; no collective.
 
     Args:
         trained: encoder and loss, sharded, between two steps.
         optimizer: theirs, or None where its state is not saved.
     """
-    model = weights_of(trained)
-    tensors = {WEIGHTS: parts_of(model)}
+    model = checkpointed_weights(trained)
+    tensors = {WEIGHTS: local_shards(model)}
     if optimizer is not None:
-        begin_all(optimizer)
+        init_optimizer_state(optimizer)
         state: dict[str, Any] = get_optimizer_state_dict(
             trained, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
         )
-        tensors[OPTIMIZER] = parts_of({name: value for name, value in state.items() if isinstance(value, Tensor)})
-    return Snapshot(share_of(model), tensors)
+        tensors[OPTIMIZER] = local_shards({name: value for name, value in state.items() if isinstance(value, Tensor)})
+    return Snapshot(shard_position(model), tensors)
 
 
-def weights_of(trained: nn.Module) -> dict[str, Tensor]:
+def checkpointed_weights(trained: nn.Module) -> dict[str, Tensor]:
     """The tensors that a checkpoint holds of a model, by name: with adapters, what is frozen is not among them."""
     options = StateDictOptions(ignore_frozen_params=has_adapters(trained))
     return cast("dict[str, Tensor]", get_model_state_dict(trained, options=options))
 
 
-def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShard]:
     """What this rank holds of each tensor."""
     return {
-        name: Part(
+        name: LocalShard(
             spec=TensorSpec.of(tensor),
             rows=(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach(),
             first=row_range(tensor)[0],
@@ -108,15 +108,15 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     }
 
 
-def share_of(tensors: Mapping[str, Tensor]) -> Share:
+def shard_position(tensors: Mapping[str, Tensor]) -> ShardPosition:
     """Which part of sharded tensors is this rank's."""
     mesh = next((tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
     if mesh is None:
-        return Share(0, 0, 1)
-    return Share(mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank(), mesh["shard"].size())
+        return ShardPosition(0, 0, 1)
+    return ShardPosition(mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank(), mesh["shard"].size())
 
 
-def begin_all(optimizer: torch.optim.Optimizer) -> None:
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters that no step has reached (those of a loss whose source has not come) AdamW's first state.
 
     It is made when a parameter first has a gradient, but asked for of all parameters when a checkpoint is read.
@@ -160,7 +160,7 @@ class Staging:
         if (copied := self._copied) is not None:  # held here, for the main thread may let go of it meanwhile
             copied.synchronize()
 
-    def hold_back(self) -> None:
+    def wait_for_staging(self) -> None:
         """Let what this thread queues next on the GPU wait for the copies: before weights change."""
         if self._copied is not None:
             self._copied.wait()

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embedtrain.checkpoint.index import StoredTensors
-from embedtrain.config.recipe import Layout
+from embedtrain.checkpoint.index import TensorReader
+from embedtrain.config.recipe import CheckpointLayout
 from embedtrain.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
@@ -29,12 +29,12 @@ _UNFINISHED = ".tmp"
 _REPLACED = ".replaced.tmp"
 
 
-class OtherFormatError(CheckpointError):
+class UnsupportedFormatError(CheckpointError):
     """An intact checkpoint of another version's format: passing it over would train anew and then delete it."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepFolder:
+class Checkpoint:
     """A complete checkpoint: its folder, its step, and what its manifest says."""
 
     path: Path
@@ -46,15 +46,15 @@ class StepFolder:
         """Which tensors it has: `weights`, and `optimizer` where it holds all."""
         return tuple(self.manifest["tensors"])
 
-    def tensors(self, kind: str) -> StoredTensors:
+    def tensors(self, kind: str) -> TensorReader:
         """Its tensors of one kind.
 
         Raises:
             KeyError, TypeError, ValueError: the manifest describes none.
         """
         manifest = self.manifest
-        return StoredTensors(
-            self.path, kind, Layout(manifest["layout"]), int(manifest["shards"]), manifest["tensors"][kind]
+        return TensorReader(
+            self.path, kind, CheckpointLayout(manifest["layout"]), int(manifest["shards"]), manifest["tensors"][kind]
         )
 
 
@@ -83,12 +83,12 @@ def list_unfinished(root: Path) -> list[Path]:
     return sorted(root.glob(f"step-*{_UNFINISHED}")) if root.is_dir() else []
 
 
-def read_manifest(path: Path) -> StepFolder:
+def open_checkpoint(path: Path) -> Checkpoint:
     """What the manifest of a step folder says; sizes of its files are compared.
 
     Raises:
         CheckpointError: no manifest, one that cannot be read, a missing file, or one of another size.
-        OtherFormatError: another version wrote it.
+        UnsupportedFormatError: another version wrote it.
     """
     file = path / MANIFEST
     if not file.is_file():
@@ -99,17 +99,17 @@ def read_manifest(path: Path) -> StepFolder:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
         raise _damaged(file, error) from None
     if written_as > FORMAT:
-        raise OtherFormatError(
+        raise UnsupportedFormatError(
             f"{path} was written by a newer embedtrain (format {written_as}; this one reads {FORMAT})"
         )
     if written_as < OLDEST_FORMAT:
-        raise OtherFormatError(
+        raise UnsupportedFormatError(
             f"{path} was written by an earlier embedtrain (format {written_as}; this one reads {OLDEST_FORMAT} and on)"
         )
     try:
         if manifest.pop("crc32") != _checksum(manifest):
             raise ValueError("its checksum is not the one that was written")
-        folder = StepFolder(path, int(manifest["step"]), manifest)
+        folder = Checkpoint(path, int(manifest["step"]), manifest)
         stored = [folder.tensors(kind) for kind in folder.kinds]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _damaged(file, error) from None
@@ -126,7 +126,7 @@ def _checksum(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
-def choose_step(root: Path, asked: str) -> StepFolder:
+def find_checkpoint(root: Path, asked: str) -> Checkpoint:
     """The checkpoint that `latest`, `best` or a step's number names.
 
     Raises:
@@ -156,23 +156,23 @@ def choose_step(root: Path, asked: str) -> StepFolder:
     return _intact(steps[int(asked)])
 
 
-def _intact(path: Path) -> StepFolder:
-    folder = read_manifest(path)
-    verify(folder, 0, 1)
+def _intact(path: Path) -> Checkpoint:
+    folder = open_checkpoint(path)
+    verify_checksums(folder, 0, 1)
     return folder
 
 
-def verify(folder: StepFolder, part: int, parts: int) -> None:
+def verify_checksums(folder: Checkpoint, part: int, parts: int) -> None:
     """Compare checksums of every `parts`-th piece, so that ranks share the reading.
 
     Raises:
         CheckpointError: a file's content is not what was written.
     """
     for kind in folder.kinds:
-        folder.tensors(kind).verify(part, parts)
+        folder.tensors(kind).verify_checksums(part, parts)
 
 
-def finish(unfinished: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+def commit_checkpoint(unfinished: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest and give the folder its name; on one rank, when all have written their part."""
     file = unfinished / MANIFEST
     plain = json.loads(json.dumps(manifest))  # as it will be read: keys are texts, tuples lists
@@ -189,7 +189,7 @@ def finish(unfinished: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def bring_back(root: Path) -> None:
+def recover_replaced(root: Path) -> None:
     """Give a step its name back whose saving again was cut off just before the new one had it; on one rank."""
     for path in list_unfinished(root):
         final = path.with_name(path.name.removesuffix(_REPLACED))
@@ -206,7 +206,7 @@ def _flush(directory: Path) -> None:
         os.close(descriptor)
 
 
-def discard(path: Path) -> None:
+def delete_checkpoint(path: Path) -> None:
     """Delete a step; renamed first, for a deletion cut off midway must not leave what looks like a checkpoint."""
     doomed = path.with_name(f"{path.name}.old{_UNFINISHED}")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -220,7 +220,7 @@ def clear_unfinished(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def size_of(path: Path) -> int:
+def directory_size(path: Path) -> int:
     """Bytes of all files below a folder; what disappears meanwhile does not count."""
     total = 0
     for folder, _, names in os.walk(path):
@@ -236,11 +236,11 @@ def prune(root: Path, newest: int, keep: int, *, every: int, protected: set[int]
     Steps above the one just saved were left by a course that was abandoned, because they are damaged or hold
     weights alone; they would be looked at first at every restart.
     """
-    for path in dispensable(root, newest, keep, every=every, protected=protected):
-        discard(path)
+    for path in prunable(root, newest, keep, every=every, protected=protected):
+        delete_checkpoint(path)
 
 
-def dispensable(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> list[Path]:
+def prunable(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> list[Path]:
     """The steps that need not be kept, the oldest last."""
     steps = list_steps(root)
     kept = {step for step, _ in [item for item in steps if item[0] <= newest][:keep]} | protected

@@ -78,7 +78,7 @@ class FileLayout:
     size: int
 
 
-def lay_out(specs: Mapping[str, TensorSpec]) -> FileLayout:
+def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
     """The layout that the safetensors library gives a file of these tensors, in whatever order they come."""
     names = sorted(specs, key=lambda name: (_ORDER[specs[name].dtype], name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from embedtrain.config.recipe import Layout, Precision, Recipe, Strategy
+from embedtrain.config.recipe import CheckpointLayout, Precision, Recipe, Strategy
 from embedtrain.errors import ConfigError
 
 _OPTION = "parallel.accelerate_config"
@@ -74,30 +74,30 @@ _EMPTY: tuple[Any, ...] = (None, False, "", 0, "no", "NO", "false", "False")
 
 
 @dataclass
-class Translation:
+class AccelerateOptions:
     """What a file says.
 
     Attributes:
         options: our options by name, such as `parallel.strategy`.
-        said: the key and value that each was made of.
-        unused: keys and values that have no effect here, by the reason.
+        sources: the key and value that each was made of.
+        ignored: keys and values that have no effect here, by the reason.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)
-    unused: dict[str, list[str]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, list[str]] = field(default_factory=dict)
 
-    def put(self, key: str, value: Any, option: str, ours: Any) -> None:
+    def set_option(self, key: str, value: Any, option: str, ours: Any) -> None:
         """Say that `key=value` is `option=ours`."""
         self.options[option] = ours
-        self.said[option] = f"{key}={_shown(value)}"
+        self.sources[option] = f"{key}={_format_value(value)}"
 
-    def leave(self, key: str, value: Any, why: str) -> None:
+    def ignore(self, key: str, value: Any, why: str) -> None:
         """Say that `key=value` has no effect."""
-        self.unused.setdefault(why, []).append(f"{key}={_shown(value)}")
+        self.ignored.setdefault(why, []).append(f"{key}={_format_value(value)}")
 
 
-def with_accelerate(recipe: Recipe) -> Recipe:
+def apply_accelerate_config(recipe: Recipe) -> Recipe:
     """The recipe itself, what its `parallel.accelerate_config` says put into it; its own options win.
 
     Raises:
@@ -106,7 +106,7 @@ def with_accelerate(recipe: Recipe) -> Recipe:
     if recipe.parallel.accelerate_config is None:
         return recipe
     plain = Recipe()
-    for option, value in translated(recipe.parallel.accelerate_config).options.items():
+    for option, value in translate_accelerate_config(recipe.parallel.accelerate_config).options.items():
         if option == "parallel.shard_size" and recipe.parallel.strategy is not Strategy.hsdp:
             continue  # of a strategy that the recipe set aside
         if _get(recipe, option) == _get(plain, option):
@@ -115,27 +115,31 @@ def with_accelerate(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def notes_on_accelerate(recipe: Recipe) -> list[str]:
+def describe_accelerate_config(recipe: Recipe) -> list[str]:
     """Each key of the file: what it became, or, those of one reason in one line, why it has no effect."""
     path = recipe.parallel.accelerate_config
     if path is None:
         return []
-    found = translated(path)
+    found = translate_accelerate_config(path)
     lines = []
     for option, value in found.options.items():
         ours = _get(recipe, option)
-        told = f"{option}={_shown(value)}" if ours == value else f"the recipe's {option}={_shown(ours)} holds instead"
-        lines.append(f"{path}: {found.said[option]} -> {told}")
-    return lines + [f"{path}: no effect, for {why}: {', '.join(keys)}" for why, keys in found.unused.items()]
+        told = (
+            f"{option}={_format_value(value)}"
+            if ours == value
+            else f"the recipe's {option}={_format_value(ours)} holds instead"
+        )
+        lines.append(f"{path}: {found.sources[option]} -> {told}")
+    return lines + [f"{path}: no effect, for {why}: {', '.join(keys)}" for why, keys in found.ignored.items()]
 
 
-def translated(path: str) -> Translation:
+def translate_accelerate_config(path: str) -> AccelerateOptions:
     """What the file says in our options.
 
     Raises:
         ConfigError: it cannot be read, or a key cannot hold here: it is named, with what to write.
     """
-    found = Translation()
+    found = AccelerateOptions()
     values = _read(path)
     fsdp = _mapping(values.pop("fsdp_config", None), "fsdp_config", path)
     dynamo = _mapping(values.pop("dynamo_config", None), "dynamo_config", path)
@@ -150,19 +154,19 @@ def translated(path: str) -> Translation:
         if key in _TRANSLATED and value is None:
             continue
         if key in fsdp and str(kind).upper() != "FSDP":
-            found.leave(key, value, f"distributed_type is {_shown(kind)}")
+            found.ignore(key, value, f"distributed_type is {_format_value(kind)}")
             continue
         if key in _NO_EFFECT:
             _refuse_sagemaker(key, value, path)
-            found.leave(key, value, _NO_EFFECT[key])
+            found.ignore(key, value, _NO_EFFECT[key])
         elif key in _REFUSED:
             if not _is_empty(value):
-                raise _cannot(path, key, value, _REFUSED[key])
+                raise _unsupported(path, key, value, _REFUSED[key])
         else:
             _TRANSLATED[key](found, key, value, path)
     _parallelism(found, parallelism, path)
     if fsdp and str(kind).upper() == "FSDP" and "parallel.strategy" not in found.options:
-        found.put("fsdp_config", "{...}", "parallel.strategy", Strategy.fsdp)
+        found.set_option("fsdp_config", "{...}", "parallel.strategy", Strategy.fsdp)
     return found
 
 
@@ -180,57 +184,57 @@ def _mapping(value: Any, what: str, path: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{_OPTION}={path}: {what} holds {_shown(value)}, which is not a mapping")
+        raise ConfigError(f"{_OPTION}={path}: {what} holds {_format_value(value)}, which is not a mapping")
     return {str(key): one for key, one in value.items()}
 
 
-def _distributed_type(found: Translation, key: str, value: Any, path: str) -> None:
+def _distributed_type(found: AccelerateOptions, key: str, value: Any, path: str) -> None:
     match str(value).upper():
         case "FSDP":
             # How it shards is said by other keys.
             found.options.setdefault("parallel.strategy", Strategy.fsdp)
-            found.said.setdefault("parallel.strategy", f"{key}={_shown(value)}")
+            found.sources.setdefault("parallel.strategy", f"{key}={_format_value(value)}")
         case "MULTI_GPU" | "MULTI_CPU":
-            found.put(key, value, "parallel.strategy", Strategy.ddp)
+            found.set_option(key, value, "parallel.strategy", Strategy.ddp)
         case "NO" | "FALSE":  # which YAML makes of an unquoted NO
-            found.leave(key, value, "the number of processes decides")
+            found.ignore(key, value, "the number of processes decides")
         case kind:
-            raise _cannot(
+            raise _unsupported(
                 path, key, value, f"{kind} is not used here: write parallel.strategy=fsdp, ddp or hsdp, on GPUs or CPUs"
             )
 
 
-def _sharding(found: Translation, key: str, value: Any, path: str) -> None:
+def _sharding(found: AccelerateOptions, key: str, value: Any, path: str) -> None:
     """FSDP1's sharding strategy, which newer files of FSDP1 call `fsdp_reshard_after_forward`; or FSDP2's flag."""
     if key == "fsdp_reshard_after_forward" and str(value).lower() in ("true", "false"):
-        found.put(key, value, "parallel.reshard_after_forward", str(value).lower() == "true")
+        found.set_option(key, value, "parallel.reshard_after_forward", str(value).lower() == "true")
         return
     name = str(value).upper()
     if name.isdigit() and 1 <= int(name) <= len(_SHARDING):  # accelerate counts from 1
         name = list(_SHARDING)[int(name) - 1]
     if name not in _SHARDING:
-        raise _cannot(path, key, value, f"it is one of {', '.join(_SHARDING)}, or true or false")
+        raise _unsupported(path, key, value, f"it is one of {', '.join(_SHARDING)}, or true or false")
     strategy, reshard_after_forward = _SHARDING[name]
-    found.put(key, value, "parallel.strategy", strategy)
+    found.set_option(key, value, "parallel.strategy", strategy)
     if reshard_after_forward is not None:
-        found.put(key, value, "parallel.reshard_after_forward", reshard_after_forward)
+        found.set_option(key, value, "parallel.reshard_after_forward", reshard_after_forward)
 
 
-def _flag(option: str) -> Callable[[Translation, str, Any, str], None]:
-    def put(found: Translation, key: str, value: Any, path: str) -> None:
+def _flag(option: str) -> Callable[[AccelerateOptions, str, Any, str], None]:
+    def set_option(found: AccelerateOptions, key: str, value: Any, path: str) -> None:
         if str(value).lower() not in ("true", "false"):
-            raise _cannot(path, key, value, "it is true or false")
-        found.put(key, value, option, str(value).lower() == "true")
+            raise _unsupported(path, key, value, "it is true or false")
+        found.set_option(key, value, option, str(value).lower() == "true")
 
-    return put
+    return set_option
 
 
-def _wrapping(found: Translation, key: str, value: Any, path: str) -> None:
+def _wrapping(found: AccelerateOptions, key: str, value: Any, path: str) -> None:
     match str(value).upper():
         case "TRANSFORMER_BASED_WRAP":
-            found.leave(key, value, "every layer is a group in any case")
+            found.ignore(key, value, "every layer is a group in any case")
         case _:
-            raise _cannot(
+            raise _unsupported(
                 path,
                 key,
                 value,
@@ -239,69 +243,69 @@ def _wrapping(found: Translation, key: str, value: Any, path: str) -> None:
             )
 
 
-def _layer_class(found: Translation, key: str, value: Any, path: str) -> None:
+def _layer_class(found: AccelerateOptions, key: str, value: Any, path: str) -> None:
     names = value if isinstance(value, list) else str(value or "").split(",")
     wanted = ",".join(filter(None, (str(name).strip() for name in names)))
     if wanted:
-        found.put(key, value, _BLOCK, wanted)
+        found.set_option(key, value, _BLOCK, wanted)
     else:
-        found.leave(key, value, "the layers are found in the model")
+        found.ignore(key, value, "the layers are found in the model")
 
 
-def _state_dict(found: Translation, key: str, value: Any, path: str) -> None:
+def _state_dict(found: AccelerateOptions, key: str, value: Any, path: str) -> None:
     match str(value).upper():
         case "FULL_STATE_DICT":
-            found.put(key, value, "checkpoint.layout", Layout.full)
+            found.set_option(key, value, "checkpoint.layout", CheckpointLayout.full)
         case "SHARDED_STATE_DICT" | "LOCAL_STATE_DICT":
-            found.put(key, value, "checkpoint.layout", Layout.sharded)
+            found.set_option(key, value, "checkpoint.layout", CheckpointLayout.sharded)
         case _:
-            raise _cannot(path, key, value, "it is FULL_STATE_DICT or SHARDED_STATE_DICT")
+            raise _unsupported(path, key, value, "it is FULL_STATE_DICT or SHARDED_STATE_DICT")
 
 
-def _precision(found: Translation, key: str, value: Any, path: str) -> None:
+def _precision(found: AccelerateOptions, key: str, value: Any, path: str) -> None:
     match str(value).lower():
         case "bf16":
-            found.put(key, value, "parallel.precision", Precision.bf16)
+            found.set_option(key, value, "parallel.precision", Precision.bf16)
         case "no" | "none" | "false":
-            found.put(key, value, "parallel.precision", Precision.fp32)
+            found.set_option(key, value, "parallel.precision", Precision.fp32)
         case _:
-            raise _cannot(path, key, value, "models are computed in bf16 or fp32: write bf16, or no")
+            raise _unsupported(path, key, value, "models are computed in bf16 or fp32: write bf16, or no")
 
 
-def _compiler(found: Translation, key: str, value: Any, path: str) -> None:
+def _compiler(found: AccelerateOptions, key: str, value: Any, path: str) -> None:
     match str(value).upper():
         case "INDUCTOR":
-            found.put(key, value, "parallel.compile", True)
+            found.set_option(key, value, "parallel.compile", True)
         case "NO" | "FALSE" | "NONE":
-            found.put(key, value, "parallel.compile", False)
+            found.set_option(key, value, "parallel.compile", False)
         case _:
-            raise _cannot(path, key, value, "layers are compiled by torch's INDUCTOR alone: write INDUCTOR, or NO")
+            raise _unsupported(path, key, value, "layers are compiled by torch's INDUCTOR alone: write INDUCTOR, or NO")
 
 
-def _parallelism(found: Translation, values: Mapping[str, Any], path: str) -> None:
+def _parallelism(found: AccelerateOptions, values: Mapping[str, Any], path: str) -> None:
     sizes = {key.removeprefix("parallelism_config_"): (key, value) for key, value in values.items()}
     for name in _PARALLELISM:
         key, value = sizes.pop(name, (name, 1))
         if not _is_empty(value) and value != 1:
-            raise _cannot(path, key, value, "every rank computes whole texts with whole layers: write 1")
+            raise _unsupported(path, key, value, "every rank computes whole texts with whole layers: write 1")
     copies, parts = (sizes.pop(name, (name, 1)) for name in ("dp_replicate_size", "dp_shard_size"))
     for key, value in sizes.values():
         if not key.removeprefix("parallelism_config_").startswith(("cp_", "sp_", "tp_")):
-            raise _cannot(path, key, value, "accelerate has no such key")
-        found.leave(key, value, "there is no such parallelism here")
+            raise _unsupported(path, key, value, "accelerate has no such key")
+        found.ignore(key, value, "there is no such parallelism here")
     for key, value in (copies, parts):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise _cannot(path, key, value, "it is a number of ranks")
+            raise _unsupported(path, key, value, "it is a number of ranks")
     if copies[1] > 1 and parts[1] > 1:
-        found.put(*copies, "parallel.strategy", Strategy.hsdp)
-        found.put(*parts, "parallel.shard_size", parts[1])
+        found.set_option(*copies, "parallel.strategy", Strategy.hsdp)
+        found.set_option(*parts, "parallel.shard_size", parts[1])
     elif copies[1] > 1:
-        found.put(*copies, "parallel.strategy", Strategy.ddp)
+        found.set_option(*copies, "parallel.strategy", Strategy.ddp)
     elif parts[1] > 1:
-        found.put(*parts, "parallel.strategy", Strategy.fsdp)
+        found.set_option(*parts, "parallel.strategy", Strategy.fsdp)
 
 
-_TRANSLATED: dict[str, Callable[[Translation, str, Any, str], None]] = {
+_TRANSLATED: dict[str, Callable[[AccelerateOptions, str, Any, str], None]] = {
     "distributed_type": _distributed_type,
     "mixed_precision": _precision,
     "fsdp_sharding_strategy": _sharding,
@@ -325,15 +329,15 @@ def _refuse_unknown(key: str, path: str) -> None:
 
 def _refuse_sagemaker(key: str, value: Any, path: str) -> None:
     if key == "compute_environment" and value not in (None, "LOCAL_MACHINE"):
-        raise _cannot(path, key, value, "training runs where it is started: write LOCAL_MACHINE")
+        raise _unsupported(path, key, value, "training runs where it is started: write LOCAL_MACHINE")
 
 
 def _is_empty(value: Any) -> bool:
     return value in _EMPTY or value in ({}, [])
 
 
-def _cannot(path: str, key: str, value: Any, why: str) -> ConfigError:
-    return ConfigError(f"{_OPTION}={path}: {key}={_shown(value)} cannot hold: {why}")
+def _unsupported(path: str, key: str, value: Any, why: str) -> ConfigError:
+    return ConfigError(f"{_OPTION}={path}: {key}={_format_value(value)} cannot hold: {why}")
 
 
 def _get(recipe: Recipe, option: str) -> Any:
@@ -341,7 +345,7 @@ def _get(recipe: Recipe, option: str) -> Any:
     return getattr(getattr(recipe, section), name)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Enum):
         return str(value.value)
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,7 +12,7 @@ from embedtrain.config.export_checks import check_export
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.recipe import Recipe, Strategy
-from embedtrain.config.source_losses import batches_by_source, loss_of
+from embedtrain.config.source_losses import source_loss, uses_batches_by_source
 from embedtrain.errors import ConfigError
 
 SetRule = tuple[Callable[[EvaluationSet], bool], Callable[[EvaluationSet], str]]
@@ -114,7 +114,7 @@ def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
 
 
 # A trace holds every operator of its steps, in memory until they are over.
-MOST_PROFILED = 10
+MAX_PROFILED_STEPS = 10
 
 
 def check_tracking(recipe: Recipe) -> None:
@@ -129,9 +129,9 @@ def check_tracking(recipe: Recipe) -> None:
     steps, ranks = tracking.profile, tracking.profile_ranks
     if any(step < 1 for step in steps):
         raise ConfigError(f"tracking.profile={steps}: numbers of steps, counted from 1")
-    if len(set(steps)) > MOST_PROFILED:
+    if len(set(steps)) > MAX_PROFILED_STEPS:
         raise ConfigError(
-            f"tracking.profile has {len(set(steps))} steps: at most {MOST_PROFILED}, for every operator of them is kept"
+            f"tracking.profile has {len(set(steps))} steps: at most {MAX_PROFILED_STEPS}, because every operator is kept"
         )
     if steps and recipe.train.steps is not None and max(steps) > recipe.train.steps:
         raise ConfigError(f"tracking.profile={steps}: train.steps={recipe.train.steps} is the last step")
@@ -221,7 +221,7 @@ RULES: list[Rule] = [
     (
         lambda r: r.train.pass_overhead_tokens is not None and r.train.pass_overhead_tokens < 0,
         lambda r: (
-            f"train.pass_overhead_tokens={r.train.pass_overhead_tokens}: a number of tokens; null chooses by device and sharding"
+            f"train.pass_overhead_tokens={r.train.pass_overhead_tokens}: 0 or more; null chooses by device and sharding"
         ),
     ),
     (
@@ -328,5 +328,5 @@ def check_recipe(recipe: Recipe) -> Recipe:
     check_export(recipe.export, "export.")
     check_lora(recipe)
     check_tracking(recipe)
-    batches_by_source(recipe.data.batches, [loss_of(source, recipe.loss) for source in recipe.data.train])
+    uses_batches_by_source(recipe.data.batches, [source_loss(source, recipe.loss) for source in recipe.data.train])
     return recipe

@@ -23,14 +23,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from embedtrain.config.accelerate import with_accelerate
+from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.elements import items, literal, losses_of, sources_of
+from embedtrain.config.elements import escape_interpolations, items, parse_losses, parse_sources
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.folders import choices, folder
-from embedtrain.config.loss_checks import known_name
+from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.messages import explain, one_line, register_options, unknown_option
+from embedtrain.config.messages import explain_hydra_error, one_line, register_options, unknown_option
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.yaml_safety import guarded
 from embedtrain.errors import ConfigError
@@ -46,7 +46,8 @@ def compose_recipes(arguments: list[str]) -> list[Recipe]:
         SystemExit: after `--help` and its like.
     """
     recipes = [
-        check_recipe(with_accelerate(to_recipe(config))) for config in _compose("config", folder("configs"), arguments)
+        check_recipe(apply_accelerate_config(to_recipe(config)))
+        for config in _compose("config", folder("configs"), arguments)
     ]
     if os.environ.get("WORLD_SIZE", "1") != "1" and len(recipes) > 1:
         raise ConfigError(
@@ -66,8 +67,8 @@ def to_recipe(config: DictConfig) -> Recipe:
     recipe = to_dataclass(config, Recipe)
     recipe.evaluation.sets = items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
     if isinstance(recipe.loss, CombinedConfig):
-        recipe.loss.losses = losses_of(recipe.loss.losses, "loss.losses")
-    recipe.data.train = sources_of(recipe.data.train, "data.train", recipe.loss)
+        recipe.loss.losses = parse_losses(recipe.loss.losses, "loss.losses")
+    recipe.data.train = parse_sources(recipe.data.train, "data.train", recipe.loss)
     return recipe
 
 
@@ -97,14 +98,16 @@ def load_recipe(path: Path) -> Recipe:
         schema = _schema()
         loss = saved.get("loss")
         name = loss.get("name", "infonce") if isinstance(loss, dict) else "infonce"
-        schema.loss = LOSSES[known_name(name, "loss.name")]()
+        schema.loss = LOSSES[check_loss_name(name, "loss.name")]()
         # The run resolved it: an interpolation now could only be there to read what is none of its business.
-        recipe = OmegaConf.merge(schema, literal({key: value for key, value in saved.items() if key != "versions"}))
+        recipe = OmegaConf.merge(
+            schema, escape_interpolations({key: value for key, value in saved.items() if key != "versions"})
+        )
         return to_recipe(recipe)  # type: ignore[arg-type]
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
     except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as a recipe: {explain(str(error))}") from None
+        raise ConfigError(f"{path} cannot be read as a recipe: {explain_hydra_error(str(error))}") from None
 
 
 def compose_command(name: str, kind: type[Options], arguments: list[str]) -> Options:
@@ -242,7 +245,7 @@ def _clear_errors(arguments: list[str]) -> Iterator[None]:
     def told(text: str) -> str:
         if "Traceback (most recent call last)" in text:
             return _of_traceback(text, arguments)
-        sentence = explain(text)
+        sentence = explain_hydra_error(text)
         found = re.match(r"unknown option (loss\.\w+)", sentence)
         if found and not any(argument.lstrip("+~").startswith(found[1]) for argument in arguments):
             return (

@@ -6,16 +6,16 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from embedtrain.config.loss_checks import known_name
+from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.messages import explain
+from embedtrain.config.messages import explain_hydra_error
 from embedtrain.config.recipe import TrainSource
 from embedtrain.errors import ConfigError
 
 Item = TypeVar("Item")
 
 
-def literal(value: Any) -> Any:
+def escape_interpolations(value: Any) -> Any:
     """Plain values with every `${` in their texts written so that OmegaConf leaves it as it is.
 
     What was resolved once, or comes from a file that a run wrote, holds no interpolations: a text that looks like one
@@ -25,9 +25,9 @@ def literal(value: Any) -> Any:
         case str():
             return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
         case dict():
-            return {key: literal(one) for key, one in value.items()}
+            return {key: escape_interpolations(one) for key, one in value.items()}
         case list():
-            return [literal(one) for one in value]
+            return [escape_interpolations(one) for one in value]
         case _:
             return value
 
@@ -52,10 +52,12 @@ def items(given: Any, kind: type[Item], option: str) -> list[Item]:
         if "path" not in element:
             raise ConfigError(f"{option}[{index}] has no `path`")
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(kind), literal(element))
+            merged = OmegaConf.merge(OmegaConf.structured(kind), escape_interpolations(element))
             items.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{option}[{index}]: {_of_list(str(error), element) or explain(str(error))}") from None
+            raise ConfigError(
+                f"{option}[{index}]: {_of_list(str(error), element) or explain_hydra_error(str(error))}"
+            ) from None
     return items
 
 
@@ -67,41 +69,42 @@ def _of_list(message: str, element: dict[str, Any]) -> str | None:
     return f"{key[1]}={element[key[1]]}: it is a list, write {key[1]}: [{element[key[1]]}]"
 
 
-def sources_of(given: Any, option: str, loss: LossConfig) -> list[TrainSource]:
+def parse_sources(given: Any, option: str, loss: LossConfig) -> list[TrainSource]:
     """Training sources, each with its own loss whole where it has one."""
     sources = items(given, TrainSource, option)
     for index, source in enumerate(sources):
         if source.loss is not None:
-            source.loss = _source_loss(source.loss, loss, f"{option}[{index}].loss")
+            source.loss = _parse_source_loss(source.loss, loss, f"{option}[{index}].loss")
     return sources
 
 
-def losses_of(given: list[Any], option: str) -> list[LossConfig]:
+def parse_losses(given: list[Any], option: str) -> list[LossConfig]:
     """Parts of a combination: each mapping is checked against the dataclass that its name chooses."""
     losses: list[LossConfig] = []
     for index, element in enumerate(given):
         if not isinstance(element, dict) or "name" not in element:
             raise ConfigError(f"{option}[{index}]={element!r} is no mapping with the `name` of a loss")
-        kind = LOSSES[known_name(element["name"], f"{option}[{index}].name")]
+        kind = LOSSES[check_loss_name(element["name"], f"{option}[{index}].name")]
         try:
-            losses.append(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), literal(element))))  # type: ignore[arg-type]
+            merged = OmegaConf.merge(OmegaConf.structured(kind), escape_interpolations(element))
+            losses.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{option}[{index}]: {explain(str(error))}") from None
+            raise ConfigError(f"{option}[{index}]: {explain_hydra_error(str(error))}") from None
     return losses
 
 
-def _source_loss(given: Any, loss: LossConfig, option: str) -> LossConfig:
+def _parse_source_loss(given: Any, loss: LossConfig, option: str) -> LossConfig:
     """A source's own loss: another one by `name`, from its defaults on, or the recipe's with other options."""
     element = {"name": given} if isinstance(given, str) else given
     if not isinstance(element, dict):
         raise ConfigError(f"{option}={given!r} is neither the name of a loss nor a mapping of its options")
-    name = known_name(element.get("name", loss.name), f"{option}.name")
+    name = check_loss_name(element.get("name", loss.name), f"{option}.name")
     begin = loss if name == loss.name else LOSSES[name]()
     try:
-        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(begin), literal(element)))
+        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(begin), escape_interpolations(element)))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{option}: {explain(str(error))}") from None
+        raise ConfigError(f"{option}: {explain_hydra_error(str(error))}") from None
     assert isinstance(merged, LossConfig)
     if isinstance(merged, CombinedConfig) and "losses" in element:
-        merged.losses = losses_of(element["losses"], f"{option}.losses")
+        merged.losses = parse_losses(element["losses"], f"{option}.losses")
     return merged

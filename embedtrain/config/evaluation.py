@@ -29,7 +29,7 @@ class Unshard(str, Enum):
     model = "model"
 
 
-class Place(str, Enum):
+class VectorPlacement(str, Enum):
     """Where a rank keeps its documents' vectors. `auto`: on its GPU where they take less than half of what is free."""
 
     auto = "auto"
@@ -56,7 +56,7 @@ class IndexConfig:
     """How documents' vectors are kept for search."""
 
     dtype: VectorDtype = VectorDtype.fp32
-    place: Place = Place.auto
+    place: VectorPlacement = VectorPlacement.auto
 
 
 @dataclass(kw_only=True)

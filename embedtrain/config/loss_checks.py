@@ -15,15 +15,15 @@ from embedtrain.config.losses import (
     Hardness,
     InfoNCEConfig,
     LossConfig,
+    LossDirection,
     OnlineContrastiveConfig,
     OrthogonalConfig,
     PartitionMode,
     SentenceTransformersConfig,
-    Side,
     SigLIPConfig,
     TripletConfig,
 )
-from embedtrain.config.row_requirements import Scores, needs_of
+from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.sentence_transformers import check_sentence_transformers
 from embedtrain.errors import ConfigError
 
@@ -39,7 +39,7 @@ def check_loss(loss: LossConfig) -> None:
     _check(loss, "loss")
 
 
-def known_name(name: Any, option: str) -> str:
+def check_loss_name(name: Any, option: str) -> str:
     """The name itself, if a loss has it.
 
     Raises:
@@ -52,11 +52,11 @@ def known_name(name: Any, option: str) -> str:
     return str(name)
 
 
-def guides_of(loss: LossConfig) -> list[str]:
+def guide_paths(loss: LossConfig) -> list[str]:
     """The models whose vectors a loss asks for, each once."""
     match loss:
         case CombinedConfig(losses=parts):
-            return list(dict.fromkeys(path for part in parts for path in guides_of(part)))
+            return list(dict.fromkeys(path for part in parts for path in guide_paths(part)))
         case InfoNCEConfig(guide=path) | SentenceTransformersConfig(guide=path) | DistillEmbeddingsConfig(teacher=path):
             return [] if path is None else [path]
         case _:
@@ -64,7 +64,7 @@ def guides_of(loss: LossConfig) -> list[str]:
 
 
 def _check(loss: LossConfig, option: str) -> None:
-    if type(loss) is not LOSSES[known_name(loss.name, f"{option}.name")]:
+    if type(loss) is not LOSSES[check_loss_name(loss.name, f"{option}.name")]:
         raise ConfigError(f"{option}.name={loss.name} does not choose a loss: write loss={loss.name}")
     for problem in _problems(loss):
         raise ConfigError(f"{option}.{problem}")
@@ -136,12 +136,14 @@ def _bounds(loss: InfoNCEConfig | SigLIPConfig, *, trained: bool) -> Iterator[st
 def _infonce(loss: InfoNCEConfig) -> Iterator[str]:
     directions = [side.value for side in loss.directions]
     told = f"directions=[{','.join(directions)}]"
-    if Side.query_document not in loss.directions or len(set(directions)) < len(directions):
-        yield f"{told}: query_document, which has the positive, and any of {', '.join(list(Side)[1:])}, each once"
-    without = [side.value for side in loss.directions if side in (Side.query_query, Side.document_document)]
+    if LossDirection.query_document not in loss.directions or len(set(directions)) < len(directions):
+        yield f"{told}: query_document (it has the positive) and any of {', '.join(list(LossDirection)[1:])}, each once"
+    without = [
+        side.value for side in loss.directions if side in (LossDirection.query_query, LossDirection.document_document)
+    ]
     if loss.partition_mode is PartitionMode.separate and without:
         yield f"partition_mode=separate: a softmax over {without[0]} alone has no positive; write partition_mode=joint"
-    if not loss.in_batch_negatives and loss.directions != [Side.query_document]:
+    if not loss.in_batch_negatives and loss.directions != [LossDirection.query_document]:
         yield f"in_batch_negatives=false leaves only query_document, not {told}"
     if not loss.in_batch_negatives and loss.hardness is Hardness.in_batch:
         yield "hardness=in_batch: there are none with in_batch_negatives=false"
@@ -162,7 +164,7 @@ def _infonce(loss: InfoNCEConfig) -> Iterator[str]:
 
 def _check_rows_fit(loss: CombinedConfig, option: str) -> None:
     """Refuse losses that ask for different rows."""
-    needs = [needs_of(part) for part in loss.losses]
+    needs = [row_requirements(part) for part in loss.losses]
     classes = [need.loss for need in needs if need.label]
     pairs = [need.loss for need in needs if need.documents]
     if classes and pairs:
@@ -170,7 +172,7 @@ def _check_rows_fit(loss: CombinedConfig, option: str) -> None:
             f"{option}.losses: {classes[0]} takes rows of one text and its class, {pairs[0]} rows of a query and "
             f"documents: they cannot be trained on the same rows"
         )
-    scored = [need.loss for need in needs if need.scores is not Scores.none]
+    scored = [need.loss for need in needs if need.scores is not ScoreRequirement.none]
     vectors = [need.loss for need in needs if need.vectors]
     if vectors and (scored or classes):
         raise ConfigError(

@@ -20,7 +20,7 @@ class Distance(str, Enum):
     manhattan = "manhattan"
 
 
-class Side(str, Enum):
+class LossDirection(str, Enum):
     """What a row's softmax runs over: anchor_candidates."""
 
     query_document = "query_document"  # the query against all documents
@@ -58,14 +58,14 @@ class Implementation(str, Enum):
     ring = "ring"
 
 
-class Margin(str, Enum):
+class MarginKind(str, Enum):
     """A margin below a score s: s - margin, or s - |s| * margin."""
 
     absolute = "absolute"
     relative = "relative"
 
 
-class Mining(str, Enum):
+class TripletMining(str, Enum):
     """Which triplets of a batch count (Hermans et al., 2017; semi-hard: Schroff et al., 2015)."""
 
     all = "all"  # every triplet that violates the margin
@@ -110,7 +110,7 @@ class InfoNCEConfig(LossConfig):
     learn_temperature: bool = False  # start from `temperature` and train it (Radford et al., 2021)
     temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
     similarity: Similarity = Similarity.cosine
-    directions: list[Side] = field(default_factory=lambda: [Side.query_document])
+    directions: list[LossDirection] = field(default_factory=lambda: [LossDirection.query_document])
     partition_mode: PartitionMode = PartitionMode.joint
     in_batch_negatives: bool = True  # false: a query's own hard negatives only
     margin: float = 0.0  # subtracted from the positive's similarity (Yang et al., 2019)
@@ -121,7 +121,7 @@ class InfoNCEConfig(LossConfig):
     # A model directory or Hub id (ID@REVISION); nor is what it finds closer than the positive a negative (GISTEmbed).
     guide: str | None = None
     guide_margin: float = 0.0  # how much below the positive's similarity the guide begins to object
-    guide_margin_kind: Margin = Margin.absolute
+    guide_margin_kind: MarginKind = MarginKind.absolute
     hardness: Hardness = Hardness.none  # which negatives weigh exp(strength * similarity) (Lan et al., 2025)
     hardness_strength: float = 0.0  # 0: none
     implementation: Implementation = Implementation.auto
@@ -197,7 +197,7 @@ class BatchTripletConfig(LossConfig):
     """Triplets found in the global batch by the rows' class labels (Hermans et al., 2017)."""
 
     name: str = "batch_triplet"
-    mining: Mining = Mining.hard
+    mining: TripletMining = TripletMining.hard
     margin: float = 0.3  # how much farther than the positive a negative is to be
     distance: Distance = Distance.cosine
 

@@ -22,7 +22,7 @@ def unknown_option(name: str, key: str, allowed: list[str]) -> str:
     return f"unknown option {name}{f', did you mean {near[0]}?' if near else '.'} Allowed are {', '.join(allowed)}"
 
 
-def explain(text: str) -> str:
+def explain_hydra_error(text: str) -> str:
     """Hydra's or OmegaConf's message as one sentence, with the nearest name where one was mistyped."""
     if match := re.search(r"Key '([^']+)' (?:is )?not in '(\w+)'", text):
         key, holder = match[1], match[2]

@@ -16,7 +16,7 @@ _BY_BATCH = ("dynamic", "longrope")
 _EXAMPLE = "model.rope_scaling={rope_type: yarn, factor: 4}"
 
 
-def rope_problem(scaling: Any) -> str | None:
+def rope_scaling_error(scaling: Any) -> str | None:
     """The sentence to say of a `model.rope_scaling` that cannot work; None where none of it is wrong."""
     if not isinstance(scaling, Mapping):
         return f"model.rope_scaling={scaling!r}: a mapping with rope_type and factor, such as {_EXAMPLE}"
@@ -47,12 +47,12 @@ def check_model(model: ModelConfig) -> None:
         ConfigError: the first such option.
     """
     if model.include_prompt is False and model.pooling not in (None, Pooling.mean):
-        raise ConfigError(no_prompt_to_leave_out(model.pooling))
-    if model.rope_scaling is not None and (problem := rope_problem(model.rope_scaling)) is not None:
+        raise ConfigError(include_prompt_error(model.pooling))
+    if model.rope_scaling is not None and (problem := rope_scaling_error(model.rope_scaling)) is not None:
         raise ConfigError(problem)
 
 
-def no_prompt_to_leave_out(pooling: Pooling) -> str:
+def include_prompt_error(pooling: Pooling) -> str:
     """The sentence to say where a vector is one token's."""
     return (
         f"model.include_prompt=false is for model.pooling=mean: with {pooling.value} a vector is one token's, and no "
@@ -91,7 +91,8 @@ def check_lora(recipe: Recipe) -> None:
         )
     if ADAPTER in recipe.export.formats and "dense" in lora.modules_to_save:
         raise ConfigError(
-            "export.formats has adapter and model.lora.modules_to_save has dense: an adapter of PEFT's has no place for heads "
+            "export.formats has adapter and model.lora.modules_to_save has dense: an adapter of PEFT's has no place for "
+            "heads "
             "behind the pooling; leave one of them out (the merged model has them)"
         )
     if lora.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:

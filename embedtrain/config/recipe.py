@@ -116,7 +116,7 @@ class DataFormat(str, Enum):
     beir = "beir"  # corpus, queries and qrels
 
 
-class Batches(str, Enum):
+class BatchMode(str, Enum):
     """What a global batch is made of.
 
     `mixed` draws its rows from all sources, each by its share; `by_source` draws all from one source, the same
@@ -162,14 +162,14 @@ class ScheduleKind(str, Enum):
     constant = "constant"
 
 
-class Layout(str, Enum):
+class CheckpointLayout(str, Enum):
     """`sharded`: a file a shard. `full`: one safetensors file of whole tensors, each rank writing its rows in place."""
 
     sharded = "sharded"
     full = "full"
 
 
-class Contents(str, Enum):
+class CheckpointContents(str, Enum):
     """`all`: weights and optimiser, to resume from. `model`: weights alone, to start a new run from."""
 
     all = "all"
@@ -244,7 +244,7 @@ class DataConfig:
 
     train: list[Any] = field(default_factory=list)  # of TrainSource, or of paths
     on_error: OnError = OnError.stop  # a bad row: stop with file and line, or skip and count
-    batches: Batches = Batches.auto
+    batches: BatchMode = BatchMode.auto
     weight_mode: WeightMode = WeightMode.epochs
     mixing_temperature: float = 1.0  # above 1 small sources are seen more: shares are (rows x weight)^(1/temperature)
     # How an instruction that a row carries is put around its query, instead of a prompt.
@@ -315,8 +315,8 @@ class CheckpointConfig:
     keep_every: int = 0  # steps that are multiples of it stay for good; 0: none
     asynchronous: bool = True  # write beside training, from a copy in host memory; false: training waits
     max_disk_gb: float | None = None  # all checkpoints together, in 10^9 bytes; asked before one is written
-    layout: Layout = Layout.sharded
-    contents: Contents = Contents.all
+    layout: CheckpointLayout = CheckpointLayout.sharded
+    contents: CheckpointContents = CheckpointContents.all
     best_metric: str | None = None  # `set/metric`: keep the checkpoint that is best by it, and export that one
 
 

@@ -22,7 +22,7 @@ from embedtrain.config.losses import (
 )
 
 
-class Scores(str, Enum):
+class ScoreRequirement(str, Enum):
     """What scores a loss wants of a row's documents."""
 
     none = "none"
@@ -31,16 +31,18 @@ class Scores(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class ScoreRange:
     """What scores a loss can use: from `low` to `high`, whole numbers alone or any."""
 
     low: float = -math.inf
     high: float = math.inf
     whole: bool = False
 
-    def __and__(self, other: "Range") -> "Range":
+    def __and__(self, other: "ScoreRange") -> "ScoreRange":
         """What both can use."""
-        return Range(low=max(self.low, other.low), high=min(self.high, other.high), whole=self.whole or other.whole)
+        return ScoreRange(
+            low=max(self.low, other.low), high=min(self.high, other.high), whole=self.whole or other.whole
+        )
 
     def __contains__(self, score: float) -> bool:
         return self.low <= score <= self.high and (not self.whole or float(score).is_integer())
@@ -51,7 +53,7 @@ class Range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class RowRequirements:
     """What a loss asks of every row.
 
     Attributes:
@@ -61,44 +63,44 @@ class Needs:
         range: what scores it can use.
         label: the row's class, a whole number.
         vectors: a teacher's vector for every text.
-        even: as many documents in every row.
+        same_num_documents: as many documents in every row.
         loss: the loss's name, for sentences to the user.
     """
 
     documents: bool = True
     negatives: bool = False
-    scores: Scores = Scores.none
-    range: Range = Range()
+    scores: ScoreRequirement = ScoreRequirement.none
+    range: ScoreRange = ScoreRange()
     label: bool = False
     vectors: bool = False
-    even: bool = False
+    same_num_documents: bool = False
     loss: str = "infonce"
 
-    def __or__(self, other: "Needs") -> "Needs":
+    def __or__(self, other: "RowRequirements") -> "RowRequirements":
         """What two losses on the same rows ask together."""
-        strictest = max(self.scores, other.scores, key=list(Scores).index)
-        return Needs(
+        strictest = max(self.scores, other.scores, key=list(ScoreRequirement).index)
+        return RowRequirements(
             documents=self.documents or other.documents,
             negatives=self.negatives or other.negatives,
             scores=strictest,
             range=self.range & other.range,
             label=self.label or other.label,
             vectors=self.vectors or other.vectors,
-            even=self.even or other.even,
+            same_num_documents=self.same_num_documents or other.same_num_documents,
             loss=" + ".join(dict.fromkeys(name for name in (self.loss, other.loss) if name)),
         )
 
 
 # Compared with a cosine; the weight of pulling together, 1 minus it that of pushing apart; one or the other.
-_COSINE, _SHARE, _EITHER = Range(low=-1, high=1), Range(low=0, high=1), Range(low=0, high=1, whole=True)
-_COLUMNS = Needs(even=True)
-_PAIRS = Needs(even=True, scores=Scores.pairs)
-_TEACHER = Needs(even=True, negatives=True, scores=Scores.teacher)
-_CLASSES = Needs(documents=False, label=True, even=True)
-_VECTORS = Needs(documents=False, vectors=True, even=True)
+_COSINE, _SHARE, _EITHER = ScoreRange(low=-1, high=1), ScoreRange(low=0, high=1), ScoreRange(low=0, high=1, whole=True)
+_COLUMNS = RowRequirements(same_num_documents=True)
+_PAIRS = RowRequirements(same_num_documents=True, scores=ScoreRequirement.pairs)
+_TEACHER = RowRequirements(same_num_documents=True, negatives=True, scores=ScoreRequirement.teacher)
+_CLASSES = RowRequirements(documents=False, label=True, same_num_documents=True)
+_VECTORS = RowRequirements(documents=False, vectors=True, same_num_documents=True)
 
 # The classes of sentence-transformers 6.0 to 6.2 that compute from embeddings.
-SENTENCE_TRANSFORMERS: dict[str, Needs] = {
+SENTENCE_TRANSFORMERS_LOSSES: dict[str, RowRequirements] = {
     "MultipleNegativesRankingLoss": _COLUMNS,
     "MultipleNegativesSymmetricRankingLoss": _COLUMNS,
     "CachedMultipleNegativesRankingLoss": _COLUMNS,
@@ -112,7 +114,7 @@ SENTENCE_TRANSFORMERS: dict[str, Needs] = {
     "CosineSimilarityLoss": replace(_PAIRS, range=_COSINE),
     "ContrastiveLoss": replace(_PAIRS, range=_SHARE),
     "OnlineContrastiveLoss": replace(_PAIRS, range=_EITHER),
-    "SoftmaxLoss": Needs(even=True, scores=Scores.teacher),
+    "SoftmaxLoss": RowRequirements(same_num_documents=True, scores=ScoreRequirement.teacher),
     "TripletLoss": replace(_COLUMNS, negatives=True),
     "BatchAllTripletLoss": _CLASSES,
     "BatchHardTripletLoss": _CLASSES,
@@ -124,7 +126,7 @@ SENTENCE_TRANSFORMERS: dict[str, Needs] = {
     "EmbedDistillLoss": _VECTORS,
 }
 # Those that need more than embeddings, and what.
-MORE_THAN_EMBEDDINGS: dict[str, str] = {
+UNSUPPORTED_LOSSES: dict[str, str] = {
     "AdaptiveLayerLoss": "the vectors of inner layers",
     "Matryoshka2dLoss": "the vectors of inner layers",
     "ContrastiveTensionLoss": "a second copy of the model that is trained too",
@@ -133,38 +135,38 @@ MORE_THAN_EMBEDDINGS: dict[str, str] = {
 }
 
 
-def needs_of(loss: LossConfig) -> Needs:
+def row_requirements(loss: LossConfig) -> RowRequirements:
     """What `loss` asks of every row. `check_loss` must have passed it."""
     match loss:
         case CombinedConfig(losses=parts):
-            together = Needs(documents=False, loss="")
+            together = RowRequirements(documents=False, loss="")
             for part in parts:
-                together |= needs_of(part)
+                together |= row_requirements(part)
             return together
         case SentenceTransformersConfig(class_name=name, arguments=arguments):
             if name == "MatryoshkaLoss":
                 name = arguments["loss"]["class_name"]
-            needs = replace(SENTENCE_TRANSFORMERS[name], loss=name)
+            needs = replace(SENTENCE_TRANSFORMERS_LOSSES[name], loss=name)
             if name == "SoftmaxLoss" and isinstance(arguments.get("num_labels"), int):
-                return replace(needs, range=Range(low=0, high=arguments["num_labels"] - 1, whole=True))
+                return replace(needs, range=ScoreRange(low=0, high=arguments["num_labels"] - 1, whole=True))
             return needs
         case CoSENTConfig() | AnglEConfig():
-            return Needs(scores=Scores.pairs, loss=loss.name)
+            return RowRequirements(scores=ScoreRequirement.pairs, loss=loss.name)
         case CosineMSEConfig():
-            return Needs(scores=Scores.pairs, range=_COSINE, loss=loss.name)
+            return RowRequirements(scores=ScoreRequirement.pairs, range=_COSINE, loss=loss.name)
         case ContrastiveConfig():
-            return Needs(scores=Scores.pairs, range=_SHARE, loss=loss.name)
+            return RowRequirements(scores=ScoreRequirement.pairs, range=_SHARE, loss=loss.name)
         case OnlineContrastiveConfig():
-            return Needs(scores=Scores.pairs, range=_EITHER, loss=loss.name)
+            return RowRequirements(scores=ScoreRequirement.pairs, range=_EITHER, loss=loss.name)
         case TripletConfig():
-            return Needs(negatives=True, loss=loss.name)
+            return RowRequirements(negatives=True, loss=loss.name)
         case BatchTripletConfig():
-            return Needs(documents=False, label=True, loss=loss.name)
+            return RowRequirements(documents=False, label=True, loss=loss.name)
         case DistillScoresConfig() | MarginMSEConfig():
-            return Needs(negatives=True, scores=Scores.teacher, loss=loss.name)
+            return RowRequirements(negatives=True, scores=ScoreRequirement.teacher, loss=loss.name)
         case DistillEmbeddingsConfig(teacher=teacher):
-            return Needs(documents=False, vectors=teacher is None, loss=loss.name)
+            return RowRequirements(documents=False, vectors=teacher is None, loss=loss.name)
         case OrthogonalConfig():
-            return Needs(documents=False, loss=loss.name)
+            return RowRequirements(documents=False, loss=loss.name)
         case _:
-            return Needs(loss=loss.name)
+            return RowRequirements(loss=loss.name)

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from embedtrain.config.losses import SentenceTransformersConfig
-from embedtrain.config.row_requirements import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
+from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
 from embedtrain.errors import ConfigError
 
 MATRYOSHKA = "MatryoshkaLoss"
-GUIDED = ("GISTEmbedLoss", "CachedGISTEmbedLoss")
+LOSSES_WITH_GUIDE = ("GISTEmbedLoss", "CachedGISTEmbedLoss")
 
 _MATRIX = ("cos_sim", "dot_score", "euclidean_sim", "manhattan_sim")
 _PAIRWISE = (
@@ -23,7 +23,7 @@ _SIAMESE = ("EUCLIDEAN", "MANHATTAN", "COSINE_DISTANCE")
 _BATCH = ("cosine_distance", "euclidean_distance")
 
 # The functions that an argument may name. Looked up by these names, never evaluated.
-FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+FUNCTION_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     "MultipleNegativesRankingLoss": {"similarity_fct": _MATRIX},
     "MultipleNegativesSymmetricRankingLoss": {"similarity_fct": _MATRIX},
     "CachedMultipleNegativesRankingLoss": {"similarity_fct": _MATRIX},
@@ -68,25 +68,27 @@ def check_sentence_transformers(config: SentenceTransformersConfig, option: str 
     if name == MATRYOSHKA:
         name = _check_matryoshka(config.arguments, option)
     if config.matryoshka_dims is not None and (
-        name == "SoftmaxLoss" or SENTENCE_TRANSFORMERS[name].vectors or config.class_name == MATRYOSHKA
+        name == "SoftmaxLoss" or SENTENCE_TRANSFORMERS_LOSSES[name].vectors or config.class_name == MATRYOSHKA
     ):
         what = "shortens vectors itself" if config.class_name == MATRYOSHKA else "takes whole vectors"
         raise ConfigError(
             f"{option}.matryoshka_dims={config.matryoshka_dims}: {config.class_name} {what}; leave it out"
         )
-    if name in GUIDED and config.guide is None:
+    if name in LOSSES_WITH_GUIDE and config.guide is None:
         raise ConfigError(f"{option}.class_name={name} needs a guide: set {option}.guide to a directory or a Hub id")
-    if name not in GUIDED and config.guide is not None:
-        raise ConfigError(f"{option}.guide={config.guide} is for {' and '.join(GUIDED)}; {name} has no guide")
+    if name not in LOSSES_WITH_GUIDE and config.guide is not None:
+        raise ConfigError(
+            f"{option}.guide={config.guide} is for {' and '.join(LOSSES_WITH_GUIDE)}; {name} has no guide"
+        )
 
 
 def _check_class(name: Any, arguments: Any, option: str) -> None:
-    known = [*SENTENCE_TRANSFORMERS, MATRYOSHKA]
+    known = [*SENTENCE_TRANSFORMERS_LOSSES, MATRYOSHKA]
     if not name:
         raise ConfigError(f"{option}.class_name is missing: set it to one of {', '.join(known)}")
-    if name in MORE_THAN_EMBEDDINGS:
+    if name in UNSUPPORTED_LOSSES:
         raise ConfigError(
-            f"{option}.class_name={name} needs {MORE_THAN_EMBEDDINGS[name]}, and a loss here sees embeddings alone; "
+            f"{option}.class_name={name} needs {UNSUPPORTED_LOSSES[name]}, and a loss here sees embeddings alone; "
             f"there are {', '.join(known)}"
         )
     if name not in known:
@@ -101,7 +103,7 @@ def _check_class(name: Any, arguments: Any, option: str) -> None:
     for argument, value in arguments.items():
         if argument in _REFUSED:
             raise ConfigError(f"{option}.arguments.{argument}={value}: {_REFUSED[argument]}")
-        allowed = FUNCTIONS.get(name, {}).get(argument)
+        allowed = FUNCTION_ARGUMENTS.get(name, {}).get(argument)
         if allowed and value not in allowed:
             raise ConfigError(f"{option}.arguments.{argument}={value}: {name} takes one of {', '.join(allowed)}")
 

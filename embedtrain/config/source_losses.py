@@ -6,11 +6,11 @@ from typing import Any
 
 from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.losses import CombinedConfig, LossConfig, SigLIPConfig
-from embedtrain.config.recipe import Batches, TrainSource
+from embedtrain.config.recipe import BatchMode, TrainSource
 from embedtrain.errors import ConfigError
 
 
-def loss_of(source: TrainSource, loss: LossConfig) -> LossConfig:
+def source_loss(source: TrainSource, loss: LossConfig) -> LossConfig:
     """What rows of `source` are trained with.
 
     Args:
@@ -33,7 +33,7 @@ def loss_of(source: TrainSource, loss: LossConfig) -> LossConfig:
     return found
 
 
-def distinct(losses: Sequence[LossConfig]) -> tuple[list[LossConfig], list[int]]:
+def distinct_losses(losses: Sequence[LossConfig]) -> tuple[list[LossConfig], list[int]]:
     """Each different loss once, and which of them each of `losses` is."""
     found: list[LossConfig] = []
     which = []
@@ -44,7 +44,7 @@ def distinct(losses: Sequence[LossConfig]) -> tuple[list[LossConfig], list[int]]
     return found, which
 
 
-def batches_by_source(batches: Batches, losses: Sequence[LossConfig]) -> bool:
+def uses_batches_by_source(batches: BatchMode, losses: Sequence[LossConfig]) -> bool:
     """Whether a global batch holds rows of one source alone.
 
     Args:
@@ -54,13 +54,13 @@ def batches_by_source(batches: Batches, losses: Sequence[LossConfig]) -> bool:
     Raises:
         ConfigError: batches are to be mixed of sources that have different losses.
     """
-    several = len(distinct(losses)[0]) > 1
-    if several and batches is Batches.mixed:
+    several = len(distinct_losses(losses)[0]) > 1
+    if several and batches is BatchMode.mixed:
         raise ConfigError(
             "data.batches=mixed: sources have a loss, temperature or in_batch_negatives of their own, and a batch "
             "has one loss; write data.batches=by_source"
         )
-    return several or batches is Batches.by_source
+    return several or batches is BatchMode.by_source
 
 
 def _with(loss: LossConfig, option: str, value: Any, path: str) -> LossConfig:

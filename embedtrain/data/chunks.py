@@ -20,7 +20,7 @@ _UNKNOWN = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class ChunkPlan:
     """Which rank encodes which texts, in which chunks.
 
     Attributes:
@@ -36,7 +36,7 @@ class Deal:
         """Chunks of each rank."""
         return len(self.bounds) - 1
 
-    def of_rank(self, rank: int) -> list[NDArray[np.int64]]:
+    def chunks_of_rank(self, rank: int) -> list[NDArray[np.int64]]:
         """The chunks of one rank, as many as any other's: text numbers, the longest texts first.
 
         The last chunk has no texts where it is the last group alone and that has none for this rank.
@@ -50,14 +50,14 @@ class Deal:
         column = self.texts[:, rank]
         return column[column >= 0]
 
-    def most_tokens(self, lengths: NDArray[np.int64], *, packed: bool) -> list[int]:
+    def max_tokens_per_chunk(self, lengths: NDArray[np.int64], *, packed: bool) -> list[int]:
         """What each chunk has on the rank where it has most, padding included, given the tokens of each text."""
         sizes = np.where(self.texts >= 0, lengths[self.texts], 0)
         chunks = [sizes[start:stop] for start, stop in pairwise(self.bounds)]
         return [int(one.sum(axis=0).max() if packed else one.max() * len(one)) for one in chunks]
 
     @property
-    def rank_of(self) -> NDArray[np.int64]:
+    def encoder_rank(self) -> NDArray[np.int64]:
         """The rank that encodes each text: int64 [T]."""
         return self._by_text(np.arange(self.texts.shape[1]))
 
@@ -73,7 +73,7 @@ class Deal:
         return out
 
 
-def deal(
+def plan_chunks(
     lengths: NDArray[np.int64] | Sequence[int],
     size: int,
     chunk_tokens: int,
@@ -81,7 +81,7 @@ def deal(
     most_chunks: int | None = None,
     *,
     packed: bool = False,
-) -> Deal:
+) -> ChunkPlan:
     """Deal texts to ranks and cut each rank's into chunks.
 
     The cuts make sum(rows x longest) + chunks x `pass_overhead_tokens` of a rank as small as can be, with at most
@@ -111,14 +111,14 @@ def deal(
     else:
         reach = np.arange(num_groups) + np.maximum(1, chunk_tokens // longest)
         bounds = _cut(longest, reach, pass_overhead_tokens, most_chunks)
-    return Deal(_balanced(texts, found, bounds, packed=packed), tuple(bounds))
+    return ChunkPlan(_balanced(texts, found, bounds, packed=packed), tuple(bounds))
 
 
 def cut_rows(
     lengths: NDArray[np.int64] | Sequence[int], chunk_tokens: int, pass_overhead_tokens: int, *, packed: bool = False
 ) -> list[NDArray[np.int64]]:
-    """`deal` for one rank alone: chunks of text numbers, the longest texts first."""
-    return deal(lengths, 1, chunk_tokens, pass_overhead_tokens, packed=packed).of_rank(0)
+    """`plan_chunks` for one rank alone: chunks of text numbers, the longest texts first."""
+    return plan_chunks(lengths, 1, chunk_tokens, pass_overhead_tokens, packed=packed).chunks_of_rank(0)
 
 
 def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.token_store import TokenStore
-from embedtrain.data.prompts import prompts_of
-from embedtrain.data.sampling.draw import Drawn
+from embedtrain.data.prompts import row_prompts
+from embedtrain.data.sampling.draw import Selection
 from embedtrain.data.sampling.plan import PlannedBatch
 from embedtrain.data.types import Example, Row
 
@@ -46,7 +46,7 @@ class Given:
         if len(example.vectors) > 1:
             first_negative = 1 + len(example.positives)
             vectors = example.vectors[:1] + drawn(example.vectors[1:first_negative], example.vectors[first_negative:])
-        before_query, before_document = prompts_of(
+        before_query, before_document = row_prompts(
             example, self.query_prompt, self.document_prompt, self.instruction_format
         )
         return Row(
@@ -72,10 +72,12 @@ def _all_ids(example: Example) -> tuple[Sequence[str], Sequence[str]]:
     return positives or [""] * len(example.positives), negatives or [""] * len(example.negatives)
 
 
-class DrawnRows(Sequence[Row]):
+class SelectedRows(Sequence[Row]):
     """The rows of a global batch, each made when it is asked for."""
 
-    def __init__(self, stores: Sequence[RowStore], given: Sequence[Given], planned: PlannedBatch, drawn: Drawn) -> None:
+    def __init__(
+        self, stores: Sequence[RowStore], given: Sequence[Given], planned: PlannedBatch, drawn: Selection
+    ) -> None:
         self._stores, self._given, self._planned, self._drawn = stores, given, planned, drawn
         self._starts = np.cumsum(drawn.counts) - drawn.counts
 
@@ -101,7 +103,7 @@ class DrawnRows(Sequence[Row]):
         )
 
 
-class DrawnTokens:
+class SelectedTokens:
     """The tokens of a global batch's texts; see BatchTokens.
 
     Args:
@@ -112,7 +114,7 @@ class DrawnTokens:
     """
 
     def __init__(
-        self, stores: Sequence[TokenStore], planned: PlannedBatch, drawn: Drawn, num_positives: NDArray[np.int64]
+        self, stores: Sequence[TokenStore], planned: PlannedBatch, drawn: Selection, num_positives: NDArray[np.int64]
     ) -> None:
         self._stores = stores
         firsts = np.empty(len(planned.rows), dtype=np.int64)

@@ -53,7 +53,7 @@ class _Copy:
         return [before + ids[:room] + after for ids in found]
 
 
-class FastTokens:
+class FastTokenizer:
     """Token ids of texts as `tokenizer(texts, truncation=True, max_length=...)` gives them.
 
     A fast one's Rust tokenizer is copied and asked directly, where that gives the same: it leaves out what nobody

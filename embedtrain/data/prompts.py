@@ -6,7 +6,7 @@ from embedtrain.data.types import NO_PROMPT, Prompt
 from embedtrain.errors import ConfigError
 
 
-class Instructed(Protocol):
+class HasInstructions(Protocol):
     """A row that may carry instructions of its own: an Example or Texts."""
 
     @property
@@ -20,8 +20,8 @@ class Instructed(Protocol):
         ...
 
 
-def prompts_of(
-    row: Instructed, query_prompt: str, document_prompt: str, instruction_format: str
+def row_prompts(
+    row: HasInstructions, query_prompt: str, document_prompt: str, instruction_format: str
 ) -> tuple[Prompt, Prompt]:
     """What stands around a row's query, and around its documents.
 
@@ -35,12 +35,12 @@ def prompts_of(
         ConfigError: the format is no such one.
     """
     return (
-        prompt_of(row.instruction, query_prompt, instruction_format),
-        prompt_of(row.document_instruction, document_prompt, instruction_format),
+        make_prompt(row.instruction, query_prompt, instruction_format),
+        make_prompt(row.document_instruction, document_prompt, instruction_format),
     )
 
 
-def prompt_of(instruction: str | None, prompt: str, instruction_format: str) -> Prompt:
+def make_prompt(instruction: str | None, prompt: str, instruction_format: str) -> Prompt:
     """What stands around a text: its row's instruction, or the prompt where the row says nothing."""
     if instruction is None:
         return Prompt(prompt)

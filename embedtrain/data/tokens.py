@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.data.fast_tokens import FastTokens
+from embedtrain.data.fast_tokens import FastTokenizer
 from embedtrain.data.padding import packed, padded
 from embedtrain.data.types import Tokens
 
@@ -42,7 +42,7 @@ class TextTokenizer:
         # What stands for a text without tokens (an empty document, and no special tokens, as with Qwen): a row
         # whose mask is all 0 has no mean and no last token, and would turn into NaN.
         self.nothing = int(tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id)
-        self._fast = FastTokens(tokenizer)
+        self._fast = FastTokenizer(tokenizer)
 
     def ids(
         self, texts: Sequence[str], max_length: int | None = None, prompts: str | Sequence[str] = ""
@@ -99,9 +99,9 @@ class TextTokenizer:
             flat = np.concatenate(chosen)
         else:
             flat = np.fromiter(itertools.chain.from_iterable(chosen), dtype=np.int32, count=int(lengths.sum()))
-        return self.laid_out(flat, lengths, rows)
+        return self.make_chunk(flat, lengths, rows)
 
-    def laid_out(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+    def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
         """The same of tokens that stand one text after the other; see `packed` and `padded`."""
         if self.packed:
             return packed(flat, lengths, rows)
@@ -115,7 +115,7 @@ class TextTokenizer:
         return replace(self.chunk(self.ids(["a"]), [0]), rows=(-1,))
 
     @cached_property
-    def highest_id(self) -> int:
+    def max_token_id(self) -> int:
         """No text has a token with a higher number."""
         return max(self.nothing, *map(int, self.tokenizer.get_vocab().values()))
 
@@ -131,7 +131,7 @@ def _without(ids: list[int], num_prompt: int) -> list[int]:
     return [~token for token in ids[:left_out]] + ids[left_out:]
 
 
-def in_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor:
+def restore_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor:
     """The vectors of chunks, a matrix each, as one matrix in the texts' order; dummies' vectors are left out."""
     places = torch.tensor([row for chunk in chunks for row in chunk.rows])
     order = places.argsort()[int((places < 0).sum()) :]

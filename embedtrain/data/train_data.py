@@ -7,23 +7,23 @@ import numpy as np
 
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import DataConfig, OnError, Recipe, TrainSource, WeightMode
-from embedtrain.config.row_requirements import Needs, needs_of
-from embedtrain.config.source_losses import batches_by_source, distinct, loss_of
+from embedtrain.config.row_requirements import RowRequirements, row_requirements
+from embedtrain.config.source_losses import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.token_store import TokenStore, Wanted, prepare_all
-from embedtrain.data.drawn import DrawnRows, DrawnTokens, Given
+from embedtrain.data.drawn import Given, SelectedRows, SelectedTokens
 from embedtrain.data.sampling.draw import draw
-from embedtrain.data.sampling.mixing import rows_of_an_epoch
+from embedtrain.data.sampling.mixing import rows_per_source_of_epoch
 from embedtrain.data.sampling.plan import BatchPlan
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE
-from embedtrain.data.sources.sources import expand, no_in_batch_negatives
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
+from embedtrain.data.sources.sources import expand_sources, no_in_batch_negatives
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch
 
 # What lies beside the texts of a row and goes into a loss.
-BESIDE = frozenset({"positive_scores", "negative_scores", "positive_ids", "negative_ids", "label", "vectors"})
+LOSS_COLUMNS = frozenset({"positive_scores", "negative_scores", "positive_ids", "negative_ids", "label", "vectors"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +101,10 @@ class TrainData:
         sources = [planned.source] if planned.source is not None else range(len(self.stores))
         return GlobalBatch(
             k,
-            DrawnRows(self.stores, self.given, planned, drawn),
+            SelectedRows(self.stores, self.given, planned, drawn),
             source=planned.source,
-            tokens=None if self.tokens is None else DrawnTokens(self.tokens, planned, drawn, positives),
-            beside=any(self.stores[source].beside & BESIDE for source in sources),
+            tokens=None if self.tokens is None else SelectedTokens(self.tokens, planned, drawn, positives),
+            beside=any(self.stores[source].beside & LOSS_COLUMNS for source in sources),
         )
 
     def teacher_dimension(self, source: int) -> int | None:
@@ -136,7 +136,7 @@ def load_train_data(
     instruction_format: str = DataConfig.instruction_format,
     seed: int,
     global_batch_size: int,
-    needs: Needs | Sequence[Needs] = TEXTS_ALONE,
+    needs: RowRequirements | Sequence[RowRequirements] = TEXTS_ONLY,
     losses: Sequence[int] | None = None,
     mixing: Mixing | None = None,
     cache: Cache | None = None,
@@ -163,7 +163,7 @@ def load_train_data(
     mixing = mixing or Mixing()
     stores = read_sources(sources, on_error, needs, cache, losses=losses)
     sizes = [len(store) for store in stores]
-    rows = rows_of_an_epoch(
+    rows = rows_per_source_of_epoch(
         sizes,
         [source.weight for source in sources],
         most=[source.max_rows for source in sources],
@@ -220,7 +220,7 @@ def _first_given(*prompts: str | None) -> str:
     return next((prompt for prompt in prompts if prompt is not None), "")
 
 
-def chosen_sources(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]]:
+def resolve_sources(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]]:
     """The sources of `data.train`, file by file where that is asked for, and the loss of each.
 
     Raises:
@@ -231,12 +231,12 @@ def chosen_sources(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]]
         replace(source, in_batch_negatives=False)
         if source.in_batch_negatives is None and no_in_batch_negatives(source)
         else source
-        for source in expand(recipe.data.train)
+        for source in expand_sources(recipe.data.train)
     ]
-    return sources, [loss_of(source, recipe.loss) for source in sources]
+    return sources, [source_loss(source, recipe.loss) for source in sources]
 
 
-def chosen_data(
+def load_recipe_data(
     recipe: Recipe, prompts: Mapping[str, str], cache: Cache, on_error: OnError | None = None
 ) -> tuple[TrainData, list[LossConfig]]:
     """All rows of a recipe, checked, and the loss of each source.
@@ -250,7 +250,7 @@ def chosen_data(
     Raises:
         DataError, ConfigError: see `load_train_data`.
     """
-    sources, losses = chosen_sources(recipe)
+    sources, losses = resolve_sources(recipe)
     data = load_train_data(
         sources,
         on_error=on_error or recipe.data.on_error,
@@ -259,10 +259,10 @@ def chosen_data(
         instruction_format=recipe.data.instruction_format,
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
-        needs=[needs_of(loss) for loss in losses],
-        losses=distinct(losses)[1],
+        needs=[row_requirements(loss) for loss in losses],
+        losses=distinct_losses(losses)[1],
         mixing=Mixing(
-            by_source=batches_by_source(recipe.data.batches, losses),
+            by_source=uses_batches_by_source(recipe.data.batches, losses),
             weights=recipe.data.weight_mode,
             temperature=recipe.data.mixing_temperature,
         ),

@@ -27,14 +27,14 @@ ROLES = {
 # names, above all) remain two things to the model. 256 pieces of the vocabulary are their price.
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 # A piece that no text should match by chance: far below what any sum of a word's pieces reaches.
-NEVER = -1e4
+NEVER_MATCHED = -1e4
 # Characters of scripts that put no blank between words.
 UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}ー]"
 # Unigram, as XLM-R: on one core 5 s for 31,000 texts of 3.9 million characters and 16,000 pieces, so BPE's
 # 2 s are no reason to leave it.
 # Beyond this many texts more of them hardly change a vocabulary, only the time: a random part is used.
-MOST_TEXTS = 50_000
-MOST_CHARACTERS_OF_A_TEXT = 2_000
+MAX_TEXTS = 50_000
+MAX_CHARACTERS_PER_TEXT = 2_000
 
 
 def train_tokenizer(
@@ -78,7 +78,7 @@ def train_tokenizer(
     # The trainer can neither place special tokens nor make byte pieces, so the model is put together anew.
     pieces = [(piece, score) for piece, score in learnt if piece not in (*SPECIAL_TOKENS, *BYTES, MASK)]
     pieces = sorted(pieces, key=lambda piece: -piece[1])[: vocab_size - reserved]
-    reserved_pieces = [(token, 0.0) for token in SPECIAL_TOKENS] + [(byte, NEVER) for byte in BYTES]
+    reserved_pieces = [(token, 0.0) for token in SPECIAL_TOKENS] + [(byte, NEVER_MATCHED) for byte in BYTES]
     vocabulary = [*reserved_pieces, *pieces, (MASK, 0.0)]
     tokenizer.model = models.Unigram(vocabulary, unk_id=SPECIAL_TOKENS.index(UNKNOWN), byte_fallback=True)
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
@@ -98,10 +98,10 @@ def _sample(texts: Iterable[str]) -> list[str]:
     draw = random.Random(0)
     sample: list[str] = []
     for i, text in enumerate(texts):
-        if len(sample) < MOST_TEXTS:
-            sample.append(text[:MOST_CHARACTERS_OF_A_TEXT])
-        elif (place := int(draw.random() * (i + 1))) < MOST_TEXTS:
-            sample[place] = text[:MOST_CHARACTERS_OF_A_TEXT]
+        if len(sample) < MAX_TEXTS:
+            sample.append(text[:MAX_CHARACTERS_PER_TEXT])
+        elif (place := int(draw.random() * (i + 1))) < MAX_TEXTS:
+            sample[place] = text[:MAX_CHARACTERS_PER_TEXT]
     return sample
 
 

@@ -13,7 +13,7 @@ from embedtrain.distributed.world import World
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How weights lie over the ranks, and what is saved of their memory.
 
     Attributes:
@@ -21,7 +21,8 @@ class Layout:
         replicate: copies.
         shard: parts that each copy is cut into.
         reason: why.
-        reshard_after_forward: whether a block's gathered weights are given back after its forward pass; of no effect on whole copies.
+        reshard_after_forward: whether a block's unsharded weights are freed after its forward pass; no effect where
+            weights are replicated.
         activation_checkpointing: whether a block's activations are recomputed in the backward pass.
         cpu_offload: whether weights, gradients and optimiser lie in host memory, and travel when they are needed.
     """

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from embedtrain.config.recipe import ParallelConfig, Precision
-from embedtrain.distributed.mesh import Layout
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.errors import ModelError, TrainingError
 
 # From so many elements on a vocabulary's embedding is gathered for the lookup alone: as a part of the root it would
@@ -36,7 +36,7 @@ _KEEP: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def shard_(
-    encoder: nn.Module, blocks: list[nn.Module], layout: Layout, parallel: ParallelConfig, device: torch.device
+    encoder: nn.Module, blocks: list[nn.Module], layout: ParallelLayout, parallel: ParallelConfig, device: torch.device
 ) -> None:
     """Shard `encoder` in place and give its parameters (uninitialised) memory. A collective.
 
@@ -153,7 +153,7 @@ def reshard(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def gathered_whole(encoder: nn.Module, one_pass: Callable[[], object]) -> Iterator[None]:
+def unsharded_weights(encoder: nn.Module, one_pass: Callable[[], object]) -> Iterator[None]:
     """Keep all weights gathered during the block: a forward pass is no collective then, and ranks may run any number.
 
     Every rank holds the whole model meanwhile. Afterwards weights are sharded as before. Without effect on a module
@@ -196,7 +196,7 @@ def warm_up(encoder: nn.Module, device: torch.device) -> None:
     reshard(encoder)
 
 
-def synchronise_gradients(encoder: nn.Module, *, last: bool, whole: bool = True) -> None:
+def set_gradient_sync(encoder: nn.Module, *, last: bool, whole: bool = True) -> None:
     """Say before a backward pass whether it is the last of its step.
 
     Without effect on a module that is not sharded.

@@ -13,8 +13,8 @@ from types import FrameType
 
 # What schedulers send before they take a machine away, and what a user's Ctrl-C sends.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
-INTERRUPTED = 130
+EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
+EXIT_INTERRUPTED = 130
 # A launcher forwards a signal that the scheduler may have sent to each of its processes as well.
 ONCE = 3.0
 
@@ -28,24 +28,24 @@ class Notice(IntFlag):
 
 def exit_code(asked: signal.Signals) -> int:
     """What a run that a signal stopped ends with: 75 asks a scheduler to start it again, 130 tells of Ctrl-C."""
-    return INTERRUPTED if asked is signal.SIGINT else TRY_AGAIN
+    return EXIT_INTERRUPTED if asked is signal.SIGINT else EXIT_TRY_AGAIN
 
 
-class Stopping:
+class StopSignals:
     """Listens to this process's signals.
 
     A thread acts on them, for a main thread that waits for another rank does not come round to it.
 
     Attributes:
         asked: the signal that came; None: none did.
-        obeyed: whether the run is ending because a rank was asked.
+        is_stopping: whether the run is ending because a rank was asked.
         tell: says on which signal the process ends at once, and gives the code to end with.
     """
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
-        self.obeyed = False
-        self.tell: Callable[[signal.Signals], int] = tell_alone
+        self.is_stopping = False
+        self.tell: Callable[[signal.Signals], int] = report_early_stop
         self._asked_at = 0.0
         self._deferred = False
 
@@ -68,11 +68,11 @@ class Stopping:
     def deferred(self) -> Iterator[None]:
         """While the block runs a signal is noted, for the block to look after; a later second one ends the process.
 
-        So it is after the block, too, if it has set `obeyed`.
+        So it is after the block, too, if it has set `is_stopping`.
         """
         self._deferred = True
         yield
-        if self.obeyed:
+        if self.is_stopping:
             return
         self._deferred = False
         if self.asked is not None:
@@ -103,7 +103,7 @@ class Stopping:
         os._exit(code)
 
 
-def tell_alone(asked: signal.Signals) -> int:
+def report_early_stop(asked: signal.Signals) -> int:
     """Say that a signal ended this process, before it knows the others: the first rank does."""
     if os.environ.get("RANK", "0") == "0":
         print(f"stopped by {asked.name} at the start: the same command begins again", file=sys.stderr, flush=True)

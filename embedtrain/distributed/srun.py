@@ -15,7 +15,7 @@ import psutil
 from embedtrain.errors import ConfigError
 
 
-def interface_towards(address: str) -> str | None:
+def interface_for(address: str) -> str | None:
     """The name of the interface through which an address is reached; None: nobody can tell.
 
     Args:
@@ -74,7 +74,7 @@ def node_names(compressed: str) -> list[str]:
     return [name for part in _parts(compressed) for name in _expanded(part, compressed)]
 
 
-def tasks_of_nodes(compressed: str) -> list[int]:
+def tasks_per_node(compressed: str) -> list[int]:
     """Numbers of tasks, node by node: `2(x3),1` -> 2, 2, 2, 1.
 
     Raises:
@@ -89,7 +89,7 @@ def tasks_of_nodes(compressed: str) -> list[int]:
     return tasks
 
 
-def address_of(name: str) -> str:
+def node_address(name: str) -> str:
     """Where a node is reached: its name, or what SLURM has as its address where the name means nothing here."""
     try:
         socket.getaddrinfo(name, None)
@@ -142,7 +142,7 @@ _FIRST_PORT, _PORTS = 10000, 20000  # below what Linux gives to connections (327
 _STEP_APART = 997  # a prime: steps of one job, and jobs that follow each other, do not take one port
 
 
-def take_place(environment: MutableMapping[str, str]) -> None:
+def set_ranks_from_srun(environment: MutableMapping[str, str]) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun would.
 
     Nothing is done unless srun started several tasks and no other launcher stands between: in a batch script's own
@@ -163,7 +163,7 @@ def take_place(environment: MutableMapping[str, str]) -> None:
     node, local_rank, num_tasks = (
         _number(environment, name) for name in ("SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
     )
-    tasks = tasks_of_nodes(_text(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    tasks = tasks_per_node(_text(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if sum(tasks) != num_tasks or not node < len(tasks) or not local_rank < tasks[node]:
         raise ConfigError(
             f"SLURM's variables contradict each other (SLURM_STEP_NUM_TASKS={num_tasks}, "
@@ -181,14 +181,14 @@ def take_place(environment: MutableMapping[str, str]) -> None:
     )
     several = len(tasks) > 1
     if "MASTER_ADDR" not in environment:
-        environment["MASTER_ADDR"] = address_of(names[0]) if several else "127.0.0.1"
+        environment["MASTER_ADDR"] = node_address(names[0]) if several else "127.0.0.1"
     if "MASTER_PORT" not in environment:
         job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
         environment["MASTER_PORT"] = str(_FIRST_PORT + (job + _STEP_APART * step) % _PORTS)
     if several and "GLOO_SOCKET_IFNAME" not in environment:
         # The first node cannot tell by itself how the others reach it: it looks towards the second one.
-        other = environment["MASTER_ADDR"] if node > 0 else address_of(names[1])
-        interface = interface_towards(other)
+        other = environment["MASTER_ADDR"] if node > 0 else node_address(names[1])
+        interface = interface_for(other)
         if interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
 
@@ -198,7 +198,7 @@ def _look_towards_the_others(environment: MutableMapping[str, str]) -> None:
     addresses = environment.get("NODE_ADDRESSES", "").split()
     node = environment.get("SLURM_NODEID", "")
     if len(addresses) > 1 and node.isdecimal() and "GLOO_SOCKET_IFNAME" not in environment:
-        interface = interface_towards(addresses[0 if int(node) else 1])
+        interface = interface_for(addresses[0 if int(node) else 1])
         if interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
 

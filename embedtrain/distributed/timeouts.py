@@ -13,13 +13,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from embedtrain.distributed.collectives import max_over_ranks
-from embedtrain.distributed.world import APART, NCCL_LONGER, World
+from embedtrain.distributed.world import BACKGROUND_GROUP, NCCL_EXTRA_SECONDS, World
 
 # A step takes as long as it takes: a GPU is told its work ahead, and NCCL counts from then.
 _STEPS = 3.0
 
 
-class Patience:
+class Timeouts:
     """The time-outs of a training, on one rank of all.
 
     Args:
@@ -65,7 +65,7 @@ def _wait_at_most(world: World, seconds: float) -> None:
     """
     if world.watch is not None:
         world.watch.patience = seconds
-    longer = NCCL_LONGER if world.watch is not None and world.device.type == "cuda" else 0.0
+    longer = NCCL_EXTRA_SECONDS if world.watch is not None and world.device.type == "cuda" else 0.0
     for group in dist.distributed_c10d._world.pg_map:
-        if group.group_desc != APART:
+        if group.group_desc != BACKGROUND_GROUP:
             group.set_timeout(timedelta(seconds=seconds + longer))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from embedtrain.distributed.world import World
 
 # The shape of a weight that is wanted whole, and what takes it.
-Keep: TypeAlias = tuple[torch.Size, Callable[[Tensor], None]]
+WholeWeight: TypeAlias = tuple[torch.Size, Callable[[Tensor], None]]
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
 def read_shards(
     tensors: Mapping[str, Tensor],
     places: Mapping[str, tuple[Path, str]],
-    keeps: Mapping[str, Keep] | None = None,
+    whole_weights: Mapping[str, WholeWeight] | None = None,
     device: torch.device | None = None,
 ) -> None:
     """Fill tensors in place from safetensors files; of each only this rank's rows are read.
@@ -47,10 +47,10 @@ def read_shards(
     Args:
         tensors: by name; sharded parameters or plain buffers of any dtype (values are cast).
         places: for every name the file and the key in it, of equal shape.
-        keeps: weights that every rank wants whole, by name.
+        whole_weights: weights that every rank wants whole, by name.
         device: where it wants them.
     """
-    wholes = keeps or {}
+    wholes = whole_weights or {}
     by_file: dict[Path, list[str]] = {}
     for name in (*tensors, *wholes):
         by_file.setdefault(places[name][0], []).append(name)
@@ -70,9 +70,9 @@ def read_shards(
                     local.copy_(file.get_slice(key)[start:end])
 
 
-def hand_out(
+def broadcast_weights(
     tensors: Mapping[str, Tensor],
-    keeps: Mapping[str, Keep],
+    whole_weights: Mapping[str, WholeWeight],
     world: World,
     make: Callable[[], Mapping[str, Tensor]],
 ) -> None:
@@ -83,19 +83,19 @@ def hand_out(
 
     Args:
         tensors: by name; sharded parameters or plain buffers of any dtype (values are cast).
-        keeps: likewise of weights that every rank wants whole: their shape, and what takes them.
+        whole_weights: likewise of weights that every rank wants whole: their shape, and what takes them.
         world: the ranks.
         make: whole tensors by the same names, with the same shapes.
     """
     whole: Mapping[str, Tensor] = {}
-    with world.together("reading the model's weights on rank 0"):
+    with world.fail_together("reading the model's weights on rank 0"):
         if world.is_main:
             whole = make()
-            asked = tensors.keys() | keeps.keys()
+            asked = tensors.keys() | whole_weights.keys()
             assert whole.keys() == asked, f"{sorted(whole.keys() ^ asked)[:3]} on one side alone"
     for name, tensor in tensors.items():
-        keep_rows(tensor, _sent(whole.get(name), tensor.shape, tensor.dtype, world))
-    for name, (shape, keep) in keeps.items():
+        copy_local_rows(tensor, _sent(whole.get(name), tensor.shape, tensor.dtype, world))
+    for name, (shape, keep) in whole_weights.items():
         keep(_sent(whole.get(name), shape, torch.float32, world))
 
 
@@ -110,7 +110,7 @@ def _sent(whole: Tensor | None, shape: torch.Size, dtype: torch.dtype, world: Wo
     return sent
 
 
-def keep_rows(tensor: Tensor, whole: Tensor) -> None:
+def copy_local_rows(tensor: Tensor, whole: Tensor) -> None:
     """Fill a tensor in place with this rank's rows of the whole; values are cast."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     with torch.no_grad():

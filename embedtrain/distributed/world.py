@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from embedtrain.distributed.watchdog.activity import current, note, noted
-from embedtrain.distributed.watchdog.attempt import agree
-from embedtrain.distributed.watchdog.watchdog import Watch
+from embedtrain.distributed.watchdog.activity import activity, current_activity, note
+from embedtrain.distributed.watchdog.attempt import agree_on_attempt
+from embedtrain.distributed.watchdog.watchdog import Watchdog
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
 
 T = TypeVar("T")
 
-APART = "apart"  # describes the groups that threads beside the main one use
-NCCL_LONGER = 60.0  # seconds: its own time-out kills the process without a word of who was late, ours comes first
+BACKGROUND_GROUP = "apart"  # describes the groups that threads beside the main one use
+NCCL_EXTRA_SECONDS = (
+    60.0  # seconds: its own time-out kills the process without a word of who was late, ours comes first
+)
 
 # What gloo (torch 2.13), NCCL and the store say when another rank is gone or silent.
 _LOST = re.compile(
@@ -46,7 +48,7 @@ class World:
     local_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None  # that collectives run in; None: the one of all
-    watch: Watch | None = None  # over the other ranks; None where there are none, or a test made the group
+    watch: Watchdog | None = None  # over the other ranks; None where there are none, or a test made the group
 
     @property
     def is_main(self) -> bool:
@@ -54,16 +56,16 @@ class World:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
+    def watchdog_guard(self) -> Iterator[None]:
         """Tell the others at once when the block fails here, before what is open around it takes its time to close.
 
         Raises:
             LostContact: another rank ended or stopped answering.
         """
-        with contextlib.nullcontext() if self.watch is None else self.watch.guard(), doing():
+        with contextlib.nullcontext() if self.watch is None else self.watch.guard(), explain_lost_contact():
             yield
 
-    def apart(self, timeout: float) -> "World":
+    def new_cpu_group(self, timeout: float) -> "World":
         """The same ranks with a process group of their own, on the host: for a thread beside the main one.
 
         Every rank must call. Whoever asked destroys the group.
@@ -71,7 +73,7 @@ class World:
         Args:
             timeout: seconds that a rank waits in a collective of it.
         """
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=APART)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=BACKGROUND_GROUP)
         return replace(self, device=torch.device("cpu"), group=group)
 
     def barrier(self) -> None:
@@ -92,7 +94,7 @@ class World:
         return boxes
 
     @contextlib.contextmanager
-    def together(self, phase: str) -> Iterator[None]:
+    def fail_together(self, phase: str) -> Iterator[None]:
         """Run a phase in which a rank may fail on its own; when one fails, all do, with the same words.
 
         Without this a rank that raises leaves the others waiting in the next collective until they time
@@ -102,7 +104,7 @@ class World:
             EmbedtrainError: the error of the first rank that failed; the other ranks' message names it.
         """
         error: Exception | None = None
-        before = current().what
+        before = current_activity().what
         note(phase)
         try:
             yield
@@ -115,7 +117,7 @@ class World:
                 error.__cause__ = caught
         except Exception as caught:
             error = caught
-        with doing(phase):
+        with explain_lost_contact(phase):
             failures = self.gather(None if error is None else (type(error).__name__, str(error)))
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
         if not failed:
@@ -128,7 +130,7 @@ class World:
 
 
 @contextlib.contextmanager
-def doing(what: str | None = None) -> Iterator[None]:
+def explain_lost_contact(what: str | None = None) -> Iterator[None]:
     """Turn what a collective raises when another rank is gone into one sentence.
 
     Args:
@@ -138,7 +140,7 @@ def doing(what: str | None = None) -> Iterator[None]:
         LostContact: another rank ended or stopped answering.
     """
     try:
-        with noted(what) if what else contextlib.nullcontext():
+        with activity(what) if what else contextlib.nullcontext():
             yield
     except LostContact as error:  # from within: what the user asked for says more than a step of it
         raise LostContact(error.reason, what) if what and error.said is None else error from error.__cause__
@@ -207,18 +209,18 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
     patience = timedelta(seconds=timeout)
     try:
-        with doing(f"meeting the others at {place}"):
+        with explain_lost_contact(f"meeting the others at {place}"):
             shared, _, _ = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
-            attempt = agree(shared, rank, size, timeout)
+            attempt = agree_on_attempt(shared, rank, size, timeout)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise ConfigError(f"{place} is in use by another program: set another MASTER_PORT") from error
     watch = _watch(shared, attempt, rank, size, range(rank - local_rank, rank - local_rank + local_size), timeout)
     world = World(rank, size, local_rank, local_size, device, watch=watch)
-    with world.guarded():
-        with doing(f"meeting the others at {place}"), _on_an_interface():
-            longer = timedelta(seconds=NCCL_LONGER if watch is not None and device.type == "cuda" else 0)
+    with world.watchdog_guard():
+        with explain_lost_contact(f"meeting the others at {place}"), _on_an_interface():
+            longer = timedelta(seconds=NCCL_EXTRA_SECONDS if watch is not None and device.type == "cuda" else 0)
             dist.init_process_group(
                 backend,
                 store=PrefixStore(f"group/{attempt}", shared),
@@ -227,7 +229,7 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
                 timeout=patience + longer,
             )
         if watch is not None:
-            watch.meet()
+            watch.learn_hosts()
         yield world
     # Not after an error: a group in which a rank is missing may wait for it while it is taken down.
     if watch is not None:
@@ -235,14 +237,14 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def _watch(store: Store, attempt: str, rank: int, size: int, local: range, timeout: float) -> Watch | None:
+def _watch(store: Store, attempt: str, rank: int, size: int, local: range, timeout: float) -> Watchdog | None:
     """Over the other ranks, by a connection of its own: the group's threads hold the other for long."""
     if size == 1:
         return None
-    apart = PrefixStore(f"watch/{attempt}", store.clone())  # type: ignore[attr-defined]
-    apart.set_timeout(timedelta(seconds=30))
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    watch = Watch(apart, rank, size, local, timeout, hosted=hosted)
+    new_cpu_group = PrefixStore(f"watch/{attempt}", store.clone())  # type: ignore[attr-defined]
+    new_cpu_group.set_timeout(timedelta(seconds=30))
+    store_on_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    watch = Watchdog(new_cpu_group, rank, size, local, timeout, store_on_rank_0=store_on_rank_0)
     watch.start()
     return watch
 

@@ -6,7 +6,7 @@ The exit code is 1 where there is a problem, else 0.
 import os
 from typing import TYPE_CHECKING
 
-from embedtrain.cli import enter
+from embedtrain.cli import run_command
 from embedtrain.doctor.options import DoctorOptions, compose_doctor
 
 if TYPE_CHECKING:
@@ -26,25 +26,25 @@ def act(asked: Asked) -> None:
     import json
 
     from embedtrain.distributed.world import joined_world, rank_from_environment
-    from embedtrain.doctor.examine import examine_alone, examine_together
+    from embedtrain.doctor.examine import check_collectively, check_locally
     from embedtrain.doctor.finding import Finding, Level, in_order, worst
     from embedtrain.errors import EmbedtrainError
     from embedtrain.models.hub import one_line
 
     options, environment = asked
-    alone, met = examine_alone(options, environment), False
+    alone, met = check_locally(options, environment), False
     try:
         with joined_world(options.timeout) as world:
             met = True
-            findings, speaks = examine_together(options, world, alone), world.is_main
+            findings, speaks = check_collectively(options, world, alone), world.is_main
     except (EmbedtrainError, RuntimeError) as error:  # of gloo and NCCL: an interface that is not there, a driver
         do = "See https://docs.pytorch.org/docs/stable/elastic/run.html for the launcher, and docs/several-hosts.md."
         said = "they have met, and one failed" if met else "they could not meet"
         findings = in_order(
             [*alone, Finding("ranks", "process group", f"{said}: {one_line(error)}", Level.problem, do)]
         )
-        told_by = getattr(error, "told_by", None)
-        speaks = rank_from_environment() == max(told_by or 0, 0)  # -1: they have agreed on nobody
+        reporting_rank = getattr(error, "reporting_rank", None)
+        speaks = rank_from_environment() == max(reporting_rank or 0, 0)  # -1: they have agreed on nobody
     if speaks and options.json:
         print(json.dumps({"worst": worst(findings).value, "findings": [one.as_json() for one in findings]}, indent=2))
     elif speaks:
@@ -77,4 +77,4 @@ def print_findings(findings: "list[Finding]") -> None:
 
 
 if __name__ == "__main__":
-    enter(read, act)
+    run_command(read, act)

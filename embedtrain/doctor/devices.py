@@ -16,7 +16,7 @@ _SHARED = "/dev/shm"  # noqa: S108 - looked at, not written
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def look_at_devices(local_rank: int, local_size: int) -> list[Finding]:
+def check_devices(local_rank: int, local_size: int) -> list[Finding]:
     """Of this rank's host, which its first rank looks at, and of this rank's GPU; a rank alone looks at all of them.
 
     Args:

@@ -32,7 +32,7 @@ _OVER_NETWORK = (
 )
 
 
-def look_at_disk(name: str, wanted: Path, *, measure: bool) -> list[Finding]:
+def check_disk(name: str, wanted: Path, *, measure: bool) -> list[Finding]:
     """A folder, or the one that it will be made in.
 
     Args:
@@ -70,7 +70,7 @@ def look_at_disk(name: str, wanted: Path, *, measure: bool) -> list[Finding]:
     return [Finding(_TOPIC, name, text)]
 
 
-def look_who_sees(name: str, wanted: Path, world: World, hosts: list[str]) -> list[Finding]:
+def check_shared_disk(name: str, wanted: Path, world: World, hosts: list[str]) -> list[Finding]:
     """Whether all hosts see what the first rank writes into a folder. A collective.
 
     Args:

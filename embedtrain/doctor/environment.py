@@ -30,7 +30,7 @@ _HURTS: list[tuple[str, tuple[str, ...], str, str]] = [
 ]
 
 
-def look_at_environment(environment: Mapping[str, str], num_hosts: int) -> list[Finding]:
+def check_environment(environment: Mapping[str, str], num_hosts: int) -> list[Finding]:
     """What is set, as the process found it.
 
     Args:

@@ -6,17 +6,17 @@ from pathlib import Path
 
 from embedtrain.data.cache.cache import cache_directory
 from embedtrain.distributed.world import World
-from embedtrain.doctor.devices import OF_HOST, look_at_devices
-from embedtrain.doctor.disks import look_at_disk, look_who_sees
-from embedtrain.doctor.environment import look_at_environment
+from embedtrain.doctor.devices import OF_HOST, check_devices
+from embedtrain.doctor.disks import check_disk, check_shared_disk
+from embedtrain.doctor.environment import check_environment
 from embedtrain.doctor.finding import Finding, merged
 from embedtrain.doctor.options import DoctorOptions
-from embedtrain.doctor.ranks import look_at_bandwidth, look_at_group
-from embedtrain.doctor.services import look_at_services
-from embedtrain.doctor.versions import look_at_versions
+from embedtrain.doctor.ranks import check_bandwidth, check_process_group
+from embedtrain.doctor.services import check_services
+from embedtrain.doctor.versions import check_versions
 
 
-def examine_alone(options: DoctorOptions, environment: Mapping[str, str]) -> list[Finding]:
+def check_locally(options: DoctorOptions, environment: Mapping[str, str]) -> list[Finding]:
     """What one process finds without the others.
 
     Args:
@@ -27,18 +27,18 @@ def examine_alone(options: DoctorOptions, environment: Mapping[str, str]) -> lis
     # Of torchrun; srun tells no such number.
     num_hosts = int(environment.get("GROUP_WORLD_SIZE") or -(-int(environment.get("WORLD_SIZE", "1")) // local_size))
     findings = [
-        *look_at_versions(),
-        *look_at_devices(local_rank, local_size),
-        *look_at_environment(environment, num_hosts),
+        *check_versions(),
+        *check_devices(local_rank, local_size),
+        *check_environment(environment, num_hosts),
     ]
     if local_rank == 0:  # the others are on the same host
         for name, folder in _folders(options).items():
-            findings += look_at_disk(name, folder, measure=not options.quick)
-        findings += look_at_services(environment, ask_hub=options.hub and not options.quick)
+            findings += check_disk(name, folder, measure=not options.quick)
+        findings += check_services(environment, ask_hub=options.hub and not options.quick)
     return findings
 
 
-def examine_together(options: DoctorOptions, world: World, alone: list[Finding]) -> list[Finding]:
+def check_collectively(options: DoctorOptions, world: World, alone: list[Finding]) -> list[Finding]:
     """What all ranks find, told once. A collective.
 
     Args:
@@ -47,13 +47,13 @@ def examine_together(options: DoctorOptions, world: World, alone: list[Finding])
         alone: what this rank has found by itself.
     """
     hosts = world.gather(socket.gethostname())
-    together = look_at_group(world, hosts)
+    together = check_process_group(world, hosts)
     if options.quick:
         together.append(Finding("ranks", "bandwidth", "not measured, because quick=true"))
     else:
-        together += look_at_bandwidth(world, hosts)
+        together += check_bandwidth(world, hosts)
     # The cache may well be each host's own.
-    together += look_who_sees("output_dir", Path(options.output_dir), world, hosts)
+    together += check_shared_disk("output_dir", Path(options.output_dir), world, hosts)
     found = world.gather([*together, *alone] if world.is_main else alone)
     local = world.gather(world.local_rank)
     # What the first rank of a host looked at for all of them holds for all of them.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from embedtrain.distributed.watchdog.peers import names_of
+from embedtrain.distributed.watchdog.peers import format_ranks
 
 TOPICS = ("versions", "devices", "ranks", "environment", "disks", "services")
 
@@ -55,7 +55,7 @@ def merged(of_ranks: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[
         for finding in dict.fromkeys(findings):
             ranks_of.setdefault(finding, []).append(rank)
     told = [
-        finding if len(ranks) == len(of_ranks) else Finding(**{**asdict(finding), "where": names_of(ranks, hosts)})
+        finding if len(ranks) == len(of_ranks) else Finding(**{**asdict(finding), "where": format_ranks(ranks, hosts)})
         for finding, ranks in ranks_of.items()
     ]
     return in_order(told)

@@ -19,7 +19,7 @@ _ROUNDS, _SECONDS = 5, 3.0
 _SLOW = 1.0  # GB/s between hosts with GPUs, below which NCCL is likely to use TCP on a slow interface
 
 
-def look_at_group(world: World, hosts: Sequence[str]) -> list[Finding]:
+def check_process_group(world: World, hosts: Sequence[str]) -> list[Finding]:
     """Who is there, and whether what they add up is right. A collective.
 
     Args:
@@ -41,7 +41,7 @@ def look_at_group(world: World, hosts: Sequence[str]) -> list[Finding]:
     return [*findings, Finding(_TOPIC, "all-reduce", "the sum over all ranks is right")]
 
 
-def look_at_bandwidth(world: World, hosts: Sequence[str]) -> list[Finding]:
+def check_bandwidth(world: World, hosts: Sequence[str]) -> list[Finding]:
     """What travels between ranks a second: among all, and among those of a host where there are several. A collective.
 
     Figures are what each rank sends and what each receives, in 10^9 bytes a second, as NVIDIA's nccl-tests count bus

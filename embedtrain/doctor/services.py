@@ -17,7 +17,7 @@ _SECONDS = 8.0
 _ON = ("1", "true", "yes", "on")
 
 
-def look_at_services(environment: Mapping[str, str], *, ask_hub: bool) -> list[Finding]:
+def check_services(environment: Mapping[str, str], *, ask_hub: bool) -> list[Finding]:
     """Of this rank's host.
 
     Args:

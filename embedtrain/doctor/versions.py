@@ -13,7 +13,7 @@ from embedtrain.doctor.finding import Finding, Level
 _TOPIC = "versions"
 
 
-def look_at_versions() -> list[Finding]:
+def check_versions() -> list[Finding]:
     """Python, embedtrain, every package that it needs, and what torch was built with."""
     import torch
 

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from embedtrain.cli import enter
+from embedtrain.cli import run_command
 from embedtrain.evaluate.options import EvaluateOptions, compose_evaluate
-from embedtrain.loading.command_model import model_of
+from embedtrain.loading.command_model import command_model_config
 
 if TYPE_CHECKING:
     from embedtrain.distributed.world import World
@@ -23,25 +23,25 @@ def act(options: EvaluateOptions) -> None:
     from embedtrain.data.cache.cache_dir import cache_place
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
-    from embedtrain.evaluate.mteb.client import Outcome, run_tasks
-    from embedtrain.evaluate.mteb.tasks import find_tasks
+    from embedtrain.evaluate.mteb.client import TaskResults, run_tasks
+    from embedtrain.evaluate.mteb.tasks import resolve_tasks
     from embedtrain.evaluation.evaluator import Evaluator
     from embedtrain.evaluation.sets import load_sets
     from embedtrain.inference.encode import SentenceEncoder
-    from embedtrain.inference.vector_cache import StoredVectors, model_identity
+    from embedtrain.inference.vector_cache import VectorCache, model_identity
     from embedtrain.tracking.console import Console
 
     with joined_world(options.timeout) as world:
-        console = Console(speaks=world.is_main)
+        console = Console(enabled=world.is_main)
         place = cache_place(None, Path(options.output_dir) / "cache", world, console.note)
         sets = load_sets(options.sets, world, subset=options.subset, option="sets", cache=Cache(directory=place))
         for note in (note for loaded in sets for note in loaded.notes):
             console.note(note)
-        with world.together("looking up mteb's tasks"):
-            taken = [loaded.data.name for loaded in sets]
-            tasks = find_tasks(options.mteb, taken) if options.mteb and world.is_main else []
+        with world.fail_together("looking up mteb's tasks"):
+            reserved_names = [loaded.data.name for loaded in sets]
+            tasks = resolve_tasks(options.mteb, reserved_names) if options.mteb and world.is_main else []
         output_dir = Path(options.output_dir)
-        with world.together("making the output directory"):
+        with world.fail_together("making the output directory"):
             output_dir.mkdir(parents=True, exist_ok=True)
         model = _load(options, world, console)
         prompts = model.source.prompts
@@ -55,17 +55,17 @@ def act(options: EvaluateOptions) -> None:
             unshard=options.unshard,
         )
         identity = {**model_identity(model.source, options.precision, world), "index": options.index.dtype.value}
-        stored = StoredVectors(Path(options.vectors_dir).expanduser(), identity) if options.vectors_dir else None
+        vector_cache = VectorCache(Path(options.vectors_dir).expanduser(), identity) if options.vectors_dir else None
         figures: Figures = {}
-        outcome = Outcome()
-        with console.counted() as told:
+        outcome = TaskResults()
+        with console.progress() as progress:
             if sets:
                 evaluator = Evaluator(
-                    sets, encoder, world, run_depth=options.run_depth, index=options.index, stored=stored
+                    sets, encoder, world, run_depth=options.run_depth, index=options.index, vector_cache=vector_cache
                 )
                 with console.phase("evaluating"):
                     runs = output_dir / "runs" if options.save_runs else None
-                    figures = evaluator.evaluate(save_runs=runs, told=told)
+                    figures = evaluator.evaluate(save_runs=runs, progress=progress)
             if options.mteb:
                 outcome = run_tasks(
                     tasks,
@@ -77,8 +77,8 @@ def act(options: EvaluateOptions) -> None:
                     identity=identity,
                     folder=output_dir / "mteb",
                     index=options.index,
-                    stored=stored,
-                    told=told,
+                    vector_cache=vector_cache,
+                    progress=progress,
                 )
         _report(options, figures | outcome.figures, world, console)
         if outcome.failed:
@@ -88,12 +88,12 @@ def act(options: EvaluateOptions) -> None:
 def _load(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
     """The model on the ranks, and what was found of it."""
     from embedtrain.config.recipe import ParallelConfig
-    from embedtrain.loading.command_model import OF_MODEL, naming
+    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
     from embedtrain.loading.load import load_model
 
-    with naming(OF_MODEL):
+    with command_option_names(MODEL_OPTION_NAMES):
         model = load_model(
-            model_of(options),
+            command_model_config(options),
             ParallelConfig(precision=options.precision),
             world,
             seed=0,
@@ -114,7 +114,7 @@ def _report(options: EvaluateOptions, figures: Figures, world: "World", console:
     peak = max(world.gather(peak_memory_gib(world.device)))
     console.note(f"{world.size} rank{'s' * (world.size > 1)}, at most {peak:.2f} GiB of memory on each")
     path = Path(options.output_dir) / METRICS_FILE
-    with world.together("writing metrics.jsonl"):
+    with world.fail_together("writing metrics.jsonl"):
         if world.is_main and figures:
             metrics = MetricsFile(path)
             for name, values in figures.items():
@@ -124,4 +124,4 @@ def _report(options: EvaluateOptions, figures: Figures, world: "World", console:
 
 
 if __name__ == "__main__":
-    enter(compose_evaluate, act)
+    run_command(compose_evaluate, act)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from embedtrain.config.evaluation import IndexConfig
-from embedtrain.distributed.world import World, doing
-from embedtrain.errors import Abandoned, ConfigError
-from embedtrain.evaluation.metrics import DEPTH, MEAN, check_retrieval_metrics
+from embedtrain.distributed.world import World, explain_lost_contact
+from embedtrain.errors import ConfigError, EvaluationInterrupted
+from embedtrain.evaluation.metrics import DEFAULT_RUN_DEPTH, MEAN, check_retrieval_metrics
 from embedtrain.evaluation.tasks import (
     bitext,
     classification,
@@ -19,7 +19,7 @@ from embedtrain.evaluation.tasks import (
     retrieval,
     sts,
 )
-from embedtrain.evaluation.tasks.measuring import Measuring
+from embedtrain.evaluation.tasks.measuring import EvaluationContext
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
@@ -30,8 +30,8 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-from embedtrain.inference.encode import SentenceEncoder, Told
-from embedtrain.inference.vector_cache import StoredVectors
+from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
+from embedtrain.inference.vector_cache import VectorCache
 
 
 class Evaluator:
@@ -45,7 +45,7 @@ class Evaluator:
         world: the ranks.
         run_depth: documents of each query in a run file. Figures do not depend on it.
         index: how documents' vectors are kept while they are searched.
-        stored: where they are kept on disk, so that an evaluation that was stopped goes on.
+        vector_cache: where they are kept on disk, so that an evaluation that was stopped goes on.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class Evaluator:
         encoder: SentenceEncoder,
         world: World,
         *,
-        run_depth: int = DEPTH,
+        run_depth: int = DEFAULT_RUN_DEPTH,
         index: IndexConfig | None = None,
-        stored: StoredVectors | None = None,
+        vector_cache: VectorCache | None = None,
     ) -> None:
         self.sets = list(sets)
         self.encoder = encoder
         self.world = world
         self.run_depth = run_depth
         self.index = index or IndexConfig()
-        self.stored = stored
+        self.vector_cache = vector_cache
 
     def evaluate(
         self,
         *,
         save_runs: Path | None = None,
-        told: Told | None = None,
+        progress: ProgressCallback | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> dict[str, dict[str, float]]:
         """Figures by set and metric, the same floats on every rank. A collective.
@@ -79,34 +79,37 @@ class Evaluator:
         Args:
             save_runs: a folder; the ranking and judgements of each set with queries and documents are written there
                 by rank 0 as TREC files.
-            told: called as `SentenceEncoder.told` is, with the name of the set before what is being encoded.
+            progress: called as `SentenceEncoder.progress` is, with the name of the set before what is being encoded.
             stop: asked before each set whether to leave it at that; the same on every rank.
 
         Raises:
-            Abandoned: `stop` said so.
+            EvaluationInterrupted: `stop` said so.
             TrainingError: on every rank, if the model gives vectors that are not finite.
             DataError: a set cannot be measured.
         """
         figures: dict[str, dict[str, float]] = {}
         for loaded in self.sets:
             if stop is not None and stop():
-                raise Abandoned
-            with doing(f"evaluating {loaded.data.name}"), _telling(self.encoder, loaded.data.name, told):
+                raise EvaluationInterrupted
+            with (
+                explain_lost_contact(f"evaluating {loaded.data.name}"),
+                _progress_prefix(self.encoder, loaded.data.name, progress),
+            ):
                 figures[loaded.data.name] = self._measure(loaded, save_runs)
-        shared = _shared(metrics_of_each(self.sets))
+        shared = _shared_metrics(metrics_of_each(self.sets))
         if shared:
             values = {metric: [of[metric] for of in figures.values() if metric in of] for metric in shared}
             figures[MEAN] = {metric: math.fsum(each) / len(each) for metric, each in values.items()}
         return figures
 
     def _measure(self, loaded: LoadedSet, save_runs: Path | None) -> dict[str, float]:
-        measuring = Measuring(
+        measuring = EvaluationContext(
             self.encoder,
             self.world,
             loaded,
-            metrics_of_set(loaded),
+            metric_names_of_set(loaded),
             self.index,
-            self.stored,
+            self.vector_cache,
             save_runs,
             self.run_depth,
         )
@@ -129,31 +132,31 @@ class Evaluator:
 
 
 @contextlib.contextmanager
-def _telling(encoder: SentenceEncoder, name: str, told: Told | None) -> Iterator[None]:
+def _progress_prefix(encoder: SentenceEncoder, name: str, progress: ProgressCallback | None) -> Iterator[None]:
     """Tell of the encoding of one set; afterwards the encoder tells whom it told before."""
-    before = encoder.told
-    if told is not None:
-        encoder.told = lambda what, done, total: told(f"{name}: {what}", done, total)
+    before = encoder.progress
+    if progress is not None:
+        encoder.progress = lambda what, done, total: progress(f"{name}: {what}", done, total)
     try:
         yield
     finally:
-        encoder.told = before
+        encoder.progress = before
 
 
-def metrics_of_set(loaded: LoadedSet) -> tuple[str, ...]:
+def metric_names_of_set(loaded: LoadedSet) -> tuple[str, ...]:
     """Which metrics a set is measured by, the main one first."""
-    return _metrics_of_kind(loaded.data)[1] if loaded.metrics is None else loaded.metrics
+    return _kind_and_metrics(loaded.data)[1] if loaded.metrics is None else loaded.metrics
 
 
 def metrics_of_each(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
     """Which metrics each set has, by the set's name."""
-    return {loaded.data.name: metrics_of_set(loaded) for loaded in sets}
+    return {loaded.data.name: metric_names_of_set(loaded) for loaded in sets}
 
 
-def metrics_of(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
+def metric_names(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
     """Which figures an evaluation has: the metrics of each set by its name, and of `mean` those that several have."""
     each = metrics_of_each(sets)
-    shared = _shared(each)
+    shared = _shared_metrics(each)
     return each | {MEAN: shared} if shared else each
 
 
@@ -168,7 +171,7 @@ def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> 
     Raises:
         ConfigError: with the option, its value and what is allowed.
     """
-    kind, allowed = _metrics_of_kind(data)
+    kind, allowed = _kind_and_metrics(data)
     if not metrics:
         raise ConfigError(f"{option}=[] asks for nothing: name metrics, or write null for those of {kind}")
     if isinstance(data, RetrievalSet):
@@ -179,7 +182,7 @@ def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> 
             raise ConfigError(f"{option}: {metric!r} is no metric of {kind}: allowed are {', '.join(allowed)}")
 
 
-def _metrics_of_kind(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
+def _kind_and_metrics(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
     """What a kind of set is called, and its metrics, the main one first."""
     match data:
         case RetrievalSet(candidates=None):
@@ -198,7 +201,7 @@ def _metrics_of_kind(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
             return "clustering", clustering.METRICS
 
 
-def _shared(metrics: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _shared_metrics(metrics: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """The metrics that several sets have; none where a set is itself called `mean`."""
     if MEAN in metrics:
         return ()

@@ -13,15 +13,15 @@ from embedtrain.errors import ConfigError
 
 RETRIEVAL_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@10", "recall@100", "ndcg@3")
 # Families of metrics, written as `ndcg@10` (of the first 10) or `map` (of all that is ranked), and trec_eval's names.
-_CUT = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P", "hit": "success"}
-_WHOLE = {"ndcg": "ndcg", "map": "map", "mrr": "recip_rank"}
-_OWN = ("mrr", "hole")  # trec_eval knows no cut of the first, and does not know the second
+_CUTOFF_METRICS = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P", "hit": "success"}
+_UNCUT_METRICS = {"ndcg": "ndcg", "map": "map", "mrr": "recip_rank"}
+_OWN_METRICS = ("mrr", "hole")  # trec_eval knows no cut of the first, and does not know the second
 # What means over several sets are reported under.
 MEAN = "mean"
 # How deep a ranking goes at least.
-DEPTH = 100
+DEFAULT_RUN_DEPTH = 100
 # And where a metric looks at all of it: as deep as trec_eval's own runs.
-_WHOLE_DEPTH = 1000
+_UNCUT_DEPTH = 1000
 
 Run = Mapping[str, Mapping[str, float]]
 
@@ -36,10 +36,10 @@ def retrieval_metrics(
         run: by query id the score of each document found; as deep as `depth_of(metrics)` where there are as many.
         metrics: which figures.
     """
-    return mean_figures(each_query(judgements, run, metrics, judged_documents(judgements)), metrics)
+    return mean_metrics(metrics_per_query(judgements, run, metrics, judged_documents(judgements)), metrics)
 
 
-def each_query(
+def metrics_per_query(
     judgements: Mapping[str, Mapping[str, int]], run: Run, metrics: Sequence[str], known: Set[str]
 ) -> NDArray[np.float64]:
     """Figures of each query that has judgements, in their order: float64 [Q, M].
@@ -51,9 +51,9 @@ def each_query(
         known: all documents that somebody has judged.
     """
     judged = {query: dict(gains) for query, gains in judgements.items() if gains}
-    cuts = [_parsed(metric) for metric in metrics]
+    cuts = [_parse_metric(metric) for metric in metrics]
     asked = {
-        _WHOLE[family] if k is None or family == "mrr" else f"{_CUT[family]}.{k}"
+        _UNCUT_METRICS[family] if k is None or family == "mrr" else f"{_CUTOFF_METRICS[family]}.{k}"
         for family, k in cuts
         if family != "hole"
     }
@@ -67,13 +67,13 @@ def each_query(
             # What was found below rank k counts as not found.
             values = [value if k is None or value >= 1 / k else 0.0 for value in values]
         else:
-            name = _WHOLE[family] if k is None else f"{_CUT[family]}_{k}"
+            name = _UNCUT_METRICS[family] if k is None else f"{_CUTOFF_METRICS[family]}_{k}"
             values = [each[query][name] for query in judged]
         figures[:, column] = values
     return figures
 
 
-def mean_figures(each: NDArray[np.float64], metrics: Sequence[str]) -> dict[str, float]:
+def mean_metrics(each: NDArray[np.float64], metrics: Sequence[str]) -> dict[str, float]:
     """Means over queries of figures [Q, M]: the same floats however the queries were dealt to ranks; 0 of none."""
     return {
         metric: math.fsum(values) / max(1, len(values)) for metric, values in zip(metrics, each.T.tolist(), strict=True)
@@ -85,9 +85,9 @@ def judged_documents(judgements: Mapping[str, Mapping[str, int]]) -> set[str]:
     return {document for gains in judgements.values() for document in gains}
 
 
-def depth_of(metrics: Sequence[str]) -> int:
+def required_depth(metrics: Sequence[str]) -> int:
     """How many documents of each query these metrics look at."""
-    return max(_WHOLE_DEPTH if k is None else k for _, k in map(_parsed, metrics))
+    return max(_UNCUT_DEPTH if k is None else k for _, k in map(_parse_metric, metrics))
 
 
 def check_retrieval_metrics(metrics: Sequence[str], option: str) -> None:
@@ -98,17 +98,19 @@ def check_retrieval_metrics(metrics: Sequence[str], option: str) -> None:
     """
     for metric in metrics:
         family, _, cut = metric.partition("@")
-        known = family in _WHOLE if not cut else family in (*_CUT, *_OWN) and _is_cut(cut)
+        known = family in _UNCUT_METRICS if not cut else family in (*_CUTOFF_METRICS, *_OWN_METRICS) and _is_cutoff(cut)
         if not known:
-            allowed = ", ".join([*(f"{name}@K" for name in dict.fromkeys((*_CUT, *_OWN))), *_WHOLE])
+            allowed = ", ".join(
+                [*(f"{name}@K" for name in dict.fromkeys((*_CUTOFF_METRICS, *_OWN_METRICS))), *_UNCUT_METRICS]
+            )
             raise ConfigError(f"{option}: {metric!r} is no metric of rankings: allowed are {allowed}, such as ndcg@10")
 
 
-def _is_cut(text: str) -> bool:
+def _is_cutoff(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text) > 0
 
 
-def _parsed(metric: str) -> tuple[str, int | None]:
+def _parse_metric(metric: str) -> tuple[str, int | None]:
     family, _, cut = metric.partition("@")
     return family, int(cut) if cut else None
 
@@ -134,7 +136,7 @@ def sts_metrics(cosines: Sequence[float], gold: Sequence[float]) -> dict[str, fl
     return {name: value if math.isfinite(value) else 0.0 for name, value in figures.items()}
 
 
-def split_best(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+def parse_best_metric(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     """Cut `checkpoint.best_metric` into the name of a set and a metric.
 
     Args:

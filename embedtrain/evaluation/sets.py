@@ -13,7 +13,7 @@ from embedtrain.evaluation.readers.beir import is_beir_folder, read_beir_folder
 from embedtrain.evaluation.readers.hub import hub_retrieval, hub_tables
 from embedtrain.evaluation.readers.llama_index import read_llama_index
 from embedtrain.evaluation.readers.reranking import with_candidates
-from embedtrain.evaluation.readers.subset import reduced
+from embedtrain.evaluation.readers.subset import take_subset
 from embedtrain.evaluation.readers.tables import read_tables, tables_of_file, tables_of_folder
 from embedtrain.evaluation.readers.trec import candidates_of, read_run
 from embedtrain.evaluation.readers.usable import check_options, require_usable
@@ -43,7 +43,7 @@ def load_sets(
         ConfigError: two sets have the same name, or an option does not fit a set.
         DataError: a set cannot be read.
     """
-    with world.together("reading evaluation sets"):
+    with world.fail_together("reading evaluation sets"):
         check_names(configs, option)
         return [read_set(config, subset=subset, cache=cache) for config in configs]
 
@@ -93,7 +93,7 @@ def read_set(config: EvaluationSet, *, subset: int | None = None, cache: Cache |
     notes += check_options(config, data)
     require_usable(data, config.path)
     count = subset if config.subset is None else config.subset
-    data, kept = reduced(data, count, config.subset_documents)
+    data, kept = take_subset(data, count, config.subset_documents)
     if kept:
         require_usable(data, f"{config.path} with subset={count}")
     if config.metrics is not None:

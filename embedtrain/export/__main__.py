@@ -1,9 +1,9 @@
 """`python -m embedtrain.export run=runs/NAME step=latest output_dir=DIR`: any checkpoint to a model directory."""
 
-from embedtrain.cli import enter
+from embedtrain.cli import run_command
 from embedtrain.config.export_checks import check_export
 from embedtrain.errors import ConfigError
-from embedtrain.export.options import ExportOptions, asked_export, compose_export
+from embedtrain.export.options import ExportOptions, compose_export, requested_export
 
 
 def act(options: ExportOptions) -> None:
@@ -11,9 +11,9 @@ def act(options: ExportOptions) -> None:
     from pathlib import Path
 
     from embedtrain.checkpoint.export.export import require_replaceable
-    from embedtrain.checkpoint.export.hub import push, require_possible
+    from embedtrain.checkpoint.export.hub import require_export_support, upload_model
     from embedtrain.checkpoint.run_directory import RunDirectory
-    from embedtrain.checkpoint.step_directory import choose_step
+    from embedtrain.checkpoint.step_directory import find_checkpoint
     from embedtrain.config.compose import load_recipe
     from embedtrain.export.offline import export_step
     from embedtrain.loading.load import quiet_libraries
@@ -31,10 +31,10 @@ def act(options: ExportOptions) -> None:
             f"trust the Python in {run_dir.architecture}, write trust_remote_code=true"
         )
     require_no_links(run_dir.architecture)
-    asked = asked_export(options, recipe.export)
+    asked = requested_export(options, recipe.export)
     check_export(asked)
-    require_possible(asked)
-    folder = choose_step(run_dir.checkpoints, options.step)
+    require_export_support(asked)
+    folder = find_checkpoint(run_dir.checkpoints, options.step)
     to = require_replaceable(Path(options.output_dir) if options.output_dir else run_dir.model, run_dir.path)
     console.note(f"{folder.path}: step {folder.step}, {folder.manifest['layout']} layout")
     exported = export_step(run_dir, recipe, folder, to, asked, trust_remote_code=trusted, console=console)
@@ -43,9 +43,9 @@ def act(options: ExportOptions) -> None:
     console.note(f"model: {exported.directory} ({exported.told})")
     if asked.push_to_hub is not None:
         with console.phase(f"uploading to {asked.push_to_hub}"):
-            address = push(exported.directory, asked.push_to_hub, private=asked.private, step=folder.step)
+            address = upload_model(exported.directory, asked.push_to_hub, private=asked.private, step=folder.step)
         console.note(f"uploaded: {address}")
 
 
 if __name__ == "__main__":
-    enter(compose_export, act)
+    run_command(compose_export, act)

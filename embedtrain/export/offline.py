@@ -2,43 +2,43 @@
 
 from pathlib import Path
 
-from embedtrain.checkpoint.export.adapters import StoredAdapters, require_base
+from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, require_same_base
 from embedtrain.checkpoint.export.export import (
-    Exported,
+    ExportResult,
+    checkpoint_weights,
     export_dtype,
-    only_export,
+    export_lock,
+    load_checkpoint_encoder,
     plan_export,
-    stored_encoder,
-    stored_pieces,
 )
 from embedtrain.checkpoint.export.model_card import model_card
-from embedtrain.checkpoint.export.probes import Expected, plain_vectors, tolerance_of
-from embedtrain.checkpoint.export.reopen import Base
-from embedtrain.checkpoint.index import StoredTensors
+from embedtrain.checkpoint.export.probes import ExportReference, export_tolerance, probe_vectors
+from embedtrain.checkpoint.export.reopen import AdapterBase
+from embedtrain.checkpoint.index import TensorReader
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.snapshot import WEIGHTS
-from embedtrain.checkpoint.step_directory import StepFolder
+from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import ExportConfig, ModelConfig, Recipe
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.build import build_encoder
-from embedtrain.models.source import ModelSource, open_source
-from embedtrain.models.tokenizer import load_tokenizer, text_length
+from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.metrics import figures_at
+from embedtrain.tracking.metrics import metrics_at
 
 
 def export_step(
     run_dir: RunDirectory,
     recipe: Recipe,
-    folder: StepFolder,
+    folder: Checkpoint,
     to: Path,
     asked: ExportConfig,
     *,
     trust_remote_code: bool,
     console: Console,
-) -> Exported:
+) -> ExportResult:
     """Write a step of a run as a model directory; at most one copy of the model is in memory, and none unchecked.
 
     Args:
@@ -55,24 +55,24 @@ def export_step(
         ConfigError: another export to the same directory is under way.
         OSError: the directory cannot be written.
     """
-    source = open_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trust_remote_code))
+    source = open_model_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trust_remote_code))
     loaded = load_tokenizer(source)
-    tokenizer = TextTokenizer(loaded, text_length(source, loaded))
+    tokenizer = TextTokenizer(loaded, resolve_max_length(source, loaded))
     dtype = export_dtype(asked.dtype, source)
-    expected: Expected | None = None
-    with only_export(to), folder.tensors(WEIGHTS) as stored:
-        adapters: StoredAdapters | None = None
+    expected: ExportReference | None = None
+    with export_lock(to), folder.tensors(WEIGHTS) as stored:
+        adapters: AdapterCheckpoint | None = None
         if recipe.model.lora.on:
-            adapters = StoredAdapters.open(run_dir.adapter, recipe.model, recipe.seed, source, stored)
-            require_base(folder, adapters.base)
+            adapters = AdapterCheckpoint.open(run_dir.adapter, recipe.model, recipe.seed, source, stored)
+            require_same_base(folder, adapters.base)
         if asked.check:
             with console.phase("encoding probe texts with the checkpoint's weights"):
-                expected = _expected(adapters, source, stored, tokenizer, tolerance_of(dtype, exact_encoder=True))
-        pieces = stored_pieces(stored) if adapters is None else adapters.merged()
+                expected = _expected(adapters, source, stored, tokenizer, export_tolerance(dtype, exact_encoder=True))
+        pieces = checkpoint_weights(stored) if adapters is None else adapters.merged()
         settings, base = (
             (None, None)
             if adapters is None
-            else (run_dir.adapter, Base(adapters.base, recipe.seed, load_in_4bit=adapters.load_in_4bit))
+            else (run_dir.adapter, AdapterBase(adapters.base, recipe.seed, load_in_4bit=adapters.load_in_4bit))
         )
         export = plan_export(to, run_dir.architecture, pieces, dtype, asked, settings=settings, base=base)
         with console.phase("writing the directory"):
@@ -80,7 +80,7 @@ def export_step(
             export.write(pieces.rows, main=True)
         card = model_card(
             to_plain(recipe),
-            figures_at(run_dir.path, folder.step),
+            metrics_at(run_dir.path, folder.step),
             step=folder.step,
             dimension=build_encoder(source).dimension,
             max_length=tokenizer.max_length,
@@ -92,19 +92,22 @@ def export_step(
 
 
 def _expected(
-    adapters: StoredAdapters | None,
+    adapters: AdapterCheckpoint | None,
     source: ModelSource,
-    stored: StoredTensors,
+    stored: TensorReader,
     tokenizer: TextTokenizer,
     tolerance: float,
-) -> Expected:
+) -> ExportReference:
     """What the export has to be like; the adapters are not merged here, so that merging is compared as well."""
     if adapters is None:
-        return Expected(
-            plain_vectors(stored_encoder(source, stored), tokenizer), tolerance, source.prompts, tokenizer.max_length
+        return ExportReference(
+            probe_vectors(load_checkpoint_encoder(source, stored), tokenizer),
+            tolerance,
+            source.prompts,
+            tokenizer.max_length,
         )
     encoder = adapters.encoder()
-    vectors = plain_vectors(encoder, tokenizer)
+    vectors = probe_vectors(encoder, tokenizer)
     with without_adapters(encoder):
-        without = plain_vectors(encoder, tokenizer)
-    return Expected(vectors, tolerance, source.prompts, tokenizer.max_length, without)
+        without = probe_vectors(encoder, tokenizer)
+    return ExportReference(vectors, tolerance, source.prompts, tokenizer.max_length, without)

@@ -24,7 +24,7 @@ class ExportOptions:
     trust_remote_code: bool = False  # run Python that lies in the run's directory; its recipe cannot allow that
 
 
-def asked_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:
+def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:
     """The recipe's options of an export, but for those given on the command line.
 
     Whether it is uploaded is the command line's affair alone: the recipe speaks of the run's last step.
@@ -43,5 +43,5 @@ def compose_export(arguments: list[str]) -> ExportOptions:
     options = compose_command("export", ExportOptions, arguments)
     if not options.run:
         raise ConfigError("no run: write run=DIR, the output_dir of a training run")
-    check_export(asked_export(options, ExportConfig()))
+    check_export(requested_export(options, ExportConfig()))
     return options

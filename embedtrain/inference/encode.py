@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from embedtrain.config.evaluation import Unshard
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.distributed.sharding import gathered_whole, reshard
+from embedtrain.distributed.sharding import reshard, unsharded_weights
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
-from embedtrain.inference.passes import Passes, Prompted, plan_passes
-from embedtrain.inference.vector_cache import StoredVectors
+from embedtrain.inference.passes import EncodingPlan, PromptedTexts, plan_encoding
+from embedtrain.inference.vector_cache import VectorCache
 
 # Passes of a rank between two looks at what came out: progress is told, and vectors are stored where that is asked for.
-_PASSES_A_BLOCK = 16
+CHUNKS_PER_BLOCK = 16
 
-Told = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 # Texts as the model sees them, and what each begins with that is a prompt.
 _Chunk: TypeAlias = tuple[list[str], list[str]]
-_NO_TEXTS: _Chunk = ([], [])
+_EMPTY_CHUNK: _Chunk = ([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SentenceEncoder:
         unshard: how much of sharded weights is whole at a time.
 
     Attributes:
-        told: called with what is being encoded, how many chunks are done, and of how many; whoever shows progress
+        progress: called with what is being encoded, how many chunks are done, and of how many; whoever shows progress
             sets it.
     """
 
@@ -89,7 +89,7 @@ class SentenceEncoder:
         self.query_prompt = query_prompt
         self.document_prompt = document_prompt
         self.unshard = unshard
-        self.told: Told = lambda _what, _done, _total: None
+        self.progress: ProgressCallback = lambda _what, _done, _total: None
 
     def encode_sharded(self, texts: Sequence[str], prompt: str = "", *, max_length: int | None = None) -> EncodedShard:
         """Encode n texts and leave each vector on the rank that made it.
@@ -116,7 +116,7 @@ class SentenceEncoder:
         *,
         max_length: int | None = None,
         what: str = "queries",
-        within: str | Sequence[str] = "",
+        existing_prompt: str | Sequence[str] = "",
     ) -> Tensor:
         """Encode n texts; every rank gets all vectors, float32 [n, D], in the order of the texts.
 
@@ -125,19 +125,19 @@ class SentenceEncoder:
             prompt: put before each.
             max_length: tokens of a text that are kept, where that is less than the model takes.
             what: what the texts are, for progress.
-            within: a prompt that texts begin with already, or that each does, where it differs.
+            existing_prompt: a prompt that texts begin with already, or that each does, where it differs.
 
         Raises:
             TrainingError: on every rank, if a vector is not finite on any.
         """
-        prompted = self._prompted(texts, prompt, within)
+        prompted = self._with_prompt(texts, prompt, existing_prompt)
         passes = self._plan(prompted, max_length)
         blocks = list(self._encode(prompted, max_length, passes, None, what))
         with torch.inference_mode(False), torch.no_grad():
             mine = torch.cat([vectors for vectors, _ in blocks])
             everything = gather_rows(mine)
             kinds = torch.from_numpy(np.concatenate([kinds for _, kinds in blocks])).to(mine.device)
-            rows, counts = passes.expanded(gather_rows(kinds).cpu().numpy())
+            rows, counts = passes.expand(gather_rows(kinds).cpu().numpy())
             ordered = everything.new_empty((len(rows), everything.shape[1]))
             ordered[rows.to(mine.device)] = everything.repeat_interleave(counts.to(mine.device), dim=0)
             return ordered
@@ -148,10 +148,10 @@ class SentenceEncoder:
         prompt: str = "",
         *,
         max_length: int | None = None,
-        stored: StoredVectors | None = None,
+        vector_cache: VectorCache | None = None,
         finish: Callable[[Tensor], Tensor] = lambda vectors: vectors,
         what: str = "documents",
-        within: str = "",
+        existing_prompt: str = "",
     ) -> Iterator[EncodedShard]:
         """The same as `encode_sharded`, a block at a time: at least one, and as many on every rank.
 
@@ -159,81 +159,85 @@ class SentenceEncoder:
             texts: any number of texts.
             prompt: put before each.
             max_length: tokens of a text that are kept, where that is less than the model takes.
-            stored: where vectors are kept on disk, so that encoding that was stopped goes on.
+            vector_cache: where vectors are kept on disk, so that encoding that was stopped goes on.
             finish: what is made of [m, D] vectors, row by row, before they are stored and given out.
             what: what the texts are, for progress.
-            within: a prompt that texts begin with already.
+            existing_prompt: a prompt that texts begin with already.
 
         Raises:
             TrainingError: on every rank, if a vector is not finite on any.
             DataError: stored vectors cannot be written or read.
         """
-        prompted = self._prompted(texts, prompt, within)
+        prompted = self._with_prompt(texts, prompt, existing_prompt)
         passes = self._plan(prompted, max_length)
-        if stored is not None:
-            stored = stored.of(texts, prompt, self.tokenizer, max_length, passes.limit, prompted.within)
-        for raw, kinds in self._encode(prompted, max_length, passes, stored, what, finish):
-            rows, counts = passes.expanded(kinds)
+        if vector_cache is not None:
+            vector_cache = vector_cache.of(
+                texts, prompt, self.tokenizer, max_length, passes.limit, prompted.existing_prompt
+            )
+        for raw, kinds in self._encode(prompted, max_length, passes, vector_cache, what, finish):
+            rows, counts = passes.expand(kinds)
             with torch.inference_mode(False), torch.no_grad():
                 vectors = raw if len(rows) == len(kinds) else raw.repeat_interleave(counts.to(raw.device), dim=0)
             yield EncodedShard(vectors, rows)
 
-    def _prompted(self, texts: Sequence[str], prompt: str, within: str | Sequence[str]) -> Prompted:
+    def _with_prompt(self, texts: Sequence[str], prompt: str, existing_prompt: str | Sequence[str]) -> PromptedTexts:
         # Where prompts count like any text, what is one does not matter.
-        return Prompted(texts, prompt, "" if self.tokenizer.include_prompt else within)
+        return PromptedTexts(texts, prompt, "" if self.tokenizer.include_prompt else existing_prompt)
 
-    def _plan(self, texts: Prompted, max_length: int | None) -> Passes:
-        return plan_passes(texts, self.tokenizer, max_length, self.chunk_tokens, self.world)
+    def _plan(self, texts: PromptedTexts, max_length: int | None) -> EncodingPlan:
+        return plan_encoding(texts, self.tokenizer, max_length, self.chunk_tokens, self.world)
 
     def _encode(
         self,
-        texts: Prompted,
+        texts: PromptedTexts,
         max_length: int | None,
-        passes: Passes,
-        stored: StoredVectors | None,
+        passes: EncodingPlan,
+        vector_cache: VectorCache | None,
         what: str,
         finish: Callable[[Tensor], Tensor] = lambda vectors: vectors,
     ) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
         """Vectors of this rank's chunks, [m, D], and the kinds of text that they are of; a block at a time."""
         left = list(range(len(passes)))
-        if stored is not None:
-            files = stored.files(self.world)
+        if vector_cache is not None:
+            files = vector_cache.files(self.world)
             done = {number for _, numbers in files for number in numbers}
             left = [number for number in left if number not in done]
-            for vectors, kinds in stored.share(files, self.world):
+            for vectors, kinds in vector_cache.share(files, self.world):
                 yield vectors.to(self.world.device), kinds
             if not left:
                 return
         total, size = len(passes), self.world.size
         # At least one pass even without texts: only a pass tells how many dimensions there are.
-        with self._gathered():
-            for start in range(0, len(left) or 1, _PASSES_A_BLOCK * size):
-                block = left[start : start + _PASSES_A_BLOCK * size]
+        with self._unsharded():
+            for start in range(0, len(left) or 1, CHUNKS_PER_BLOCK * size):
+                block = left[start : start + CHUNKS_PER_BLOCK * size]
                 mine = [passes.chunk(number) for number in block[self.world.rank :: size]]
                 rows = [passes.first[kinds].tolist() for kinds in mine]
-                vectors = self._block([(texts.seen(some), texts.prompts(some)) for some in rows], block, max_length)
+                vectors = self._encode_block(
+                    [(texts.with_prompt(some), texts.prompts(some)) for some in rows], block, max_length
+                )
                 self._require_finite(vectors, [texts.texts[row] for some in rows for row in some])
                 kinds = np.concatenate([np.empty(0, dtype=np.int64), *mine])
                 with torch.inference_mode(False), torch.no_grad():
                     vectors = finish(vectors)
-                if stored is not None:
-                    stored.write(vectors, kinds, block[self.world.rank :: size], self.world)
-                self.told(f"encoding {what}", total - len(left) + start + len(block), total)
+                if vector_cache is not None:
+                    vector_cache.write(vectors, kinds, block[self.world.rank :: size], self.world)
+                self.progress(f"encoding {what}", total - len(left) + start + len(block), total)
                 yield vectors, kinds
 
-    def _block(self, chunks: list[_Chunk], block: Sequence[int], max_length: int | None) -> Tensor:
+    def _encode_block(self, chunks: list[_Chunk], block: Sequence[int], max_length: int | None) -> Tensor:
         """One pass over each of this rank's chunks, and over dummies while other ranks have more."""
         turns = max(1, -(-len(block) // self.world.size))
-        with _evaluating(self.encoder, reshard_after=self.unshard is Unshard.layer):
+        with _eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
             # Where weights are whole nobody waits for anybody; one pass is still needed to know D.
             dummies = turns - len(chunks) if self.unshard is Unshard.layer or not chunks else 0
-            return torch.cat([self._forward(chunk, max_length) for chunk in [*chunks, *([_NO_TEXTS] * dummies)]])
+            return torch.cat([self._forward(chunk, max_length) for chunk in [*chunks, *([_EMPTY_CHUNK] * dummies)]])
 
-    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+    def _unsharded(self) -> contextlib.AbstractContextManager[None]:
         """All weights, where that was asked for."""
         if self.unshard is Unshard.layer:
             return contextlib.nullcontext()
-        return gathered_whole(self.encoder, lambda: self._block([_NO_TEXTS], [0] * self.world.size, None))
+        return unsharded_weights(self.encoder, lambda: self._encode_block([_EMPTY_CHUNK], [0] * self.world.size, None))
 
     def _forward(self, chunk: _Chunk, max_length: int | None) -> Tensor:
         """One pass over one chunk; over a dummy whose vector is dropped where there are no texts."""
@@ -257,7 +261,7 @@ class SentenceEncoder:
 
 
 @contextlib.contextmanager
-def _evaluating(encoder: nn.Module, *, reshard_after: bool) -> Iterator[None]:
+def _eval_mode(encoder: nn.Module, *, reshard_after: bool) -> Iterator[None]:
     """Without gradient and dropout; afterwards every module's mode is as before, and weights are sharded if asked for.
 
     Not under inference mode, and out of it where the caller is in it: what FSDP gathers weights into is made

@@ -8,39 +8,39 @@ from torch import Tensor
 
 # Numbers of float64 in one block of pair scores, of which a few are held at a time: on a CPU what its caches hold (four
 # times as fast as 128 MiB), on a GPU what keeps it busy.
-_NUMBERS_ON_CPU, _NUMBERS_ON_GPU = 1 << 18, 1 << 24
+_BLOCK_NUMEL_CPU, _BLOCK_NUMEL_GPU = 1 << 18, 1 << 24
 # Below every key of a document.
-NOTHING = torch.iinfo(torch.int64).min
-_VECTORS_AT_A_TIME = 16384
+NO_DOCUMENT = torch.iinfo(torch.int64).min
+_VECTOR_BATCH_SIZE = 16384
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
     """Vectors [n, D] scaled to length 1, float32; a zero vector stays. The same bits however they are batched."""
-    parts = torch.split(vectors, _VECTORS_AT_A_TIME)
+    parts = torch.split(vectors, _VECTOR_BATCH_SIZE)
     return torch.cat([(part / norms(part).clamp(min=1e-12).unsqueeze(1)).float() for part in parts])
 
 
 def cosines(first: Tensor, second: Tensor) -> Tensor:
     """Cosine of each row of two [P, D], float64 [P]; 0 where a vector is zero."""
-    block = pairs_at_a_time(first)
+    block = pair_batch_size(first)
     pairs = zip(torch.split(first, block), torch.split(second, block), strict=True)
-    products = torch.cat([sum_of_products(one, other) for one, other in pairs])
+    products = torch.cat([pairwise_dot(one, other) for one, other in pairs])
     return products / (norms(first) * norms(second)).clamp(min=1e-24)
 
 
 def norms(vectors: Tensor) -> Tensor:
     """Length of each vector, float64 [n]."""
-    parts = torch.split(vectors, pairs_at_a_time(vectors))
-    return torch.cat([sum_of_products(part, part).sqrt() for part in parts])
+    parts = torch.split(vectors, pair_batch_size(vectors))
+    return torch.cat([pairwise_dot(part, part).sqrt() for part in parts])
 
 
-def pairs_at_a_time(vectors: Tensor) -> int:
+def pair_batch_size(vectors: Tensor) -> int:
     """How many pairs of vectors like these [n, D] to multiply at a time."""
-    numbers = _NUMBERS_ON_CPU if vectors.device.type == "cpu" else _NUMBERS_ON_GPU
+    numbers = _BLOCK_NUMEL_CPU if vectors.device.type == "cpu" else _BLOCK_NUMEL_GPU
     return max(1, numbers // max(1, vectors.shape[1]))
 
 
-def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
+def pairwise_dot(left: Tensor, right: Tensor) -> Tensor:
     """Inner product of each row of two [P, D], float64 [P].
 
     The products of float32 are exact in float64, and halves are added to halves: a library's sum may add in
@@ -54,7 +54,7 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     return terms[:, 0]
 
 
-def pack(scores: Tensor, places: Tensor) -> Tensor:
+def pack_keys(scores: Tensor, priorities: Tensor) -> Tensor:
     """A float32 score and a document's place among equal scores as one integer of the same order.
 
     The largest keys are then the best documents, ties and all, and one topk finds them.
@@ -62,16 +62,16 @@ def pack(scores: Tensor, places: Tensor) -> Tensor:
     # Adding 0 turns -0.0 into 0.0. The bits of a negative float count the wrong way round.
     bits = (scores + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return (ordered << 32) + places
+    return (ordered << 32) + priorities
 
 
-def unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
+def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     """The scores and the places of keys."""
     ordered = (keys >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), keys & 0xFFFFFFFF
 
 
-def best(keys: Tensor, k: int) -> Tensor:
+def top_keys(keys: Tensor, k: int) -> Tensor:
     """The `k` largest keys of each row, largest first."""
     return keys.topk(min(k, keys.shape[1]), dim=1).values

@@ -19,16 +19,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedtrain.config.evaluation import IndexConfig, Place, VectorDtype
+from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import EncodedShard
-from embedtrain.inference.exact import NOTHING, best, norms, pack, pairs_at_a_time, sum_of_products, unpack
+from embedtrain.inference.exact import (
+    NO_DOCUMENT,
+    norms,
+    pack_keys,
+    pair_batch_size,
+    pairwise_dot,
+    top_keys,
+    unpack_keys,
+)
 
 # Vectors of a tile: what is on the device at a time where vectors are kept on the host.
 TILE = 16384
 # Of the free memory of a GPU, the share that vectors may take before they are kept on the host.
-_SHARE_OF_DEVICE = 0.5
+_MAX_DEVICE_FRACTION = 0.5
 _DTYPES = {VectorDtype.fp32: torch.float32, VectorDtype.bf16: torch.bfloat16}
 
 
@@ -61,7 +69,7 @@ class VectorTiles:
         """Keep [m, D]; what they are from now on, on the device."""
         vectors = vectors.to(self._device, self._dtype)
         if self._on_host is None:
-            self._on_host = self._belongs_on_host(vectors.shape[1])
+            self._on_host = self._keep_on_host(vectors.shape[1])
         self._pending.append(vectors)
         if sum(map(len, self._pending)) >= TILE:
             self._seal()
@@ -96,11 +104,11 @@ class VectorTiles:
             self._tiles.append(kept.pin_memory() if self._on_host and self._device.type == "cuda" else kept)
         self._pending = []
 
-    def _belongs_on_host(self, dimension: int) -> bool:
-        if self._config.place is not Place.auto or self._device.type != "cuda":
-            return self._config.place is Place.host
+    def _keep_on_host(self, dimension: int) -> bool:
+        if self._config.place is not VectorPlacement.auto or self._device.type != "cuda":
+            return self._config.place is VectorPlacement.host
         free, _ = torch.cuda.mem_get_info(self._device)
-        return self._expected * dimension * self._dtype.itemsize > _SHARE_OF_DEVICE * free
+        return self._expected * dimension * self._dtype.itemsize > _MAX_DEVICE_FRACTION * free
 
 
 def dtype_of(config: IndexConfig) -> torch.dtype:
@@ -108,11 +116,11 @@ def dtype_of(config: IndexConfig) -> torch.dtype:
     return _DTYPES[config.dtype]
 
 
-_QUERIES_AT_A_TIME = 512
+QUERY_BATCH_SIZE = 512
 # Queries that visit a tile before the next tile is fetched: vectors on the host travel once for all of them.
-_QUERIES_A_VISIT = 8192
+QUERIES_PER_SCAN = 8192
 # Candidates kept beyond K, so that rounding hardly ever asks for the second look.
-_SLACK = 32
+_EXTRA_CANDIDATES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +143,28 @@ class ShardedIndex:
     the tiles, or where vectors lie.
 
     Args:
-        places: int64 [N], for each document its place among all in the order of ties, the first in a ranking having
+        priorities: int64 [N], for each document its place among all in the order of ties, the first in a ranking having
             the highest; the same on every rank. `trec_order` makes it of ids.
         world: the ranks.
         config: as what vectors are kept, and where. Scores are those of the vectors as kept.
     """
 
-    def __init__(self, places: Tensor, world: World, config: IndexConfig | None = None) -> None:
+    def __init__(self, priorities: Tensor, world: World, config: IndexConfig | None = None) -> None:
         self.world = world
-        self.num_documents = len(places)
-        self._places = places
-        self._by_place = torch.empty_like(places)
-        self._by_place[places] = torch.arange(len(places))
-        self._vectors = VectorTiles(config or IndexConfig(), world.device, -(-len(places) // world.size))
+        self.num_documents = len(priorities)
+        self._priorities = priorities
+        self._document_of_priority = torch.empty_like(priorities)
+        self._document_of_priority[priorities] = torch.arange(len(priorities))
+        self._vectors = VectorTiles(config or IndexConfig(), world.device, -(-len(priorities) // world.size))
         self._rows: list[Tensor] = []
-        self._longest = 0.0
+        self._max_norm = 0.0
 
     def add(self, shard: EncodedShard) -> None:
         """Take in some of this rank's documents: their vectors, and their numbers, each on one rank once."""
         kept = self._vectors.add(shard.vectors)
         self._rows.append(shard.rows)
         if len(kept):
-            self._longest = max(self._longest, norms(kept).max().item())
+            self._max_norm = max(self._max_norm, norms(kept).max().item())
 
     def search(self, queries: Tensor, k: int) -> Ranking:
         """The K documents with the largest inner product. A collective: the same queries on every rank.
@@ -166,13 +174,13 @@ class ShardedIndex:
             k: how many documents to keep, at least 1; all, where there are fewer.
         """
         k = min(k, self.num_documents)
-        visits = [visit for visit in torch.split(queries, _QUERIES_A_VISIT) if len(visit)]
+        visits = [visit for visit in torch.split(queries, QUERIES_PER_SCAN) if len(visit)]
         found = [gather_rows(self._mine(visit, k), self._counts(len(visit))).cpu() for visit in visits]
         return self._ranking(torch.cat([torch.empty((0, k), dtype=torch.int64), *found]))
 
     def search_mine(self, queries: Tensor, k: int) -> tuple[range, Ranking]:
         """The same for this rank's share of the queries alone: which of the Q they are, and their ranking."""
-        assert len(queries) <= _QUERIES_A_VISIT, "more queries than are searched at a time"
+        assert len(queries) <= QUERIES_PER_SCAN, "more queries than are searched at a time"
         k = min(k, self.num_documents)
         counts = self._counts(len(queries))
         first = sum(counts[: self.world.rank])
@@ -188,7 +196,7 @@ class ShardedIndex:
             documents: int64 [Q, M] on the CPU, numbers of documents, the same on every rank; -1 where there is none,
                 whose score is minus infinity.
         """
-        rows, numbers = self._own_rows().sort()
+        rows, numbers = self._document_numbers().sort()
         at = torch.searchsorted(rows, documents.flatten()).clamp(max=max(0, len(rows) - 1))
         here = (rows[at] == documents.flatten()).nonzero().flatten() if len(rows) else torch.empty(0, dtype=torch.int64)
         scores = torch.full((documents.numel(),), -torch.inf, device=self.world.device)
@@ -200,8 +208,8 @@ class ShardedIndex:
         return scores.view(documents.shape).cpu()
 
     def _ranking(self, keys: Tensor) -> Ranking:
-        scores, places = unpack(keys)
-        return Ranking(scores, self._by_place[places])
+        scores, priorities = unpack_keys(keys)
+        return Ranking(scores, self._document_of_priority[priorities])
 
     def _counts(self, queries: int) -> list[int]:
         """How many of the queries each rank merges the results of: one run of queries after another."""
@@ -218,27 +226,29 @@ class ShardedIndex:
         counts = self._counts(len(queries))
         mine = counts[self.world.rank]
         came = exchange_rows(here, counts, [mine] * self.world.size)
-        return best(came.view(self.world.size, mine, k).transpose(0, 1).reshape(mine, self.world.size * k), k)
+        return top_keys(came.view(self.world.size, mine, k).transpose(0, 1).reshape(mine, self.world.size * k), k)
 
     def _search_shard(self, queries: Tensor, k: int) -> Tensor:
         """Keys of the best `k` documents of this rank, int64 [Q, k], best first; NOTHING where there are fewer."""
-        found = torch.full((len(queries), k), NOTHING, dtype=torch.int64, device=queries.device)
-        num, tiles = len(self._vectors), torch.split(queries, _QUERIES_AT_A_TIME)
+        found = torch.full((len(queries), k), NO_DOCUMENT, dtype=torch.int64, device=queries.device)
+        num, tiles = len(self._vectors), torch.split(queries, QUERY_BATCH_SIZE)
         if not num:
             return found
         keep = min(k, num)
         for start, (tile, rough, candidates) in zip(
-            range(0, len(queries), _QUERIES_AT_A_TIME), self._candidates(tiles, min(k + _SLACK, num)), strict=True
+            range(0, len(queries), QUERY_BATCH_SIZE),
+            self._candidates(tiles, min(k + _EXTRA_CANDIDATES, num)),
+            strict=True,
         ):
             rows = torch.arange(len(tile), device=tile.device).repeat_interleave(candidates.shape[1])
-            of_tile = best(self._keys(tile, rows, candidates.flatten()).view(candidates.shape), keep)
+            of_tile = top_keys(self._keys(tile, rows, candidates.flatten()).view(candidates.shape), keep)
             if candidates.shape[1] < num:
                 # What was not kept scores at most the last one kept, give or take the error of both roundings.
-                last = unpack(of_tile[:, -1])[0].double()
-                error = self._rounding(tile)
+                last = unpack_keys(of_tile[:, -1])[0].double()
+                error = self._rounding_error(tile)
                 unsure = (last <= rough.min(dim=1).values.double() + error).nonzero().flatten()
                 if unsure.numel():
-                    of_tile[unsure] = self._second_look(tile[unsure], keep, (last - error)[unsure])
+                    of_tile[unsure] = self._rescan(tile[unsure], keep, (last - error)[unsure])
             found[start : start + len(tile), :keep] = of_tile
         return found
 
@@ -254,7 +264,7 @@ class ShardedIndex:
                 rows[i] = torch.cat([rows[i], numbers + start], dim=1).gather(1, kept)
         return list(zip(queries, scores, rows, strict=True))
 
-    def _second_look(self, queries: Tensor, k: int, least: Tensor) -> Tensor:
+    def _rescan(self, queries: Tensor, k: int, least: Tensor) -> Tensor:
         """Keys of the best `k` among all documents whose fp32 score is `least` [T] or more, [T, k].
 
         Many documents with the same vector, or a model that gives every text nearly the same one, lead here.
@@ -263,37 +273,37 @@ class ShardedIndex:
         for start, vectors in self._vectors.tiles():
             rough = (queries @ vectors.T).double()
             rows, columns = (rough >= least.unsqueeze(1)).nonzero(as_tuple=True)
-            keys = torch.full_like(rough, NOTHING, dtype=torch.int64)
+            keys = torch.full_like(rough, NO_DOCUMENT, dtype=torch.int64)
             keys[rows, columns] = self._keys(queries, rows, columns + start)
-            found = best(torch.cat([found, keys], dim=1), k)
+            found = top_keys(torch.cat([found, keys], dim=1), k)
         return found
 
     def _keys(self, queries: Tensor, rows: Tensor, documents: Tensor) -> Tensor:
         """Keys of pairs (row of `queries`, row of this shard), [P]."""
-        places = self._places[self._own_rows()[documents.cpu()]].to(queries.device)
-        return pack(self._scores(queries, rows, documents), places)
+        priorities = self._priorities[self._document_numbers()[documents.cpu()]].to(queries.device)
+        return pack_keys(self._scores(queries, rows, documents), priorities)
 
     def _scores(self, queries: Tensor, rows: Tensor, documents: Tensor) -> Tensor:
         """Scores of pairs (row of `queries`, row of this shard), float32 [P]."""
         scores = torch.empty(len(rows), device=queries.device)
-        for of, vectors in self._vectors.pick(documents, pairs_at_a_time(queries)):
-            scores[of] = sum_of_products(queries[rows[of]], vectors).float()
+        for of, vectors in self._vectors.pick(documents, pair_batch_size(queries)):
+            scores[of] = pairwise_dot(queries[rows[of]], vectors).float()
         return scores
 
-    def _own_rows(self) -> Tensor:
+    def _document_numbers(self) -> Tensor:
         """The numbers of this rank's documents, int64 [n] on the CPU."""
         if len(self._rows) != 1:
             self._rows = [torch.cat([torch.empty(0, dtype=torch.int64), *self._rows])]
         return self._rows[0]
 
-    def _rounding(self, queries: Tensor) -> Tensor:
+    def _rounding_error(self, queries: Tensor) -> Tensor:
         """Bound, [T], on how far an fp32 score and a score rounded to float32 can lie apart.
 
         Higham, "Accuracy and Stability of Numerical Algorithms" (2002), section 3.1: D u |q| |d| for the sum
         in any order, and a little for the rounding of the exact score.
         """
         unit = torch.finfo(torch.float32).eps / 2
-        return (self._vectors.dimension + 8) * unit * self._longest * norms(queries)
+        return (self._vectors.dimension + 8) * unit * self._max_norm * norms(queries)
 
 
 def trec_order(ids: Sequence[str]) -> Tensor:
@@ -302,9 +312,9 @@ def trec_order(ids: Sequence[str]) -> Tensor:
     trec_eval compares bytes, and so does Arrow.
     """
     order = torch.from_numpy(pc.sort_indices(pa.array(ids, pa.large_string())).to_numpy().astype("int64"))
-    places = torch.empty(len(ids), dtype=torch.int64)
-    places[order] = torch.arange(len(ids))
-    return places
+    priorities = torch.empty(len(ids), dtype=torch.int64)
+    priorities[order] = torch.arange(len(ids))
+    return priorities
 
 
 @contextlib.contextmanager

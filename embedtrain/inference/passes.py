@@ -20,43 +20,46 @@ from embedtrain.distributed.world import World
 _BLOCK = 8192
 # A set is cut into this many chunks where `chunk_tokens` alone would make fewer and larger ones: texts of a chunk are
 # then of nearly one length, and there is enough to deal evenly. Below so many tokens a pass would only be slower.
-_MANY = 128
-_LEAST_TOKENS = 2048
+_MIN_CHUNKS = 128
+_MIN_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Prompted:
+class PromptedTexts:
     """Texts, and what of them as the model sees them is a prompt.
 
     Attributes:
         texts: n of them.
         prompt: put before each.
-        within: a prompt that texts begin with already, or that each does: it matters where prompts do not count.
+        existing_prompt: a prompt that the texts start with, or one per text; matters where prompts do not count.
     """
 
     texts: Sequence[str]
     prompt: str = ""
-    within: str | Sequence[str] = ""
+    existing_prompt: str | Sequence[str] = ""
 
-    def seen(self, rows: Sequence[int]) -> list[str]:
+    def with_prompt(self, rows: Sequence[int]) -> list[str]:
         """Some of them as the model sees them."""
         return [self.prompt + self.texts[row] for row in rows]
 
     def prompts(self, rows: Sequence[int]) -> list[str]:
         """What each of these begins with that is a prompt."""
-        return [self.prompt + (self.within if isinstance(self.within, str) else self.within[row]) for row in rows]
+        return [
+            self.prompt + (self.existing_prompt if isinstance(self.existing_prompt, str) else self.existing_prompt[row])
+            for row in rows
+        ]
 
     def keys(self) -> NDArray[np.int64]:
         """int64 [n], equal where two have the same vector."""
-        if isinstance(self.within, str):
+        if isinstance(self.existing_prompt, str):
             return text_keys(self.texts).numpy()
         # A text and how much of it is a prompt.
-        both = zip(self.texts, self.within, strict=True)
-        return text_keys([f"{len(within)} {text}" for text, within in both]).numpy()
+        both = zip(self.texts, self.existing_prompt, strict=True)
+        return text_keys([f"{len(existing_prompt)} {text}" for text, existing_prompt in both]).numpy()
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class EncodingPlan:
     """The chunks of a set of texts; a function of the texts and their lengths, and of nothing else.
 
     Attributes:
@@ -82,7 +85,7 @@ class Passes:
         """The kinds of text in a chunk."""
         return self.order[self.cuts[number] : self.cuts[number + 1]]
 
-    def expanded(self, kinds: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def expand(self, kinds: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """All texts of some kinds, int64 [m], and how many there are of each, both on the CPU."""
         counts = self.starts[kinds + 1] - self.starts[kinds]
         begins = np.repeat(self.starts[kinds] - np.concatenate([[0], counts.cumsum()[:-1]]), counts)
@@ -90,11 +93,11 @@ class Passes:
         return torch.from_numpy(rows), torch.from_numpy(counts)
 
 
-def plan_passes(
-    texts: Prompted, tokenizer: TextTokenizer, max_length: int | None, chunk_tokens: int, world: World
-) -> Passes:
+def plan_encoding(
+    texts: PromptedTexts, tokenizer: TextTokenizer, max_length: int | None, chunk_tokens: int, world: World
+) -> EncodingPlan:
     """Cut texts into chunks. A collective: each rank tokenises its share of them to know their lengths."""
-    with world.together("looking for equal texts"):
+    with world.fail_together("looking for equal texts"):
         keys = texts.keys()
     _, index, inverse = np.unique(keys, return_index=True, return_inverse=True)
     by_first = np.argsort(index)
@@ -104,7 +107,7 @@ def plan_passes(
     first = index[by_first]
     lengths = _lengths(texts, first, tokenizer, max_length, world)
     order = np.argsort(-lengths, kind="stable")
-    limit = min(chunk_tokens, max(_LEAST_TOKENS, int(lengths.sum()) // _MANY))
+    limit = min(chunk_tokens, max(_MIN_CHUNK_TOKENS, int(lengths.sum()) // _MIN_CHUNKS))
     sizes = np.maximum(1, lengths[order])
     ends = np.concatenate([[0], np.cumsum(sizes)])
     cuts = [0]
@@ -116,18 +119,18 @@ def plan_passes(
             stop = at + limit // int(sizes[at])
         cuts.append(min(len(order), max(at + 1, stop)))
     starts = np.concatenate([[0], np.bincount(kinds, minlength=len(first)).cumsum()])
-    return Passes(first, np.argsort(kinds, kind="stable"), starts.astype(np.int64), order, cuts, limit)
+    return EncodingPlan(first, np.argsort(kinds, kind="stable"), starts.astype(np.int64), order, cuts, limit)
 
 
 def _lengths(
-    texts: Prompted, rows: NDArray[np.int64], tokenizer: TextTokenizer, max_length: int | None, world: World
+    texts: PromptedTexts, rows: NDArray[np.int64], tokenizer: TextTokenizer, max_length: int | None, world: World
 ) -> NDArray[np.int64]:
     """The number of tokens of the texts `rows`, on every rank; each rank tokenises every W-th only."""
     share = rows[world.rank :: world.size].tolist()
     mine: list[int] = []
-    with world.together("tokenising"):
+    with world.fail_together("tokenising"):
         for start in range(0, len(share), _BLOCK):
-            some = texts.seen(share[start : start + _BLOCK])
+            some = texts.with_prompt(share[start : start + _BLOCK])
             mine += [len(ids) for ids in tokenizer.ids(some, max_length)]
     counts = [len(range(rank, len(rows), world.size)) for rank in range(world.size)]
     gathered = gather_rows(torch.tensor(mine, dtype=torch.int64, device=world.device), counts).cpu().numpy()

@@ -24,7 +24,7 @@ from torch import Tensor, from_numpy
 
 from embedtrain.config.recipe import Precision
 from embedtrain.data.keys import text_keys
-from embedtrain.data.sources.digests import digest_of_file
+from embedtrain.data.sources.digests import file_digest
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
@@ -32,7 +32,7 @@ from embedtrain.models.source import ModelSource
 
 
 @dataclass(frozen=True)
-class StoredVectors:
+class VectorCache:
     """Where vectors are kept.
 
     Attributes:
@@ -50,9 +50,9 @@ class StoredVectors:
         tokenizer: TextTokenizer,
         max_length: int | None,
         limit: int,
-        within: str | Sequence[str] = "",
-    ) -> "StoredVectors":
-        """The place of one set of texts; `within` is a prompt that they begin with already."""
+        existing_prompt: str | Sequence[str] = "",
+    ) -> "VectorCache":
+        """The place of one set of texts; `existing_prompt` is a prompt that they begin with already."""
         told = {
             **self.identity,
             "prompt": prompt,
@@ -61,11 +61,11 @@ class StoredVectors:
             "limit": limit,
             "packed": tokenizer.packed,
         }
-        if within:
-            told["prompt within"] = within if isinstance(within, str) else list(within)
+        if existing_prompt:
+            told["prompt within"] = existing_prompt if isinstance(existing_prompt, str) else list(existing_prompt)
         digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16)
         digest.update(text_keys(texts).numpy().tobytes())
-        return StoredVectors(self.directory / digest.hexdigest(), told)
+        return VectorCache(self.directory / digest.hexdigest(), told)
 
     def files(self, world: World) -> list[tuple[str, list[int]]]:
         """What is there: files, and which chunks each holds. A collective; the same on every rank.
@@ -74,7 +74,7 @@ class StoredVectors:
             DataError: a file is not what was stored.
         """
         found: list[tuple[str, list[int]]] = []
-        with world.together("looking for stored vectors"):
+        with world.fail_together("looking for stored vectors"):
             if world.is_main and self.directory.is_dir():
                 seen: set[int] = set()
                 for path in sorted(self.directory.glob("*.safetensors")):
@@ -91,14 +91,14 @@ class StoredVectors:
         """
         for start in range(0, len(files), world.size):
             at = start + world.rank
-            with world.together("reading stored vectors"):
+            with world.fail_together("reading stored vectors"):
                 # Who has none reads the last and takes no row: its width is all it needs.
                 vectors, kinds = _read(self.directory / files[min(at, len(files) - 1)][0])
             yield (vectors, kinds) if at < len(files) else (vectors[:0], kinds[:0])
 
     def write(self, vectors: Tensor, kinds: NDArray[np.int64], chunks: Sequence[int], world: World) -> None:
         """Keep this rank's vectors of some chunks. A collective."""
-        with world.together("storing vectors"):
+        with world.fail_together("storing vectors"):
             if chunks:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 path = self.directory / f"{chunks[0]:08}-{chunks[-1]:08}-{uuid.uuid4().hex[:8]}.safetensors"
@@ -147,12 +147,12 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
         DataError: a file cannot be read.
     """
     files: dict[str, str] = {}
-    with world.together("reading the model's files"):
+    with world.fail_together("reading the model's files"):
         if world.is_main:
             for number, directory in enumerate(_directories(source)):
                 for path in sorted(directory.iterdir()):
                     if path.is_file() and path.suffix in _ENDINGS:
-                        files[f"{number}/{path.name}"] = digest_of_file(str(path))
+                        files[f"{number}/{path.name}"] = file_digest(str(path))
     told: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
     return told | {
         "files": world.broadcast(files),

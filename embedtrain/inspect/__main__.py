@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from embedtrain.cli import enter
+from embedtrain.cli import run_command
 from embedtrain.config.recipe import Attention, Pooling, Recipe
 from embedtrain.errors import ConfigError
 from embedtrain.inspect.options import InspectOptions, compose_inspect
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from embedtrain.data.cache.cache import Cache
     from embedtrain.data.train_data import TrainData
     from embedtrain.inspect.costs import Cost
-    from embedtrain.inspect.looked import Looked, LookedAt
-    from embedtrain.inspect.measured import Measured
-    from embedtrain.inspect.seen import UncutTokenizer
+    from embedtrain.inspect.looked import InspectedData, InspectedSource
+    from embedtrain.inspect.measured import TextStatistics
+    from embedtrain.inspect.seen import UntruncatedTokenizer
     from embedtrain.tracking.pages import Page
 
 
-DOCUMENTS_SHOWN = 4  # positives of an example, and as many negatives
-BATCHES_MEASURED = 8
+MAX_DOCUMENTS_SHOWN = 4  # positives of an example, and as many negatives
+NUM_MEASURED_BATCHES = 8
 # Ranks, what they are, and whether they are GPUs.
 MACHINES = ((1, "1 GPU", True), (8, "8 GPUs", True), (8, "8 CPU processes", False))
 MANY_ROWS = 200_000  # to count them takes a while
@@ -40,7 +40,7 @@ def act(asked: tuple[Recipe, InspectOptions]) -> None:
     """Read the data as training would, and tell what is in it, source by source and then as a whole."""
     from embedtrain.data.cache.cache import Cache, cache_directory
     from embedtrain.inspect.looked import look_at
-    from embedtrain.inspect.printing import print_kept, print_unusable
+    from embedtrain.inspect.printing import print_cache_size, print_unusable
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.pages import Page
@@ -49,20 +49,20 @@ def act(asked: tuple[Recipe, InspectOptions]) -> None:
     quiet_libraries()
     console, page = Console(), Page()
     tokenizer, prompts, no_tokenizer = _tokenizer(recipe)
-    with console.counted() as told:
-        cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, told=told)
+    with console.progress() as told:
+        cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, progress=told)
         looked_at = look_at(recipe, prompts, cache)
         if tokenizer is not None:
-            for data in looked_at.datas:
+            for data in looked_at.datasets:
                 data.prepare(tokenizer.bound, cache)
-    measured: list[Measured] = []
+    measured: list[TextStatistics] = []
     num_empty: list[int] = []  # files of each source
     read_for = "for_loss" if options.data else "loss"
     for number, looked in enumerate(looked_at.sources):
         if looked.data is None or looked.loss is None:
             print_unusable(page, looked)
             continue
-        with console.counted() as told:
+        with console.progress() as told:
             if len(looked.store) >= MANY_ROWS:
                 told(f"counting texts of {looked.name}", number, len(looked_at.sources))
             problems, empty = _problems(looked, options.problems, cache)
@@ -71,43 +71,43 @@ def act(asked: tuple[Recipe, InspectOptions]) -> None:
         _print_source(page, looked, measured[-1], problems, empty, read_for)
         _print_examples(page, looked, tokenizer, options.examples)
     _print_whole(page, recipe, looked_at, measured, num_empty, of_training=not options.data)
-    print_kept(page, cache.directory, looked_at.datas)
+    print_cache_size(page, cache.directory, looked_at.datasets)
     if no_tokenizer:
         page.subheading(no_tokenizer)
-    skipped = any(store.report.num_skipped for data in looked_at.datas for store in data.stores)
+    skipped = any(store.report.num_skipped for data in looked_at.datasets for store in data.stores)
     if looked_at.data is None or skipped:
         raise SystemExit(1)
 
 
-def _tokenizer(recipe: Recipe) -> tuple["UncutTokenizer | None", Mapping[str, str], str]:
+def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[str, str], str]:
     """The model's tokenizer and prompts; without a tokenizer, why there is none. No weights are read."""
     from dataclasses import replace
 
     from embedtrain.data.tokens import TextTokenizer
-    from embedtrain.inspect.seen import UncutTokenizer
-    from embedtrain.models.source import open_source
-    from embedtrain.models.tokenizer import load_tokenizer, text_length
+    from embedtrain.inspect.seen import UntruncatedTokenizer
+    from embedtrain.models.source import open_model_source
+    from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 
     model = recipe.model
     if model.path is None and model.config is None:
         prompts = {"query": model.query_prompt or "", "document": model.document_prompt or ""}
         return None, prompts, "lengths are in characters: model=DIR tells them in its tokens"
     # How vectors are pooled does not matter here, so nobody has to say it.
-    source = open_source(replace(model, pooling=model.pooling or Pooling.mean))
+    source = open_model_source(replace(model, pooling=model.pooling or Pooling.mean))
     if model.config is not None and model.tokenizer is None:
         told = "lengths are in characters: the vocabulary is trained on the data when a run begins"
         return None, source.prompts, told
     loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
-    bound = TextTokenizer(loaded, text_length(source, loaded), include_prompt=source.include_prompt)
-    return UncutTokenizer(bound), source.prompts, ""
+    bound = TextTokenizer(loaded, resolve_max_length(source, loaded), include_prompt=source.include_prompt)
+    return UntruncatedTokenizer(bound), source.prompts, ""
 
 
-def _problems(looked: "Looked", most: int, cache: "Cache") -> tuple[list[str], int]:
+def _problems(looked: "InspectedSource", most: int, cache: "Cache") -> tuple[list[str], int]:
     """The first rows that cannot be used, and how many files are empty.
 
     The report has a few of the former; for more the source is read again.
     """
-    from embedtrain.config.row_requirements import needs_of
+    from embedtrain.config.row_requirements import row_requirements
     from embedtrain.inspect.bad_rows import first_bad_rows, num_empty_files
 
     report = looked.store.report
@@ -117,10 +117,10 @@ def _problems(looked: "Looked", most: int, cache: "Cache") -> tuple[list[str], i
     if min(most, report.num_skipped) <= len(report.problems):
         return report.problems[:most], num_empty
     assert looked.loss is not None
-    return first_bad_rows(looked.source, report.name, needs_of(looked.loss), most, cache), num_empty
+    return first_bad_rows(looked.source, report.name, row_requirements(looked.loss), most, cache), num_empty
 
 
-def _measure(looked: "Looked", tokenizer: "UncutTokenizer | None") -> "Measured":
+def _measure(looked: "InspectedSource", tokenizer: "UntruncatedTokenizer | None") -> "TextStatistics":
     """One source's texts."""
     from embedtrain.inspect.measured import measure
 
@@ -130,40 +130,47 @@ def _measure(looked: "Looked", tokenizer: "UncutTokenizer | None") -> "Measured"
 
 
 def _print_source(
-    page: "Page", looked: "Looked", measured: "Measured", problems: list[str], num_empty: int, read_for: str
+    page: "Page",
+    looked: "InspectedSource",
+    measured: "TextStatistics",
+    problems: list[str],
+    num_empty: int,
+    read_for: str,
 ) -> None:
     """What one source holds."""
-    from embedtrain.inspect.beside import beside_of
+    from embedtrain.inspect.beside import summarise_extra_columns
     from embedtrain.inspect.duplicates import duplicates_in
     from embedtrain.inspect.printing import print_duplicates, print_lengths, print_source
 
-    print_source(page, looked, beside_of(looked.store), problems, num_empty, read_for)
+    print_source(page, looked, summarise_extra_columns(looked.store), problems, num_empty, read_for)
     print_lengths(page, measured)
     print_duplicates(page, duplicates_in(measured.keys))
 
 
-def _print_examples(page: "Page", looked: "Looked", tokenizer: "UncutTokenizer | None", count: int) -> None:
+def _print_examples(
+    page: "Page", looked: "InspectedSource", tokenizer: "UntruncatedTokenizer | None", count: int
+) -> None:
     """Some rows from all over a source, the first among them."""
-    from embedtrain.data.sources.sources import find
+    from embedtrain.data.sources.sources import find_parts
     from embedtrain.inspect.printing import print_example
     from embedtrain.inspect.seen import seen
 
     assert looked.data is not None
     store, given = looked.store, looked.data.given[looked.number]
-    parts = {part.name: part for part in find(looked.source).parts} if count else {}
+    parts = {part.name: part for part in find_parts(looked.source).parts} if count else {}
     count = min(count, len(store))
-    for place in range(count):
-        example = store[place * len(store) // count]
-        texts = seen(example, given, tokenizer, DOCUMENTS_SHOWN)
+    for location in range(count):
+        example = store[location * len(store) // count]
+        texts = seen(example, given, tokenizer, MAX_DOCUMENTS_SHOWN)
         left_out = 1 + len(example.positives) + len(example.negatives) - len(texts)
-        print_example(page, parts[example.file].place(example.line), texts, left_out, example.label)
+        print_example(page, parts[example.file].location(example.line), texts, left_out, example.label)
 
 
 def _print_whole(
     page: "Page",
     recipe: Recipe,
-    looked_at: "LookedAt",
-    measured: Sequence["Measured"],
+    looked_at: "InspectedData",
+    measured: Sequence["TextStatistics"],
     num_empty: Sequence[int],
     *,
     of_training: bool,
@@ -175,7 +182,7 @@ def _print_whole(
         print_costs,
         print_duplicates,
         print_lengths,
-        print_not_together,
+        print_not_combined,
         print_run,
         print_total,
     )
@@ -184,7 +191,7 @@ def _print_whole(
     if several or of_training:
         page.heading("all of it" if several else "training on it")
         if data is None:
-            print_not_together(page, looked_at)
+            print_not_combined(page, looked_at)
         else:
             print_total(page, data.stores, num_empty, data.plan.rows_per_source.tolist() if of_training else None)
     if data is None:
@@ -201,17 +208,17 @@ def _print_whole(
 
 def _costs(recipe: Recipe, data: "TrainData") -> dict[str, "Cost"]:
     """What batches from all over an epoch cost, by the machine."""
-    from embedtrain.inspect.costs import cost_of
-    from embedtrain.training.rank_batch import cost_of_a_pass
+    from embedtrain.inspect.costs import batch_cost
+    from embedtrain.training.rank_batch import pass_overhead
 
     steps, asked = data.plan.steps_per_epoch, recipe.train.pass_overhead_tokens
-    count = min(BATCHES_MEASURED, steps)
+    count = min(NUM_MEASURED_BATCHES, steps)
     batches = [number * steps // count for number in range(count)]
 
     def cost(ranks: int, on_gpu: bool) -> "Cost":
-        passes = cost_of_a_pass(on_gpu=on_gpu, sharded=ranks > 1) if asked is None else asked
+        passes = pass_overhead(on_gpu=on_gpu, sharded=ranks > 1) if asked is None else asked
         packed = on_gpu in packing
-        return cost_of(data, batches, ranks, recipe.train.chunk_tokens, passes, packed=packed)
+        return batch_cost(data, batches, ranks, recipe.train.chunk_tokens, passes, packed=packed)
 
     packing = _packing(recipe)
     return {name: cost(ranks, on_gpu) for ranks, name, on_gpu in MACHINES}
@@ -222,17 +229,19 @@ def _packing(recipe: Recipe) -> set[bool]:
     from dataclasses import replace
 
     from embedtrain.models.build import build_encoder
-    from embedtrain.models.packing import look
-    from embedtrain.models.source import open_source
+    from embedtrain.models.packing import check_packing
+    from embedtrain.models.source import open_model_source
 
     if recipe.model.attention is Attention.padded:
         return set()
-    source = open_source(replace(recipe.model, pooling=recipe.model.pooling or Pooling.mean))
+    source = open_model_source(replace(recipe.model, pooling=recipe.model.pooling or Pooling.mean))
     encoder = build_encoder(source)
     return {
-        gpu for gpu in (True, False) if look(encoder, precision=recipe.parallel.precision, gpu=gpu).why_padded is None
+        gpu
+        for gpu in (True, False)
+        if check_packing(encoder, precision=recipe.parallel.precision, gpu=gpu).padding_reason is None
     }
 
 
 if __name__ == "__main__":
-    enter(read, act)
+    run_command(read, act)

@@ -1,21 +1,21 @@
 """The rows of a source that cannot be used, by reading it again: the report of a source keeps the first few alone."""
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import Needs
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.documents import DocumentStore, documents_build
 from embedtrain.data.cache.row_requirements import RowCheck
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.shared_build import build
-from embedtrain.data.sources.pieces import Parts, Piece
+from embedtrain.data.sources.pieces import PartReader, Piece
 from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.reading import Reading
-from embedtrain.data.sources.sources import find
+from embedtrain.data.sources.reading import SourceReader
+from embedtrain.data.sources.sources import find_parts
 
-_WHOLE = 2**62  # bytes of a piece: no part is cut, so that lines are counted from its beginning
+_WHOLE_FILE_BYTES = 2**62  # bytes of a piece: no part is cut, so that lines are counted from its beginning
 
 
-def first_bad_rows(source: TrainSource, name: str, needs: Needs, most: int, cache: Cache) -> list[str]:
+def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, most: int, cache: Cache) -> list[str]:
     """The first `most` rows that cannot be used, each as `path:line: what is wrong`, in order.
 
     Args:
@@ -28,14 +28,14 @@ def first_bad_rows(source: TrainSource, name: str, needs: Needs, most: int, cach
     Raises:
         DataError: as Reading, and where a part cannot be read as a whole.
     """
-    reading = Reading(source, name, needs)
-    layout, documents = reading.recognise(OnError.skip), None
+    reading = SourceReader(source, name, needs)
+    layout, documents = reading.detect_layout(OnError.skip), None
     if reading.document_parts:
         corpus = documents_build(reading, reading.content(), OnError.skip, cache)
         build([corpus])
         documents = DocumentStore(corpus.directory)
     found: list[str] = []
-    for piece in reading.pieces(_WHOLE):
+    for piece in reading.pieces(_WHOLE_FILE_BYTES):
         check, is_empty = RowCheck(needs), True
         for line, row in reading.rows(piece, layout, documents):
             is_empty = False
@@ -44,7 +44,7 @@ def first_bad_rows(source: TrainSource, name: str, needs: Needs, most: int, cach
                     raise row
                 check(row)
             except BadRow as bad:
-                found.append(f"{piece.part.place(line)}: {bad}")
+                found.append(f"{piece.part.location(line)}: {bad}")
             if len(found) >= most:
                 return found
         if is_empty:
@@ -64,6 +64,6 @@ def num_empty_files(source: TrainSource, store: RowStore) -> int:
     Raises:
         DataError: a file is gone or cannot be read.
     """
-    with_rows, opened = {stretch.part for stretch in store.stretches}, Parts(source)
-    others = [part for number, part in enumerate(find(source).parts) if number not in with_rows]
+    with_rows, opened = {stretch.part for stretch in store.row_ranges}, PartReader(source)
+    others = [part for number, part in enumerate(find_parts(source).parts) if number not in with_rows]
     return sum(all(line.row is None for line in opened.lines(Piece(part))) for part in others)

@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.row_table import BESIDES, TEXTS, ArrowRows, RowStore
+from embedtrain.data.cache.row_table import EXTRA_COLUMNS, TEXTS, ArrowRows, RowStore
 
-MOST_INSTRUCTIONS = 1_000  # different ones that are told apart
+MAX_INSTRUCTIONS = 1_000  # different ones that are told apart
 _ROWS_AT_ONCE = 4096
 
 
 @dataclass(slots=True)
-class Beside:
+class ExtraColumns:
     """What lies beside the texts of a source's rows.
 
     Attributes:
@@ -36,13 +36,13 @@ class Beside:
     width: int | None = None
 
 
-def beside_of(store: RowStore) -> Beside:
+def summarise_extra_columns(store: RowStore) -> ExtraColumns:
     """What lies beside the texts of a source's rows."""
-    found = Beside()
+    found = ExtraColumns()
     if "vectors" in store.beside:
         vectors = store[0].vectors
         found.width = len(vectors[0]) if vectors else None
-    if not store.beside & (BESIDES.keys() - {"vectors", "most_negatives"}):
+    if not store.beside & (EXTRA_COLUMNS.keys() - {"vectors", "most_negatives"}):
         return found
     for batch in batches_of(store):
         names = set(batch.schema.names)
@@ -67,7 +67,7 @@ def batches_of(store: RowStore) -> Iterator[pa.RecordBatch]:
         for number in range(len(store.rows.batch_starts) - 1):
             yield store.rows.batch(number)
         return
-    kinds = {name: kind for name, kind in (TEXTS | BESIDES).items() if name in TEXTS or name in store.beside}
+    kinds = {name: kind for name, kind in (TEXTS | EXTRA_COLUMNS).items() if name in TEXTS or name in store.beside}
     kinds.pop("vectors", None)
     for start in range(0, len(store), _ROWS_AT_ONCE):
         examples = [store[row] for row in range(start, min(start + _ROWS_AT_ONCE, len(store)))]
@@ -90,7 +90,7 @@ def _count(counter: Counter[str], column: pa.Array) -> int:
     """Count the instructions of some rows; how many rows have one that is new and one too many."""
     left_out = 0
     for found in pc.value_counts(column.drop_null()).to_pylist():
-        if found["values"] in counter or len(counter) < MOST_INSTRUCTIONS:
+        if found["values"] in counter or len(counter) < MAX_INSTRUCTIONS:
             counter[found["values"]] += found["counts"]
         else:
             left_out += found["counts"]

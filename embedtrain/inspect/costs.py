@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.chunks import deal
+from embedtrain.data.chunks import plan_chunks
 from embedtrain.data.train_data import TrainData
 
 
@@ -29,7 +29,7 @@ class Cost:
     imbalance: float
 
 
-def cost_of(
+def batch_cost(
     data: TrainData,
     batches: Sequence[int],
     ranks: int,
@@ -44,7 +44,7 @@ def cost_of(
         data: prepared with a tokenizer.
         batches: their numbers.
         ranks: how many ranks share them.
-        chunk_tokens: see `deal`.
+        chunk_tokens: see `plan_chunks`.
         pass_overhead_tokens: likewise.
         packed: likewise.
     """
@@ -52,9 +52,11 @@ def cost_of(
     for number in batches:
         tokens = data.batch(number).tokens
         assert tokens is not None
-        dealt = deal(tokens.lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
+        dealt = plan_chunks(tokens.lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
         real, chunks = real + int(tokens.lengths.sum()), chunks + dealt.num_chunks
-        computed.append([computed_by(dealt.of_rank(rank), tokens.lengths, packed=packed) for rank in range(ranks)])
+        computed.append(
+            [count_computed_tokens(dealt.chunks_of_rank(rank), tokens.lengths, packed=packed) for rank in range(ranks)]
+        )
     by_rank = np.array(computed, dtype=np.float64)
     return Cost(
         ranks,
@@ -65,7 +67,9 @@ def cost_of(
     )
 
 
-def computed_by(chunks: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64], *, packed: bool = False) -> int:
+def count_computed_tokens(
+    chunks: Sequence[NDArray[np.int64]], lengths: NDArray[np.int64], *, packed: bool = False
+) -> int:
     """Tokens that a rank computes for its chunks of texts, padding included, unless they are packed."""
     if packed:
         return sum(int(lengths[chunk].sum()) for chunk in chunks)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.sampling.permutation import bits
+from embedtrain.data.sampling.permutation import random_bits
 
 _QUERY, _POSITIVE, _NEGATIVE, _PAIR = 1, 2, 3, 4  # what a key is hashed as
 
@@ -42,7 +42,7 @@ class RowKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class Repetition:
     """Of things that occur more than once: how many different ones, and in how many places."""
 
     different: int
@@ -62,10 +62,10 @@ class Duplicates:
         contradictions: pairs of query and document that are positive in one row and negative in another.
     """
 
-    queries: Repeated
-    positives: Repeated
-    documents: Repeated
-    rows: Repeated
+    queries: Repetition
+    positives: Repetition
+    documents: Repetition
+    rows: Repetition
     both: int
     contradictions: int
 
@@ -85,11 +85,11 @@ def duplicates_in(keys: RowKeys) -> Duplicates:
     )
 
 
-def _repeated(keys: NDArray[np.generic]) -> Repeated:
+def _repeated(keys: NDArray[np.generic]) -> Repetition:
     ordered = np.sort(keys)
     same = ordered[1:] == ordered[:-1]
     different = int(np.count_nonzero(same[1:] > same[:-1])) + int(bool(len(same) and same[0]))
-    return Repeated(different, int(np.count_nonzero(same)) + different)
+    return Repetition(different, int(np.count_nonzero(same)) + different)
 
 
 def _in_both(first: NDArray[np.generic], other: NDArray[np.generic]) -> int:
@@ -99,9 +99,9 @@ def _in_both(first: NDArray[np.generic], other: NDArray[np.generic]) -> int:
 def _row_keys(keys: RowKeys) -> NDArray[np.uint64]:
     """A key of all texts of each row: a sum of hashes, so the order of a row's documents does not count."""
     return (
-        bits(_QUERY, keys.queries)
-        + _sums(bits(_POSITIVE, keys.positives), keys.num_positives)
-        + _sums(bits(_NEGATIVE, keys.negatives), keys.num_negatives)
+        random_bits(_QUERY, keys.queries)
+        + _sums(random_bits(_POSITIVE, keys.positives), keys.num_positives)
+        + _sums(random_bits(_NEGATIVE, keys.negatives), keys.num_negatives)
     )
 
 
@@ -115,4 +115,4 @@ def _sums(hashes: NDArray[np.uint64], counts: NDArray[np.integer]) -> NDArray[np
 
 def _pairs(queries: NDArray[np.int64], documents: NDArray[np.int64], counts: NDArray[np.integer]) -> NDArray[np.uint64]:
     """A key of each document together with its row's query."""
-    return bits(_PAIR, np.repeat(queries, counts), documents)
+    return random_bits(_PAIR, np.repeat(queries, counts), documents)

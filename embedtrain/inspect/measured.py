@@ -14,13 +14,13 @@ from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.token_store import TokenStore
 from embedtrain.data.drawn import Given
 from embedtrain.data.keys import text_key
-from embedtrain.data.prompts import prompts_of
+from embedtrain.data.prompts import row_prompts
 from embedtrain.inspect.beside import batches_of
 from embedtrain.inspect.duplicates import RowKeys
-from embedtrain.inspect.seen import UncutTokenizer
+from embedtrain.inspect.seen import UntruncatedTokenizer
 
 ROLES = ("queries", "positives", "negatives")
-MOST_SAMPLED = 10_000  # texts that are tokenised anew for their whole length
+MAX_SAMPLED_TEXTS = 10_000  # texts that are tokenised anew for their whole length
 _BLOCK = 1 << 22
 
 
@@ -31,20 +31,20 @@ class Lengths:
     Attributes:
         values: int32 [T], or of a sample of them.
         limit: tokens that are kept of each; None for lengths in characters.
-        num_cut: how many of `values` are longer than that.
+        num_truncated: how many of `values` are longer than that.
         num_texts: T.
         is_exact: whether every text was measured whole; else `values` are partly like those of others.
     """
 
     values: NDArray[np.int32]
     limit: int | None
-    num_cut: int
+    num_truncated: int
     num_texts: int
     is_exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TextStatistics:
     """The texts of a source, measured.
 
     Attributes:
@@ -62,7 +62,9 @@ class Measured:
     num_unknown: int = 0
 
 
-def measure(store: RowStore, tokens: TokenStore | None, given: Given, tokenizer: UncutTokenizer | None) -> Measured:
+def measure(
+    store: RowStore, tokens: TokenStore | None, given: Given, tokenizer: UntruncatedTokenizer | None
+) -> TextStatistics:
     """Measure all texts of a source: in tokens where there is a tokenizer, else in characters.
 
     The token store knows how long every text is once it is cut. Of those that reach the limit, as many as
@@ -87,16 +89,16 @@ def measure(store: RowStore, tokens: TokenStore | None, given: Given, tokenizer:
         found = tokens.lengths(texts).astype(np.int32)
         limit = tokenizer.limit(given, of_queries=role == "queries")
         reach = np.flatnonzero(found >= limit)
-        sample = reach[_spread(len(reach), MOST_SAMPLED)]
+        sample = reach[_spread(len(reach), MAX_SAMPLED_TEXTS)]
         long = _whole_lengths(store, tokens.first, texts[sample], given, tokenizer)
         found[reach] = long[np.arange(len(reach)) * len(long) // max(1, len(reach))]  # each as the one measured near it
-        num_cut = int(np.count_nonzero(found[reach] > limit))
-        lengths[role] = Lengths(found, limit, num_cut, len(found), is_exact=len(sample) == len(reach))
+        num_truncated = int(np.count_nonzero(found[reach] > limit))
+        lengths[role] = Lengths(found, limit, num_truncated, len(found), is_exact=len(sample) == len(reach))
     of_rows = RowKeys(**keys, num_positives=counts[0], num_negatives=counts[1])
-    return Measured(lengths, of_rows, "tokens", len(tokens.values), _unknown(tokens, tokenizer))
+    return TextStatistics(lengths, of_rows, "tokens", len(tokens.values), _unknown(tokens, tokenizer))
 
 
-def joined(parts: Sequence[Measured]) -> Measured:
+def joined(parts: Sequence[TextStatistics]) -> TextStatistics:
     """The texts of several sources together; a limit stays where it is that of all."""
     lengths = {}
     for role in ROLES:
@@ -105,15 +107,15 @@ def joined(parts: Sequence[Measured]) -> Measured:
         lengths[role] = Lengths(
             np.concatenate([one.values for one in those]),
             limits.pop() if len(limits) == 1 else None,
-            num_cut=sum(one.num_cut for one in those),
+            num_truncated=sum(one.num_truncated for one in those),
             num_texts=sum(one.num_texts for one in those),
             is_exact=all(one.is_exact for one in those),
         )
     tokens, unknown = (sum(getattr(part, name) for part in parts) for name in ("num_tokens", "num_unknown"))
-    return Measured(lengths, RowKeys.joined([part.keys for part in parts]), parts[0].unit, tokens, unknown)
+    return TextStatistics(lengths, RowKeys.joined([part.keys for part in parts]), parts[0].unit, tokens, unknown)
 
 
-def _unknown(tokens: TokenStore, tokenizer: UncutTokenizer) -> int:
+def _unknown(tokens: TokenStore, tokenizer: UntruncatedTokenizer) -> int:
     """How many of a source's tokens stand for what the vocabulary lacks."""
     loaded = tokenizer.tokenizer
     # Vocabularies of bytes lack nothing; some name another special token for it.
@@ -123,7 +125,7 @@ def _unknown(tokens: TokenStore, tokenizer: UncutTokenizer) -> int:
     return sum(int(np.count_nonzero(block == loaded.unk_token_id)) for block in blocks)
 
 
-def _by_characters(store: RowStore) -> Measured:
+def _by_characters(store: RowStore) -> TextStatistics:
     lengths: dict[str, list[NDArray[np.int32]]] = {role: [] for role in ROLES}
     keys: dict[str, list[NDArray[np.int64]]] = {role: [] for role in ROLES}
     for batch in batches_of(store):
@@ -132,7 +134,7 @@ def _by_characters(store: RowStore) -> Measured:
             lengths[role].append(pc.utf8_length(texts).to_numpy(zero_copy_only=False).astype(np.int32))
             keys[role].append(np.fromiter(map(text_key, texts.to_pylist()), dtype=np.int64, count=len(texts)))
     found = {role: np.concatenate(parts) for role, parts in lengths.items()}
-    return Measured(
+    return TextStatistics(
         {role: Lengths(values, None, 0, len(values)) for role, values in found.items()},
         RowKeys(
             **{role: np.concatenate(parts) for role, parts in keys.items()},
@@ -143,12 +145,14 @@ def _by_characters(store: RowStore) -> Measured:
     )
 
 
-def _of_sample(measured: Measured, store: RowStore, given: Given, tokenizer: UncutTokenizer) -> Measured:
+def _of_sample(
+    measured: TextStatistics, store: RowStore, given: Given, tokenizer: UntruncatedTokenizer
+) -> TextStatistics:
     """The same with lengths in tokens of some rows."""
     texts: dict[str, list[str]] = {role: [] for role in ROLES}
-    for row in _spread(len(store), MOST_SAMPLED // 10).tolist():
+    for row in _spread(len(store), MAX_SAMPLED_TEXTS // 10).tolist():
         example = store[row]
-        prompts = prompts_of(example, given.query_prompt, given.document_prompt, given.instruction_format)
+        prompts = row_prompts(example, given.query_prompt, given.document_prompt, given.instruction_format)
         texts["queries"].append(prompts[0](example.query))
         texts["positives"] += map(prompts[1], example.positives)
         texts["negatives"] += map(prompts[1], example.negatives)
@@ -156,14 +160,14 @@ def _of_sample(measured: Measured, store: RowStore, given: Given, tokenizer: Unc
     for role, chosen in texts.items():
         values = np.array([len(ids) for ids in tokenizer.ids(chosen)], dtype=np.int32)
         limit = tokenizer.limit(given, of_queries=role == "queries")
-        num_cut = int(np.count_nonzero(values > limit))
+        num_truncated = int(np.count_nonzero(values > limit))
         num_texts = measured.lengths[role].num_texts
-        lengths[role] = Lengths(values, limit, num_cut, num_texts, is_exact=len(values) == num_texts)
-    return Measured(lengths, measured.keys, "tokens")
+        lengths[role] = Lengths(values, limit, num_truncated, num_texts, is_exact=len(values) == num_texts)
+    return TextStatistics(lengths, measured.keys, "tokens")
 
 
 def _whole_lengths(
-    store: RowStore, first: NDArray[np.int64], texts: NDArray[np.int64], given: Given, tokenizer: UncutTokenizer
+    store: RowStore, first: NDArray[np.int64], texts: NDArray[np.int64], given: Given, tokenizer: UntruncatedTokenizer
 ) -> NDArray[np.int32]:
     """Tokens that some texts have uncut, by their places in the token store."""
     rows = np.searchsorted(first, texts, side="right") - 1
@@ -172,7 +176,7 @@ def _whole_lengths(
         prompted = []
         for text, row in zip(texts[start : start + 256].tolist(), rows[start : start + 256].tolist(), strict=True):
             example, place = store[row], text - int(first[row])
-            prompts = prompts_of(example, given.query_prompt, given.document_prompt, given.instruction_format)
+            prompts = row_prompts(example, given.query_prompt, given.document_prompt, given.instruction_format)
             plain = (example.query, *example.positives, *example.negatives)[place]
             prompted.append(prompts[min(place, 1)](plain))
         found[start : start + 256] = [len(ids) for ids in tokenizer.ids(prompted)]

@@ -12,12 +12,12 @@ from embedtrain.data.cache.source_report import SourceReport
 from embedtrain.data.drawn import Given
 from embedtrain.data.sampling.plan import BatchPlan
 from embedtrain.data.train_data import TrainData
-from embedtrain.inspect.beside import Beside
+from embedtrain.inspect.beside import ExtraColumns
 from embedtrain.inspect.costs import Cost
 from embedtrain.inspect.duplicates import Duplicates
-from embedtrain.inspect.looked import Looked, LookedAt
-from embedtrain.inspect.measured import Lengths, Measured
-from embedtrain.inspect.seen import Seen
+from embedtrain.inspect.looked import InspectedData, InspectedSource
+from embedtrain.inspect.measured import Lengths, TextStatistics
+from embedtrain.inspect.seen import ShownText
 from embedtrain.tracking.pages import Page
 
 MANY_UNKNOWN = 0.01  # a share of tokens at which another model may serve better
@@ -25,7 +25,7 @@ _FILES, _INSTRUCTIONS, _LABELS = 8, 3, 8  # named of each source
 
 
 def print_source(
-    page: Page, looked: Looked, beside: Beside, problems: Sequence[str], num_empty: int, read_for: str
+    page: Page, looked: InspectedSource, beside: ExtraColumns, problems: Sequence[str], num_empty: int, read_for: str
 ) -> None:
     """What was recognised, and what cannot be used.
 
@@ -73,14 +73,14 @@ def print_source(
         page.facts([("✗", problem) for problem in problems] + [("", f"... and {more:,} more")] * (more > 0), "red")
 
 
-def print_unusable(page: Page, looked: Looked) -> None:
+def print_unusable(page: Page, looked: InspectedSource) -> None:
     """A source of which nothing can be read, and why."""
     page.heading(looked.name)
     page.facts([("path", looked.source.path)])
     page.facts([("✗", looked.error)], "red")
 
 
-def print_not_together(page: Page, looked_at: LookedAt) -> None:
+def print_not_combined(page: Page, looked_at: InspectedData) -> None:
     """Why all sources together cannot be trained on."""
     if looked_at.error:
         page.facts([("✗", looked_at.error)], "red")
@@ -90,16 +90,16 @@ def print_not_together(page: Page, looked_at: LookedAt) -> None:
     page.facts([("✗", f"{told} cannot be trained on: mend or leave out what is named above")], "red")
 
 
-def print_kept(page: Page, directory: Path, datas: Sequence[TrainData]) -> None:
+def print_cache_size(page: Page, directory: Path, datasets: Sequence[TrainData]) -> None:
     """Where rows and tokens lie on disk, and how much they take."""
-    kept = sum(store.num_bytes for data in datas for store in data.stores)
-    for tokens in (tokens for data in datas for tokens in data.tokens or []):
+    kept = sum(store.num_bytes for data in datasets for store in data.stores)
+    for tokens in (tokens for data in datasets for tokens in data.tokens or []):
         kept += sum(array.nbytes for array in (tokens.offsets, tokens.first, tokens.keys, tokens.values))
     page.subheading("kept on disk")
     page.facts([("place", str(directory)), ("size", f"{size(kept)} of this data")])
 
 
-def print_lengths(page: Page, measured: Measured) -> None:
+def print_lengths(page: Page, measured: TextStatistics) -> None:
     """A table of how long the texts of each role are, and how much of them the vocabulary lacks."""
     shown = {role: lengths for role, lengths in measured.lengths.items() if len(lengths.values)}
     with_limit = any(lengths.limit is not None for lengths in shown.values())
@@ -139,7 +139,7 @@ def print_duplicates(page: Page, found: Duplicates) -> None:
         page.note("none: no text stands in two rows")
 
 
-def print_example(page: Page, place: str, texts: Sequence[Seen], num_left_out: int, label: int | None) -> None:
+def print_example(page: Page, place: str, texts: Sequence[ShownText], num_left_out: int, label: int | None) -> None:
     """One row as the model sees it.
 
     Args:
@@ -246,7 +246,7 @@ def _negatives(store: RowStore, given: Given) -> str:
     return told
 
 
-def _beside(beside: Beside) -> list[tuple[str, str]]:
+def _beside(beside: ExtraColumns) -> list[tuple[str, str]]:
     facts = []
     if beside.scores is not None:
         count, low, high, total = beside.scores
@@ -283,8 +283,8 @@ def _length_cells(lengths: Lengths, *, with_limit: bool) -> list[str]:
     cells += [f"{ninety:,.0f}", f"{most:,.0f}", f"{about}{values.max():,}"]
     if with_limit:
         limit = "" if lengths.limit is None else f"{lengths.limit:,}"
-        share = lengths.num_cut / len(values)
-        cells += [limit, f"{about}{share * lengths.num_texts:,.0f} ({share:.1%})" if lengths.num_cut else "0"]
+        share = lengths.num_truncated / len(values)
+        cells += [limit, f"{about}{share * lengths.num_texts:,.0f} ({share:.1%})" if lengths.num_truncated else "0"]
     return cells
 
 
@@ -293,12 +293,16 @@ def _counted(count: float, what: str, plural: str = "s") -> str:
     return f"{told} {what}{plural * (count != 1)}"
 
 
-def _role(text: Seen) -> str:
+def _role(text: ShownText) -> str:
     score = "" if text.score is None else f" ({text.score:g})"
     return f"{text.role} {text.number or ''}".rstrip() + score
 
 
-def _size(text: Seen) -> str:
-    if text.num_tokens is None or text.num_uncut is None:
+def _size(text: ShownText) -> str:
+    if text.num_tokens is None or text.num_untruncated is None:
         return f"{len(text.text):,}"
-    return f"{text.num_tokens:,} of {text.num_uncut:,}" if text.num_uncut > text.num_tokens else f"{text.num_tokens:,}"
+    return (
+        f"{text.num_tokens:,} of {text.num_untruncated:,}"
+        if text.num_untruncated > text.num_tokens
+        else f"{text.num_tokens:,}"
+    )

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.drawn import Given
-from embedtrain.data.prompts import prompts_of
+from embedtrain.data.prompts import row_prompts
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Example
 
-_UNCUT = 2**30  # tokens: more than any text has
+_UNLIMITED = 2**30  # tokens: more than any text has
 
 
-class UncutTokenizer:
+class UntruncatedTokenizer:
     """A model's tokenizer that can also tell how long a text would be uncut.
 
     Args:
@@ -22,7 +22,7 @@ class UncutTokenizer:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.bound = tokenizer
-        self._uncut = TextTokenizer(tokenizer.tokenizer, _UNCUT)
+        self._uncut = TextTokenizer(tokenizer.tokenizer, _UNLIMITED)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -40,7 +40,7 @@ class UncutTokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ShownText:
     """A text as the model sees it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Seen:
         number: of the positive or negative within its row, from 1; 0 for a query.
         text: with its prompt, and with a tokenizer as its tokens say it, special ones included.
         num_tokens: of it, as far as it is kept; None without a tokenizer.
-        num_uncut: tokens that it would have uncut; None likewise.
+        num_untruncated: tokens that it would have uncut; None likewise.
         score: of the document, if it has one.
     """
 
@@ -56,25 +56,25 @@ class Seen:
     number: int
     text: str
     num_tokens: int | None = None
-    num_uncut: int | None = None
+    num_untruncated: int | None = None
     score: float | None = None
 
 
-def seen(example: Example, given: Given, tokenizer: UncutTokenizer | None, most: int) -> list[Seen]:
+def seen(example: Example, given: Given, tokenizer: UntruncatedTokenizer | None, most: int) -> list[ShownText]:
     """A row's texts as the model sees them: the query, and up to `most` positives and `most` negatives."""
-    of_query, of_documents = prompts_of(example, given.query_prompt, given.document_prompt, given.instruction_format)
-    texts = [Seen("query", 0, of_query(example.query))]
+    of_query, of_documents = row_prompts(example, given.query_prompt, given.document_prompt, given.instruction_format)
+    texts = [ShownText("query", 0, of_query(example.query))]
     for role, documents, scores in (
         ("positive", example.positives, example.positive_scores),
         ("negative", example.negatives, example.negative_scores),
     ):
         for place, document in enumerate(documents[:most]):
-            texts.append(Seen(role, place + 1, of_documents(document), score=scores[place] if scores else None))
+            texts.append(ShownText(role, place + 1, of_documents(document), score=scores[place] if scores else None))
     return texts if tokenizer is None else [_as_tokens(text, given, tokenizer) for text in texts]
 
 
-def _as_tokens(text: Seen, given: Given, tokenizer: UncutTokenizer) -> Seen:
+def _as_tokens(text: ShownText, given: Given, tokenizer: UntruncatedTokenizer) -> ShownText:
     (kept,) = tokenizer.bound.ids([text.text], tokenizer.limit(given, of_queries=text.role == "query"))
     (uncut,) = tokenizer.ids([text.text])
     said = tokenizer.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return replace(text, text=str(said), num_tokens=len(kept), num_uncut=len(uncut))
+    return replace(text, text=str(said), num_tokens=len(kept), num_untruncated=len(uncut))

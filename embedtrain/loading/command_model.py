@@ -23,7 +23,7 @@ class ModelOptions(Protocol):
     trust_remote_code: bool
 
 
-def model_of(options: ModelOptions) -> ModelConfig:
+def command_model_config(options: ModelOptions) -> ModelConfig:
     """Directory or Hub id, with what differs from what it says itself."""
     return ModelConfig(
         path=options.model,
@@ -38,12 +38,12 @@ def model_of(options: ModelOptions) -> ModelConfig:
     )
 
 
-OF_MODEL = {
+MODEL_OPTION_NAMES = {
     "path": "model",
     "lora.path": "adapter",
     **{name: name for name in ("pooling", "normalize", "max_length", "revision", "trust_remote_code")},
 }
-OF_TEACHER = {
+TEACHER_OPTION_NAMES = {
     "path": "teacher",
     "max_length": "teacher_max_length",
     "revision": "teacher_revision",
@@ -52,7 +52,7 @@ OF_TEACHER = {
 
 
 @contextlib.contextmanager
-def naming(options: Mapping[str, str]) -> Iterator[None]:
+def command_option_names(options: Mapping[str, str]) -> Iterator[None]:
     """Call options of `model` in errors as they are called here.
 
     Args:

@@ -12,25 +12,25 @@ from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.mesh import Layout, free_memory_of_rank, memory_of_rank
+from embedtrain.distributed.mesh import ParallelLayout, free_memory_of_rank, memory_of_rank
 from embedtrain.distributed.sharding import reshard, shard_, warm_up
-from embedtrain.distributed.weights import hand_out, keep_rows, read_shards
+from embedtrain.distributed.weights import broadcast_weights, copy_local_rows, read_shards
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
-from embedtrain.loading.attention import look_at, notes_on, why_it_must_pad
+from embedtrain.loading.attention import packing_notes, prepare_packing, verify_packed_vectors
 from embedtrain.models.adapter_files import open_adapter
-from embedtrain.models.adapters import Adapted, add_adapters, base_name, described, frozen_dtype, initial_adapters
-from embedtrain.models.attention_direction import sees_ahead
+from embedtrain.models.adapters import AdapterInfo, add_adapters, base_name, described, frozen_dtype, initial_adapters
+from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.blocks import find_blocks
-from embedtrain.models.build import TensorPlace, build_encoder, find_weights, initialise, stored_dtype
+from embedtrain.models.build import TensorLocation, build_encoder, full_state_dict, locate_weights, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
-from embedtrain.models.source import ModelSource, open_source
-from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
+from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from embedtrain.planning.cached_graphs import activation_tokens
-from embedtrain.planning.model_costs import facts_of
-from embedtrain.planning.strategy import choose, choose_for_encoding
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.planning.model_costs import model_spec
+from embedtrain.planning.strategy import choose, choose_encoding_layout
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 # What accelerate and transformers read the wrap list from; asked of us in the same way, and said so.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
@@ -47,18 +47,18 @@ class LoadedModel:
         layout: how its weights lie over the ranks.
         notes: one line each, what was found and decided.
         adapted: the adapters that are trained; None where the model itself is.
-        whole_gradients: whether a rank holds whole gradients between the chunks of a step.
+        reduce_per_step: whether a rank holds whole gradients between the chunks of a step.
         activation_tokens: tokens of a step whose graphs a rank may keep.
     """
 
     encoder: Encoder
     source: ModelSource
     tokenizer: TextTokenizer
-    layout: Layout
+    layout: ParallelLayout
     notes: tuple[str, ...]
-    whole_gradients: bool
+    reduce_per_step: bool
     activation_tokens: int = 0
-    adapted: Adapted | None = None
+    adapted: AdapterInfo | None = None
 
 
 def load_model(
@@ -70,7 +70,7 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     read_weights: bool = True,
     trains: bool = True,
-    work: Work | None = None,
+    work: StepWorkload | None = None,
 ) -> LoadedModel:
     """Build on the meta device, shard, then read each rank's part of the weights.
 
@@ -89,28 +89,32 @@ def load_model(
     """
     quiet_libraries()
     memory, free = map(min, zip(*world.gather((memory_of_rank(world), free_memory_of_rank(world))), strict=True))
-    with world.together("opening the model"):
-        source = open_source(model)
+    with world.fail_together("opening the model"):
+        source = open_model_source(model)
         if tokenizer is not None:
-            adopt_vocabulary(source, tokenizer)
+            fit_config_to_tokenizer(source, tokenizer)
         loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision) if tokenizer is None else tokenizer
         check_vocabulary(source, loaded)
-        length = text_length(source, loaded)
+        length = resolve_max_length(source, loaded)
         files = open_adapter(model.lora)
         encoder = build_encoder(source)
         blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
-        places = find_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
-        seen = look_at(encoder, model.attention, parallel, world)
-        adapted: Adapted | None = None
+        places = locate_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
+        seen = prepare_packing(encoder, model.attention, parallel, world)
+        adapted: AdapterInfo | None = None
         if model.lora.on:
             frozen = frozen_dtype(model.lora.base_dtype, parallel.precision, stored_dtype(source))
             adapted = add_adapters(encoder, model.lora, files, frozen)
         gpu = world.device.type == "cuda"
-        machines = Machines(ranks=world.size, per_node=world.local_size, memory=memory, gpu=gpu)
-        packed = seen.why_padded is None
-        facts = facts_of(encoder, blocks, precision=parallel.precision, tokens_per_text=length, gpu=gpu, packed=packed)
-        does = replace(work or Work(), tokens_per_text=length)
-        choice = choose(parallel, machines, facts, does) if trains else choose_for_encoding(parallel, machines, facts)
+        machines = ClusterSpec(ranks=world.size, per_node=world.local_size, memory=memory, gpu=gpu)
+        packed = seen.padding_reason is None
+        facts = model_spec(
+            encoder, blocks, precision=parallel.precision, tokens_per_text=length, gpu=gpu, packed=packed
+        )
+        does = replace(work or StepWorkload(), tokens_per_text=length)
+        choice = (
+            choose(parallel, machines, facts, does) if trains else choose_encoding_layout(parallel, machines, facts)
+        )
         layout = choice.layout
         kept = activation_tokens(facts, layout, machines, does, whole=choice.whole, free=free) if trains else 0
         if layout.strategy is not Strategy.ddp and not blocks:
@@ -138,13 +142,13 @@ def load_model(
     if trains and not choice.whole:
         size = 4 * facts.trained / 2**30
         notes.append(f"gradients are reduced after every chunk: whole ones would take {size:.1f} GiB on every rank")
-    bound = TextTokenizer(loaded, length, include_prompt=source.include_prompt, packed=seen.why_padded is None)
-    notes += notes_on(seen, model.attention, world, trains=trains)
+    bound = TextTokenizer(loaded, length, include_prompt=source.include_prompt, packed=seen.padding_reason is None)
+    notes += packing_notes(seen, model.attention, world, trains=trains)
     made = LoadedModel(encoder, source, bound, layout, tuple(notes), choice.whole, kept, adapted)
-    return proven(made, model, parallel, world) if read_weights else made
+    return verify_packing(made, model, parallel, world) if read_weights else made
 
 
-def proven(
+def verify_packing(
     made: LoadedModel,
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -167,7 +171,7 @@ def proven(
         ModelError: it does, and `model.attention=packed` asks for it.
     """
     tokenizer = made.tokenizer
-    why = why_it_must_pad(made.encoder, model.attention, parallel, world) if tokenizer.packed else None
+    why = verify_packed_vectors(made.encoder, model.attention, parallel, world) if tokenizer.packed else None
     if why is None:
         return made
     note = f"texts are padded: {why}"
@@ -176,7 +180,7 @@ def proven(
     return replace(made, tokenizer=padding, notes=(*made.notes, note))
 
 
-def adopt_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
+def fit_config_to_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make a configuration fit a tokenizer trained on the data: size and special ids."""
     config = source.config.get_text_config()
     config.vocab_size = len(tokenizer)
@@ -203,18 +207,18 @@ def _blocks(encoder: Encoder, parallel: ParallelConfig, *, required: bool) -> tu
 
 
 def _read_weights(
-    encoder: Encoder, source: ModelSource, places: dict[str, TensorPlace] | None, world: World, seed: int
+    encoder: Encoder, source: ModelSource, places: dict[str, TensorLocation] | None, world: World, seed: int
 ) -> str:
     tensors = {base: t for name, t in encoder.state_dict().items() if (base := base_name(name)) is not None}
     keeps = {
-        str(base_name(name)): (torch.Size((layer.out_features, layer.in_features)), layer.fill)
+        str(base_name(name)): (torch.Size((layer.out_features, layer.in_features)), layer.quantize_weight)
         for name, layer in four_bit_layers(encoder)
     }
     if places is not None:
-        with world.together("reading the model's weights"):
+        with world.fail_together("reading the model's weights"):
             read_shards(tensors, places, keeps, world.device)
         return f"weights: every rank read its own slices of {source.directory}"
-    hand_out(tensors, keeps, world, lambda: initialise(source, seed))
+    broadcast_weights(tensors, keeps, world, lambda: full_state_dict(source, seed))
     if source.directory is None:
         return f"weights: random from seed {seed}, made on rank 0 and handed out"
     return f"weights: read on rank 0 from {source.directory} by transformers and handed out"
@@ -223,7 +227,7 @@ def _read_weights(
 def _require_direction(encoder: Encoder, bidirectional: bool, world: World) -> None:
     """Look whether attention goes the way that was asked for: of configurations that name it not all models obey."""
     training = encoder.training
-    found = sees_ahead(encoder.eval(), (0, 1, 2), world.device)
+    found = attends_to_later_tokens(encoder.eval(), (0, 1, 2), world.device)
     encoder.train(training)
     reshard(encoder)
     if found is not bidirectional:
@@ -238,17 +242,17 @@ def _require_direction(encoder: Encoder, bidirectional: bool, world: World) -> N
         )
 
 
-def _begin_adapters(encoder: Encoder, adapted: Adapted, model: ModelConfig, world: World, seed: int) -> list[str]:
+def _begin_adapters(encoder: Encoder, adapted: AdapterInfo, model: ModelConfig, world: World, seed: int) -> list[str]:
     """Give adapters their first weights; every rank makes or reads all of them, and keeps its rows."""
-    with world.together("reading the adapter"):
+    with world.fail_together("reading the adapter"):
         first = initial_adapters(encoder, adapted, seed)
         state = encoder.state_dict()
         with torch.no_grad():
             for name, whole in first.items():
-                keep_rows(state[name], whole)
+                copy_local_rows(state[name], whole)
     if adapted.files is None:
         return []
     base = model.path if model.path is not None else "model.config"
-    made_for = adapted.files.made_for
-    other = f", made for {made_for} and put on {base}" if made_for not in ("", base) else ""
+    base_model = adapted.files.base_model
+    other = f", made for {base_model} and put on {base}" if base_model not in ("", base) else ""
     return [f"adapter: read from {adapted.files.directory}{other}"]

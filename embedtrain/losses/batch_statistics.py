@@ -16,7 +16,7 @@ from torch import Tensor
 
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.similarity import widened
-from embedtrain.losses.types import LossInput
+from embedtrain.losses.types import BatchInfo
 
 # Of larger batches the first rows are measured, of longer rows the first documents: every rank holds so many vectors.
 MEASURED_ROWS = 2048
@@ -29,7 +29,7 @@ _TILE_CELLS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MeasuredRows:
     """Which rows of a global batch are measured. `room` and `width` are the same on every rank.
 
     Attributes:
@@ -43,15 +43,15 @@ class Sample:
     width: int
 
     @classmethod
-    def of(cls, num_rows: int, most_documents: int, rank: int, size: int) -> "Sample":
+    def of(cls, num_rows: int, max_documents: int, rank: int, size: int) -> "MeasuredRows":
         """The first rows of a global batch of `num_rows`, dealt to the ranks in turn."""
         measured = min(num_rows, MEASURED_ROWS)
-        width = max(1, min(most_documents, MEASURED_DOCUMENTS))
+        width = max(1, min(max_documents, MEASURED_DOCUMENTS))
         return cls(len(range(rank, measured, size)), max(1, -(-measured // size)), width)
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class RowSpec:
     """What a source's rows mean to its loss.
 
     Attributes:
@@ -87,9 +87,9 @@ class _Rows:
         """Gathered, [N, ...]."""
         counts = [len(self.queries)] * dist.get_world_size()
         flags = torch.cat([self.there, self.asked.unsqueeze(1)], dim=1).long()
-        known = gather_rows(torch.cat([self.document_keys, self.query_keys.unsqueeze(1), flags], dim=1), counts)
+        batch_info = gather_rows(torch.cat([self.document_keys, self.query_keys.unsqueeze(1), flags], dim=1), counts)
         width = self.there.shape[1]
-        keys, query_keys, there, asked = known.split([2 * width, 1, width, 1], dim=1)
+        keys, query_keys, there, asked = batch_info.split([2 * width, 1, width, 1], dim=1)
         return _Rows(
             gather_rows(self.queries, counts),
             gather_rows(self.documents, counts),
@@ -102,7 +102,7 @@ class _Rows:
 
 @torch.no_grad()
 def geometry(
-    queries: Tensor, documents: Tensor, known: LossInput, sample: Sample, meaning: Meaning
+    queries: Tensor, documents: Tensor, batch_info: BatchInfo, sample: MeasuredRows, row_spec: RowSpec
 ) -> dict[str, Tensor]:
     """Figures of the global batch. A collective: every rank calls it, one without rows too.
 
@@ -121,15 +121,15 @@ def geometry(
     Args:
         queries: [B, D].
         documents: [M, D].
-        known: see there.
+        batch_info: see there.
         sample: see there.
-        meaning: where rows have no positives, there is `uniformity` alone.
+        row_spec: where rows have no positives, there is `uniformity` alone.
 
     Returns:
         This rank's parts of them: the ranks' add up. NaN where there is nothing to measure.
     """
     with torch.autocast(queries.device.type, enabled=False):
-        mine = _laid_out(widened(queries), widened(documents), known, sample)
+        mine = _laid_out(widened(queries), widened(documents), batch_info, sample)
         everyone = mine.of_all_ranks()
         size = dist.get_world_size()
         first = dist.get_rank() * sample.room
@@ -137,8 +137,8 @@ def geometry(
         answered = everyone.there[:, 0]
         spreads.append(_spread(mine.documents[:, 0], everyone.documents[:, 0], mine.there[:, 0], answered, first))
         sums = [*spreads[0], *spreads[1]]
-        if meaning.positives:
-            sums += _near(mine, everyone, first, meaning.in_batch)
+        if row_spec.positives:
+            sums += _near(mine, everyone, first, row_spec.in_batch)
         of_queries, pairs, of_positives, positive_pairs, *near = sum_over_ranks(torch.stack(sums)).unbind()
         uniformity = torch.log(of_queries / pairs)
         uniformity = torch.where(
@@ -157,21 +157,21 @@ def geometry(
         return {name: value / size for name, value in found.items()}
 
 
-def _laid_out(queries: Tensor, documents: Tensor, known: LossInput, sample: Sample) -> _Rows:
+def _laid_out(queries: Tensor, documents: Tensor, batch_info: BatchInfo, sample: MeasuredRows) -> _Rows:
     """This rank's rows in their places, with as many places as every rank has."""
     place = torch.arange(sample.room, device=queries.device)
     asked = place < sample.rows
-    begin, end = torch.searchsorted(known.owners, place), torch.searchsorted(known.owners, place, right=True)
+    begin, end = torch.searchsorted(batch_info.owners, place), torch.searchsorted(batch_info.owners, place, right=True)
     at = begin.unsqueeze(1) + torch.arange(sample.width, device=queries.device)
     there = (at < end.unsqueeze(1)) & asked.unsqueeze(1)
-    ids = known.document_keys if known.document_ids is None else known.document_ids
-    keys = [_taken(of, at) for of in (known.document_keys, ids)]
+    ids = batch_info.document_keys if batch_info.document_ids is None else batch_info.document_ids
+    keys = [_taken(of, at) for of in (batch_info.document_keys, ids)]
     return _Rows(
         F.normalize(_taken(queries, place), dim=-1),
         F.normalize(_taken(documents, at), dim=-1),
         there,
         asked,
-        _taken(known.query_keys, place),
+        _taken(batch_info.query_keys, place),
         torch.cat(keys, dim=1),
     )
 

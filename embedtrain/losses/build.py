@@ -24,12 +24,12 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
-from embedtrain.config.row_requirements import Scores, needs_of
-from embedtrain.config.source_losses import distinct
+from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
-from embedtrain.losses.batch_statistics import Meaning
-from embedtrain.losses.by_source import BySource
-from embedtrain.losses.combined import Combined
+from embedtrain.losses.batch_statistics import RowSpec
+from embedtrain.losses.by_source import LossPerSource
+from embedtrain.losses.combined import CombinedLoss
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.matryoshka import Matryoshka
@@ -40,7 +40,7 @@ from embedtrain.losses.triplets import BatchTriplet, Triplet
 from embedtrain.losses.types import FROM_ROWS, Loss
 
 
-def choose_loss(
+def build_loss(
     config: LossConfig, *, dimension: int, guide_dimensions: Mapping[str, int] | None = None, seed: int
 ) -> Loss:
     """The loss that `config` describes.
@@ -48,7 +48,7 @@ def choose_loss(
     Args:
         config: the recipe's `loss`.
         dimension: of the model's vectors.
-        guide_dimensions: of the vectors of each guide or teacher, by its path; see `LossInput.guides`.
+        guide_dimensions: of the vectors of each guide or teacher, by its path; see `BatchInfo.guides`.
         seed: parameters of the loss's own are a function of it, so they are the same on every rank.
 
     Raises:
@@ -59,7 +59,7 @@ def choose_loss(
         return _choose(config, dimension, guide_dimensions or {})
 
 
-def choose_losses(
+def build_losses(
     configs: Sequence[LossConfig], *, dimension: int, guide_dimensions: Sequence[Mapping[str, int]], seed: int
 ) -> Loss:
     """The loss of all sources, or one that has each source's.
@@ -67,13 +67,13 @@ def choose_losses(
     Args:
         configs: the loss of each source.
         dimension: of the model's vectors.
-        guide_dimensions: for each source; see `choose_loss`.
+        guide_dimensions: for each source; see `build_loss`.
         seed: see there.
 
     Raises:
         ConfigError: options that do not fit the model, or a teacher's vectors of several widths for one loss.
     """
-    different, which = distinct(configs)
+    different, which = distinct_losses(configs)
     losses = []
     for number, config in enumerate(different):
         widths = [guide_dimensions[source] for source, of in enumerate(which) if of == number]
@@ -82,8 +82,8 @@ def choose_losses(
                 f"the teacher's vectors of sources that share loss={config.name} have different widths "
                 f"({', '.join(sorted({str(width.get(FROM_ROWS)) for width in widths}))}): train on one teacher's"
             )
-        losses.append(choose_loss(config, dimension=dimension, guide_dimensions=widths[0], seed=seed))
-    return losses[0] if len(losses) == 1 else BySource(losses, which)
+        losses.append(build_loss(config, dimension=dimension, guide_dimensions=widths[0], seed=seed))
+    return losses[0] if len(losses) == 1 else LossPerSource(losses, which)
 
 
 def _choose(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
@@ -136,25 +136,25 @@ def _whole(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, in
             names = part_names(config)
             parts = [_choose(part, dimension, guide_dimensions) for part in config.losses]
             weights = [part.weight for part in config.losses]
-            return Combined(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
+            return CombinedLoss(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
         case _:
             raise ConfigError(f"loss.name={config.name} is not a loss; there are {', '.join(LOSSES)}")
 
 
-def meaning_of(config: LossConfig) -> Meaning:
+def row_spec_of(config: LossConfig) -> RowSpec:
     """What rows mean to the loss, for what is measured beside it."""
-    needs = needs_of(config)
-    graded = needs.scores is Scores.pairs or (needs.scores is Scores.teacher and needs.range.whole)
+    needs = row_requirements(config)
+    graded = needs.scores is ScoreRequirement.pairs or (needs.scores is ScoreRequirement.teacher and needs.range.whole)
     parts = config.losses if isinstance(config, CombinedConfig) else [config]
-    return Meaning(
+    return RowSpec(
         positives=not graded and not needs.label,
         in_batch=not any(isinstance(part, InfoNCEConfig) and not part.in_batch_negatives for part in parts),
     )
 
 
-def notes_on(configs: Sequence[LossConfig], names: Sequence[str], loss: Loss, dimension: int) -> list[str]:
+def loss_notes(configs: Sequence[LossConfig], names: Sequence[str], loss: Loss, dimension: int) -> list[str]:
     """What a user should know of the losses of sources of these names: lines for the terminal."""
-    different, which = distinct(configs)
+    different, which = distinct_losses(configs)
     notes = []
     if len(different) > 1:
         sources = [", ".join(n for n, of in zip(names, which, strict=True) if of == i) for i in range(len(different))]

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from embedtrain.losses.types import Loss, LossInput, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 
-class BySource(Loss):
+class LossPerSource(Loss):
     """Each batch is given to the loss of its source.
 
     Args:
@@ -20,13 +20,13 @@ class BySource(Loss):
         self.losses = nn.ModuleList(losses)
         self.which = list(which)
 
-    def of_source(self, source: int) -> Loss:
+    def for_source(self, source: int) -> Loss:
         """See Loss."""
         loss = self.losses[self.which[source]]
         assert isinstance(loss, Loss)
         return loss
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """See Loss."""
-        output: LossOutput = self.of_source(known.source)(queries, documents, known)
+        output: LossOutput = self.for_source(batch_info.source)(queries, documents, batch_info)
         return output

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from embedtrain.losses.types import Loss, LossInput, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 
-class Combined(Loss):
+class CombinedLoss(Loss):
     """Distillation beside a contrastive loss, a regularisation beside either.
 
     Every part is a mean over the global rows, so their ratio is the same at any number of ranks.
@@ -22,13 +22,13 @@ class Combined(Loss):
         self.parts = nn.ModuleDict(parts)
         self.weights = dict(weights)
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """See Loss. Each part's own value is logged under its name, without its weight."""
-        share, shares = queries.new_zeros(()), dict[str, Tensor]()
+        local_loss, metrics = queries.new_zeros(()), dict[str, Tensor]()
         for name, part in self.parts.items():
-            found = part(queries, documents, known)
-            share = share + self.weights[name] * found.share
-            shares[name] = found.share.detach()
-            for key, value in found.shares.items():
-                shares[key if key not in shares else f"{name}/{key}"] = value
-        return LossOutput(share, shares)
+            found = part(queries, documents, batch_info)
+            local_loss = local_loss + self.weights[name] * found.local_loss
+            metrics[name] = found.local_loss.detach()
+            for key, value in found.metrics.items():
+                metrics[key if key not in metrics else f"{name}/{key}"] = value
+        return LossOutput(local_loss, metrics)

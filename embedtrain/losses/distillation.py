@@ -20,7 +20,7 @@ from embedtrain.distributed.collectives import total
 from embedtrain.errors import ConfigError
 from embedtrain.losses.own import group_logsumexp, group_maximum
 from embedtrain.losses.similarity import places_in_row, similarities, widened
-from embedtrain.losses.types import FROM_ROWS, Loss, LossInput, LossOutput
+from embedtrain.losses.types import FROM_ROWS, BatchInfo, Loss, LossOutput
 
 
 class DistillScores(Loss):
@@ -37,20 +37,20 @@ class DistillScores(Loss):
         self.teacher_temperature = config.teacher_temperature
         self.factor = config.temperature**2 if config.times_squared_temperature else 1.0
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
-        student, teacher, owners = *_scores(queries, documents, known, self.similarity), known.owners
+        student, teacher, owners = *_scores(queries, documents, batch_info, self.similarity), batch_info.owners
         num_documents = torch.bincount(owners, minlength=len(queries))
         num_rows = max(1, total(int((num_documents > 1).sum()), owners.device))
 
         log_student = _log_softmax(student / self.temperature, owners, len(queries))
         wanted = _log_softmax(teacher / self.teacher_temperature, owners, len(queries)).exp()
         divergence = torch.xlogy(wanted, wanted) - wanted * log_student
-        share = divergence.sum() * self.factor / num_rows
+        local_loss = divergence.sum() * self.factor / num_rows
 
         best = _is_largest(student.detach(), owners, len(queries)) & _is_largest(teacher, owners, len(queries))
         agreed = owners[best & (num_documents[owners] > 1)].unique()
-        return LossOutput(share, {"agreement": share.detach().new_tensor(len(agreed)) / num_rows})
+        return LossOutput(local_loss, {"agreement": local_loss.detach().new_tensor(len(agreed)) / num_rows})
 
 
 class MarginMSE(Loss):
@@ -65,10 +65,10 @@ class MarginMSE(Loss):
         super().__init__()
         self.similarity = config.similarity
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
-        student, teacher = _scores(queries, documents, known, self.similarity)
-        places = places_in_row(known.owners)
+        student, teacher = _scores(queries, documents, batch_info, self.similarity)
+        places = places_in_row(batch_info.owners)
         negatives = places.nonzero().squeeze(1)
         positives = negatives - places[negatives]
         margins, wanted = student[positives] - student[negatives], teacher[positives] - teacher[negatives]
@@ -106,9 +106,9 @@ class DistillEmbeddings(Loss):
         elif width is not None:
             self._check_widths(dimension, width)
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with the teacher's [B, T] and [M, T] to this rank's share."""
-        guide = known.guides[self.teacher]
+        guide = batch_info.guides[self.teacher]
         student = torch.cat([widened(queries), widened(documents)])
         teacher = torch.cat([guide.queries, guide.documents]).to(student.dtype)
         if self.projection is not None:
@@ -136,11 +136,11 @@ class DistillEmbeddings(Loss):
             )
 
 
-def _scores(queries: Tensor, documents: Tensor, known: LossInput, similarity: Similarity) -> tuple[Tensor, Tensor]:
+def _scores(queries: Tensor, documents: Tensor, batch_info: BatchInfo, similarity: Similarity) -> tuple[Tensor, Tensor]:
     """The student's and the teacher's score of each document, [M] and [M]."""
-    assert known.scores is not None, "the data layer gives every document a score, see config/needs.py"
-    student = similarities(widened(queries)[known.owners], widened(documents), similarity)
-    return student, known.scores.to(student.dtype)
+    assert batch_info.scores is not None, "the data layer gives every document a score, see config/needs.py"
+    student = similarities(widened(queries)[batch_info.owners], widened(documents), similarity)
+    return student, batch_info.scores.to(student.dtype)
 
 
 def _log_softmax(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:

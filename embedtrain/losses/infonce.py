@@ -17,7 +17,7 @@ from embedtrain.losses.scores import QUERY_CANDIDATES, Candidates, Rows, Rules, 
 from embedtrain.losses.similarity import widened
 from embedtrain.losses.softmax import RowLosses, plain, tiled
 from embedtrain.losses.temperature import Temperature
-from embedtrain.losses.types import Guide, Loss, LossInput, LossOutput
+from embedtrain.losses.types import BatchInfo, Guide, Loss, LossOutput
 
 # Below so many bytes of scores the plain way is as good as any, and simplest.
 PLAIN_BYTES = 1 << 26
@@ -47,42 +47,42 @@ class InfoNCE(Loss):
         joint = config.partition_mode is PartitionMode.joint
         self.parts = [config.directions] if joint else [[side] for side in config.directions]
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """See Loss. A row without any negative has loss 0."""
         # The products must not be rounded to bf16: logits of 50 would be off by a quarter.
         with torch.autocast(queries.device.type, enabled=False):
-            return self._forward(widened(queries), widened(documents), known)
+            return self._forward(widened(queries), widened(documents), batch_info)
 
-    def _forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def _forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         if self.config.similarity is Similarity.cosine:
             queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
         scale = self.temperature.scale(queries)
-        guide = None if self.config.guide is None else _normalised(known.guides[self.config.guide])
+        guide = None if self.config.guide is None else _normalised(batch_info.guides[self.config.guide])
         counts = row_counts(len(queries), queries.device), row_counts(len(documents), queries.device)
         if self.config.in_batch_negatives:
-            found = self._in_batch(queries, documents, known, guide, scale, counts)
+            found = self._in_batch(queries, documents, batch_info, guide, scale, counts)
         else:
-            found = own_negatives(queries, documents, known, guide, scale, self.config, counts)
+            found = own_negatives(queries, documents, batch_info, guide, scale, self.config, counts)
         num_rows = max(1, sum(counts[0]))
-        shares = {"accuracy": found.right / num_rows}
+        metrics = {"accuracy": found.right / num_rows}
         if self.temperature.log_scale is not None:
-            shares["temperature"] = 1.0 / (scale.detach().squeeze() * dist.get_world_size())
-        return LossOutput(found.loss / num_rows, shares)
+            metrics["temperature"] = 1.0 / (scale.detach().squeeze() * dist.get_world_size())
+        return LossOutput(found.loss / num_rows, metrics)
 
     def _in_batch(
         self,
         queries: Tensor,
         documents: Tensor,
-        known: LossInput,
+        batch_info: BatchInfo,
         guide: Guide | None,
         scale: Tensor,
         counts: tuple[list[int], list[int]],
     ) -> RowLosses:
         config, rank = self.config, dist.get_rank()
-        positives = known.positives
+        positives = batch_info.positives
         rules = Rules(
             no_negatives=NoNegatives(
-                known,
+                batch_info,
                 counts,
                 duplicates=config.mask_duplicates,
                 positive_again=config.partition_mode is PartitionMode.joint,

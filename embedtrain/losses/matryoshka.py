@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embedtrain.losses.similarity import widened
-from embedtrain.losses.types import Loss, LossInput, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 
 class Matryoshka(Loss):
@@ -24,14 +24,14 @@ class Matryoshka(Loss):
         super().__init__()
         self.inner, self.dims, self.weights = inner, list(dims), list(weights)
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """See Loss. What is logged is the inner loss's at the most dimensions, and its value at each n."""
         queries, documents = widened(queries), widened(documents)
-        share, shares = queries.new_zeros(()), dict[str, Tensor]()
+        local_loss, metrics = queries.new_zeros(()), dict[str, Tensor]()
         for dim, weight in zip(self.dims, self.weights, strict=True):
             short = (F.normalize(vectors[:, :dim], dim=1) for vectors in (queries, documents))
-            found = self.inner(*short, known)
-            share = share + weight * found.share
-            shares = shares or dict(found.shares)
-            shares[f"loss@{dim}"] = found.share.detach()
-        return LossOutput(share, shares)
+            found = self.inner(*short, batch_info)
+            local_loss = local_loss + weight * found.local_loss
+            metrics = metrics or dict(found.metrics)
+            metrics[f"loss@{dim}"] = found.local_loss.detach()
+        return LossOutput(local_loss, metrics)

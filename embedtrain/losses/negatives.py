@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedtrain.config.losses import Side
+from embedtrain.config.losses import LossDirection
 from embedtrain.distributed.collectives import gather_rows, row_counts
-from embedtrain.losses.types import LossInput
+from embedtrain.losses.types import BatchInfo
 
 # Cells are listed one by one, 50 bytes each, where they are at most this share of a tile; else there is a mask.
 _LISTED = 1 / 16
@@ -93,7 +93,7 @@ class NoNegatives:
     """What is no negative in each side's scores, of all ranks' rows and candidates.
 
     Args:
-        known: of this rank's rows. Every rank must construct this.
+        batch_info: of this rank's rows. Every rank must construct this.
         counts: queries and documents of each rank.
         duplicates: whether documents equal (by text or id) to an answer of the row's query, or of an equal
             query, count; else only the row's own positive and, for `document_document`, its own documents.
@@ -102,28 +102,28 @@ class NoNegatives:
     """
 
     def __init__(
-        self, known: LossInput, counts: tuple[list[int], list[int]], *, duplicates: bool, positive_again: bool
+        self, batch_info: BatchInfo, counts: tuple[list[int], list[int]], *, duplicates: bool, positive_again: bool
     ) -> None:
         self._positive_again = positive_again
         per_query, per_document = counts
         rank = dist.get_rank()
         self._first_document = sum(per_document[:rank])
-        self.positives = gather_rows(known.positives + self._first_document, per_query)  # [N]
-        self._owners = gather_rows(known.owners + sum(per_query[:rank]), per_document)  # [K]
-        self._num_mine = len(known.owners)
+        self.positives = gather_rows(batch_info.positives + self._first_document, per_query)  # [N]
+        self._owners = gather_rows(batch_info.owners + sum(per_query[:rank]), per_document)  # [K]
+        self._num_mine = len(batch_info.owners)
         num_queries, num_documents = len(self.positives), len(self._owners)
         self._asked = torch.arange(num_queries, device=self._owners.device)
         self._every = torch.arange(num_documents, device=self._owners.device)
         self.own = Relation(self._owners, self._every, num_queries)
         self._group, self._codes = self._asked, list[Tensor]()
-        self._links: dict[Side, list[_Link]] = {side: [] for side in Side}
+        self._links: dict[LossDirection, list[_Link]] = {side: [] for side in LossDirection}
         if not duplicates:
             return
-        self._group = gather_rows(known.query_keys, per_query).unique(return_inverse=True)[1]
-        keyings = [known.document_keys]
+        self._group = gather_rows(batch_info.query_keys, per_query).unique(return_inverse=True)[1]
+        keyings = [batch_info.document_keys]
         # Whether any rank has ids: asked of all, for a collective that only some ranks run would hang.
-        if any(row_counts(0 if known.document_ids is None else 1, self._owners.device)):
-            keyings.append(known.document_keys if known.document_ids is None else known.document_ids)
+        if any(row_counts(0 if batch_info.document_ids is None else 1, self._owners.device)):
+            keyings.append(batch_info.document_keys if batch_info.document_ids is None else batch_info.document_ids)
         for keys in keyings:
             self._link(gather_rows(keys, per_document).unique(return_inverse=True)[1])
 
@@ -136,16 +136,16 @@ class NoNegatives:
         answers = Relation(pairs[:, 0], pairs[:, 1], num_groups)
         answered = Relation(by_code[:, 1], by_code[:, 0], num_codes)
         having = _Link(self._group, answers, codes, Relation(codes, self._every, num_codes))
-        self._links[Side.query_document].append(having)
-        self._links[Side.document_document].append(having)
-        self._links[Side.query_query].append(
+        self._links[LossDirection.query_document].append(having)
+        self._links[LossDirection.document_document].append(having)
+        self._links[LossDirection.query_query].append(
             _Link(self._group, answers, right, Relation(right, self._asked, num_codes))
         )
-        self._links[Side.document_query].append(
+        self._links[LossDirection.document_query].append(
             _Link(right, answered, self._group, Relation(self._group, self._asked, num_groups))
         )
 
-    def strike_out(self, scores: Tensor, side: Side, rows: Tensor, first: int) -> Tensor:
+    def strike_out(self, scores: Tensor, side: LossDirection, rows: Tensor, first: int) -> Tensor:
         """Scores [c, t], -inf where a candidate is no negative; in place, differentiable.
 
         Args:
@@ -161,26 +161,28 @@ class NoNegatives:
             listed = link.listed(places, rows, first, width)
             if listed is None:
                 mask = link.mask(rows, first, width)
-                if side is Side.document_query:
+                if side is LossDirection.document_query:
                     mask[self._within(places, rows, first, width)] = False
                 scores = scores.masked_fill_(mask, -torch.inf)
                 continue
-            if side is Side.document_query:
+            if side is LossDirection.document_query:
                 other = listed[1] != rows[listed[0]]
                 listed = listed[0][other], listed[1][other]
             cells.append((listed[0], listed[1] - first))
         at, column = (torch.cat([pair[i] for pair in cells]) for i in (0, 1))
         return scores.index_put_((at, column), scores.new_tensor(-torch.inf))
 
-    def _own_cells(self, side: Side, places: Tensor, rows: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    def _own_cells(
+        self, side: LossDirection, places: Tensor, rows: Tensor, first: int, width: int
+    ) -> tuple[Tensor, Tensor]:
         match side:
-            case Side.query_document:
+            case LossDirection.query_document:
                 return self._within(places, self.positives[rows], first, width)
-            case Side.document_query if self._positive_again:
+            case LossDirection.document_query if self._positive_again:
                 return places[:0], rows[:0]
-            case Side.document_query | Side.query_query:
+            case LossDirection.document_query | LossDirection.query_query:
                 return self._within(places, rows, first, width)
-            case Side.document_document:
+            case LossDirection.document_document:
                 return self.own_documents(rows, first, width)
 
     def own_documents(self, rows: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from embedtrain.config.losses import OrthogonalConfig, Reduction
 from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_counts, sum_over_ranks
 from embedtrain.losses.similarity import places_in_row, products, widened
-from embedtrain.losses.types import Loss, LossInput, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 
 class Orthogonal(Loss):
@@ -28,10 +28,10 @@ class Orthogonal(Loss):
         self.mean_weight, self.second_moment_weight = config.mean_weight, config.second_moment_weight
         self.aggregation = config.aggregation
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's share."""
         queries, documents = F.normalize(widened(queries), dim=1), F.normalize(widened(documents), dim=1)
-        places = places_in_row(known.owners)
+        places = places_in_row(batch_info.owners)
         (num_columns,) = max_over_ranks([int(places.max()) + 1 if len(places) else 0], queries.device)
 
         # Zeros with a graph, for a batch in which no column counts.

@@ -8,7 +8,7 @@ from embedtrain.config.losses import Hardness, InfoNCEConfig
 from embedtrain.losses.negatives import NoNegatives
 from embedtrain.losses.scores import guide_ceilings, rounding
 from embedtrain.losses.softmax import RowLosses
-from embedtrain.losses.types import Guide, LossInput
+from embedtrain.losses.types import BatchInfo, Guide
 
 
 def limits(queries: Tensor, positives: Tensor, scale: Tensor, config: InfoNCEConfig) -> tuple[Tensor, Tensor | None]:
@@ -31,21 +31,21 @@ def limits(queries: Tensor, positives: Tensor, scale: Tensor, config: InfoNCECon
 def own_negatives(
     queries: Tensor,
     documents: Tensor,
-    known: LossInput,
+    batch_info: BatchInfo,
     guide: Guide | None,
     scale: Tensor,
     config: InfoNCEConfig,
     counts: tuple[list[int], list[int]],
 ) -> RowLosses:
     """Queries [B, D] and documents [M, D]; of other ranks only the texts' keys are asked. Every rank must call it."""
-    owners, positives = known.owners, known.positives
+    owners, positives = batch_info.owners, batch_info.positives
     similarity = (queries[owners] * documents).sum(dim=1)
     right = similarity[positives]
     scores = similarity * scale
     beaten_from, ceilings = limits(queries.detach(), documents[positives].detach(), scale.detach(), config)
     excluded = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
     excluded[positives] = True
-    for answers in NoNegatives(known, counts, duplicates=config.mask_duplicates, positive_again=False).answers():
+    for answers in NoNegatives(batch_info, counts, duplicates=config.mask_duplicates, positive_again=False).answers():
         excluded |= answers
     if ceilings is not None:
         excluded |= scores.detach() > ceilings[owners]

@@ -19,7 +19,7 @@ from embedtrain.config.losses import (
 )
 from embedtrain.distributed.collectives import gather_rows, row_counts, total
 from embedtrain.losses.similarity import distances, similarities, widened
-from embedtrain.losses.types import Loss, LossInput, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 
 class CoSENT(Loss):
@@ -33,9 +33,9 @@ class CoSENT(Loss):
         super().__init__()
         self.temperature = config.temperature
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
-        left, right, scores = _pairs(queries, documents, known)
+        left, right, scores = _pairs(queries, documents, batch_info)
         return LossOutput(_order(similarities(left, right, Similarity.cosine) / self.temperature, scores))
 
 
@@ -51,9 +51,9 @@ class AnglE(Loss):
         super().__init__()
         self.temperature = config.temperature
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
-        left, right, scores = _pairs(queries, documents, known)
+        left, right, scores = _pairs(queries, documents, batch_info)
         odd = left.shape[1] % 2
         left, right = (F.pad(F.normalize(vectors, dim=1), (0, odd)) for vectors in (left, right))
         (real, imaginary), (other_real, other_imaginary) = left.chunk(2, dim=1), right.chunk(2, dim=1)
@@ -68,9 +68,9 @@ class CosineMSE(Loss):
     def __init__(self, config: CosineMSEConfig) -> None:
         super().__init__()
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
-        left, right, scores = _pairs(queries, documents, known)
+        left, right, scores = _pairs(queries, documents, batch_info)
         terms = (similarities(left, right, Similarity.cosine) - scores).square()
         return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
 
@@ -85,9 +85,9 @@ class Contrastive(Loss):
         super().__init__()
         self.margin, self.distance = config.margin, config.distance
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
-        left, right, scores = _pairs(queries, documents, known)
+        left, right, scores = _pairs(queries, documents, batch_info)
         apart = distances(left, right, self.distance)
         terms = (scores * apart.square() + (1 - scores) * F.relu(self.margin - apart).square()) / 2
         return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
@@ -106,9 +106,9 @@ class OnlineContrastive(Loss):
         super().__init__()
         self.margin, self.distance, self.reduction = config.margin, config.distance, config.reduction
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
-        left, right, scores = _pairs(queries, documents, known)
+        left, right, scores = _pairs(queries, documents, batch_info)
         apart = distances(left, right, self.distance)
         counts = row_counts(len(apart), apart.device)
         all_apart, all_scores = gather_rows(apart.detach(), counts), gather_rows(scores, counts)
@@ -120,15 +120,15 @@ class OnlineContrastive(Loss):
         hard_positive = (scores == 1) & (apart.detach() > farther_than)
         terms = hard_positive * apart.square() + hard_negative * F.relu(self.margin - apart).square()
         num_pairs = max(1, sum(counts))
-        share = terms.sum() if self.reduction is Reduction.sum else terms.sum() / num_pairs
-        return LossOutput(share, {"hard_pairs": (hard_negative | hard_positive).sum() / num_pairs})
+        local_loss = terms.sum() if self.reduction is Reduction.sum else terms.sum() / num_pairs
+        return LossOutput(local_loss, {"hard_pairs": (hard_negative | hard_positive).sum() / num_pairs})
 
 
-def _pairs(queries: Tensor, documents: Tensor, known: LossInput) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs(queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> tuple[Tensor, Tensor, Tensor]:
     """Each document's query [M, D], the documents [M, D], their scores [M]."""
-    assert known.scores is not None, "the data layer gives every document a score, see config/needs.py"
+    assert batch_info.scores is not None, "the data layer gives every document a score, see config/needs.py"
     documents = widened(documents)
-    return widened(queries)[known.owners], documents, known.scores.to(documents.dtype)
+    return widened(queries)[batch_info.owners], documents, batch_info.scores.to(documents.dtype)
 
 
 def _order(similarity: Tensor, scores: Tensor) -> Tensor:

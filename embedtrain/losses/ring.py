@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import Side
+from embedtrain.config.losses import LossDirection
 from embedtrain.distributed.collectives import ring
 from embedtrain.losses.scores import Candidates, Rows, Rules
 from embedtrain.losses.softmax import (
@@ -97,7 +97,7 @@ class _Ring(GradientAtOnce):
 class _Online:
     """Of each row and one partition: maximum, sum of exp(score - maximum), and that sum weighted by candidates."""
 
-    def __init__(self, rows: Rows, directions: Sequence[Side]) -> None:
+    def __init__(self, rows: Rows, directions: Sequence[LossDirection]) -> None:
         self.directions = directions
         self.top = torch.full_like(rows.beaten_from, -torch.inf)
         self.tops = [self.top.clone() for _ in directions]  # of each side alone

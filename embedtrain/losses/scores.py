@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from embedtrain.config.losses import Hardness, Margin, Side
+from embedtrain.config.losses import Hardness, LossDirection, MarginKind
 from embedtrain.losses.negatives import NoNegatives
 
-QUERY_ANCHORS = (Side.query_document, Side.query_query)
-QUERY_CANDIDATES = (Side.document_query, Side.query_query)
+QUERY_ANCHORS = (LossDirection.query_document, LossDirection.query_query)
+QUERY_CANDIDATES = (LossDirection.document_query, LossDirection.query_query)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Candidates:
     guide_queries: Tensor | None = None
     guide_documents: Tensor | None = None
 
-    def of(self, side: Side) -> Tensor:
+    def of(self, side: LossDirection) -> Tensor:
         """The candidates of a side."""
         chosen = self.queries if side in QUERY_CANDIDATES else self.documents
         assert chosen is not None
@@ -85,7 +85,7 @@ class Rules:
     hardness_strength: float
 
     def scores(
-        self, side: Side, rows: Rows, candidates: Candidates, scale: Tensor, out: Tensor | None = None
+        self, side: LossDirection, rows: Rows, candidates: Candidates, scale: Tensor, out: Tensor | None = None
     ) -> Tensor:
         """Similarity times `scale`, [c, t], -inf where a candidate is no negative.
 
@@ -102,15 +102,15 @@ class Rules:
             objected = self._guide_objects(side, rows, candidates)
             excluded = objected if excluded is None else excluded.logical_or_(objected)
         if excluded is not None:
-            if side is Side.document_query:  # the pair itself is not to be judged
+            if side is LossDirection.document_query:  # the pair itself is not to be judged
                 here = (rows.places >= first) & (rows.places < first + len(columns))
                 excluded[here.nonzero().squeeze(1), rows.places[here] - first] = False
             scores = scores.masked_fill_(excluded, -torch.inf)
-        if self.hardness is not Hardness.none and side is Side.query_document:
+        if self.hardness is not Hardness.none and side is LossDirection.query_document:
             scores = self._weigh(scores, rows, candidates, float(scale.detach()))
         return self.no_negatives.strike_out(scores, side, rows.places, first)
 
-    def _guide_objects(self, side: Side, rows: Rows, candidates: Candidates) -> Tensor:
+    def _guide_objects(self, side: LossDirection, rows: Rows, candidates: Candidates) -> Tensor:
         """[c, t], true where the guide finds a candidate closer than the positive (Solatorio, 2024)."""
         queries, positives = rows.guide_queries, rows.guide_positives
         columns = candidates.guide_queries if side in QUERY_CANDIDATES else candidates.guide_documents
@@ -145,11 +145,11 @@ def rounding(like: Tensor) -> float:
     return 2**-9 if tf32 else 16 * torch.finfo(like.dtype).eps
 
 
-def guide_ceilings(positive: Tensor, margin: float, kind: Margin) -> Tensor:
+def guide_ceilings(positive: Tensor, margin: float, kind: MarginKind) -> Tensor:
     """From the guide's similarities of the positives [c]: those above which it objects to a negative."""
-    return positive - margin * (positive.abs() if kind is Margin.relative else 1.0) + rounding(positive)
+    return positive - margin * (positive.abs() if kind is MarginKind.relative else 1.0) + rounding(positive)
 
 
-def widest(directions: Sequence[Side], candidates: Candidates) -> int:
+def widest(directions: Sequence[LossDirection], candidates: Candidates) -> int:
     """Scores of one row, over all directions."""
     return sum(len(candidates.of(side)) for side in directions)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embedtrain.config.losses import SentenceTransformersConfig
-from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS, Scores
-from embedtrain.config.sentence_transformers import GUIDED, MATRYOSHKA, check_sentence_transformers
+from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, ScoreRequirement
+from embedtrain.config.sentence_transformers import LOSSES_WITH_GUIDE, MATRYOSHKA, check_sentence_transformers
 from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_counts
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.losses.sentence_transformers_classes import StandIn, build, first_line, made_up_tokenizer
-from embedtrain.losses.types import FROM_ROWS, Guide, Loss, LossInput, LossOutput
+from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, build, first_line, placeholder_tokenizer
+from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide, Loss, LossOutput
 
 # How many documents a row may have, at least and at most, where a class takes fewer than any number.
 _DOCUMENTS: dict[str, tuple[int, int]] = {
@@ -34,7 +34,9 @@ _DOCUMENTS: dict[str, tuple[int, int]] = {
     "BatchSemiHardTripletLoss": (0, 0),
 }
 # Classes of pairs: a row of several documents is that many pairs with its query.
-_PAIRS = [name for name, needs in SENTENCE_TRANSFORMERS.items() if needs.scores is Scores.pairs] + ["SoftmaxLoss"]
+_PAIRS = [name for name, needs in SENTENCE_TRANSFORMERS_LOSSES.items() if needs.scores is ScoreRequirement.pairs] + [
+    "SoftmaxLoss"
+]
 _LARGEST = 2**62
 
 
@@ -47,12 +49,12 @@ class SentenceTransformersLoss(Loss):
 
     The class sees no model but a stand-in without parameters, whose texts are vectors already. Classes that
     cache gradients are computed without their cache. Parameters of the class are parameters here, under
-    `theirs`. What it draws at random is a function of `LossInput.seed`.
+    `theirs`. What it draws at random is a function of `BatchInfo.seed`.
 
     Args:
         config: which class, its arguments, its guide.
         dimension: of the model's vectors.
-        guide_dimensions: of the guides' and teachers' vectors, by `LossInput.guides`' names, where known.
+        guide_dimensions: of the guides' and teachers' vectors, by `BatchInfo.guides`' names, where known.
 
     Raises:
         ConfigError: a class or arguments that sentence-transformers would not take.
@@ -70,15 +72,15 @@ class SentenceTransformersLoss(Loss):
             self.told += f" of {name}"
             arguments = arguments["loss"].get("arguments", {})
         self.class_name: str = name
-        self.needs = SENTENCE_TRANSFORMERS[name]
+        self.needs = SENTENCE_TRANSFORMERS_LOSSES[name]
         self.guide = config.guide
         self.num_classes: int = arguments.get("num_labels", 0)
         projected = arguments.get("projection_dim")
         self.teacher_dimension: int = dimension if projected is None else projected
 
-        tokenizer = made_up_tokenizer() if name in GUIDED else None
-        model = StandIn("vectors", dimension, tokenizer)
-        guide = StandIn("guide", guide_dimensions.get(self.guide or "", dimension), tokenizer)
+        tokenizer = placeholder_tokenizer() if name in LOSSES_WITH_GUIDE else None
+        model = PlaceholderModel("vectors", dimension, tokenizer)
+        guide = PlaceholderModel("guide", guide_dimensions.get(self.guide or "", dimension), tokenizer)
         with _said_once():
             if config.class_name == MATRYOSHKA:
                 inner = build(name, arguments, model, guide, "loss.arguments.loss")
@@ -91,20 +93,20 @@ class SentenceTransformersLoss(Loss):
             if config.class_name == MATRYOSHKA and _version() < (6, 2):
                 raise ConfigError(f"{self.told} needs sentence-transformers 6.2, which shortens the teacher's vectors")
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """1/W of the class's loss of the global batch.
 
         Raises:
             DataError: rows of different numbers of documents, or of a number that the class does not take; rows
                 without the scores, labels or vectors it needs; what the class refuses itself.
         """
-        per_row = torch.bincount(known.owners, minlength=len(queries)).tolist()
-        guide = known.guides.get(FROM_ROWS if self.needs.vectors else self.guide or "")
+        per_row = torch.bincount(batch_info.owners, minlength=len(queries)).tolist()
+        guide = batch_info.guides.get(FROM_ROWS if self.needs.vectors else self.guide or "")
         num_documents, fewest, missing, width = max_over_ranks(
             [
                 max(per_row, default=0),
                 -min(per_row, default=_LARGEST),
-                int(bool(per_row) and self._lacks(known, guide)),
+                int(bool(per_row) and self._lacks(batch_info, guide)),
                 0 if guide is None else guide.queries.shape[1],
             ],
             queries.device,
@@ -122,10 +124,10 @@ class SentenceTransformersLoss(Loss):
             self._check_teacher(width, DataError)
             labels, guides = guides, None
         elif self.needs.label:
-            mine = known.labels if known.labels is not None else torch.zeros_like(known.query_keys)
+            mine = batch_info.labels if batch_info.labels is not None else torch.zeros_like(batch_info.query_keys)
             labels = gather_rows(mine, counts)
-        elif self.needs.scores is not Scores.none:
-            labels = gather_rows(_scores(known).to(queries.dtype).reshape(len(queries), num_documents), counts)
+        elif self.needs.scores is not ScoreRequirement.none:
+            labels = gather_rows(_scores(batch_info).to(queries.dtype).reshape(len(queries), num_documents), counts)
             if self.class_name in _PAIRS:
                 columns = [columns[0].repeat_interleave(num_documents, dim=0), vectors[:, 1:].flatten(0, 1)]
                 labels = self._classes(labels.flatten()) if self.class_name == "SoftmaxLoss" else labels.flatten()
@@ -133,7 +135,7 @@ class SentenceTransformersLoss(Loss):
         features = [{"vectors": column} for column in columns]
         if guides is not None:
             features = [{**given, "guide": column} for given, column in zip(features, guides.unbind(1), strict=True)]
-        with _seeded(known.seed, queries.device), _said_once():
+        with _seeded(batch_info.seed, queries.device), _said_once():
             try:
                 found = self.theirs(features, labels)
             except ValueError as error:
@@ -143,11 +145,11 @@ class SentenceTransformersLoss(Loss):
         ranks = dist.get_world_size()
         return LossOutput(loss / ranks, {name: part.detach() / ranks for name, part in parts.items()})
 
-    def _lacks(self, known: LossInput, guide: Guide | None) -> bool:
+    def _lacks(self, batch_info: BatchInfo, guide: Guide | None) -> bool:
         """Whether this rank's rows are without something that the class needs and nothing stands in for."""
         return (
-            (self.needs.scores is Scores.teacher and known.scores is None)
-            or (self.needs.label and known.labels is None)
+            (self.needs.scores is ScoreRequirement.teacher and batch_info.scores is None)
+            or (self.needs.label and batch_info.labels is None)
             or ((self.needs.vectors or self.guide is not None) and guide is None)
         )
 
@@ -165,7 +167,13 @@ class SentenceTransformersLoss(Loss):
                 "set `negatives` of the sources in data.train, or write other rows"
             )
         if missing:
-            what = "labels" if self.needs.label else "scores" if self.needs.scores is Scores.teacher else "vectors"
+            what = (
+                "labels"
+                if self.needs.label
+                else "scores"
+                if self.needs.scores is ScoreRequirement.teacher
+                else "vectors"
+            )
             raise DataError(f"{self.told} needs rows with {what}, and this batch has rows without")
 
     def _check_teacher(self, width: int, kind: type[ConfigError | DataError]) -> None:
@@ -192,12 +200,12 @@ def _by_row(queries: Tensor, documents: Tensor, per_row: int) -> Tensor:
     return torch.cat([queries.unsqueeze(1), documents.reshape(len(queries), per_row, width)], dim=1)
 
 
-def _scores(known: LossInput) -> Tensor:
+def _scores(batch_info: BatchInfo) -> Tensor:
     """The documents' scores; where rows have none, 1 for a positive and 0 for a negative."""
-    if known.scores is not None:
-        return known.scores
-    scores = torch.zeros(len(known.owners), device=known.owners.device)
-    scores[known.positives] = 1.0
+    if batch_info.scores is not None:
+        return batch_info.scores
+    scores = torch.zeros(len(batch_info.owners), device=batch_info.owners.device)
+    scores[batch_info.positives] = 1.0
     return scores
 
 

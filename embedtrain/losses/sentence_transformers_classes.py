@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from embedtrain.config.sentence_transformers import FUNCTIONS, GUIDED
+from embedtrain.config.sentence_transformers import FUNCTION_ARGUMENTS, LOSSES_WITH_GUIDE
 from embedtrain.errors import ConfigError
 
 # Our gradient cache takes the place of theirs, and with it these arguments lose their meaning.
@@ -30,7 +30,7 @@ _CACHING = ("mini_batch_size", "mini_batch_num_tokens", "show_progress_bar", "us
 _LARGEST = 2**62
 
 
-class StandIn(nn.Module):
+class PlaceholderModel(nn.Module):
     """What the classes ask of a SentenceTransformer whose texts are vectors already; it has no parameters."""
 
     max_seq_length = 0
@@ -64,7 +64,9 @@ class _CachedGIST(losses.CachedGISTEmbedLoss):  # type: ignore[misc]
         return self.calculate_loss(vectors, guides)  # type: ignore[no-any-return]
 
 
-def build(name: str, given: Mapping[str, Any], model: "StandIn", guide: "StandIn", option: str) -> nn.Module:
+def build(
+    name: str, given: Mapping[str, Any], model: "PlaceholderModel", guide: "PlaceholderModel", option: str
+) -> nn.Module:
     """An instance of the class `name`, of arguments as they stand in the recipe."""
     kind = getattr(losses, name)
     hints = get_type_hints(kind.__init__)
@@ -80,7 +82,7 @@ def build(name: str, given: Mapping[str, Any], model: "StandIn", guide: "StandIn
         written = f"{option}.arguments.{argument}"
         if argument not in taken:
             raise ConfigError(f"{written}={value}: {name} has no such argument; it takes {', '.join(taken)}")
-        if argument in FUNCTIONS.get(name, {}):
+        if argument in FUNCTION_ARGUMENTS.get(name, {}):
             arguments[argument] = _function(name, argument, value)
             continue
         hint = hints.get(argument, Any)
@@ -102,7 +104,7 @@ def build(name: str, given: Mapping[str, Any], model: "StandIn", guide: "StandIn
             arguments["mini_batch_size"] = _LARGEST
         case _:
             kind = getattr(losses, _UNCACHED.get(name, name))
-    if name in GUIDED:
+    if name in LOSSES_WITH_GUIDE:
         arguments["guide"] = guide
     try:
         return kind(model, **arguments)  # type: ignore[no-any-return]
@@ -111,7 +113,7 @@ def build(name: str, given: Mapping[str, Any], model: "StandIn", guide: "StandIn
 
 
 def _function(name: str, argument: str, value: str) -> Any:
-    """The function that `FUNCTIONS` knows by this name."""
+    """The function that `FUNCTION_ARGUMENTS` knows by this name."""
     if argument == "similarity_fct":
         return getattr(util, value)
     match name:
@@ -154,7 +156,7 @@ def _told(hint: Any) -> str:
     return words.get(hint, str(getattr(hint, "__name__", hint)))
 
 
-def made_up_tokenizer() -> PreTrainedTokenizerFast:
+def placeholder_tokenizer() -> PreTrainedTokenizerFast:
     """The classes with a guide ask for tokenizers, to see that they are equal; no text is tokenized with them."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.losses import Side, SigLIPConfig, Similarity
+from embedtrain.config.losses import LossDirection, SigLIPConfig, Similarity
 from embedtrain.distributed.collectives import gather_rows, row_counts
 from embedtrain.losses.negatives import NoNegatives
 from embedtrain.losses.similarity import products, rows_at_once, widened
 from embedtrain.losses.temperature import Temperature
-from embedtrain.losses.types import Loss, LossInput, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 # So many matrices [b, K] of a chunk live at a time, in its backward pass.
 _LIVE_MATRICES = 4
@@ -46,7 +46,7 @@ class SigLIP(Loss):
         self.fixed_bias = config.bias
         self.bias = nn.Parameter(torch.tensor([config.bias])) if config.learn_bias else None
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's share."""
         queries, documents = widened(queries), widened(documents)
         if self.similarity is Similarity.cosine:
@@ -54,7 +54,9 @@ class SigLIP(Loss):
         query_counts = row_counts(len(queries), queries.device)
         counts = row_counts(len(documents), documents.device)
         everything = gather_rows(documents, counts)
-        no_negatives = NoNegatives(known, (query_counts, counts), duplicates=self.mask_duplicates, positive_again=False)
+        no_negatives = NoNegatives(
+            batch_info, (query_counts, counts), duplicates=self.mask_duplicates, positive_again=False
+        )
         rows = torch.arange(len(queries), device=queries.device) + sum(query_counts[: dist.get_rank()])
         scale = self.temperature.scale(queries)
         bias = queries.new_full((1,), self.fixed_bias) if self.bias is None else self.bias.to(queries.dtype)
@@ -89,7 +91,7 @@ def _chunk(
     """Queries [b, D], rows `rows` [b] of all, against all documents [K, D]: the sum; how many positives beat all."""
     logits = products(queries, documents) * scale + bias
     positive = logits.gather(1, no_negatives.positives[rows].unsqueeze(1)).squeeze(1)
-    others = no_negatives.strike_out(logits.clone(), Side.query_document, rows, 0)
+    others = no_negatives.strike_out(logits.clone(), LossDirection.query_document, rows, 0)
     # Log sigmoid of +inf is 0, with gradient 0.
     summed = -F.logsigmoid(-others).sum() - F.logsigmoid(positive).sum()
     return summed, (others.detach().amax(dim=1) < positive.detach()).sum()

@@ -19,7 +19,7 @@ def widened(vectors: Tensor) -> Tensor:
 
 
 def places_in_row(owners: Tensor) -> Tensor:
-    """Int64 [M]: 0 for a row's positive, k for its k-th hard negative. `owners` as in `LossInput`."""
+    """Int64 [M]: 0 for a row's positive, k for its k-th hard negative. `owners` as in `BatchInfo`."""
     return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)
 
 

@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embedtrain.config.losses import Side
+from embedtrain.config.losses import LossDirection
 from embedtrain.losses.scores import QUERY_ANCHORS, QUERY_CANDIDATES, Candidates, Rows, Rules, widest
 
 # Scores held at a time: 64 MiB of fp32. Fewer rows at a time would read and write the candidates' gradient more often.
 TILE_CELLS = 1 << 24
 LEAST_ROWS = 64
 
-Partitions = Sequence[Sequence[Side]]
+Partitions = Sequence[Sequence[LossDirection]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ def plain(
     return RowLosses(loss, right)
 
 
-def count_right(right: Tensor, directions: Sequence[Side], tops: Sequence[Tensor], rows: Rows) -> Tensor:
+def count_right(right: Tensor, directions: Sequence[LossDirection], tops: Sequence[Tensor], rows: Rows) -> Tensor:
     """Plus the rows whose positive beats all documents, once that side comes along."""
-    if Side.query_document not in directions:
+    if LossDirection.query_document not in directions:
         return right
-    return right + (tops[list(directions).index(Side.query_document)] < rows.beaten_from).sum()
+    return right + (tops[list(directions).index(LossDirection.query_document)] < rows.beaten_from).sum()
 
 
 def positive_scores(rows: Rows, scale: Tensor, margin: float) -> Tensor:
@@ -117,11 +117,11 @@ class Gradients:
             torch.zeros_like(scale),
         )
 
-    def anchors(self, side: Side) -> Tensor:
+    def anchors(self, side: LossDirection) -> Tensor:
         """Where the gradient of a side's anchors belongs."""
         return self.queries if side in QUERY_ANCHORS else self.positives
 
-    def of(self, side: Side) -> Tensor:
+    def of(self, side: LossDirection) -> Tensor:
         """Where the gradient of a side's candidates belongs."""
         chosen = self.candidate_queries if side in QUERY_CANDIDATES else self.documents
         assert chosen is not None
@@ -137,7 +137,7 @@ class Gradients:
         return self.queries, self.positives, self.documents, self.candidate_queries, self.scale
 
 
-def anchors_of(side: Side, rows: Rows) -> Tensor:
+def anchors_of(side: LossDirection, rows: Rows) -> Tensor:
     """What a side compares with its candidates."""
     return rows.queries if side in QUERY_ANCHORS else rows.positives
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from embedtrain.config.losses import BatchTripletConfig, Distance, Mining, TripletConfig
+from embedtrain.config.losses import BatchTripletConfig, Distance, TripletConfig, TripletMining
 from embedtrain.distributed.collectives import gather_rows, row_counts, sum_over_ranks, total
 from embedtrain.losses.similarity import all_distances, distances, places_in_row, rows_at_once, widened
-from embedtrain.losses.types import Loss, LossInput, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 # About so many matrices [A, N] of a chunk live at a time, in its backward pass.
 _LIVE_MATRICES = 12
@@ -29,15 +29,15 @@ class Triplet(Loss):
         super().__init__()
         self.margin, self.distance = config.margin, config.distance
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's share."""
-        apart = distances(widened(queries)[known.owners], widened(documents), self.distance)
-        places = places_in_row(known.owners)
+        apart = distances(widened(queries)[batch_info.owners], widened(documents), self.distance)
+        places = places_in_row(batch_info.owners)
         negatives = places.nonzero().squeeze(1)
         near, far = apart[negatives - places[negatives]], apart[negatives]
         num_triplets = max(1, total(len(negatives), apart.device))
-        share = F.relu(near - far + self.margin).sum() / num_triplets
-        return LossOutput(share, {"accuracy": (far > near).sum() / num_triplets})
+        local_loss = F.relu(near - far + self.margin).sum() / num_triplets
+        return LossOutput(local_loss, {"accuracy": (far > near).sum() / num_triplets})
 
 
 class BatchTriplet(Loss):
@@ -61,14 +61,14 @@ class BatchTriplet(Loss):
         super().__init__()
         self.mining, self.margin, self.distance = config.mining, config.margin, config.distance
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] with labels [B] to this rank's share; there are no documents."""
-        assert known.labels is not None, "the data layer gives every row a class, see config/needs.py"
+        assert batch_info.labels is not None, "the data layer gives every row a class, see config/needs.py"
         anchors = widened(queries)
         if self.distance is Distance.cosine:
             anchors = F.normalize(anchors, dim=1)
         counts = row_counts(len(anchors), anchors.device)
-        candidates, classes = gather_rows(anchors, counts), gather_rows(known.labels, counts)
+        candidates, classes = gather_rows(anchors, counts), gather_rows(batch_info.labels, counts)
         numbers = torch.arange(len(anchors), device=anchors.device) + sum(counts[: dist.get_rank()])
 
         # The zero terms tie a rank without rows to the gather, whose backward pass needs every rank, and a
@@ -86,7 +86,7 @@ class BatchTriplet(Loss):
             )
             summed, num_active, num_possible = summed + part, num_active + active, num_possible + possible
         all_active, all_possible = sum_over_ranks(torch.stack([num_active, num_possible])).clamp(min=1)
-        counted = all_active if self.mining is Mining.all else all_possible
+        counted = all_active if self.mining is TripletMining.all else all_possible
         return LossOutput(summed / counted.to(summed.dtype), {"active": num_active / all_possible})
 
     def _mine(
@@ -100,11 +100,11 @@ class BatchTriplet(Loss):
         counting = positive.any(dim=1) & negative.any(dim=1)
         apart, positive, negative = apart[counting], positive[counting], negative[counting]
         match self.mining:
-            case Mining.all:
+            case TripletMining.all:
                 return self._all(apart, positive, negative)
-            case Mining.hard | Mining.hard_soft_margin:
+            case TripletMining.hard | TripletMining.hard_soft_margin:
                 return self._hard(apart, positive, negative)
-            case Mining.semi_hard:
+            case TripletMining.semi_hard:
                 return self._semi_hard(apart, positive, negative)
 
     def _all(self, apart: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +129,7 @@ class BatchTriplet(Loss):
         nearest = apart.masked_fill(~negative, torch.inf).min(dim=1).values
         num_anchors = apart.new_tensor(len(apart), dtype=torch.float64)
         gaps = farthest - nearest
-        if self.mining is Mining.hard_soft_margin:
+        if self.mining is TripletMining.hard_soft_margin:
             return F.softplus(gaps).sum(), (gaps >= 0).sum().double(), num_anchors
         return F.relu(gaps + self.margin).sum(), (gaps + self.margin > 0).sum().double(), num_anchors
 

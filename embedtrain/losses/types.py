@@ -1,4 +1,4 @@
-"""What goes into a loss and what comes out: LossInput, LossOutput, and Loss itself."""
+"""What goes into a loss and what comes out: BatchInfo, LossOutput, and Loss itself."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-# Under which name `LossInput.guides` holds the teacher's vectors that the rows themselves carry.
+# Under which name `BatchInfo.guides` holds the teacher's vectors that the rows themselves carry.
 FROM_ROWS = "rows"
 
 
@@ -25,7 +25,7 @@ class Guide:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossInput:
+class BatchInfo:
     """What the batch knows of this rank's embeddings. B queries and M documents on this rank; either may be 0.
 
     Attributes:
@@ -58,17 +58,17 @@ class LossInput:
         """Int64 [B], which of this rank's documents is a query's positive. Every query must have a document."""
         return torch.searchsorted(self.owners, torch.arange(len(self.query_keys), device=self.owners.device))
 
-    def to(self, device: torch.device) -> "LossInput":
+    def to(self, device: torch.device) -> "BatchInfo":
         """The same with all tensors on `device`."""
         return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "LossInput":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "BatchInfo":
         """The same with all tensors changed."""
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
 
-        return LossInput(
+        return BatchInfo(
             owners=change(self.owners),
             query_keys=change(self.query_keys),
             document_keys=change(self.document_keys),
@@ -86,13 +86,13 @@ class LossOutput:
     """A loss.
 
     Attributes:
-        share: scalar, this rank's part of the mean over the global batch's rows. The ranks' shares add up to
+        local_loss: scalar, this rank's part of the mean over the global batch's rows. The ranks' shares add up to
             the loss; so do their gradients. It has a graph on every rank, on one without rows too.
-        shares: detached scalars to log, this rank's parts of means as well; the same names on every rank.
+        metrics: detached scalars to log, this rank's parts of means as well; the same names on every rank.
     """
 
-    share: Tensor
-    shares: dict[str, Tensor] = field(default_factory=dict)
+    local_loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Loss(nn.Module, ABC):
@@ -103,10 +103,10 @@ class Loss(nn.Module, ABC):
     gradients over the ranks, as all gradients of shares are.
     """
 
-    def of_source(self, source: int) -> "Loss":
+    def for_source(self, source: int) -> "Loss":
         """The loss of this training source's rows: itself, but where sources have losses of their own."""
         return self
 
     @abstractmethod
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D], float32 (float64 works as well), to this rank's share."""

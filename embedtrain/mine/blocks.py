@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from embedtrain.errors import DataError
-from embedtrain.mine.relation import Whole
+from embedtrain.mine.relation import IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RowBlock:
     """Some rows of a source.
 
     Attributes:
@@ -26,7 +26,7 @@ class Block:
     source: int
     wording: int
     number: int
-    rows: Whole
+    rows: IntArray
 
     @property
     def name(self) -> str:
@@ -34,23 +34,23 @@ class Block:
         return f"{self.source:05}-{self.wording:05}-{self.number:07}"
 
 
-def blocks_of(wording_of: Sequence[Whole], size: int) -> list[Block]:
+def row_blocks(format_of: Sequence[IntArray], size: int) -> list[RowBlock]:
     """All blocks, source by source.
 
     Args:
-        wording_of: for each source, int64 [R], the wording of each row's documents.
+        format_of: for each source, int64 [R], the wording of each row's documents.
         size: rows of a block at most.
     """
-    blocks: list[Block] = []
-    for source, wordings in enumerate(wording_of):
+    blocks: list[RowBlock] = []
+    for source, wordings in enumerate(format_of):
         for wording in np.unique(wordings).tolist():
             rows = np.flatnonzero(wordings == wording)
             for number, start in enumerate(range(0, len(rows), size)):
-                blocks.append(Block(source, wording, number, rows[start : start + size]))
+                blocks.append(RowBlock(source, wording, number, rows[start : start + size]))
     return blocks
 
 
-def in_rows_order(wordings: Whole, lines: dict[int, Iterator[str]]) -> Iterator[str]:
+def merge_in_row_order(wordings: IntArray, lines: dict[int, Iterator[str]]) -> Iterator[str]:
     """The lines of a source's rows in the order of its rows.
 
     Args:

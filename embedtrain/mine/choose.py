@@ -6,16 +6,16 @@ C candidates, best first by the scores that count; n of them are chosen.
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.sampling.permutation import bits, key_of
+from embedtrain.data.sampling.permutation import make_key, random_bits
 from embedtrain.mine.options import MarginReference, MineOptions, Sampling
-from embedtrain.mine.relation import Whole
-from embedtrain.mine.window import Floats
+from embedtrain.mine.relation import IntArray
+from embedtrain.mine.window import FloatArray
 
 # What the key is for: `order` takes other numbers from the same seed.
 _MINE = 5
 
 
-def reference(scores: Floats, margin_reference: MarginReference) -> int:
+def reference(scores: FloatArray, margin_reference: MarginReference) -> int:
     """Which of a question's positives margins are taken from."""
     return int(scores.argmin() if margin_reference is MarginReference.lowest else scores.argmax())
 
@@ -35,7 +35,7 @@ def threshold(positive: float, options: MineOptions) -> float:
     return most
 
 
-def passing(scores: Floats, positive: float, options: MineOptions) -> NDArray[np.bool_]:
+def passes_filters(scores: FloatArray, positive: float, options: MineOptions) -> NDArray[np.bool_]:
     """Which candidates qualify by their scores, bool [C]: a score equal to a limit does."""
     exact = scores.astype(np.float64)
     passes = exact <= threshold(positive, options)
@@ -47,14 +47,14 @@ def passing(scores: Floats, positive: float, options: MineOptions) -> NDArray[np
 
 
 def choose(
-    scores: Floats,
-    keys: Whole,
+    scores: FloatArray,
+    keys: IntArray,
     positive: float,
     own: int,
     taken: NDArray[np.bool_],
     question: int,
     options: MineOptions,
-) -> Whole:
+) -> IntArray:
     """The places of the candidates that become negatives, int64 [n], best first.
 
     As in sentence-transformers' `mine_hard_negatives`, `rank_min` passes over the best of those that qualify. Which
@@ -69,12 +69,12 @@ def choose(
         question: the key of what the row asks.
         options: of the door.
     """
-    places = np.flatnonzero(passing(scores, positive, options))
+    places = np.flatnonzero(passes_filters(scores, positive, options))
     # A teacher's order is another than that in which they were found; of equal scores the first found is first.
     places = places[np.argsort(-scores[places], kind="stable")][options.rank_min :]
     places = places[~taken[places]]
     count = max(0, options.negatives - own)
     if options.sampling is Sampling.random and len(places) > count:
-        drawn = np.argsort(bits(key_of(options.seed, _MINE, question), keys[places]), kind="stable")[:count]
+        drawn = np.argsort(random_bits(make_key(options.seed, _MINE, question), keys[places]), kind="stable")[:count]
         places = places[np.sort(drawn)]
     return places[:count].astype(np.int64)

@@ -11,21 +11,21 @@ from embedtrain.data.cache.row_table import ArrowRows, RowStore
 from embedtrain.data.sources import values
 from embedtrain.data.sources.files import raw_rows
 from embedtrain.data.sources.kinds import Part
-from embedtrain.data.sources.pieces import Parts
+from embedtrain.data.sources.pieces import PartReader
 from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.sources import parts_of
+from embedtrain.data.sources.sources import resolve_parts
 from embedtrain.errors import DataError
-from embedtrain.mine.sources import MinedSource
+from embedtrain.mine.sources import MiningSource
 
-Told = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 _TEXTS = ("text", "contents", "passage", "document_text")
 _IDS = ("docid", "_id", "id", "doc_id", "document_id", "pid")
 _AT_ONCE = 4096
-NOBODY = -1
+NO_SOURCE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class DocumentBatch:
     """Some documents in their order.
 
     Attributes:
@@ -39,7 +39,9 @@ class Documents:
     source: int
 
 
-def all_documents(sources: Sequence[MinedSource], corpus: Sequence[Part], told: Told) -> Iterator[Documents]:
+def all_documents(
+    sources: Sequence[MiningSource], corpus: Sequence[Part], progress: ProgressCallback
+) -> Iterator[DocumentBatch]:
     """The documents of all rows, positives before negatives, then those of the rows' corpora, then `corpus`.
 
     Texts of nothing but blanks are left out of corpora: no row may hold one.
@@ -53,12 +55,12 @@ def all_documents(sources: Sequence[MinedSource], corpus: Sequence[Part], told: 
         for rows, documents in _of_rows(source.store, number):
             yield documents
             done += rows
-            told("collecting documents of rows", done, total)
+            progress("collecting documents of rows", done, total)
     for number, source in enumerate(sources):
         for part in source.document_parts:
-            yield from _of_corpus(part, number, told)
+            yield from _of_corpus(part, number, progress)
     for part in corpus:
-        yield from _of_corpus(part, NOBODY, told)
+        yield from _of_corpus(part, NO_SOURCE, progress)
 
 
 def corpus_parts(paths: Sequence[str]) -> list[Part]:
@@ -66,13 +68,13 @@ def corpus_parts(paths: Sequence[str]) -> list[Part]:
 
     Raises:
         DataError: nothing is there, or nothing that can be read.
-        ConfigError: as `parts_of`.
+        ConfigError: as `resolve_parts`.
     """
     parts: list[Part] = []
     for path in paths:
         own = sorted(Path(path).expanduser().glob("corpus.*")) if Path(path).expanduser().is_dir() else []
         name, revision = split_revision(path)
-        parts += parts_of(TrainSource(path=str(own[0]) if own else name, revision=revision))
+        parts += resolve_parts(TrainSource(path=str(own[0]) if own else name, revision=revision))
     return parts
 
 
@@ -82,14 +84,14 @@ def corpus_digests(parts: Sequence[Part]) -> list[list[str]]:
     Raises:
         DataError: a file is gone or cannot be read.
     """
-    return [Parts(TrainSource(path=part.name)).digests(part) for part in parts]
+    return [PartReader(TrainSource(path=part.name)).digests(part) for part in parts]
 
 
-def _of_rows(store: RowStore, number: int) -> Iterator[tuple[int, Documents]]:
+def _of_rows(store: RowStore, number: int) -> Iterator[tuple[int, DocumentBatch]]:
     assert isinstance(store.rows, ArrowRows)
     has_ids = bool({"positive_ids", "negative_ids"} & store.beside)
-    for place in range(len(store.rows.batch_starts) - 1):
-        batch = store.rows.batch(place)
+    for location in range(len(store.rows.batch_starts) - 1):
+        batch = store.rows.batch(location)
         nothing: list[Any] = [None] * batch.num_rows
         positives, negatives, positive_ids, negative_ids = (
             batch.column(name).to_pylist() if name in batch.schema.names else nothing
@@ -103,27 +105,27 @@ def _of_rows(store: RowStore, number: int) -> Iterator[tuple[int, Documents]]:
             if has_ids:
                 ids += right_ids or [""] * len(right)
                 ids += wrong_ids or [""] * len(wrong)
-        yield batch.num_rows, Documents(texts, ids, number)
+        yield batch.num_rows, DocumentBatch(texts, ids, number)
 
 
-def _of_corpus(part: Part, source: int, told: Told) -> Iterator[Documents]:
+def _of_corpus(part: Part, source: int, progress: ProgressCallback) -> Iterator[DocumentBatch]:
     texts: list[str] = []
     ids: list[str] = []
     for line, row in raw_rows(part, subset=None, split="train", columns=None):
         try:
             if isinstance(row, BadRow):
                 raise row
-            text, name = _document(row, as_rows_name_it=source != NOBODY)
+            text, name = _document(row, as_rows_name_it=source != NO_SOURCE)
         except BadRow as bad:
-            raise DataError(f"{part.place(line)}: {bad}") from None
+            raise DataError(f"{part.location(line)}: {bad}") from None
         if text.strip():
             texts.append(text)
             ids.append(name)
         if len(texts) == _AT_ONCE:
-            told(f"collecting documents of {part.name}", line, line)
-            yield Documents(texts, ids, source)
+            progress(f"collecting documents of {part.name}", line, line)
+            yield DocumentBatch(texts, ids, source)
             texts, ids = [], []
-    yield Documents(texts, ids, source)
+    yield DocumentBatch(texts, ids, source)
 
 
 def _document(row: dict[str, Any], *, as_rows_name_it: bool) -> tuple[str, str]:

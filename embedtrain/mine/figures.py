@@ -10,15 +10,15 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.sources.problems import first_line
+from embedtrain.data.sources.problems import describe_error
 from embedtrain.errors import DataError
 
-EXAMPLES = 20  # of suspected false negatives and of suspected wrong labels that are kept
+MAX_SUSPECTS = 20  # of suspected false negatives and of suspected wrong labels that are kept
 QUANTILES = {"min": 0.0, "5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95, "max": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suspect:
+class SuspectedLabel:
     """A row whose labels may be wrong.
 
     Attributes:
@@ -53,7 +53,7 @@ class Suspect:
 
 
 @dataclass(kw_only=True)
-class Figures:
+class MiningStats:
     """Of some rows; arrays have one number for each row, positive, or negative.
 
     Attributes:
@@ -81,18 +81,18 @@ class Figures:
     num_above_margin: int = 0
     num_above_positive: int = 0
     num_lost: int = 0
-    false_negatives: list[Suspect] = field(default_factory=list)
-    wrong_labels: list[Suspect] = field(default_factory=list)
+    false_negatives: list[SuspectedLabel] = field(default_factory=list)
+    wrong_labels: list[SuspectedLabel] = field(default_factory=list)
 
     def write(self, beside: Path) -> None:
         """Keep them beside a file."""
         facts = {name: getattr(self, name) for name in _COUNTS}
-        facts |= {name: [asdict(suspect) for suspect in worst(getattr(self, name))] for name in _SUSPECTS}
+        facts |= {name: [asdict(suspect) for suspect in worst_suspects(getattr(self, name))] for name in _SUSPECTS}
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
         np.savez(beside.with_suffix(".npz"), facts=np.array(json.dumps(facts)), **arrays)
 
     @classmethod
-    def read(cls, beside: Path) -> "Figures":
+    def read(cls, beside: Path) -> "MiningStats":
         """What `write` kept.
 
         Raises:
@@ -104,15 +104,15 @@ class Figures:
                 facts = json.loads(str(kept["facts"]))
                 values: dict[str, Any] = {name: kept[name] for name in _ARRAYS}
             values |= {name: facts[name] for name in _COUNTS}
-            values |= {name: [Suspect(**suspect) for suspect in facts[name]] for name in _SUSPECTS}
+            values |= {name: [SuspectedLabel(**suspect) for suspect in facts[name]] for name in _SUSPECTS}
         except (OSError, ValueError, LookupError, TypeError, RecursionError, BadZipFile) as error:
             raise DataError(
-                f"{path} cannot be read ({first_line(error)}): write another folder as output_dir="
+                f"{path} cannot be read ({describe_error(error)}): write another folder as output_dir="
             ) from error
         return cls(**values)
 
     @classmethod
-    def joined(cls, parts: Sequence["Figures"]) -> "Figures":
+    def joined(cls, parts: Sequence["MiningStats"]) -> "MiningStats":
         """All of several, or of none."""
         values: dict[str, Any] = {
             name: np.concatenate([np.empty(0, dtype=kind), *(getattr(part, name) for part in parts)])
@@ -120,7 +120,7 @@ class Figures:
         }
         values |= {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         for name in _SUSPECTS:
-            values[name] = worst([suspect for part in parts for suspect in getattr(part, name)])
+            values[name] = worst_suspects([suspect for part in parts for suspect in getattr(part, name)])
         return cls(**values)
 
     def summary(self, wanted: int) -> dict[str, Any]:
@@ -167,9 +167,9 @@ def quantiles(values: NDArray[Any]) -> dict[str, float] | None:
     return dict(zip(QUANTILES, found.tolist(), strict=True))
 
 
-def worst(suspects: Sequence[Suspect]) -> list[Suspect]:
+def worst_suspects(suspects: Sequence[SuspectedLabel]) -> list[SuspectedLabel]:
     """The worst of them, each pair of texts once."""
-    once: dict[tuple[str, str], Suspect] = {}
+    once: dict[tuple[str, str], SuspectedLabel] = {}
     for suspect in sorted(suspects, key=lambda suspect: suspect.order):
         once.setdefault(suspect.pair, suspect)
-    return list(once.values())[:EXAMPLES]
+    return list(once.values())[:MAX_SUSPECTS]

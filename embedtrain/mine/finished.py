@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from embedtrain.mine.blocks import blocks_of, in_rows_order
-from embedtrain.mine.figures import Figures
+from embedtrain.mine.blocks import merge_in_row_order, row_blocks
+from embedtrain.mine.figures import MiningStats
 from embedtrain.mine.miner import Miner
 
 
@@ -14,10 +14,10 @@ def finish(miner: Miner) -> dict[str, Any]:
         The summary, on every rank: what was found of each source, and the worst suspects of all.
     """
     work, world, prepared, options = miner.work, miner.world, miner.prepared, miner.options
-    blocks = blocks_of(prepared.wording_of, options.query_batch_size)
+    blocks = row_blocks(prepared.format_of, options.query_batch_size)
     summary: dict[str, Any] = {}
     # One rank alone: what another has just written may not be in a rank's view of a network's file system yet.
-    with world.together("writing mined files"):
+    with world.fail_together("writing mined files"):
         if world.is_main:
             for number, source in enumerate(miner.sources):
                 own = [block for block in blocks if block.source == number]
@@ -25,14 +25,14 @@ def finish(miner: Miner) -> dict[str, Any]:
                     wording: work.lines([block.name for block in own if block.wording == wording])
                     for wording in {block.wording for block in own}
                 }
-                work.put(source.name, in_rows_order(prepared.wording_of[number], lines))
-    with world.together("writing the summary"):
+                work.put(source.name, merge_in_row_order(prepared.format_of[number], lines))
+    with world.fail_together("writing the summary"):
         if world.is_main:
             each = [
                 work.figures([block.name for block in blocks if block.source == number])
                 for number in range(len(miner.sources))
             ]
-            whole = Figures.joined(each)
+            whole = MiningStats.joined(each)
             names = [source.name for source in miner.sources]
             summary = {
                 "documents": len(prepared.pool),

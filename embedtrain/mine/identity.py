@@ -9,7 +9,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.mine.documents import corpus_digests
 from embedtrain.mine.options import MineOptions
-from embedtrain.mine.sources import MinedSource
+from embedtrain.mine.sources import MiningSource
 
 # Where things lie, how fast they go and how much memory they take; what these name is told by its content.
 _WITHOUT = {
@@ -29,9 +29,9 @@ _WITHOUT = {
 }
 
 
-def identity_of(
+def mining_identity(
     options: MineOptions,
-    sources: Sequence[MinedSource],
+    sources: Sequence[MiningSource],
     corpus: Sequence[Part],
     model: dict[str, Any],
     teacher: dict[str, Any] | None,
@@ -59,14 +59,14 @@ def identity_of(
     }
 
 
-def require_same_data(identity: dict[str, Any], world: World) -> None:
+def require_same_files(identity: dict[str, Any], world: World) -> None:
     """Refuse ranks that see other files. A collective.
 
     Raises:
         DataError: on every rank but the first.
     """
     main = world.broadcast(identity)
-    with world.together("comparing what the ranks read"):
+    with world.fail_together("comparing what the ranks read"):
         for what in ("data", "corpus"):
             if main[what] != identity[what]:
                 raise DataError(

@@ -8,8 +8,8 @@ from embedtrain.config.evaluation import IndexConfig
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, dtype_of
-from embedtrain.inference.vector_cache import StoredVectors
-from embedtrain.mine.documents import Told
+from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.mine.documents import ProgressCallback
 from embedtrain.mine.window import pool_order
 
 
@@ -18,8 +18,8 @@ def indexed(
     texts: Sequence[str],
     max_length: int | None,
     config: IndexConfig,
-    stored: StoredVectors,
-    told: Told,
+    vector_cache: VectorCache,
+    progress: ProgressCallback,
     what: str = "documents",
     prompt: str = "",
 ) -> ShardedIndex:
@@ -30,8 +30,8 @@ def indexed(
         texts: all documents, as the model is to see them; equal scores come in their order.
         max_length: tokens kept of each; None: the model's.
         config: as what vectors are kept, and where.
-        stored: where they are kept on disk.
-        told: called with what is encoded, how far it has come, and of how much.
+        vector_cache: where they are kept on disk.
+        progress: called with what is encoded, how far it has come, and of how much.
         what: they are.
         prompt: what each of them begins with that is one.
 
@@ -44,10 +44,10 @@ def indexed(
     def finish(vectors: Tensor) -> Tensor:
         return unit_vectors(vectors).to(dtype)
 
-    before, encoder.told = encoder.told, told
+    before, encoder.progress = encoder.progress, progress
     for block in encoder.encode_blocks(
-        texts, max_length=max_length, stored=stored, finish=finish, what=what, within=prompt
+        texts, max_length=max_length, vector_cache=vector_cache, finish=finish, what=what, existing_prompt=prompt
     ):
         index.add(block)
-    encoder.told = before
+    encoder.progress = before
     return index

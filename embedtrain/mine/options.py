@@ -9,7 +9,7 @@ from typing import Any
 
 from embedtrain.config.compose import compose_command
 from embedtrain.config.data_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
-from embedtrain.config.elements import sources_of
+from embedtrain.config.elements import parse_sources
 from embedtrain.config.evaluation import IndexConfig, Unshard
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
@@ -84,7 +84,7 @@ class MineOptions:
 
 Rule = tuple[Callable[[MineOptions], bool], Callable[[MineOptions], str]]
 
-MOST_QUERIES = 8192  # that are searched at a time
+MAX_QUERY_BATCH_SIZE = 8192  # that are searched at a time
 
 RULES: list[Rule] = [
     (
@@ -173,8 +173,8 @@ RULES: list[Rule] = [
         lambda o: f"chunk_tokens={o.chunk_tokens}: must be above 0",
     ),
     (
-        lambda o: not 1 <= o.query_batch_size <= MOST_QUERIES,
-        lambda o: f"query_batch_size={o.query_batch_size}: from 1 to {MOST_QUERIES}",
+        lambda o: not 1 <= o.query_batch_size <= MAX_QUERY_BATCH_SIZE,
+        lambda o: f"query_batch_size={o.query_batch_size}: from 1 to {MAX_QUERY_BATCH_SIZE}",
     ),
     (
         lambda o: not (math.isfinite(o.timeout) and o.timeout > 0),
@@ -218,12 +218,12 @@ def _check_source(source: TrainSource, output_dir: str) -> None:
     folder = Path(source.path).expanduser()
     if folder.is_dir() and Path(output_dir).expanduser().resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
-            f"output_dir={output_dir} lies in {source.path}, whose files are all read as rows: write a folder outside of it"
+            f"output_dir={output_dir} is in {source.path}, whose files are all read as rows: write a folder outside it"
         )
 
 
 def compose_mine(arguments: list[str]) -> MineOptions:
     """The options of `python -m embedtrain.mine`."""
     options = compose_command("mine", MineOptions, arguments)
-    options.data = sources_of(options.data or [], "data", InfoNCEConfig())
+    options.data = parse_sources(options.data or [], "data", InfoNCEConfig())
     return check_mine(options)

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import mapped, write_array
 from embedtrain.data.keys import text_keys
-from embedtrain.mine.documents import Documents
+from embedtrain.mine.documents import DocumentBatch
 
 _BATCHES_AT_HAND = 4096  # their places in the map, not their texts
 _DOCUMENTS_A_BATCH = 1024
 _SCHEMA = pa.schema([("text", pa.large_string())])
 
 
-class Pool(Sequence[str]):
+class DocumentPool(Sequence[str]):
     """Texts by their numbers, and numbers by the keys of texts.
 
     Args:
@@ -29,13 +29,13 @@ class Pool(Sequence[str]):
 
     Attributes:
         keys: int64 [N], of each text; see `text_keys`.
-        bare_keys: int64 [N], of each text without blanks at its ends; see `bare_keys`.
+        stripped_keys: int64 [N], of each text without blanks at its ends; see `stripped_keys`.
     """
 
     def __init__(self, directory: Path) -> None:
         self._reader = pa.ipc.open_file(pa.memory_map(str(directory / "documents.arrow")))
         self.keys = mapped(directory / "keys.bin", np.int64)
-        self.bare_keys = mapped(directory / "bare-keys.bin", np.int64)
+        self.stripped_keys = mapped(directory / "bare-keys.bin", np.int64)
         self._order = mapped(directory / "order.bin", np.int64)
         self._sorted = mapped(directory / "sorted.bin", np.int64)
         # Looking up a batch takes ten times as long as a text of it.
@@ -60,13 +60,13 @@ class Pool(Sequence[str]):
         at = np.minimum(self._sorted.searchsorted(keys), max(0, len(self) - 1))
         return np.where(self._sorted[at] == keys, self._order[at], -1)
 
-    def seen_as(self, wording: Callable[[str], str]) -> Sequence[str]:
+    def formatted(self, wording: Callable[[str], str]) -> Sequence[str]:
         """All texts as a model sees them, made when they are asked for."""
-        return _Worded(self, wording)
+        return _FormattedTexts(self, wording)
 
 
-class _Worded(Sequence[str]):
-    def __init__(self, pool: Pool, wording: Callable[[str], str]) -> None:
+class _FormattedTexts(Sequence[str]):
+    def __init__(self, pool: DocumentPool, wording: Callable[[str], str]) -> None:
         self._pool, self._wording = pool, wording
 
     def __len__(self) -> int:
@@ -86,12 +86,12 @@ class _Worded(Sequence[str]):
             yield from self[start : start + _DOCUMENTS_A_BATCH]
 
 
-def bare_keys(texts: Iterable[str]) -> NDArray[np.int64]:
+def stripped_keys(texts: Iterable[str]) -> NDArray[np.int64]:
     """The key of each text without blanks at its ends, int64 [n]: those are no difference that a reader would see."""
     return text_keys([text.strip() for text in texts]).numpy()
 
 
-def number_documents(documents: Iterable[Documents]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def number_documents(documents: Iterable[DocumentBatch]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Number distinct texts as they come.
 
     Returns:
@@ -105,7 +105,7 @@ def number_documents(documents: Iterable[Documents]) -> tuple[NDArray[np.int64],
     return number[kinds], first[order]
 
 
-def write_pool(directory: Path, documents: Iterable[Documents], first: NDArray[np.int64]) -> None:
+def write_pool(directory: Path, documents: Iterable[DocumentBatch], first: NDArray[np.int64]) -> None:
     """Write the distinct texts.
 
     Args:
@@ -119,7 +119,7 @@ def write_pool(directory: Path, documents: Iterable[Documents], first: NDArray[n
         for texts in _batches(_firsts(documents, first)):
             writer.write_batch(pa.RecordBatch.from_arrays([pa.array(texts, pa.large_string())], schema=_SCHEMA))
             keys.append(text_keys(texts).numpy())
-            bare.append(bare_keys(texts))
+            bare.append(stripped_keys(texts))
     whole = np.concatenate(keys)
     order = np.argsort(whole, kind="stable")
     write_array(directory / "keys.bin", whole)
@@ -128,7 +128,7 @@ def write_pool(directory: Path, documents: Iterable[Documents], first: NDArray[n
     write_array(directory / "sorted.bin", whole[order])
 
 
-def _firsts(documents: Iterable[Documents], first: NDArray[np.int64]) -> Iterator[str]:
+def _firsts(documents: Iterable[DocumentBatch], first: NDArray[np.int64]) -> Iterator[str]:
     start = 0
     for some in documents:
         left, right = np.searchsorted(first, [start, start + len(some.texts)])

@@ -13,15 +13,15 @@ from embedtrain.data.keys import asked, text_keys
 from embedtrain.data.types import Example
 from embedtrain.mine.choose import reference
 from embedtrain.mine.options import MineOptions
-from embedtrain.mine.pool import bare_keys
-from embedtrain.mine.prepared import Prepared
-from embedtrain.mine.relation import Whole, distinct_pairs
-from embedtrain.mine.sources import MinedSource
-from embedtrain.mine.window import Floats, Pairs
+from embedtrain.mine.pool import stripped_keys
+from embedtrain.mine.prepared import MiningInputs
+from embedtrain.mine.relation import IntArray, distinct_pairs
+from embedtrain.mine.sources import MiningSource
+from embedtrain.mine.window import FloatArray, QueryDocumentPairs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Questions:
+class UniqueQueries:
     """What the rows of a block ask: rows that look the same to the model and to the teacher ask the same.
 
     Attributes:
@@ -36,63 +36,65 @@ class Questions:
         own_pairs: these by question, each once.
     """
 
-    of_row: Whole
+    of_row: IntArray
     texts: Sequence[str]
     seen: Sequence[str]
     prompts: Sequence[str]
-    keys: Whole
-    answers: Pairs
-    excluded: Pairs
-    own: Pairs
-    own_pairs: Pairs
+    keys: IntArray
+    answers: QueryDocumentPairs
+    excluded: QueryDocumentPairs
+    own: QueryDocumentPairs
+    own_pairs: QueryDocumentPairs
 
     @classmethod
-    def of(cls, rows: Sequence[Example], source: MinedSource, prepared: Prepared, *, keep_own: bool) -> Self:
+    def of(cls, rows: Sequence[Example], source: MiningSource, prepared: MiningInputs, *, keep_own: bool) -> Self:
         """Of some rows of a source."""
         number_of: dict[tuple[str, str, str], int] = {}
         texts: list[str] = []
-        of_row: Whole = np.empty(len(rows), dtype=np.int64)
+        of_row: IntArray = np.empty(len(rows), dtype=np.int64)
         for place, row in enumerate(rows):
             number = number_of.setdefault((asked(row.query, row.instruction), *source.query(row)), len(number_of))
             if number == len(texts):
                 texts.append(row.query)
             of_row[place] = number
         keys = text_keys([key for key, _, _ in number_of]).numpy()
-        excluded = Pairs(*prepared.no_negatives.of(bare_keys(texts)))
-        own = _own(rows, of_row, excluded, prepared) if keep_own else Pairs(_none(), _none())
+        excluded = QueryDocumentPairs(*prepared.not_negatives.of(stripped_keys(texts)))
+        own = _own(rows, of_row, excluded, prepared) if keep_own else QueryDocumentPairs(_none(), _none())
         return cls(
             of_row=of_row,
             texts=texts,
             seen=[seen for _, seen, _ in number_of],
             prompts=[prompt for _, _, prompt in number_of],
             keys=keys,
-            answers=Pairs(*prepared.answers.of(keys)),
+            answers=QueryDocumentPairs(*prepared.answers.of(keys)),
             excluded=excluded,
             own=own,
-            own_pairs=Pairs(*distinct_pairs(of_row[own.owners], own.documents)),
+            own_pairs=QueryDocumentPairs(*distinct_pairs(of_row[own.owners], own.documents)),
         )
 
 
-def _own(rows: Sequence[Example], of_row: Whole, excluded: Pairs, prepared: Prepared) -> Pairs:
+def _own(
+    rows: Sequence[Example], of_row: IntArray, excluded: QueryDocumentPairs, prepared: MiningInputs
+) -> QueryDocumentPairs:
     counts = [len(row.negatives) for row in rows]
-    owners: Whole = np.repeat(np.arange(len(rows)), counts)
+    owners: IntArray = np.repeat(np.arange(len(rows)), counts)
     documents = prepared.pool.numbers(text_keys([text for row in rows for text in row.negatives]).numpy())
     size = len(prepared.pool)
     stays = ~np.isin(of_row[owners] * size + documents, excluded.owners * size + excluded.documents)
     # Two that differ by blanks at their ends are one negative.
-    bare = prepared.pool.bare_keys[documents]
+    bare = prepared.pool.stripped_keys[documents]
     order = np.lexsort((np.arange(len(bare)), bare, owners))
     again = (np.diff(owners[order]) == 0) & (np.diff(bare[order]) == 0)
     stays[order[1:][again]] = False
-    return Pairs(owners[stays], documents[stays])
+    return QueryDocumentPairs(owners[stays], documents[stays])
 
 
-def _none() -> Whole:
+def _none() -> IntArray:
     return np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundQuestion:
+class QueryCandidates:
     """What was found for one question.
 
     Attributes:
@@ -108,14 +110,14 @@ class FoundQuestion:
     """
 
     key: int
-    answers: Whole
-    answer_scores: Floats
-    answer_ranks: Whole
+    answers: IntArray
+    answer_scores: FloatArray
+    answer_ranks: IntArray
     reference: int
-    own: Whole
-    own_scores: Floats
-    candidates: Whole
-    scores: Floats
+    own: IntArray
+    own_scores: FloatArray
+    candidates: IntArray
+    scores: FloatArray
 
     @property
     def positive(self) -> float:
@@ -124,7 +126,7 @@ class FoundQuestion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class BlockCandidates:
     """What was found for all questions of a block: scores are in the order of the pairs.
 
     Attributes:
@@ -136,18 +138,18 @@ class Found:
         own_scores: float32, of `own_pairs`.
     """
 
-    questions: Questions
-    candidates: Pairs
-    scores: Floats
-    answer_scores: Floats
-    answer_ranks: Whole
-    own_scores: Floats
+    questions: UniqueQueries
+    candidates: QueryDocumentPairs
+    scores: FloatArray
+    answer_scores: FloatArray
+    answer_ranks: IntArray
+    own_scores: FloatArray
 
-    def question(self, number: int, options: MineOptions) -> FoundQuestion:
+    def question(self, number: int, options: MineOptions) -> QueryCandidates:
         """One of them."""
         of = self.questions
         some, its, kept = self.candidates.of(number), of.answers.of(number), of.own_pairs.of(number)
-        return FoundQuestion(
+        return QueryCandidates(
             key=int(of.keys[number]),
             answers=of.answers.documents[its],
             answer_scores=self.answer_scores[its],

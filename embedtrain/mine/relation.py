@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import mapped, write_array
 
-Whole = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
-class Relation:
-    """What `write_relation` wrote, mapped into memory.
+class Multimap:
+    """What `write_multimap` wrote, mapped into memory.
 
     Args:
         directory: where.
@@ -26,7 +26,7 @@ class Relation:
             mapped(directory / f"{name}-{part}.bin", np.int64) for part in ("keys", "starts", "items")
         )
 
-    def of(self, keys: Whole) -> tuple[Whole, Whole]:
+    def of(self, keys: IntArray) -> tuple[IntArray, IntArray]:
         """The items of some keys.
 
         Returns:
@@ -38,10 +38,10 @@ class Relation:
         starts = self._starts[at]
         counts = np.where(self._keys[at] == keys, self._starts[at + 1] - starts, 0)
         owners = np.repeat(np.arange(len(keys)), counts)
-        return owners, self._items[starts[owners] + numbered(counts)]
+        return owners, self._items[starts[owners] + positions_within(counts)]
 
 
-def write_relation(directory: Path, name: str, keys: Whole, items: Whole) -> None:
+def write_multimap(directory: Path, name: str, keys: IntArray, items: IntArray) -> None:
     """Write pairs; any that stands twice is written once.
 
     Args:
@@ -56,7 +56,7 @@ def write_relation(directory: Path, name: str, keys: Whole, items: Whole) -> Non
         write_array(directory / f"{name}-{part}.bin", values.astype(np.int64))
 
 
-def distinct_pairs(keys: Whole, items: Whole) -> tuple[Whole, Whole]:
+def distinct_pairs(keys: IntArray, items: IntArray) -> tuple[IntArray, IntArray]:
     """Each pair once, ascending by key, then by item."""
     order = np.lexsort((items, keys))
     keys, items = keys[order], items[order]
@@ -65,16 +65,16 @@ def distinct_pairs(keys: Whole, items: Whole) -> tuple[Whole, Whole]:
     return keys[new], items[new]
 
 
-def joined(keys: Whole, links: Whole, linked: Whole, items: Whole) -> tuple[Whole, Whole]:
+def joined(keys: IntArray, links: IntArray, linked: IntArray, items: IntArray) -> tuple[IntArray, IntArray]:
     """All pairs (key, item) that a link leads to: (key, link) of the first two, (link, item) of the others."""
     # What many rows repeat counts once, or the pairs would be as many as its repetitions squared.
     (keys, links), (linked, items) = distinct_pairs(keys, links), distinct_pairs(linked, items)
     starts = np.searchsorted(linked, links, side="left")
     counts = np.searchsorted(linked, links, side="right") - starts
     owners = np.repeat(np.arange(len(links)), counts)
-    return keys[owners], items[starts[owners] + numbered(counts)]
+    return keys[owners], items[starts[owners] + positions_within(counts)]
 
 
-def numbered(counts: Whole) -> Whole:
+def positions_within(counts: IntArray) -> IntArray:
     """0, 1, ... for each count: int64 [sum of counts]."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -10,21 +10,21 @@ import numpy as np
 from embedtrain.data.keys import text_keys
 from embedtrain.data.types import Example
 from embedtrain.mine.choose import choose, threshold
-from embedtrain.mine.figures import Figures, Suspect
+from embedtrain.mine.figures import MiningStats, SuspectedLabel
 from embedtrain.mine.options import MineOptions
-from embedtrain.mine.prepared import Prepared
-from embedtrain.mine.questions import FoundQuestion
-from embedtrain.mine.relation import Whole
-from embedtrain.mine.written import Negatives, line_of
+from embedtrain.mine.prepared import MiningInputs
+from embedtrain.mine.questions import QueryCandidates
+from embedtrain.mine.relation import IntArray
+from embedtrain.mine.written import MinedNegatives, format_row
 
 
 @dataclass(frozen=True, slots=True)
-class FoundRow:
+class RowCandidates:
     """A row, what was found for its question, and the negatives that it keeps, int64 [O]."""
 
     row: Example
-    question: FoundQuestion
-    own: Whole
+    question: QueryCandidates
+    own: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class MinedRow:
     """What is written of a row, and what is told."""
 
     line: str
-    figures: Figures
+    figures: MiningStats
 
 
-def mine_row(found: FoundRow, prepared: Prepared, options: MineOptions, name: str, source: int) -> MinedRow:
+def mine_row(found: RowCandidates, prepared: MiningInputs, options: MineOptions, name: str, source: int) -> MinedRow:
     """Choose a row's negatives.
 
     Args:
@@ -47,7 +47,7 @@ def mine_row(found: FoundRow, prepared: Prepared, options: MineOptions, name: st
     """
     pool, row, of = prepared.pool, found.row, found.question
     positive = of.positive
-    taken = np.isin(pool.bare_keys[of.candidates], pool.bare_keys[found.own])
+    taken = np.isin(pool.stripped_keys[of.candidates], pool.stripped_keys[found.own])
     chosen = choose(of.scores, pool.keys[of.candidates], positive, len(found.own), taken, of.key, options)
     negatives = np.concatenate([found.own, of.candidates[chosen]])
     scores = np.concatenate([of.own_scores[np.searchsorted(of.own, found.own)], of.scores[chosen]])
@@ -55,9 +55,9 @@ def mine_row(found: FoundRow, prepared: Prepared, options: MineOptions, name: st
     of_positives = of.answer_scores[mine]
     ids = prepared.ids[source]
     names = [] if ids is None else [ids.of(number) for number in negatives.tolist()]
-    line = line_of(
+    line = format_row(
         row,
-        Negatives(
+        MinedNegatives(
             [pool[number] for number in negatives.tolist()],
             names if any(names) else [],
         ),
@@ -69,8 +69,8 @@ def mine_row(found: FoundRow, prepared: Prepared, options: MineOptions, name: st
     ranks = of.answer_ranks[mine]
     lost = mine[ranks >= options.rank_max]
 
-    def suspect(answer: int, candidate: int) -> Suspect:
-        return Suspect(
+    def suspect(answer: int, candidate: int) -> SuspectedLabel:
+        return SuspectedLabel(
             source=name,
             place=f"{row.file}:{row.line}",
             query=row.query,
@@ -81,7 +81,7 @@ def mine_row(found: FoundRow, prepared: Prepared, options: MineOptions, name: st
             written=bool(candidate in chosen or taken[candidate]),
         )
 
-    figures = Figures(
+    figures = MiningStats(
         negatives=np.array([len(negatives)]),
         positive_scores=of_positives,
         negative_scores=scores,

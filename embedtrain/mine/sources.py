@@ -9,17 +9,23 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_table import RowStore
-from embedtrain.data.prompts import prompt_of
+from embedtrain.data.prompts import make_prompt
 from embedtrain.data.sources.kinds import Part
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE
-from embedtrain.data.sources.sources import NO_IN_BATCH_NEGATIVES, expand, find, no_in_batch_negatives, source_names
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
+from embedtrain.data.sources.sources import (
+    NO_IN_BATCH_NEGATIVES,
+    expand_sources,
+    find_parts,
+    no_in_batch_negatives,
+    source_names,
+)
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 from embedtrain.mine.options import MineOptions
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Wording:
+class DocumentFormat:
     """How documents are seen: what stands before and after each, and how many tokens of it are kept."""
 
     before: str
@@ -32,7 +38,7 @@ class Wording:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinedSource:
+class MiningSource:
     """One source: its rows, and what holds for all of them.
 
     Attributes:
@@ -57,13 +63,13 @@ class MinedSource:
 
     def query(self, row: Example) -> tuple[str, str]:
         """A row's query as the model sees it, and what it begins with that is a prompt."""
-        prompt = prompt_of(row.instruction, self.query_prompt, self.instruction_format)
+        prompt = make_prompt(row.instruction, self.query_prompt, self.instruction_format)
         return prompt(row.query), prompt.before
 
-    def wording(self, document_instruction: str | None) -> Wording:
+    def wording(self, document_instruction: str | None) -> DocumentFormat:
         """How the documents of a row with this instruction are seen."""
-        prompt = prompt_of(document_instruction, self.document_prompt, self.instruction_format)
-        return Wording(prompt.before, prompt.after, self.document_max_length)
+        prompt = make_prompt(document_instruction, self.document_prompt, self.instruction_format)
+        return DocumentFormat(prompt.before, prompt.after, self.document_max_length)
 
     def identity(self) -> dict[str, Any]:
         """What decides about what is found for it."""
@@ -71,7 +77,7 @@ class MinedSource:
         return {"rows": self.store.key, **{name: getattr(self, name) for name in names}}
 
 
-def read_mined(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -> list[MinedSource]:
+def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -> list[MiningSource]:
     """Read and check every row of every source.
 
     Args:
@@ -85,19 +91,19 @@ def read_mined(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -
     """
     # What a step draws of a row's negatives does not matter here, and would only be told.
     try:
-        sources = [replace(source, negatives=None) for source in expand(options.data)]
+        sources = [replace(source, negatives=None) for source in expand_sources(options.data)]
     except DataError as error:
         raise _with_split(error, options.data) from error.__cause__
-    stores = read_sources(sources, OnError.stop, TEXTS_ALONE, cache)
+    stores = read_sources(sources, OnError.stop, TEXTS_ONLY, cache)
 
     def first(own: str | None, name: str) -> str:
         return prompts.get(name, "") if own is None else own
 
     return [
-        MinedSource(
+        MiningSource(
             name=name,
             store=store,
-            document_parts=find(source).document_parts,
+            document_parts=find_parts(source).document_parts,
             query_prompt=first(source.query_prompt, "query"),
             document_prompt=first(source.document_prompt, "document"),
             instruction_format=source.instruction_format or options.instruction_format,

@@ -19,18 +19,18 @@ from embedtrain.errors import ConfigError, ModelError, TrainingError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex
-from embedtrain.inference.vector_cache import StoredVectors, model_identity
-from embedtrain.loading.command_model import OF_TEACHER, naming
+from embedtrain.inference.vector_cache import VectorCache, model_identity
+from embedtrain.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
 from embedtrain.loading.load import load_model
-from embedtrain.mine.documents import Told
+from embedtrain.mine.documents import ProgressCallback
 from embedtrain.mine.indexed import indexed
 from embedtrain.mine.options import MineOptions
-from embedtrain.mine.pool import Pool
-from embedtrain.mine.relation import numbered
-from embedtrain.mine.window import Floats, Pairs, scores_of
+from embedtrain.mine.pool import DocumentPool
+from embedtrain.mine.relation import positions_within
+from embedtrain.mine.window import FloatArray, QueryDocumentPairs, scores_of
 from embedtrain.models.hub import one_line
-from embedtrain.models.source import ModelSource, open_source
-from embedtrain.models.tokenizer import text_length
+from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.tokenizer import resolve_max_length
 
 # sentence-transformers calls whatever of torch has the name that a cross-encoder's config.json gives.
 _ACTIVATIONS = (
@@ -38,29 +38,29 @@ _ACTIVATIONS = (
     "torch.nn.modules.activation.Tanh",
     "torch.nn.modules.linear.Identity",
 )
-_PAIRS_AT_A_TIME = 256  # of one query, that a cross-encoder sorts by length; progress is told after them
+_PAIRS_PER_PREDICT = 256  # of one query, that a cross-encoder sorts by length; progress is told after them
 
 
 class Teacher(Protocol):
     """What scores pairs of queries and documents of the pool."""
 
-    def prepare(self, pool: Pool, directory: Path, told: Told) -> None:
+    def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
         """Do what is to be done once. A collective.
 
         Args:
             pool: the documents.
             directory: where vectors are kept on disk.
-            told: called with what is done, how far it has come, and of how much.
+            progress: called with what is done, how far it has come, and of how much.
         """
         ...
 
-    def scores(self, queries: Sequence[str], pairs: Pairs, told: Told) -> Floats:
+    def scores(self, queries: Sequence[str], pairs: QueryDocumentPairs, progress: ProgressCallback) -> FloatArray:
         """The score of each pair, float32 [P], on every rank. A collective.
 
         Args:
             queries: Q texts without prompts.
             pairs: the same on every rank.
-            told: called with what is done, how far it has come, and of how much.
+            progress: called with what is done, how far it has come, and of how much.
 
         Raises:
             TrainingError: on every rank, if a score is not finite.
@@ -69,21 +69,21 @@ class Teacher(Protocol):
 
 
 @dataclass(frozen=True)
-class FoundTeacher:
+class TeacherSpec:
     """A teacher that was found, but not loaded yet.
 
     Attributes:
         source: what its directory says.
-        is_cross: whether it reads query and document together.
+        is_cross_encoder: whether it reads query and document together.
         model: how it is loaded.
     """
 
     source: ModelSource
-    is_cross: bool
+    is_cross_encoder: bool
     model: ModelConfig
 
 
-def find_teacher(options: MineOptions) -> FoundTeacher:
+def open_teacher(options: MineOptions) -> TeacherSpec:
     """Tell what `options.teacher` is by its files.
 
     Raises:
@@ -97,12 +97,12 @@ def find_teacher(options: MineOptions) -> FoundTeacher:
     )
     path = str(options.teacher)
     try:
-        with naming(OF_TEACHER):
+        with command_option_names(TEACHER_OPTION_NAMES):
             try:
-                return FoundTeacher(open_source(model), False, model)
+                return TeacherSpec(open_model_source(model), False, model)
             except ConfigError:  # nothing says how it pools
                 model.pooling = Pooling.mean
-                source = open_source(model)
+                source = open_model_source(model)
     except ModelError as error:
         raise ConfigError(f"teacher={path}: {str(error).removeprefix(f'teacher={path}').lstrip(': ')}") from None
     kinds = [str(kind) for kind in source.config.architectures or [source.config.model_type]]
@@ -115,7 +115,7 @@ def find_teacher(options: MineOptions) -> FoundTeacher:
                 f"teacher={path}: its config.json asks for the activation {activation}, which would be called by that "
                 f"name; those that are known are {', '.join(_ACTIVATIONS)}"
             )
-        return FoundTeacher(source, True, model)
+        return TeacherSpec(source, True, model)
     classes = f" of {num_labels} classes" if is_classifier else ""
     raise ConfigError(
         f"teacher={path}: it is a {', '.join(kinds)}{classes}; a teacher is a sentence-transformers "
@@ -133,14 +133,14 @@ def _activation(source: ModelSource) -> Any:
 
 
 def load_teacher(
-    found: FoundTeacher, options: MineOptions, precision: Precision, world: World
+    found: TeacherSpec, options: MineOptions, precision: Precision, world: World
 ) -> tuple[Teacher, tuple[str, ...]]:
     """Load it; and lines for the user about it. A collective.
 
     Raises:
         ConfigError, ModelError: on every rank alike.
     """
-    if not found.is_cross:
+    if not found.is_cross_encoder:
         loaded = load_model(found.model, ParallelConfig(precision=precision), world, seed=0, trains=False)
         encoder = SentenceEncoder(
             loaded.encoder,
@@ -153,7 +153,7 @@ def load_teacher(
         )
         identity = model_identity(loaded.source, precision, world)
         return _BiEncoder(encoder, options, identity), loaded.notes[:1]
-    with world.together("loading the teacher"):
+    with world.fail_together("loading the teacher"):
         try:
             cross = CrossEncoder(
                 str(found.source.directory),
@@ -165,7 +165,7 @@ def load_teacher(
             )
         except Exception as error:  # of files that make no sense the libraries raise nearly anything
             raise ModelError(f"teacher={options.teacher} cannot be loaded: {one_line(error)}") from error
-        text_length(found.source, cross.tokenizer)  # a length beyond its positions is refused
+        resolve_max_length(found.source, cross.tokenizer)  # a length beyond its positions is refused
     length = cross.max_seq_length
     return _CrossEncoder(cross, options, world), (f"a cross-encoder, {length} tokens",)
 
@@ -177,23 +177,23 @@ class _BiEncoder:
         self._encoder, self._options, self._identity = encoder, options, identity
         self._index: ShardedIndex | None = None
 
-    def prepare(self, pool: Pool, directory: Path, told: Told) -> None:
+    def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
         """See Teacher."""
         prompt = self._encoder.document_prompt
-        stored = StoredVectors(directory, {**self._identity, "dtype": self._options.index.dtype.value})
-        texts = pool.seen_as(lambda text: prompt + text)
+        vector_cache = VectorCache(directory, {**self._identity, "dtype": self._options.index.dtype.value})
+        texts = pool.formatted(lambda text: prompt + text)
         self._index = indexed(
             self._encoder,
             texts,
             None,
             self._options.index,
-            stored,
-            told,
+            vector_cache,
+            progress,
             what="documents by the teacher",
             prompt=prompt,
         )
 
-    def scores(self, queries: Sequence[str], pairs: Pairs, told: Told) -> Floats:
+    def scores(self, queries: Sequence[str], pairs: QueryDocumentPairs, progress: ProgressCallback) -> FloatArray:
         """See Teacher."""
         assert self._index is not None
         vectors = self._encoder.encode_all(queries, self._encoder.query_prompt, what="queries by the teacher")
@@ -208,25 +208,25 @@ class _CrossEncoder:
 
     def __init__(self, cross: CrossEncoder, options: MineOptions, world: World) -> None:
         self._cross, self._batch_size, self._world = cross, options.teacher_batch_size, world
-        self._pool: Pool | None = None
+        self._pool: DocumentPool | None = None
 
-    def prepare(self, pool: Pool, directory: Path, told: Told) -> None:
+    def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
         """See Teacher."""
         self._pool = pool
 
-    def scores(self, queries: Sequence[str], pairs: Pairs, told: Told) -> Floats:
+    def scores(self, queries: Sequence[str], pairs: QueryDocumentPairs, progress: ProgressCallback) -> FloatArray:
         """See Teacher."""
         assert self._pool is not None
         world, num_pairs = self._world, len(pairs.owners)
         # What is padded together, and with it a score's last bit, is the same on any number of ranks: pieces of one
         # query's pairs, dealt so that every rank has about as many pairs.
-        starts = np.flatnonzero(numbered(pairs.counts(len(queries))) % _PAIRS_AT_A_TIME == 0)
+        starts = np.flatnonzero(positions_within(pairs.counts(len(queries))) % _PAIRS_PER_PREDICT == 0)
         ends = np.append(starts[1:], num_pairs)
         edges = np.searchsorted(starts, num_pairs * np.arange(world.size + 1) // world.size)
         bounds = np.append(starts, num_pairs)[edges]
-        scores: Floats = np.empty(bounds[world.rank + 1] - bounds[world.rank], dtype=np.float32)
+        scores: FloatArray = np.empty(bounds[world.rank + 1] - bounds[world.rank], dtype=np.float32)
         done = 0
-        with world.together("scoring by the teacher"):
+        with world.fail_together("scoring by the teacher"):
             for piece in range(edges[world.rank], edges[world.rank + 1]):
                 some = slice(starts[piece], ends[piece])
                 query = queries[pairs.owners[starts[piece]]]
@@ -235,7 +235,7 @@ class _CrossEncoder:
                     both, batch_size=self._batch_size, show_progress_bar=False
                 )
                 done += len(both)
-                told("scoring this rank's pairs by the teacher", done, len(scores))
+                progress("scoring this rank's pairs by the teacher", done, len(scores))
             if not np.isfinite(scores).all():
                 raise TrainingError("the teacher's scores are not finite: its weights hold NaN or infinity")
         return gather_rows(torch.from_numpy(scores).to(world.device), np.diff(bounds).tolist()).cpu().numpy()

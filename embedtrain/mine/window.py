@@ -11,21 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedtrain.inference.index import ShardedIndex
-from embedtrain.mine.relation import Whole, numbered
+from embedtrain.mine.relation import IntArray, positions_within
 
-Floats = NDArray[np.float32]
+FloatArray = NDArray[np.float32]
 # Queries of at most so many documents are searched together; of more, with those that have up to twice as many.
 _FEW = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class QueryDocumentPairs:
     """Documents of queries: int64 [P] both, `owners` (which of the Q) ascending."""
 
-    owners: Whole
-    documents: Whole
+    owners: IntArray
+    documents: IntArray
 
-    def counts(self, num_queries: int) -> Whole:
+    def counts(self, num_queries: int) -> IntArray:
         """Of each query, how many documents: int64 [Q]."""
         return np.bincount(self.owners, minlength=num_queries).astype(np.int64)
 
@@ -36,7 +36,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class CandidateWindow:
     """Candidates, best first; equal scores in the pool's order.
 
     Attributes:
@@ -44,12 +44,14 @@ class Window:
         scores: float32 [Q, C]; minus infinity there.
     """
 
-    documents: Whole
-    scores: Floats
+    documents: IntArray
+    scores: FloatArray
 
-    def pairs(self) -> Pairs:
+    def pairs(self) -> QueryDocumentPairs:
         """The candidates one by one."""
-        return Pairs(np.nonzero(self.documents >= 0)[0].astype(np.int64), self.documents[self.documents >= 0])
+        return QueryDocumentPairs(
+            np.nonzero(self.documents >= 0)[0].astype(np.int64), self.documents[self.documents >= 0]
+        )
 
 
 def pool_order(num_documents: int) -> Tensor:
@@ -57,7 +59,7 @@ def pool_order(num_documents: int) -> Tensor:
     return torch.arange(num_documents - 1, -1, -1)
 
 
-def find_window(index: ShardedIndex, queries: Tensor, excluded: Pairs, rank_max: int) -> Window:
+def find_window(index: ShardedIndex, queries: Tensor, excluded: QueryDocumentPairs, rank_max: int) -> CandidateWindow:
     """The `rank_max` best documents of each query, those not counted that are no negatives of it. A collective.
 
     sentence-transformers' `mine_hard_negatives` counts alike, but where a positive lies beyond the window it also looks
@@ -71,11 +73,11 @@ def find_window(index: ShardedIndex, queries: Tensor, excluded: Pairs, rank_max:
         rank_max: how many are wanted.
     """
     num_queries, width = len(queries), min(rank_max, index.num_documents)
-    documents: Whole = np.full((num_queries, width), -1, dtype=np.int64)
-    scores: Floats = np.full((num_queries, width), -np.inf, dtype=np.float32)
+    documents: IntArray = np.full((num_queries, width), -1, dtype=np.int64)
+    scores: FloatArray = np.full((num_queries, width), -np.inf, dtype=np.float32)
     counts = excluded.counts(num_queries)
     struck = excluded.owners * index.num_documents + excluded.documents
-    for some in alike(counts):
+    for some in group_by_depth(counts):
         # So deep that the window is full whatever of its documents are struck out.
         ranking = index.search(queries[torch.from_numpy(some)], rank_max + int(counts[some].max()))
         found, values = ranking.documents.numpy(), ranking.scores.numpy()
@@ -84,30 +86,30 @@ def find_window(index: ShardedIndex, queries: Tensor, excluded: Pairs, rank_max:
         stays = ~np.take_along_axis(out, order, axis=1)
         documents[some, : order.shape[1]] = np.where(stays, np.take_along_axis(found, order, axis=1), -1)
         scores[some, : order.shape[1]] = np.where(stays, np.take_along_axis(values, order, axis=1), -np.inf)
-    return Window(documents, scores)
+    return CandidateWindow(documents, scores)
 
 
-def scores_of(index: ShardedIndex, queries: Tensor, pairs: Pairs) -> Floats:
+def scores_of(index: ShardedIndex, queries: Tensor, pairs: QueryDocumentPairs) -> FloatArray:
     """The score of each pair, float32 [P], to the bit what a search gives it. A collective."""
-    scores: Floats = np.empty(len(pairs.owners), dtype=np.float32)
+    scores: FloatArray = np.empty(len(pairs.owners), dtype=np.float32)
     counts = pairs.counts(len(queries))
     starts = np.cumsum(counts) - counts
-    for some in alike(counts):
+    for some in group_by_depth(counts):
         own = counts[some]
         if not own.any():
             continue
-        rows, columns = np.repeat(np.arange(len(some)), own), numbered(own)
+        rows, columns = np.repeat(np.arange(len(some)), own), positions_within(own)
         places = np.repeat(starts[some], own) + columns
-        documents: Whole = np.full((len(some), int(own.max())), -1, dtype=np.int64)
+        documents: IntArray = np.full((len(some), int(own.max())), -1, dtype=np.int64)
         documents[rows, columns] = pairs.documents[places]
         found = index.scores_of(queries[torch.from_numpy(some)], torch.from_numpy(documents)).numpy()
         scores[places] = found[rows, columns]
     return scores
 
 
-def ranks_of(window: Window, pairs: Pairs, scores: Floats) -> Whole:
+def ranks_of(window: CandidateWindow, pairs: QueryDocumentPairs, scores: FloatArray) -> IntArray:
     """For each pair how many candidates come before its document, int64 [P]; of C none is left to come after."""
-    ranks: Whole = np.empty(len(pairs.owners), dtype=np.int64)
+    ranks: IntArray = np.empty(len(pairs.owners), dtype=np.int64)
     for start in range(0, len(ranks), 4096):
         some = slice(start, start + 4096)
         candidates, values = window.documents[pairs.owners[some]], window.scores[pairs.owners[some]]
@@ -117,7 +119,7 @@ def ranks_of(window: Window, pairs: Pairs, scores: Floats) -> Whole:
     return ranks
 
 
-def alike(counts: Whole) -> list[Whole]:
+def group_by_depth(counts: IntArray) -> list[IntArray]:
     """Queries put together by how many documents each has, so that one of many makes no others search as deep."""
     size = np.ceil(np.log2(np.maximum(counts, _FEW) / _FEW)).astype(np.int64)
     return [np.flatnonzero(size == each).astype(np.int64) for each in np.unique(size)]

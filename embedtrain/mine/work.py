@@ -16,16 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embedtrain.data.sources.problems import shortened
+from embedtrain.data.sources.problems import shorten
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.mine.figures import Figures
+from embedtrain.mine.figures import MiningStats
 
 SUMMARY = "summary.json"
 _UNFINISHED = ".part"
 
 
-class Work:
+class MiningFolder:
     """Mining into one folder.
 
     Args:
@@ -56,7 +56,7 @@ class Work:
                 on all ranks.
         """
         is_left, sign = False, f"seen-{secrets.token_hex(8)}"
-        with self.world.together("opening the folder to mine into"):
+        with self.world.fail_together("opening the folder to mine into"):
             if self.world.is_main:
                 is_left = self._begin(names)
                 if is_left:
@@ -68,7 +68,7 @@ class Work:
 
     def _require_seen(self, sign: Path) -> None:
         is_seen = False
-        with self.world.together("looking for the folder to mine into"):
+        with self.world.fail_together("looking for the folder to mine into"):
             end = time.monotonic() + self._patience
             while not (is_seen := sign.is_file()) and time.monotonic() < end:
                 time.sleep(min(0.5, self._patience / 10))
@@ -101,7 +101,7 @@ class Work:
         for name in names:
             if (self.to / f"{name}.jsonl").exists():
                 raise DataError(
-                    f"{self.to / f'{name}.jsonl'} is there already, and was not mined: write another folder as output_dir="
+                    f"{self.to / f'{name}.jsonl'} is there already, and was not mined: choose another output_dir"
                 )
         shutil.rmtree(self._own, ignore_errors=True)
         self._blocks.mkdir(parents=True)
@@ -111,27 +111,28 @@ class Work:
     def _require_same(self, before: object, what: str) -> None:
         for option, value, now in _differences(before, self.identity):
             raise DataError(
-                f"output_dir={self.to} holds {what} of another command: {option} was {_told(value)}, and is {_told(now)} now; "
+                f"output_dir={self.to} holds {what} of another command: {option} was {_told(value)}, and is {_told(now)} "
+                "now; "
                 "write the same options to go on, or another folder, or delete this one"
             )
 
     def done(self) -> set[str]:
         """The blocks that are done. A collective: rank 0 says so, for ranks may see different ages of a folder."""
         there: list[str] = []
-        with self.world.together("looking at what is mined already"):
+        with self.world.fail_together("looking at what is mined already"):
             if self.world.is_main:
                 there = sorted(path.name for path in self._blocks.iterdir() if path.is_dir())
         return {name for name in self.world.broadcast(there) if not name.endswith(_UNFINISHED)}
 
-    def write(self, block: str, lines: Sequence[str], figures: Figures) -> None:
+    def write(self, block: str, lines: Sequence[str], figures: MiningStats) -> None:
         """Keep this rank's share of a block, whose rows follow those of the ranks before. A collective."""
         unfinished = self._blocks / f"{block}{_UNFINISHED}"
-        with self.world.together("writing mined rows"):
+        with self.world.fail_together("writing mined rows"):
             unfinished.mkdir(parents=True, exist_ok=True)
             path = unfinished / f"{self.world.rank:06}-of-{self.world.size:06}.jsonl"
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             figures.write(path)
-        with self.world.together("writing mined rows"):
+        with self.world.fail_together("writing mined rows"):
             if self.world.is_main:
                 os.replace(unfinished, self._blocks / block)
 
@@ -145,13 +146,13 @@ class Work:
             with path.open(encoding="utf-8", newline="\n") as file:
                 yield from file
 
-    def figures(self, blocks: Sequence[str]) -> Figures:
+    def figures(self, blocks: Sequence[str]) -> MiningStats:
         """What was found in some blocks.
 
         Raises:
             DataError: a part of one is gone.
         """
-        return Figures.joined([Figures.read(path) for path in self._parts(blocks)])
+        return MiningStats.joined([MiningStats.read(path) for path in self._parts(blocks)])
 
     def _parts(self, blocks: Sequence[str]) -> Iterator[Path]:
         for block in blocks:
@@ -185,7 +186,7 @@ def _differences(before: object, now: object, name: str = "") -> Iterator[tuple[
 
 
 def _told(value: object) -> str:
-    return "nothing" if value is None else shortened(value, 40)
+    return "nothing" if value is None else shorten(value, 40)
 
 
 def _read(path: Path) -> object:

@@ -11,7 +11,7 @@ from embedtrain.data.types import Example
 
 
 @dataclass(frozen=True, slots=True)
-class Negatives:
+class MinedNegatives:
     """What a row gets.
 
     Attributes:
@@ -23,7 +23,7 @@ class Negatives:
     ids: Sequence[str]
 
 
-def line_of(row: Example, negatives: Negatives, scores: tuple[Sequence[float], Sequence[float]] | None) -> str:
+def format_row(row: Example, negatives: MinedNegatives, scores: tuple[Sequence[float], Sequence[float]] | None) -> str:
     """The row with these negatives instead of its own.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embedtrain.config.recipe import LoraConfig
 from embedtrain.errors import ModelError
-from embedtrain.models.hub import local_directory, one_line
+from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.security import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -57,14 +57,14 @@ class AdapterFiles:
     Attributes:
         directory: with adapter_config.json and adapter_model.safetensors.
         config: as far as it decides what is computed.
-        made_for: the model it was trained on, as its authors called it.
+        base_model: the model it was trained on, as its authors called it.
         parts: modules that are stored whole besides.
         revision: commit of that model's Hub repository, where it has one.
     """
 
     directory: Path
     config: peft.LoraConfig
-    made_for: str
+    base_model: str
     parts: tuple[str, ...]
     revision: str | None = None
 
@@ -85,13 +85,13 @@ class AdapterFiles:
                 stored = {_plain(key, wanted): key for key in file.keys() if not key.startswith(_POOLER)}  # noqa: SIM118 - not a dict
                 for key in sorted(stored.keys() ^ wanted.keys()):
                     raise ModelError(
-                        self.of_another(f"{key} is in {'its files' if key in stored else 'the model'} alone")
+                        self.mismatch_message(f"{key} is in {'its files' if key in stored else 'the model'} alone")
                     )
                 for key, name in wanted.items():
                     shape = file.get_slice(stored[key]).get_shape()
                     if list(shape) != list(names[name]):
                         raise ModelError(
-                            self.of_another(f"{key} has the shape {shape}, here it is {list(names[name])}")
+                            self.mismatch_message(f"{key} has the shape {shape}, here it is {list(names[name])}")
                         )
                     found[name] = file.get_tensor(stored[key]).float()
         except ModelError:
@@ -100,12 +100,11 @@ class AdapterFiles:
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
         return found
 
-    def of_another(self, why: str) -> str:
+    def mismatch_message(self, why: str) -> str:
         """What is said of an adapter that does not fit."""
-        made_for = f"it was made for {self.made_for}" if self.made_for else "it does not say for which"
-        return (
-            f"model.lora.path={self.directory} is an adapter of another model: {why}; {made_for}: write model.path=THAT"
-        )
+        base_model = f"it was made for {self.base_model}" if self.base_model else "it does not say for which"
+        return f"model.lora.path={self.directory} is an adapter of another model: {why}; {base_model}: "
+        "write model.path=THAT"
 
 
 def open_adapter(lora: LoraConfig) -> AdapterFiles | None:
@@ -117,7 +116,7 @@ def open_adapter(lora: LoraConfig) -> AdapterFiles | None:
     """
     if lora.path is None:
         return None
-    directory = local_directory(lora.path, lora.revision, "model.lora.path", "model.lora.revision", _FILES)
+    directory = resolve_directory(lora.path, lora.revision, "model.lora.path", "model.lora.revision", _FILES)
     found = read_settings(directory)
     if not (directory / WEIGHTS).is_file():
         raise ModelError(f"{directory / WEIGHTS} is missing: an adapter's weights are read from safetensors alone")
@@ -158,7 +157,7 @@ def read_settings(directory: Path) -> AdapterFiles:
     except Exception as error:  # of values that make no sense PEFT raises nearly anything
         raise ModelError(f"{directory / CONFIG}: {one_line(error)}") from None
     parts = settings.get("modules_to_save") or ()
-    made_for, revision = (settings.get(name) for name in ("base_model_name_or_path", "revision"))
+    base_model, revision = (settings.get(name) for name in ("base_model_name_or_path", "revision"))
     return AdapterFiles(
-        directory, config, str(made_for or ""), tuple(map(str, parts)), None if revision is None else str(revision)
+        directory, config, str(base_model or ""), tuple(map(str, parts)), None if revision is None else str(revision)
     )

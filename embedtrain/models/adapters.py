@@ -18,7 +18,7 @@ from embedtrain.config.recipe import ALL_LINEAR, BaseDtype, LoraConfig, Precisio
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.adapter_files import AdapterFiles
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.four_bit import FourBit, quantise_frozen
+from embedtrain.models.four_bit import FourBitLinear, quantize_frozen
 
 EMBEDDINGS, NORMS, DENSE = "embeddings", "norms", "dense"
 
@@ -67,7 +67,8 @@ def chosen_parts(encoder: Encoder, names: Iterable[str]) -> dict[str, nn.Module]
         if not chosen:
             kinds = sorted({name.rsplit(".", 1)[-1] for name, part in encoder.backbone.named_modules() if _owns(part)})
             raise ConfigError(
-                f"model.lora.modules_to_save: {type(encoder.backbone).__name__} has no {asked}; allowed are {EMBEDDINGS}, "
+                f"model.lora.modules_to_save: {type(encoder.backbone).__name__} has no {asked}; allowed are "
+                f"{EMBEDDINGS}, "
                 f"{NORMS}, {DENSE} (heads behind the pooling), or its modules: "
                 f"{', '.join(kind for kind in kinds if not kind.isdigit())}"
             )
@@ -116,7 +117,7 @@ _BASE = ".base_layer."
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdapterInfo:
     """What adapters were put on an encoder.
 
     Attributes:
@@ -143,14 +144,14 @@ class Delta:
     scale: float
     first: int = 0  # the row of the weight that `b` begins with
 
-    def added(self, rows: Tensor, first: int) -> Tensor:
+    def merged_rows(self, rows: Tensor, first: int) -> Tensor:
         """Rows of the weight from row `first` on, with the adapter merged into them, in float32."""
         start = first - self.first
         b = self.b[start : start + len(rows)].to(rows.device, torch.float32)
         return rows.float() + self.scale * (b @ self.a.to(rows.device, torch.float32))
 
 
-def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None, frozen: torch.dtype) -> Adapted:
+def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None, frozen: torch.dtype) -> AdapterInfo:
     """Put adapters on an encoder, in place, and freeze the rest of it.
 
     Args:
@@ -174,7 +175,7 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
         for parameter in module.parameters():
             parameter.requires_grad_(True)
     if lora.load_in_4bit:
-        quantise_frozen(encoder)
+        quantize_frozen(encoder)
     for parameter in encoder.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen)
@@ -182,7 +183,7 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
     config.modules_to_save = list(whole) or None
     stored = [name for name, _ in encoder.named_parameters() if ".lora_" in name]
     stored += [f"{name}.{inside}" for name, part in of_files.items() for inside, _ in part.named_parameters()]
-    return Adapted(
+    return AdapterInfo(
         config=config,
         files=files,
         stored=tuple(dict.fromkeys(stored)) if files is not None else (),
@@ -231,7 +232,7 @@ def first_weights(name: str, shape: Sequence[int], seed: int) -> Tensor:
     return torch.empty(*shape).uniform_(-bound, bound, generator=generator)
 
 
-def initial_adapters(encoder: nn.Module, adapted: Adapted, seed: int) -> dict[str, Tensor]:
+def initial_adapters(encoder: nn.Module, adapted: AdapterInfo, seed: int) -> dict[str, Tensor]:
     """The first weights of adapters, whole, by the encoder's names: from the adapter's files, or made.
 
     Args:
@@ -248,14 +249,14 @@ def initial_adapters(encoder: nn.Module, adapted: Adapted, seed: int) -> dict[st
     return {name: first_weights(name, shape, seed) for name, shape in shapes.items() if base_name(name) is None}
 
 
-def deltas(
+def adapter_deltas(
     tensors: Mapping[str, Tensor], scales: Mapping[str, float], first: Mapping[str, int] | None = None
 ) -> dict[str, Delta]:
     """What adapters add, by the base's names of the weights that they add to.
 
     Args:
         tensors: adapters' whole A, and B or rows of it, among others, by the encoder's names.
-        scales: see `scales_of`.
+        scales: see `adapter_scales`.
         first: the row that a B begins with, where it is not whole.
     """
     found = {}
@@ -266,17 +267,17 @@ def deltas(
     return found
 
 
-def is_a(name: str) -> bool:
+def is_lora_a(name: str) -> bool:
     """Whether this is the matrix A of an adapter."""
     return name.endswith(_A)
 
 
-def b_of(name: str) -> str:
+def lora_b_name(name: str) -> str:
     """The matrix B of the adapter on a weight, by the encoder's names."""
     return name.removesuffix(".weight").removesuffix(".base_layer") + _B
 
 
-def scales_of(encoder: nn.Module) -> dict[str, float]:
+def adapter_scales(encoder: nn.Module) -> dict[str, float]:
     """How often each adapter counts, by the encoder's name of its layer."""
     return {name: float(part.scaling[NAME]) for name, part in encoder.named_modules() if isinstance(part, LoraLayer)}
 
@@ -323,7 +324,7 @@ def _parts_of_files(encoder: Encoder, files: AdapterFiles | None) -> dict[str, n
     except ConfigError:
         kind = type(encoder.backbone).__name__
         raise ModelError(
-            files.of_another(f"it holds {', '.join(files.parts)} whole, and not all is in a {kind}")
+            files.mismatch_message(f"it holds {', '.join(files.parts)} whole, and not all is in a {kind}")
         ) from None
 
 
@@ -331,10 +332,10 @@ def _computed_in(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
-def described(adapted: Adapted, encoder: Encoder) -> str:
+def described(adapted: AdapterInfo, encoder: Encoder) -> str:
     """A line for the user: what is trained of what."""
     trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
-    packed = sum(part.in_features * part.out_features for part in encoder.modules() if isinstance(part, FourBit))
+    packed = sum(part.in_features * part.out_features for part in encoder.modules() if isinstance(part, FourBitLinear))
     every = packed + sum(parameter.numel() for parameter in encoder.parameters())
     frozen = Counter({"4 bits": 1} if packed else {}) + Counter(
         str(p.dtype).removeprefix("torch.") for p in encoder.parameters() if not p.requires_grad
@@ -352,7 +353,7 @@ def described(adapted: Adapted, encoder: Encoder) -> str:
     )
 
 
-def settings_of(config: peft.LoraConfig) -> dict[str, Any]:
+def adapter_settings(config: peft.LoraConfig) -> dict[str, Any]:
     """The configuration as PEFT writes it into adapter_config.json."""
     settings: dict[str, Any] = config.to_dict()
     return {

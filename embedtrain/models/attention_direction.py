@@ -21,7 +21,7 @@ from embedtrain.errors import ConfigError
 _OWN_OPTION = {"gemma3_text": "use_bidirectional_attention"}
 
 
-def attend(config: PretrainedConfig, bidirectional: bool | None) -> PretrainedConfig:
+def set_attention_direction(config: PretrainedConfig, bidirectional: bool | None) -> PretrainedConfig:
     """The configuration with tokens that see those behind them, or that do not; None leaves what it says.
 
     Raises:
@@ -51,7 +51,7 @@ def attend(config: PretrainedConfig, bidirectional: bool | None) -> PretrainedCo
     return type(config).from_dict(config.to_dict() | {option: bidirectional})
 
 
-def looks_back_only(config: PretrainedConfig) -> bool:
+def attends_causally(config: PretrainedConfig) -> bool:
     """Whether each token sees nothing but itself and those before it; false also where that cannot be told."""
     if _is_encoder(config) or not _obeys(config):
         return False
@@ -65,7 +65,7 @@ def require_pooling(config: PretrainedConfig, pooling: Pooling) -> None:
     Raises:
         ConfigError: the first token's vector, of a model that shows it nothing else.
     """
-    if pooling is Pooling.cls and looks_back_only(config):
+    if pooling is Pooling.cls and attends_causally(config):
         raise ConfigError(
             f"model.pooling=cls: the first token of a {config.model_type} sees none of the others, so all texts would "
             "have one vector: write model.pooling=last or mean, or model.bidirectional=true"
@@ -92,7 +92,7 @@ _NOTHING = 1e-5
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def sees_ahead(encoder: Forward, ids: tuple[int, int, int], device: torch.device) -> bool | None:
+def attends_to_later_tokens(encoder: Forward, ids: tuple[int, int, int], device: torch.device) -> bool | None:
     """Whether a text's first token sees the second; None where it does beside padding alone, or without alone.
 
     Two texts that differ in their second token, and what is made of their first tokens. Once without padding and once

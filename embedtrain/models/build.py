@@ -22,7 +22,7 @@ _MOST_PARAMETERS_PER_BYTE = 8  # a bit each: nobody stores less
 _SAMPLES, _SAMPLE = 64, 1 << 16
 
 
-class TensorPlace(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor is stored: a safetensors file and the key in it."""
 
     path: Path
@@ -36,10 +36,10 @@ def build_encoder(source: ModelSource) -> Encoder:
     a model that goes through `to_empty` keeps garbage in them, some models in silence.
     """
     with init_empty_weights(include_buffers=False):
-        return assemble(source)
+        return assemble_encoder(source)
 
 
-def assemble(source: ModelSource) -> Encoder:
+def assemble_encoder(source: ModelSource) -> Encoder:
     """The encoder in memory with random weights; on the meta device inside torch's or accelerate's contexts."""
     try:
         backbone = AutoModel.from_config(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
@@ -52,7 +52,7 @@ def assemble(source: ModelSource) -> Encoder:
     return Encoder(prepare_backbone(backbone), source.pooling, normalize=source.normalize, dense=heads)
 
 
-def initialise(source: ModelSource, seed: int) -> dict[str, Tensor]:
+def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
     """Every weight of the encoder, whole and in memory, as the state dict that `build_encoder` has.
 
     For a source without weights they are random, a function of `seed` alone; for a directory they are what
@@ -64,7 +64,7 @@ def initialise(source: ModelSource, seed: int) -> dict[str, Tensor]:
     if source.directory is not None:
         _require_plausible_size(source, source.directory)
     torch.manual_seed(seed)
-    encoder = assemble(source)
+    encoder = assemble_encoder(source)
     if source.directory is not None:
         try:
             backbone, report = AutoModel.from_pretrained(
@@ -109,17 +109,17 @@ def _told(error: Exception) -> str:
     return one_line(error)
 
 
-def find_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dict[str, TensorPlace] | None:
+def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dict[str, TensorLocation] | None:
     """Where each of the encoder's tensors is stored, or None where they cannot be read one by one.
 
     They can where the directory has safetensors files whose keys are the model's own, perhaps behind its
     prefix (`roberta.`, `bert.`, `model.`), with equal shapes. Old names and pickled files are read by
-    transformers instead: see `initialise`.
+    transformers instead: see `full_state_dict`.
     """
     if source.directory is None:
         return None
     stored = stored_tensors(source.directory)
-    places: dict[str, TensorPlace] = {}
+    places: dict[str, TensorLocation] = {}
     for index, dense in enumerate(source.dense):
         places |= _dense_places(index, dense)
     names = [name.removeprefix("backbone.") for name in shapes if name.startswith("backbone.")]
@@ -132,7 +132,7 @@ def find_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dict[
     return places
 
 
-def stored_tensors(directory: Path) -> dict[str, TensorPlace]:
+def stored_tensors(directory: Path) -> dict[str, TensorLocation]:
     """Every tensor in the safetensors files of a model directory, by key.
 
     Raises:
@@ -141,11 +141,11 @@ def stored_tensors(directory: Path) -> dict[str, TensorPlace]:
     index = directory / "model.safetensors.index.json"
     whole = directory / "model.safetensors"
     files = weight_files(index) if index.is_file() else [path for path in [whole] if path.is_file()]
-    stored: dict[str, TensorPlace] = {}
+    stored: dict[str, TensorLocation] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
-                stored |= {key: TensorPlace(path, key) for key in file.keys()}  # noqa: SIM118 - not a dict
+                stored |= {key: TensorLocation(path, key) for key in file.keys()}  # noqa: SIM118 - not a dict
         except Exception as error:  # safetensors raises an exception type of its own that it does not export
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
     return stored
@@ -166,7 +166,7 @@ def stored_dtype(source: ModelSource) -> torch.dtype:
     return names.get(counted.most_common(1)[0][0], torch.float32)
 
 
-def digest_of_weights(source: ModelSource) -> str:
+def weights_digest(source: ModelSource) -> str:
     """A digest of a model's stored weights, by samples: names, sizes, and of every file 64 pieces of 64 KiB.
 
     Enough to tell one model from another, and from what it was before it was trained on; a whole one of an 8B model
@@ -190,7 +190,7 @@ def _prefixes(stored: Iterable[str], names: list[str]) -> list[str]:
     return sorted({key.removesuffix(names[0]) for key in stored if key.endswith(names[0])}, key=len)
 
 
-def _dense_places(index: int, dense: DenseSource) -> dict[str, TensorPlace]:
+def _dense_places(index: int, dense: DenseSource) -> dict[str, TensorLocation]:
     stored = stored_tensors(dense.directory)
     shapes = {"linear.weight": torch.Size([dense.num_out, dense.num_in])}
     if dense.bias:
@@ -201,7 +201,7 @@ def _dense_places(index: int, dense: DenseSource) -> dict[str, TensorPlace]:
     return {f"dense.{index}.{key}": place for key, place in stored.items()}
 
 
-def _shapes_match(places: Mapping[str, TensorPlace], shapes: Mapping[str, torch.Size]) -> bool:
+def _shapes_match(places: Mapping[str, TensorLocation], shapes: Mapping[str, torch.Size]) -> bool:
     by_file: dict[Path, list[str]] = {}
     for name, place in places.items():
         by_file.setdefault(place.path, []).append(name)

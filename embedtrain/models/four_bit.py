@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class FourBit(nn.Module):
-    """A frozen linear layer [..., in] -> [..., out]; `fill` gives it its weight.
+class FourBitLinear(nn.Module):
+    """A frozen linear layer [..., in] -> [..., out]; `quantize_weight` gives it its weight.
 
     Args:
         linear: the layer in whose place it stands; its bias stays as it is.
@@ -32,11 +32,11 @@ class FourBit(nn.Module):
         """What it takes on every rank: 4 bits a weight, 8 for every 64 of them, and little more for these."""
         return round(self.in_features * self.out_features * (1 / 2 + 1 / 64 + 4 / (64 * 256)))
 
-    def fill(self, weight: Tensor) -> None:
+    def quantize_weight(self, weight: Tensor) -> None:
         """Quantise a weight [out, in] that lies where the layer is to compute."""
         self.packed, self._scales = _quantised(weight)
 
-    def unpacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight that is computed with, [out, in]."""
         from bitsandbytes.functional import dequantize_4bit
 
@@ -55,33 +55,33 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: FourBit) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.unpacked(x.dtype))
+        return F.linear(x, layer.dequantized(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
         (slope,) = slopes
-        return slope @ ctx.layer.unpacked(slope.dtype), None
+        return slope @ ctx.layer.dequantized(slope.dtype), None
 
 
-def quantise_frozen(encoder: nn.Module) -> None:
-    """Put a FourBit in the place of every linear layer of the backbone that is not trained, in place."""
+def quantize_frozen(encoder: nn.Module) -> None:
+    """Put a FourBitLinear in the place of every linear layer of the backbone that is not trained, in place."""
     for parent in list(encoder.backbone.modules()):  # type: ignore[union-attr]
         for name, child in parent.named_children():
             if type(child) is nn.Linear and not any(parameter.requires_grad for parameter in child.parameters()):
-                setattr(parent, name, FourBit(child))
+                setattr(parent, name, FourBitLinear(child))
 
 
-def four_bit_layers(encoder: nn.Module) -> Iterator[tuple[str, FourBit]]:
+def four_bit_layers(encoder: nn.Module) -> Iterator[tuple[str, FourBitLinear]]:
     """Every such layer, by the encoder's name of its weight."""
     for name, part in encoder.named_modules():
-        if isinstance(part, FourBit):
+        if isinstance(part, FourBitLinear):
             yield f"{name}.weight", part
 
 
-def rounded(weight: Tensor) -> Tensor:
-    """A weight [out, in] as it is after `fill` and `unpacked`, float32."""
+def quantization_round_trip(weight: Tensor) -> Tensor:
+    """A weight [out, in] as it is after `quantize_weight` and `dequantized`, float32."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(*_quantised(weight)).float()  # type: ignore[no-any-return]

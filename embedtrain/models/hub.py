@@ -11,7 +11,7 @@ from embedtrain.errors import ConfigError, ModelError
 _NEVER_DOWNLOADED = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.pth", "original/*"]
 
 
-def local_directory(
+def resolve_directory(
     path: str, revision: str | None, option: str, revision_option: str, only: list[str] | None = None
 ) -> Path:
     """The directory that a path means, or the snapshot of a Hub repository; it is named after its commit.

@@ -35,7 +35,7 @@ KERNEL_HEAD_SIZE = 256
 _KEPT_LENGTH = 1024
 
 
-class CannotPack(Exception):
+class PackingError(Exception):
     """What a model asks of attention that cannot be had packed."""
 
 
@@ -56,7 +56,7 @@ def attention(
     """What transformers calls in every layer: q, k, v [1, H, T, S] to [1, T, H, S]; k and v may have fewer heads.
 
     Raises:
-        CannotPack: the layer asks for what is unknown here.
+        PackingError: the layer asks for what is unknown here.
     """
     if packing is None:
         others["sliding_window"] = sliding_window
@@ -66,7 +66,7 @@ def attention(
         return found
     for name in _UNKNOWN:
         if others.get(name) is not None:
-            raise CannotPack(f"its attention has {name}, which packed attention has not")
+            raise PackingError(f"its attention has {name}, which packed attention has not")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     reach = _reach(causal, sliding_window, said=is_causal is not None)
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))

@@ -20,7 +20,7 @@ from embedtrain.data.types import Packing
 from embedtrain.models import packed_attention
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import one_line
-from embedtrain.models.packed_attention import KERNEL_HEAD_SIZE, NAME, CannotPack
+from embedtrain.models.packed_attention import KERNEL_HEAD_SIZE, NAME, PackingError
 
 # Of a vector's length: how far packed vectors may be from those of the texts alone.
 _TOLERANCE = {Precision.fp32: 1e-3, Precision.bf16: 5e-2}
@@ -31,31 +31,31 @@ Forward = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PackingCheck:
     """What was seen of a model's code.
 
     Attributes:
-        why_padded: why it cannot take packed texts; None where it can.
+        padding_reason: why it cannot take packed texts; None where it can.
         dropout: the largest that its attention asks for in training.
     """
 
-    why_padded: str | None
+    padding_reason: str | None
     dropout: float = 0.0
 
 
-def pack(encoder: Encoder) -> None:
+def enable_packing(encoder: Encoder) -> None:
     """Let the encoder's backbone take packed texts, and padded ones as before."""
     for config in _configs(encoder):
         config._attn_implementation = NAME
 
 
-def unpack(encoder: Encoder) -> None:
-    """Undo `pack`."""
+def disable_packing(encoder: Encoder) -> None:
+    """Undo `enable_packing`."""
     for config in _configs(encoder):
         config._attn_implementation = "sdpa"
 
 
-def look(encoder: Encoder, *, precision: Precision, gpu: bool) -> Look:
+def check_packing(encoder: Encoder, *, precision: Precision, gpu: bool) -> PackingCheck:
     """Run the model's code with packed texts, on the meta device.
 
     Args:
@@ -64,44 +64,46 @@ def look(encoder: Encoder, *, precision: Precision, gpu: bool) -> Look:
         gpu: whether on one.
     """
     if gpu and precision is Precision.fp32:
-        return Look("a GPU's kernel for packed texts computes in bf16 alone, and parallel.precision=fp32")
+        return PackingCheck("a GPU's kernel for packed texts computes in bf16 alone, and parallel.precision=fp32")
     if {config._attn_implementation for config in _configs(encoder)} - {"sdpa", NAME}:
-        return Look(_OWN)
+        return PackingCheck(_OWN)
     sizes, dropouts = list[int](), list[float]()
 
     def watched(module: nn.Module, query: Tensor, *args: Any, packing: Packing | None = None, **others: Any) -> Any:
         if packing is None:
-            raise CannotPack("its layers do not hand on what they are called with")
+            raise PackingError("its layers do not hand on what they are called with")
         sizes.append(query.shape[-1])
         dropouts.append(others.get("dropout", 0.0))
         return packed_attention.attention(module, query, *args, packing=packing, **others)
 
     try:
         part = copy.deepcopy(encoder).to("meta").train()
-        pack(part)
+        enable_packing(part)
         with torch.no_grad(), _attention_is(watched):
             part(*_chunk(torch.device("meta"), [list(range(length)) for length in _LENGTHS]))
-    except CannotPack as error:
-        return Look(str(error))
+    except PackingError as error:
+        return PackingCheck(str(error))
     except Exception as error:  # a model's own code may raise anything
-        return Look(f"its code does not take packed texts ({type(error).__name__}: {one_line(error)})")
+        return PackingCheck(f"its code does not take packed texts ({type(error).__name__}: {one_line(error)})")
     if not sizes:
-        return Look(_OWN)
+        return PackingCheck(_OWN)
     wrong = [size for size in sizes if size > KERNEL_HEAD_SIZE or size % 8]
     if gpu and wrong:
         taken = f"multiples of 8 up to {KERNEL_HEAD_SIZE}"
-        return Look(f"its heads have size {wrong[0]}, and a GPU's kernel for packed texts takes {taken}")
-    return Look(None, max(dropouts))
+        return PackingCheck(f"its heads have size {wrong[0]}, and a GPU's kernel for packed texts takes {taken}")
+    return PackingCheck(None, max(dropouts))
 
 
-def why_not_alike(encoder: Forward, config: PretrainedConfig, precision: Precision, device: torch.device) -> str | None:
+def packing_mismatch(
+    encoder: Forward, config: PretrainedConfig, precision: Precision, device: torch.device
+) -> str | None:
     """Why the vectors of packed texts are not those of each alone; None where they are.
 
     Two texts are packed with one another, and each with another in the other's place, which must not change a bit of
     it. Four forward passes without gradient, collectives if the encoder is sharded: every rank must call.
 
     Args:
-        encoder: with weights, after `pack`, without dropout.
+        encoder: with weights, after `enable_packing`, without dropout.
         config: of its backbone.
         precision: what is computed in.
         device: where.

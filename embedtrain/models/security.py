@@ -32,7 +32,7 @@ _HANDED_ON = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs"
 _MOST_LAYERS = 10_000
 
 
-def require_harmless(directory: Path, *, trust_remote_code: bool) -> None:
+def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
     """Refuse a model directory whose files ask for more than to be read.
 
     Args:
@@ -60,7 +60,7 @@ def require_harmless(directory: Path, *, trust_remote_code: bool) -> None:
             _require_tokenizer_class(directory / name)
 
 
-def require_own_attention(config: PretrainedConfig, where: str) -> None:
+def require_safe_config(config: PretrainedConfig, where: str) -> None:
     """Refuse an attention kernel that would be downloaded, and depths that would never be built.
 
     Raises:

@@ -12,14 +12,14 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from embedtrain.config.model_checks import no_prompt_to_leave_out
+from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.attention_direction import attend, require_pooling
+from embedtrain.models.attention_direction import require_pooling, set_attention_direction
 from embedtrain.models.encoder import ACTIVATIONS, switch_off_unused
-from embedtrain.models.hub import local_directory, one_line
+from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.rope import scale
-from embedtrain.models.security import read_json, require_harmless, require_own_attention
+from embedtrain.models.security import read_json, require_safe_config, require_safe_files
 
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -75,7 +75,7 @@ class ModelSource:
     commit: str | None = None
 
 
-def open_source(model: ModelConfig) -> ModelSource:
+def open_model_source(model: ModelConfig) -> ModelSource:
     """Find the model and read its configuration files.
 
     Raises:
@@ -84,12 +84,12 @@ def open_source(model: ModelConfig) -> ModelSource:
         ModelError: no such directory or Hub repository, or one that holds what cannot be trained here.
     """
     found = _from_path(model) if model.config is None else _from_config(model)
-    config = attend(found.config, model.bidirectional)
+    config = set_attention_direction(found.config, model.bidirectional)
     scale(config, model.rope_scaling)
     if model.pooling is not None:
         require_pooling(config, model.pooling)
     if model.include_prompt is False and found.pooling is not Pooling.mean:
-        raise ConfigError(no_prompt_to_leave_out(found.pooling))
+        raise ConfigError(include_prompt_error(found.pooling))
     return replace(
         found,
         config=config,
@@ -101,8 +101,8 @@ def open_source(model: ModelConfig) -> ModelSource:
 def _from_path(model: ModelConfig) -> ModelSource:
     if not model.path:
         raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config")
-    directory = local_directory(model.path, model.revision, "model.path", "model.revision")
-    require_harmless(directory, trust_remote_code=model.trust_remote_code)
+    directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
+    require_safe_files(directory, trust_remote_code=model.trust_remote_code)
     found = _read_modules(directory, model) if (directory / "modules.json").is_file() else _read_plain(directory, model)
     pooling = model.pooling or found.pooling
     return replace(
@@ -202,7 +202,7 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
             raise ModelError(
                 f"{transformer / 'modules.json'} is a second one, within {directory}: take one of them away"
             )
-        require_harmless(transformer, trust_remote_code=model.trust_remote_code)
+        require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
     settings = _transformer_settings(transformer)
     return ModelSource(
         directory=transformer,
@@ -270,7 +270,7 @@ def _usable(config: PretrainedConfig, where: str) -> PretrainedConfig:
         raise ModelError(
             f"{where} holds a {config.model_type}, an encoder-decoder; embedtrain trains encoders and decoders"
         )
-    require_own_attention(config, where)
+    require_safe_config(config, where)
     switch_off_unused(config)
     return config
 

@@ -10,16 +10,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.hub import local_directory, one_line
+from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.rope import has_rotary_positions
-from embedtrain.models.security import require_harmless
+from embedtrain.models.security import require_safe_files
 from embedtrain.models.source import ModelSource
 
 _PROBES = ("a", "two words", "")
 _LENGTH = 64
 
 
-def append_end(tokenizer: PreTrainedTokenizerBase, asked: bool | None, where: str, *, by_default: bool) -> None:
+def add_eos_token(tokenizer: PreTrainedTokenizerBase, asked: bool | None, where: str, *, by_default: bool) -> None:
     """Let the tokenizer end texts with its end-of-text token, in place, if it is to and does not do so yet.
 
     Args:
@@ -142,7 +142,7 @@ def load_tokenizer(
     if tokenizer is None and source.directory is None:
         raise ConfigError("a model made from model.config has no tokenizer of its own: set model.tokenizer")
     where = tokenizer or str(source.directory)
-    directory = local_directory(where, revision, "model.tokenizer", "model.tokenizer_revision", _FILES)
+    directory = resolve_directory(where, revision, "model.tokenizer", "model.tokenizer_revision", _FILES)
     loaded = read_tokenizer(directory, trust_remote_code=source.trust_remote_code)
     if set(loaded.get_vocab()) <= set(loaded.all_special_tokens):
         # Where the files are missing transformers makes one that turns every word into <unk>, without a word.
@@ -152,7 +152,7 @@ def load_tokenizer(
         backend = loaded.backend_tokenizer
         backend.normalizer = normalizers.Sequence([first, backend.normalizer] if backend.normalizer else [first])
     by_default = source.pooling is Pooling.last and (tokenizer is not None or not source.is_whole)
-    append_end(loaded, source.append_eos, where, by_default=by_default)
+    add_eos_token(loaded, source.append_eos, where, by_default=by_default)
     if loaded.pad_token_id is None:
         if loaded.eos_token_id is None:
             raise ModelError(
@@ -170,7 +170,7 @@ def read_tokenizer(directory: Path, *, trust_remote_code: bool) -> PreTrainedTok
     Raises:
         ModelError: there is none, or its files ask for more than to be read.
     """
-    require_harmless(directory, trust_remote_code=trust_remote_code)
+    require_safe_files(directory, trust_remote_code=trust_remote_code)
     try:
         loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises plain Exceptions
@@ -195,7 +195,7 @@ def check_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
         )
 
 
-def text_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> int:
+def resolve_max_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of a text that are kept: what was asked, as far as the model's positions reach.
 
     Raises:

@@ -5,8 +5,8 @@ The exit code is 0 where the training fits, and 1 where it does not.
 
 import os
 
-from embedtrain.cli import enter
-from embedtrain.config.accelerate import notes_on_accelerate
+from embedtrain.cli import run_command
+from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
 from embedtrain.plan.options import PlanOptions, compose_plan
@@ -36,11 +36,11 @@ def act(asked: tuple[Recipe, PlanOptions]) -> None:
     else:
         page = Page()
         print_plan(page, planned)
-        for line in notes_on_accelerate(recipe):
+        for line in describe_accelerate_config(recipe):
             page.note(line, "dim")
     if not planned.best.fits:
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    enter(read, act)
+    run_command(read, act)

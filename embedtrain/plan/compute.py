@@ -4,20 +4,22 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from embedtrain.config.recipe import Attention, ParallelConfig, Recipe
-from embedtrain.distributed.mesh import Layout
-from embedtrain.models.packing import look
+from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.models.packing import check_packing
 from embedtrain.plan.options import PlanOptions
 from embedtrain.planning.cached_graphs import activation_tokens
-from embedtrain.planning.memory import memory_of
+from embedtrain.planning.memory import step_memory
 from embedtrain.planning.meta_encoder import describe
-from embedtrain.planning.model_costs import ModelFacts, facts_of
-from embedtrain.planning.strategy import Candidate, choose, every_candidate
-from embedtrain.planning.workload import Machines, Passes, Work
+from embedtrain.planning.model_costs import ModelSpec, model_spec
+from embedtrain.planning.strategy import LayoutCandidate, choose, layout_candidates
+from embedtrain.planning.workload import ClusterSpec, RankWorkload, StepWorkload
 
 _MOST_RANKS = 4096
 
 
-def largest_chunk(facts: ModelFacts, layout: Layout, machines: Machines, work: Work, *, whole: bool) -> int | None:
+def largest_chunk(
+    facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool
+) -> int | None:
     """The largest `train.chunk_tokens` of whole texts with which the layout fits; None: not even one text.
 
     It is no larger than what a rank has to encode in a step.
@@ -26,7 +28,7 @@ def largest_chunk(facts: ModelFacts, layout: Layout, machines: Machines, work: W
 
     def fits(texts: int) -> bool:
         tried = replace(work, chunk_tokens=texts * work.tokens_per_text)
-        return memory_of(facts, layout, machines, tried, whole=whole).total <= machines.usable
+        return step_memory(facts, layout, machines, tried, whole=whole).total <= machines.usable
 
     if not fits(1):
         return None
@@ -37,7 +39,9 @@ def largest_chunk(facts: ModelFacts, layout: Layout, machines: Machines, work: W
     return low * work.tokens_per_text
 
 
-def changes(parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work, best: Candidate) -> list[str]:
+def changes(
+    parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload, best: LayoutCandidate
+) -> list[str]:
     """What would make it fit, each as a sentence that says what to write; empty where it fits."""
     if best.fits:
         return []
@@ -47,14 +51,14 @@ def changes(parallel: ParallelConfig, machines: Machines, facts: ModelFacts, wor
         told.append(f"train.chunk_tokens={chunk}: the largest with which {best.name} fits")
     freed = _set_free(parallel)
     if freed is not None:
-        fitting = [one for one in every_candidate(freed, machines, facts, work) if one.fits]
+        fitting = [one for one in layout_candidates(freed, machines, facts, work) if one.fits]
         if fitting:
             quickest = min(fitting, key=lambda one: one.traffic.step)
             told.append(f"leave parallel.* open: {quickest.name} fits")
     ranks = machines.ranks * 2
     while ranks <= _MOST_RANKS:
         more = replace(machines, ranks=ranks)
-        if any(one.fits for one in every_candidate(replace(parallel, shard_size=None), more, facts, work)):
+        if any(one.fits for one in layout_candidates(replace(parallel, shard_size=None), more, facts, work)):
             told.append(f"gpus={ranks}: so many ranks have room for it")
             break
         ranks *= 2
@@ -79,7 +83,7 @@ def _set_free(parallel: ParallelConfig) -> ParallelConfig | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class TrainingPlan:
     """A plan.
 
     Attributes:
@@ -89,23 +93,23 @@ class Planned:
         work: what a step does.
         best: the layout that is chosen.
         next_best: the one that would be taken without it.
-        activation_tokens: tokens whose graphs are kept: what the recipe says, or what memory has room for beside `best`.
+        activation_tokens: tokens whose graphs are kept: the recipe's value, or what fits in memory beside `best`.
         largest_chunk: the largest `train.chunk_tokens` with which `best` fits; None: none does.
         changes: what to write where it does not fit.
     """
 
     name: str
-    facts: ModelFacts
-    machines: Machines
-    work: Work
-    best: Candidate
-    next_best: Candidate | None
+    facts: ModelSpec
+    machines: ClusterSpec
+    work: StepWorkload
+    best: LayoutCandidate
+    next_best: LayoutCandidate | None
     activation_tokens: int
     largest_chunk: int | None
     changes: list[str]
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> RankWorkload:
         """One rank's part of a global batch."""
         return replace(self.work, activation_tokens=self.activation_tokens).passes(self.machines.ranks)
 
@@ -149,7 +153,7 @@ class Planned:
         }
 
 
-def plan(recipe: Recipe, options: PlanOptions) -> Planned:
+def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
     """Plan a training without a GPU and without weights.
 
     Raises:
@@ -159,11 +163,11 @@ def plan(recipe: Recipe, options: PlanOptions) -> Planned:
     length = options.tokens_per_text or described.max_length
     precision = recipe.parallel.precision
     packs = recipe.model.attention is not Attention.padded
-    packed = packs and look(described.encoder, precision=precision, gpu=True).why_padded is None
-    facts = facts_of(
+    packed = packs and check_packing(described.encoder, precision=precision, gpu=True).padding_reason is None
+    facts = model_spec(
         described.encoder, described.blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed
     )
-    machines = Machines(
+    machines = ClusterSpec(
         ranks=options.gpus,
         per_node=min(options.gpus, options.gpus_per_node),
         memory=int(options.gpu_memory * 2**30),
@@ -171,11 +175,11 @@ def plan(recipe: Recipe, options: PlanOptions) -> Planned:
         bandwidth_network=options.bandwidth_network * 1e9,
         flops=options.tflops * 1e12,
     )
-    work = Work.of(recipe, tokens_per_text=length, texts_per_row=options.texts_per_row)
+    work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=options.texts_per_row)
     choice = choose(recipe.parallel, machines, facts, work, measured=True)
     assert choice.best is not None
     best = choice.best
-    return Planned(
+    return TrainingPlan(
         name=recipe.name,
         facts=facts,
         machines=machines,
@@ -188,7 +192,7 @@ def plan(recipe: Recipe, options: PlanOptions) -> Planned:
     )
 
 
-def _told(one: Candidate) -> dict[str, Any]:
+def _told(one: LayoutCandidate) -> dict[str, Any]:
     layout = asdict(one.layout)
     return {
         "name": one.name,

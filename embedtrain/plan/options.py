@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields, replace
 
-from embedtrain.config.accelerate import with_accelerate
+from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_command, compose_training, to_recipe
 from embedtrain.config.recipe import DataConfig, Recipe, TrainSource
@@ -65,7 +65,7 @@ def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
     own = [argument for argument in arguments if _is_own(argument)]
     of_training = [argument for argument in arguments if not _is_own(argument)]
     options = compose_command("plan", PlanOptions, own)
-    recipe = with_accelerate(to_recipe(compose_training(of_training)))
+    recipe = apply_accelerate_config(to_recipe(compose_training(of_training)))
     if not any(argument.lstrip("+").startswith("recipe=") for argument in of_training):
         recipe.name = recipe.name or "plan"
     if recipe.train.steps is None and recipe.train.epochs is None:

@@ -1,7 +1,7 @@
 """A plan as a page: the model, memory by kind, what is sent and how long a step takes, and what to change."""
 
-from embedtrain.plan.compute import Planned
-from embedtrain.planning.strategy import Candidate
+from embedtrain.plan.compute import TrainingPlan
+from embedtrain.planning.strategy import LayoutCandidate
 from embedtrain.tracking.pages import Page
 
 _KINDS = {
@@ -21,7 +21,7 @@ _SENT = {
 }
 
 
-def print_plan(page: Page, planned: Planned) -> None:
+def print_plan(page: Page, planned: TrainingPlan) -> None:
     """Tell it."""
     others = [planned.best] + [one for one in [planned.next_best] if one is not None]
     names = ["", "chosen", "next best"][: 1 + len(others)]
@@ -56,7 +56,7 @@ def print_plan(page: Page, planned: Planned) -> None:
             page.note(line)
 
 
-def _model(planned: Planned) -> list[tuple[str, str]]:
+def _model(planned: TrainingPlan) -> list[tuple[str, str]]:
     facts, machines, work = planned.facts, planned.machines, planned.work
     weights = f"{facts.parameters:,} parameters"
     if facts.trained < facts.parameters:
@@ -77,7 +77,7 @@ def _model(planned: Planned) -> list[tuple[str, str]]:
     ]
 
 
-def _seconds(shown: list[Candidate]) -> list[list[str]]:
+def _seconds(shown: list[LayoutCandidate]) -> list[list[str]]:
     parts = [("computing", "compute"), ("sending that shows", "shown"), ("host memory", "host")]
     if not any(one.traffic.host for one in shown):
         parts.pop()
@@ -86,7 +86,7 @@ def _seconds(shown: list[Candidate]) -> list[list[str]]:
     return [*rows, ["sending, hidden or not", *(f"{one.traffic.seconds:.3f}" for one in shown)]]
 
 
-def _assumed(planned: Planned) -> str:
+def _assumed(planned: TrainingPlan) -> str:
     machines = planned.machines
     nodes = f"{machines.bandwidth_network / 1e9:g} GB/s between nodes (bandwidth_network=)"
     return (
@@ -95,7 +95,7 @@ def _assumed(planned: Planned) -> str:
     )
 
 
-def _chunks(planned: Planned) -> list[tuple[str, str]]:
+def _chunks(planned: TrainingPlan) -> list[tuple[str, str]]:
     passes, largest = planned.passes, planned.largest_chunk
     most = "none: not even one text" if largest is None else f"train.chunk_tokens={largest}"
     if largest is not None and passes.texts * planned.work.tokens_per_text <= largest:

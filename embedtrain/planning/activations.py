@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from embedtrain.models.encoder import Encoder
 
 
-class Alive(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """While it is entered, counts the storages that operations make, forward and backward, each once.
 
     A storage is counted until its last tensor is gone, as an allocator would: what autograd keeps for the backward
@@ -140,12 +140,12 @@ def measure(
     return Activations(block, rest, last[1] - last[0], last[2] - last[0], last[3])
 
 
-def assumed(hidden: int, dtype: torch.dtype, *, recompute: bool) -> Activations:
+def rule_of_thumb(hidden: int, dtype: torch.dtype, *, recompute: bool) -> Activations:
     """What a model keeps whose code does not run on the meta device, by the rule of thumb."""
     return _of_elements(hidden * dtype.itemsize, _RULE_OF_THUMB, recompute=recompute)
 
 
-def at_most(hidden: int, dtype: torch.dtype, *, tokens_per_text: int, recompute: bool) -> Activations:
+def upper_bound(hidden: int, dtype: torch.dtype, *, tokens_per_text: int, recompute: bool) -> Activations:
     """More than a model keeps, without a look at it."""
     return _of_elements(hidden * dtype.itemsize, _BOUND + _BOUND_OF_HEADS * tokens_per_text, recompute=recompute)
 
@@ -166,7 +166,7 @@ def _passes(encoder: Encoder, length: int) -> tuple[float, float, float, float]:
     ids = torch.empty((texts, length), dtype=torch.int64, device="meta")
     mask = torch.empty_like(ids)
     known = [ids, mask, *encoder.parameters(), *encoder.buffers()]
-    with Alive(known) as alive:
+    with LiveBytes(known) as alive:
         vectors = encoder(ids, mask)
         left, forward = alive.bytes, alive.peak
         alive.peak = left
@@ -174,7 +174,7 @@ def _passes(encoder: Encoder, length: int) -> tuple[float, float, float, float]:
             vectors.sum().backward()
         backward = alive.peak
     del vectors
-    with torch.no_grad(), Alive(known) as alive:
+    with torch.no_grad(), LiveBytes(known) as alive:
         encoder(ids, mask)
         alone = alive.peak
     tokens = texts * length

@@ -6,10 +6,10 @@ graph takes is measured (see `activations`); it is the same gradient either way.
 
 from dataclasses import replace
 
-from embedtrain.distributed.mesh import Layout
-from embedtrain.planning.memory import memory_of
-from embedtrain.planning.model_costs import ModelFacts
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.planning.memory import step_memory
+from embedtrain.planning.model_costs import ModelSpec
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 # Of memory, what may be planned with here. Less than for a layout: one that does not fit fails at once, this would
 # with the one batch whose texts are longest.
@@ -17,7 +17,7 @@ _SHARE = 0.8
 
 
 def activation_tokens(
-    facts: ModelFacts, layout: Layout, machines: Machines, work: Work, *, whole: bool, free: int
+    facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool, free: int
 ) -> int:
     """What `train.activation_tokens` is where the recipe leaves it open; at least `train.chunk_tokens`.
 
@@ -36,7 +36,7 @@ def activation_tokens(
     found = work.chunk_tokens
     for known in (facts.bounded(), facts):  # measured only where it has to be
         each = known.keeps(layout.activation_checkpointing).kept(len(known.blocks))
-        taken = memory_of(
+        taken = step_memory(
             known, layout, machines, replace(work, activation_tokens=work.chunk_tokens), whole=whole
         ).total
         found = work.chunk_tokens + max(0, int((room - taken) / each))

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from embedtrain.models.attention_direction import looks_back_only
+from embedtrain.models.attention_direction import attends_causally
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
 
 
-def of_token(multiplied: float, trained: float, attention: float) -> tuple[float, float]:
+def token_flops(multiplied: float, trained: float, attention: float) -> tuple[float, float]:
     """Of a token's forward and backward pass: two a weight, two more for every gradient; attention besides.
 
     Args:
@@ -29,19 +29,19 @@ def of_token(multiplied: float, trained: float, attention: float) -> tuple[float
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionLayers:
     """Layers that are alike.
 
     Attributes:
         layers: how many.
         width: heads x size of a head, of the queries.
-        back_only: whether a token sees none behind it.
+        causal: whether a token sees none behind it.
         window: how many tokens it sees on a side at most, itself not counted; None: all.
     """
 
     layers: int
     width: int
-    back_only: bool
+    causal: bool
     window: int | None = None
 
     def pairs(self, lengths: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Attention:
         reach = lengths if self.window is None else lengths.clamp(max=self.window + 1)
         # The first tokens see as many before them as there are, the others `reach - 1`.
         before = reach * (reach - 1) / 2 + (lengths - reach) * (reach - 1)
-        return lengths + (before if self.back_only else 2.0 * before)
+        return lengths + (before if self.causal else 2.0 * before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +66,19 @@ class ModelFlops:
 
     multiplied: int
     trained: int
-    attention: tuple[Attention, ...]
+    attention: tuple[AttentionLayers, ...]
 
     def of(self, lengths: Tensor) -> float:
         """Of the forward and the backward pass of texts of these lengths, int64 [N], in tokens."""
         seen = sum(4.0 * kind.layers * kind.width * float(kind.pairs(lengths).sum()) for kind in self.attention)
         tokens = float(lengths.sum())
-        return sum(of_token(tokens * self.multiplied, tokens * self.trained, seen))
+        return sum(token_flops(tokens * self.multiplied, tokens * self.trained, seen))
 
 
-NOTHING = ModelFlops(0, 0, ())  # of a model that is not looked at
+NO_FLOPS = ModelFlops(0, 0, ())  # of a model that is not looked at
 
 
-def flops_of(encoder: Encoder) -> ModelFlops:
+def model_flops(encoder: Encoder) -> ModelFlops:
     """Look at an encoder, its `requires_grad` as it will be trained; sharded or not."""
     looked_up = {id(p) for part in encoder.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
     weights = [p for p in encoder.parameters() if p.dim() > 1 and id(p) not in looked_up]
@@ -90,17 +90,17 @@ def flops_of(encoder: Encoder) -> ModelFlops:
     )
 
 
-def _attention(config: PretrainedConfig) -> tuple[Attention, ...]:
+def _attention(config: PretrainedConfig) -> tuple[AttentionLayers, ...]:
     """By the names that transformers' configurations have, or map their own to (read on 5.23)."""
     config = config.get_text_config()
     layers = int(getattr(config, "num_hidden_layers", 0))
     heads = getattr(config, "num_attention_heads", None)
     size = getattr(config, "head_dim", None)
     width = int(heads * size) if heads and size else int(config.hidden_size)
-    back_only = looks_back_only(config)
+    causal = attends_causally(config)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"] * layers)
     # Looking back a window counts the token itself, looking both ways it does not.
-    reach = None if window is None else int(window) - back_only
+    reach = None if window is None else int(window) - causal
     counts = Counter(reach if kind == "sliding_attention" else None for kind in kinds)
-    return tuple(Attention(number, width, back_only, reach) for reach, number in counts.items())
+    return tuple(AttentionLayers(number, width, causal, reach) for reach, number in counts.items())

@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 
 from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction
-from embedtrain.distributed.mesh import Layout
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.losses.infonce import GATHERED_BYTES, PLAIN_BYTES
 from embedtrain.losses.softmax import TILE_CELLS
-from embedtrain.planning.model_costs import ModelFacts
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.planning.model_costs import ModelSpec
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 _FP32 = 4
 _ADAM = 8  # two moments in fp32
@@ -24,7 +24,7 @@ _WHOLE_GRADIENTS_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryUse:
     """Bytes of one rank by kind; `total` is their sum.
 
     Attributes:
@@ -58,7 +58,9 @@ class Memory:
         return sum(self.kinds.values())
 
 
-def keeps_whole_gradients(gradient_reduction: GradientReduction, layout: Layout, trained: int, memory: int) -> bool:
+def reduces_once_per_step(
+    gradient_reduction: GradientReduction, layout: ParallelLayout, trained: int, memory: int
+) -> bool:
     """Turn `parallel.gradient_reduction` into whether a rank holds whole gradients between the chunks of a step.
 
     Where weights are replicated its part is the whole in any case.
@@ -78,7 +80,9 @@ def keeps_whole_gradients(gradient_reduction: GradientReduction, layout: Layout,
             return layout.shard == 1 or _FP32 * trained <= _WHOLE_GRADIENTS_SHARE * memory
 
 
-def memory_of(facts: ModelFacts, layout: Layout, machines: Machines, work: Work, *, whole: bool) -> Memory:
+def step_memory(
+    facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool
+) -> MemoryUse:
     """What one rank takes at most in a step after the first.
 
     Args:
@@ -86,15 +90,15 @@ def memory_of(facts: ModelFacts, layout: Layout, machines: Machines, work: Work,
         layout: how its weights lie.
         machines: where.
         work: what a step does.
-        whole: `keeps_whole_gradients`.
+        whole: `reduces_once_per_step`.
     """
     step = _Step(facts, layout, machines, work, whole=whole)
     return max(step.moments(), key=lambda moment: moment.total)
 
 
-def memory_of_encoding(facts: ModelFacts, layout: Layout, tokens: int) -> Memory:
+def encoding_memory(facts: ModelSpec, layout: ParallelLayout, tokens: int) -> MemoryUse:
     """What one rank takes at most that only encodes: weights, copies to compute with, a pass without gradient."""
-    return Memory(
+    return MemoryUse(
         parameters=_parameters(facts, layout),
         gathered=_gathered(facts, layout),
         activations=facts.keeps(False).alone * tokens,
@@ -105,7 +109,9 @@ def memory_of_encoding(facts: ModelFacts, layout: Layout, tokens: int) -> Memory
 class _Step:
     """A step, moment by moment."""
 
-    def __init__(self, facts: ModelFacts, layout: Layout, machines: Machines, work: Work, *, whole: bool) -> None:
+    def __init__(
+        self, facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool
+    ) -> None:
         self.facts, self.layout, self.work, self.whole = facts, layout, work, whole
         self.keeps = facts.keeps(layout.activation_checkpointing)
         self.passes = work.passes(machines.ranks)
@@ -120,7 +126,7 @@ class _Step:
         self.vectors = 3.0 * _FP32 * self.passes.texts * facts.dimension
         self.graph = self.keeps.kept(len(facts.blocks)) * self.passes.tokens
 
-    def moments(self) -> Iterator[Memory]:
+    def moments(self) -> Iterator[MemoryUse]:
         """All at which most may be taken."""
         passes, several = self.passes, self.work.gradient_accumulation_steps > 1
         yield self._at("the optimiser's step", gradients=self.reduced)
@@ -147,7 +153,7 @@ class _Step:
                     first = number == 0 and of_first_batch
                     yield from self._backward(number, first=first, last=last and of_last_batch)
 
-    def _backward(self, number: int, *, first: bool, last: bool) -> Iterator[Memory]:
+    def _backward(self, number: int, *, first: bool, last: bool) -> Iterator[MemoryUse]:
         """One backward pass: where it begins, after its first block, and where it ends.
 
         Args:
@@ -187,17 +193,17 @@ class _Step:
             gradients=self.reduced if last else self.between,
         )
 
-    def _at(self, moment: str, activations: float = 0.0, **others: float) -> Memory:
-        return Memory(
+    def _at(self, moment: str, activations: float = 0.0, **others: float) -> MemoryUse:
+        return MemoryUse(
             parameters=self.parameters, optimizer=self.optimizer, activations=activations, moment=moment, **others
         )
 
 
-def _parameters(facts: ModelFacts, layout: Layout) -> float:
+def _parameters(facts: ModelSpec, layout: ParallelLayout) -> float:
     return (_FP32 * facts.trained + facts.frozen_bytes) / layout.shard + facts.buffers
 
 
-def _gathered(facts: ModelFacts, layout: Layout) -> float:
+def _gathered(facts: ModelSpec, layout: ParallelLayout) -> float:
     """Copies of weights to compute with: all, or, where they are given back, the root's, a block's, and the next."""
     each, largest = facts.compute_bytes, facts.block.elements
     if _gives_back(facts, layout):
@@ -205,18 +211,18 @@ def _gathered(facts: ModelFacts, layout: Layout) -> float:
     return each * (facts.parameters + (largest if layout.shard > 1 else 0))
 
 
-def _looked_up(facts: ModelFacts, layout: Layout) -> float:
+def _looked_up(facts: ModelSpec, layout: ParallelLayout) -> float:
     """The same where a forward pass begins: the embedding as it arrives, and its copy."""
     if _gives_back(facts, layout):
         return facts.compute_bytes * (facts.root.elements + 2 * facts.embedding.elements)
     return _gathered(facts, layout)
 
 
-def _gives_back(facts: ModelFacts, layout: Layout) -> bool:
+def _gives_back(facts: ModelSpec, layout: ParallelLayout) -> bool:
     return layout.shard > 1 and layout.reshard_after_forward and bool(facts.blocks)
 
 
-def _loss(facts: ModelFacts, machines: Machines, work: Work, texts: int) -> float:
+def _loss(facts: ModelSpec, machines: ClusterSpec, work: StepWorkload, texts: int) -> float:
     """Vectors of this rank and of all, with their gradients, and scores. Other losses are taken for InfoNCE."""
     all_rows = work.rows
     candidates = all_rows * max(1, work.texts_per_row - 1)

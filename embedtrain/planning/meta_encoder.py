@@ -12,8 +12,8 @@ from embedtrain.models.adapters import add_adapters, frozen_dtype
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.hub import local_directory
-from embedtrain.models.source import ModelSource, open_source
+from embedtrain.models.hub import resolve_directory
+from embedtrain.models.source import ModelSource, open_model_source
 
 # Of a Hub repository: how a model is built, not its weights, and not its tokenizer.
 _CONFIGURATION = [
@@ -29,7 +29,7 @@ _USUAL_LENGTH = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class MetaEncoder:
     """An encoder without weights.
 
     Attributes:
@@ -43,14 +43,14 @@ class Described:
     max_length: int
 
 
-def describe(recipe: Recipe) -> Described:
+def describe(recipe: Recipe) -> MetaEncoder:
     """Build what the recipe trains.
 
     Raises:
         ConfigError, ModelError: as in training.
     """
     model = recipe.model
-    source = open_source(_fetched(model))
+    source = open_model_source(_fetched(model))
     given = model.config if isinstance(model.config, dict) else {}
     if model.config is not None and model.tokenizer is None and "vocab_size" not in given:
         source.config.get_text_config().vocab_size = model.vocab_size  # one that is trained on the data
@@ -61,7 +61,7 @@ def describe(recipe: Recipe) -> Described:
         add_adapters(encoder, model.lora, files, frozen)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _USUAL_LENGTH
     length = source.max_length or min(_USUAL_LENGTH, positions)
-    return Described(encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length)
+    return MetaEncoder(encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length)
 
 
 def _fetched(model: ModelConfig) -> ModelConfig:
@@ -69,7 +69,7 @@ def _fetched(model: ModelConfig) -> ModelConfig:
     if model.path is None or model.config is not None or Path(model.path).expanduser().is_dir():
         return model
     only = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
-    directory = local_directory(model.path, model.revision, "model.path", "model.revision", only)
+    directory = resolve_directory(model.path, model.revision, "model.path", "model.revision", only)
     return replace(model, path=str(directory), revision=None)
 
 

@@ -40,7 +40,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelSpec:
     """What is known of a model without its weights.
 
     Attributes:
@@ -105,7 +105,7 @@ class ModelFacts:
         """Of an element that is computed with."""
         return compute_dtype(self.precision).itemsize
 
-    def bounded(self) -> "ModelFacts":
+    def bounded(self) -> "ModelSpec":
         """The same with activations that are not measured, but larger."""
         return replace(self, keeps=self.bound)
 
@@ -115,7 +115,7 @@ def compute_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
-def facts_of(
+def model_spec(
     encoder: Encoder,
     blocks: list[nn.Module],
     *,
@@ -123,7 +123,7 @@ def facts_of(
     tokens_per_text: int,
     gpu: bool,
     packed: bool = False,
-) -> ModelFacts:
+) -> ModelSpec:
     """Look at an encoder on the meta device, its `requires_grad` and types as it will be trained.
 
     Args:
@@ -157,9 +157,9 @@ def facts_of(
                 packed=packed,
             )
         except Exception:  # of a model's own code, which may do anything with a tensor that has no content
-            return activations.assumed(hidden, dtype, recompute=recompute)
+            return activations.rule_of_thumb(hidden, dtype, recompute=recompute)
 
-    return ModelFacts(
+    return ModelSpec(
         name=type(encoder.backbone).__name__.removeprefix("FSDP"),
         blocks=tuple(_group(block.parameters()) for block in blocks),
         root=_group(p for p in encoder.parameters() if id(p) not in inside),
@@ -179,7 +179,7 @@ def facts_of(
 
 
 def _bound(hidden: int, dtype: torch.dtype, tokens_per_text: int, recompute: bool) -> Activations:
-    return activations.at_most(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
+    return activations.upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
 
 
 def _group(parameters: Iterable[Tensor]) -> Group:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from embedtrain.config.recipe import ParallelConfig, Strategy
-from embedtrain.distributed.mesh import Layout
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.errors import ConfigError
-from embedtrain.planning.memory import Memory, keeps_whole_gradients, memory_of, memory_of_encoding
-from embedtrain.planning.model_costs import ModelFacts
-from embedtrain.planning.traffic import Traffic, traffic_of
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.planning.memory import MemoryUse, encoding_memory, reduces_once_per_step, step_memory
+from embedtrain.planning.model_costs import ModelSpec
+from embedtrain.planning.traffic import Traffic, step_traffic
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 # A layout that is simpler is taken though another is faster by this share: figures are estimates.
 _AS_FAST = 0.03
@@ -25,7 +25,7 @@ _GIB, _GB = 2**30, 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class LayoutCandidate:
     """A layout, and what it takes.
 
     Attributes:
@@ -36,8 +36,8 @@ class Candidate:
         whole: whether whole gradients are kept between chunks.
     """
 
-    layout: Layout
-    memory: Memory
+    layout: ParallelLayout
+    memory: MemoryUse
     traffic: Traffic
     fits: bool
     whole: bool
@@ -45,11 +45,11 @@ class Candidate:
     @property
     def name(self) -> str:
         """The layout in a few words."""
-        return name_of(self.layout)
+        return layout_name(self.layout)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LayoutChoice:
     """What is chosen.
 
     Attributes:
@@ -59,19 +59,19 @@ class Choice:
         next_best: the one that would be taken without it, if there is any.
     """
 
-    layout: Layout
+    layout: ParallelLayout
     whole: bool
-    best: Candidate | None = None
-    next_best: Candidate | None = None
+    best: LayoutCandidate | None = None
+    next_best: LayoutCandidate | None = None
 
 
 def choose(
-    parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work, *, measured: bool = False
-) -> Choice:
+    parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload, *, measured: bool = False
+) -> LayoutChoice:
     """The layout of a training.
 
     What the recipe sets is obeyed. Replicated weights are taken wherever they fit as they are: no forward pass waits
-    for others then. Else the fastest of what fits, by `traffic_of`; if nothing does, what comes nearest.
+    for others then. Else the fastest of what fits, by `step_traffic`; if nothing does, what comes nearest.
 
     Args:
         parallel: the recipe's options.
@@ -94,10 +94,10 @@ def choose(
     reason = _reason(parallel, machines, best, found, told)
     advice = _better(parallel, machines, bounded, work, best)
     layout = replace(best.layout, reason=f"{reason}{advice}")
-    return Choice(layout, best.whole, replace(best, layout=layout), next_best)
+    return LayoutChoice(layout, best.whole, replace(best, layout=layout), next_best)
 
 
-def choose_for_encoding(parallel: ParallelConfig, machines: Machines, facts: ModelFacts) -> Choice:
+def choose_encoding_layout(parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec) -> LayoutChoice:
     """The layout of a model that only encodes: replicated where that leaves half of the memory.
 
     Raises:
@@ -105,9 +105,9 @@ def choose_for_encoding(parallel: ParallelConfig, machines: Machines, facts: Mod
     """
     offload, reshard_after_forward = bool(parallel.cpu_offload), parallel.reshard_after_forward is not False
     open_ones = [
-        Layout(
+        ParallelLayout(
             strategy,
-            *shape_of(strategy, parallel, machines.ranks, machines.per_node),
+            *mesh_shape(strategy, parallel, machines.ranks, machines.per_node),
             "",
             reshard_after_forward,
             False,
@@ -115,7 +115,7 @@ def choose_for_encoding(parallel: ParallelConfig, machines: Machines, facts: Mod
         )
         for strategy in _strategies(parallel, machines)
     ]
-    sizes = [memory_of_encoding(facts.bounded(), layout, 0).total for layout in open_ones]
+    sizes = [encoding_memory(facts.bounded(), layout, 0).total for layout in open_ones]
     fitting = [place for place, size in enumerate(sizes) if size <= _ENCODING_SHARE * machines.memory]
     layout = open_ones[fitting[0] if fitting else len(open_ones) - 1]
     weights = f"{_gib(sizes[0])} of weights, {_gib(machines.memory)} of memory a rank"
@@ -125,10 +125,12 @@ def choose_for_encoding(parallel: ParallelConfig, machines: Machines, facts: Mod
         why = f"it fits on every rank: {weights}"
     else:
         why = f"it is too large to replicate: {weights}"
-    return Choice(replace(layout, reason=why), whole=False)
+    return LayoutChoice(replace(layout, reason=why), whole=False)
 
 
-def every_candidate(parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work) -> list[Candidate]:
+def layout_candidates(
+    parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload
+) -> list[LayoutCandidate]:
     """All layouts that the recipe leaves open, the simplest first.
 
     Raises:
@@ -137,7 +139,7 @@ def every_candidate(parallel: ParallelConfig, machines: Machines, facts: ModelFa
     return [_candidate(layout, parallel, machines, facts, work) for layout in _layouts(parallel, machines, facts)]
 
 
-def shape_of(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_node: int) -> tuple[int, int]:
+def mesh_shape(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_node: int) -> tuple[int, int]:
     """Copies, and the parts that each is cut into.
 
     Raises:
@@ -158,7 +160,7 @@ def shape_of(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_node:
             return ranks, 1
 
 
-def name_of(layout: Layout) -> str:
+def layout_name(layout: ParallelLayout) -> str:
     """A layout in a few words."""
     words = [layout.strategy.value]
     if layout.strategy is Strategy.hsdp:
@@ -169,16 +171,16 @@ def name_of(layout: Layout) -> str:
     return ", ".join(words)
 
 
-def _layouts(parallel: ParallelConfig, machines: Machines, facts: ModelFacts) -> Iterator[Layout]:
+def _layouts(parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec) -> Iterator[ParallelLayout]:
     """What is left open, the simplest first."""
     recompute = [False, True] if facts.can_recompute else [False]
     for offload in _open(parallel.cpu_offload, [False, True] if machines.gpu else [False]):
         for recomputes in _open(parallel.activation_checkpointing, recompute):
             for strategy in _strategies(parallel, machines):
-                replicate, shard = shape_of(strategy, parallel, machines.ranks, machines.per_node)
+                replicate, shard = mesh_shape(strategy, parallel, machines.ranks, machines.per_node)
                 resharding = _open(parallel.reshard_after_forward, [False, True])
                 for reshard_after_forward in resharding if shard > 1 else [parallel.reshard_after_forward is not False]:
-                    yield Layout(
+                    yield ParallelLayout(
                         strategy,
                         replicate,
                         shard,
@@ -193,7 +195,7 @@ def _open(asked: bool | None, choices: list[bool]) -> list[bool]:
     return choices if asked is None else [asked]
 
 
-def _strategies(parallel: ParallelConfig, machines: Machines) -> list[Strategy]:
+def _strategies(parallel: ParallelConfig, machines: ClusterSpec) -> list[Strategy]:
     if parallel.shard_size is not None and parallel.strategy is not Strategy.hsdp:
         raise ConfigError(
             f"parallel.shard_size={parallel.shard_size} is only for parallel.strategy=hsdp, "
@@ -209,21 +211,21 @@ def _strategies(parallel: ParallelConfig, machines: Machines) -> list[Strategy]:
 
 
 def _candidate(
-    layout: Layout, parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work
-) -> Candidate:
-    whole = keeps_whole_gradients(parallel.gradient_reduction, layout, facts.trained, machines.memory)
-    memory = memory_of(facts, layout, machines, work, whole=whole)
-    traffic = traffic_of(facts, layout, machines, work, whole=whole)
-    return Candidate(layout, memory, traffic, fits=memory.total <= machines.usable, whole=whole)
+    layout: ParallelLayout, parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload
+) -> LayoutCandidate:
+    whole = reduces_once_per_step(parallel.gradient_reduction, layout, facts.trained, machines.memory)
+    memory = step_memory(facts, layout, machines, work, whole=whole)
+    traffic = step_traffic(facts, layout, machines, work, whole=whole)
+    return LayoutCandidate(layout, memory, traffic, fits=memory.total <= machines.usable, whole=whole)
 
 
-def _best_two(found: list[Candidate]) -> tuple[Candidate, Candidate | None]:
+def _best_two(found: list[LayoutCandidate]) -> tuple[LayoutCandidate, LayoutCandidate | None]:
     best = _best(found)
     others = [one for one in found if one is not best]
     return best, _best(others) if others else None
 
 
-def _best(found: list[Candidate]) -> Candidate:
+def _best(found: list[LayoutCandidate]) -> LayoutCandidate:
     fitting = [one for one in found if one.fits]
     if not fitting:
         return min(found, key=lambda one: one.memory.total)
@@ -234,7 +236,9 @@ def _best(found: list[Candidate]) -> Candidate:
     return next(one for one in fitting if one.traffic.step <= (1 + _AS_FAST) * fastest)
 
 
-def _reason(parallel: ParallelConfig, machines: Machines, best: Candidate, found: list[Candidate], told: str) -> str:
+def _reason(
+    parallel: ParallelConfig, machines: ClusterSpec, best: LayoutCandidate, found: list[LayoutCandidate], told: str
+) -> str:
     takes = f"{told}{_gib(best.memory.total)} of {_gib(machines.memory)} a rank"
     if not best.fits:
         asked = "asked for; " if parallel.strategy is not Strategy.auto else "nothing fits, this comes nearest: "
@@ -253,13 +257,19 @@ def _reason(parallel: ParallelConfig, machines: Machines, best: Candidate, found
     )
 
 
-def _better(parallel: ParallelConfig, machines: Machines, facts: ModelFacts, work: Work, best: Candidate) -> str:
+def _better(
+    parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload, best: LayoutCandidate
+) -> str:
     """Advice where what is asked for is clearly worse than what could be had."""
     if parallel.strategy not in (Strategy.fsdp, Strategy.hsdp) or best.layout.shard == 1:
         return ""
     plain = replace(parallel, strategy=Strategy.ddp, shard_size=None)
     ddp = _candidate(
-        Layout(Strategy.ddp, machines.ranks, 1, "", cpu_offload=best.layout.cpu_offload), plain, machines, facts, work
+        ParallelLayout(Strategy.ddp, machines.ranks, 1, "", cpu_offload=best.layout.cpu_offload),
+        plain,
+        machines,
+        facts,
+        work,
     )
     if not ddp.fits or best.traffic.gathers < _WORTH_SAYING:
         return ""

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from embedtrain.distributed.mesh import Layout
-from embedtrain.planning.flops import of_token
-from embedtrain.planning.model_costs import ModelFacts
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.planning.flops import token_flops
+from embedtrain.planning.model_costs import ModelSpec
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 _FP32 = 4
 # Seconds that one hop of a collective takes besides its bytes.
@@ -59,7 +59,7 @@ class _Link:
 
     ranks: int
     in_node: int
-    machines: Machines
+    machines: ClusterSpec
 
     @property
     def share(self) -> float:
@@ -76,7 +76,9 @@ class _Link:
         return num_bytes / min(bandwidths) + collectives * hops
 
 
-def traffic_of(facts: ModelFacts, layout: Layout, machines: Machines, work: Work, *, whole: bool) -> Traffic:
+def step_traffic(
+    facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool
+) -> Traffic:
     """What a step sends and how long it takes.
 
     Args:
@@ -132,7 +134,7 @@ def traffic_of(facts: ModelFacts, layout: Layout, machines: Machines, work: Work
     )
 
 
-def _gathers(layout: Layout, chunks: int, kept: int, *, whole: bool) -> tuple[int, int]:
+def _gathers(layout: ParallelLayout, chunks: int, kept: int, *, whole: bool) -> tuple[int, int]:
     """How often all weights are gathered for forward and for backward passes of one global batch.
 
     With whole gradients weights stay gathered from a step's first backward pass to its last: until then every forward
@@ -147,14 +149,14 @@ def _gathers(layout: Layout, chunks: int, kept: int, *, whole: bool) -> tuple[in
     return (1, 0) if whole else (1 + again - (kept == 0), max(0, kept - 1))
 
 
-def _flops(facts: ModelFacts, work: Work) -> tuple[float, float]:
+def _flops(facts: ModelSpec, work: StepWorkload) -> tuple[float, float]:
     """Of a token's forward and backward pass, as a plan knows it: with padding, all layers seeing all tokens."""
     multiplied = facts.parameters - facts.looked_up
     attention = 4.0 * len(facts.blocks) * work.tokens_per_text * facts.hidden
-    return of_token(multiplied, min(multiplied, facts.trained), attention)
+    return token_flops(multiplied, min(multiplied, facts.trained), attention)
 
 
-def _vectors(facts: ModelFacts, everyone: _Link, work: Work) -> float:
+def _vectors(facts: ModelSpec, everyone: _Link, work: StepWorkload) -> float:
     """Texts' vectors to the ranks of their rows and back, documents' to all ranks, and their gradients."""
     own = work.rows * work.texts_per_row / everyone.ranks
     candidates = work.rows * max(1, work.texts_per_row - 1)

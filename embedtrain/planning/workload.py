@@ -16,7 +16,7 @@ USABLE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
+class ClusterSpec:
     """The ranks and what links them.
 
     Attributes:
@@ -44,7 +44,7 @@ class Machines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StepWorkload:
     """A step.
 
     Attributes:
@@ -66,7 +66,7 @@ class Work:
     loss: LossConfig = field(default_factory=InfoNCEConfig)
 
     @classmethod
-    def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int = 2) -> "Work":
+    def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int = 2) -> "StepWorkload":
         """What the recipe says."""
         train = recipe.train
         return cls(
@@ -79,7 +79,7 @@ class Work:
             loss=recipe.loss,
         )
 
-    def passes(self, ranks: int) -> "Passes":
+    def passes(self, ranks: int) -> "RankWorkload":
         """One rank's part of a global batch, cut into chunks."""
         texts = -(-self.rows * self.texts_per_row // ranks)
         a_chunk = max(1, self.chunk_tokens // self.tokens_per_text)
@@ -88,11 +88,11 @@ class Work:
         tokens = min(texts, a_chunk) * self.tokens_per_text
         keep = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
         kept = min(texts * self.tokens_per_text, keep) // tokens if tokens else 0
-        return Passes(texts=texts, chunks=chunks, kept=min(chunks, kept), tokens=tokens)
+        return RankWorkload(texts=texts, chunks=chunks, kept=min(chunks, kept), tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class RankWorkload:
     """One rank's part of a global batch.
 
     Attributes:

@@ -1,6 +1,6 @@
 """`python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]`: what runs have come to, on one page."""
 
-from embedtrain.cli import enter
+from embedtrain.cli import run_command
 from embedtrain.report.options import ReportOptions, compose_report
 
 
@@ -23,4 +23,4 @@ def act(options: ReportOptions) -> None:
 
 
 if __name__ == "__main__":
-    enter(compose_report, act)
+    run_command(compose_report, act)

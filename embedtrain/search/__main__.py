@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 
-from embedtrain.cli import enter
+from embedtrain.cli import run_command
 from embedtrain.search.options import SearchOptions, compose_search
 
 
@@ -17,7 +17,7 @@ def act(options: SearchOptions) -> None:
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.exact import unit_vectors
     from embedtrain.inference.index import ShardedIndex, trec_order
-    from embedtrain.loading.command_model import OF_MODEL, naming
+    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
     from embedtrain.loading.load import load_model
     from embedtrain.search.printing import print_answers
     from embedtrain.tracking.console import Console
@@ -27,7 +27,7 @@ def act(options: SearchOptions) -> None:
     console = Console()
     with joined_world() as world:
         source = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
-        with naming(OF_MODEL):
+        with command_option_names(MODEL_OPTION_NAMES):
             model = load_model(source, ParallelConfig(precision=options.precision), world, seed=0, trains=False)
         prompts = model.source.prompts
         encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=options.chunk_tokens)
@@ -56,4 +56,4 @@ def _queries(given: str | None) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    enter(compose_search, act)
+    run_command(compose_search, act)

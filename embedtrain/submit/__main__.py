@@ -4,11 +4,11 @@ import os
 import sys
 from pathlib import Path
 
-from embedtrain.cli import enter
+from embedtrain.cli import run_command
 from embedtrain.errors import ConfigError
 from embedtrain.submit.options import SlurmConfig, Submission, compose_submit, ranks_per_node
-from embedtrain.submit.sbatch import keep, require_free, require_present, require_sbatch, submit
-from embedtrain.submit.script import directives, script_of
+from embedtrain.submit.sbatch import keep, require_local_paths, require_no_active_job, require_sbatch, submit
+from embedtrain.submit.script import directives, render_script
 
 
 def read(arguments: list[str]) -> tuple[Submission, list[str]]:
@@ -23,18 +23,18 @@ def act(asked: tuple[Submission, list[str]]) -> None:
     submission, command = asked
     slurm = submission.slurm
     if slurm.container_image is None and slurm.container_command is None:  # else paths are those of the container
-        require_present(submission.recipe)
+        require_local_paths(submission.recipe)
     directory = _directory(submission)
     workdir = _working_directory()
     own = f"{str(directory).replace('%', '%%')}/slurm-{'%A_%a' if slurm.seeds else '%j'}.log"
     log = slurm.log or own
     python = slurm.python or ("python" if slurm.container_image or slurm.container_command else sys.executable)
-    text = script_of(submission, command=command, workdir=workdir, log=log, python=python)
+    text = render_script(submission, command=command, workdir=workdir, log=log, python=python)
     if slurm.dry_run:
         print(text, end="")
         return
     require_sbatch()
-    require_free(directory)
+    require_no_active_job(directory)
     script = keep(directory, text)
     if slurm.log is not None:
         Path(slurm.log.rpartition("/")[0] or ".").mkdir(parents=True, exist_ok=True)
@@ -79,4 +79,4 @@ def _notes(slurm: SlurmConfig, ignored: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    enter(read, act, has_ranks=False)
+    run_command(read, act, has_ranks=False)

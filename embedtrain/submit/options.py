@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from embedtrain.config.accelerate import with_accelerate
+from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_command, compose_training, to_recipe
 from embedtrain.config.messages import unknown_option
@@ -288,7 +288,7 @@ def compose_submit(arguments: list[str]) -> Submission:
 
 
 def _composed(arguments: Sequence[str]) -> Recipe:
-    recipe = check_recipe(with_accelerate(to_recipe(compose_training(list(arguments)))))
+    recipe = check_recipe(apply_accelerate_config(to_recipe(compose_training(list(arguments)))))
     check_run(recipe)
     return recipe
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.srun import call
 from embedtrain.errors import ConfigError, LaunchError
-from embedtrain.submit.script import variable_of
+from embedtrain.submit.script import sbatch_variable
 
 # Jobs that were submitted for a run directory, one JSON object a line.
 _SUBMITTED = "submitted.jsonl"
@@ -74,7 +74,7 @@ def require_sbatch() -> None:
         )
 
 
-def require_free(directory: Path) -> None:
+def require_no_active_job(directory: Path) -> None:
     """Refuse to submit while an earlier job for the same run directory waits or runs: both would want to write there.
 
     Raises:
@@ -104,7 +104,7 @@ def submit(script: Path, options: Sequence[str], directory: Path, environment: M
     Raises:
         LaunchError: sbatch refuses, with what it said.
     """
-    overruling = sorted({variable_of(name) for name in options} & set(environment))
+    overruling = sorted({sbatch_variable(name) for name in options} & set(environment))
     passed = {
         name: value
         for name, value in environment.items()
@@ -148,7 +148,7 @@ _IS_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow)(\.(gz|bz2|xz|zst))?$", 
 _NOT_LOCAL = re.compile(r"://|[*?\[]")  # URLs; patterns, which may match later
 
 
-def require_present(recipe: Recipe) -> None:
+def require_local_paths(recipe: Recipe) -> None:
     """Refuse paths of the recipe that are neither here nor may be names on the Hub.
 
     Raises:

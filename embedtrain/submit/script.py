@@ -9,7 +9,7 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.submit.options import Launcher, SlurmConfig, Submission, ranks_per_node
 
 # Before anything else runs: a signal may come while modules are still being loaded.
-SOONER = """\
+PROLOGUE = """\
 
 set -eo pipefail
 job=$SLURM_JOB_ID  # of an array ARRAY_TASK: the number of its last job means all of them
@@ -54,7 +54,7 @@ fi
 
 """
 
-LATER = """\
+EPILOGUE = """\
 ranks=$!
 
 # ---- what became of it. A signal to this shell ends `wait`, not the ranks.
@@ -148,7 +148,7 @@ def written(name: str, value: str | None) -> str:
     return f'#SBATCH --{name}="{escaped}"'
 
 
-def variable_of(name: str) -> str:
+def sbatch_variable(name: str) -> str:
     """The variable of the environment that sbatch would obey rather than the script's option of that name."""
     return _VARIABLES.get(name, f"SBATCH_{name.upper().replace('-', '_')}")
 
@@ -211,7 +211,7 @@ srun "${{srun_options[@]}}" --ntasks-per-node={ranks_per_node} \\
 """
 
 
-def script_of(submission: Submission, *, command: Sequence[str], workdir: str, log: str, python: str) -> str:
+def render_script(submission: Submission, *, command: Sequence[str], workdir: str, log: str, python: str) -> str:
     """The text of the sbatch script.
 
     Args:
@@ -229,7 +229,7 @@ def script_of(submission: Submission, *, command: Sequence[str], workdir: str, l
             _head(submission, command),
             *(f"{written(name, value)}\n" for name, value in asked),
             *(f"#SBATCH {line}\n" for line in slurm.extra),
-            SOONER.format(max_requeues=slurm.max_requeues if slurm.requeue else 0),
+            PROLOGUE.format(max_requeues=slurm.max_requeues if slurm.requeue else 0),
             _environment(slurm),
             _training(submission, python),
             "\n",
@@ -237,7 +237,7 @@ def script_of(submission: Submission, *, command: Sequence[str], workdir: str, l
             "\n",
             _srun_options(submission),
             _ranks(slurm),
-            LATER,
+            EPILOGUE,
         )
     )
     assert "\r" not in text

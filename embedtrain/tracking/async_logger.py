@@ -14,7 +14,7 @@ MOST_WAITING = 10_000
 PATIENCE = 120.0
 
 
-class Recorder(Protocol):
+class MetricLogger(Protocol):
     """What a tracker does with a run's figures; the next one needs these four methods and a line in `recorders`.
 
     Any of them may raise. None is called by more than one thread.
@@ -33,7 +33,7 @@ class Recorder(Protocol):
         """Nothing more comes; `failed`: an error ended the run."""
 
 
-class Aside:
+class AsyncLogger:
     """Runs one recorder. Training never waits for it but at its start and its end, and there not for long.
 
     Args:
@@ -48,7 +48,7 @@ class Aside:
     def __init__(
         self,
         name: str,
-        make: Callable[[], Recorder],
+        make: Callable[[], MetricLogger],
         warn: Callable[[str], None],
         *,
         start: float,
@@ -56,60 +56,60 @@ class Aside:
         abandon: Callable[[], None] = lambda: None,
     ) -> None:
         self._name, self._warn, self._finish, self._abandon = name, warn, finish, abandon
-        self.recorder: Recorder | None = None
+        self.logger: MetricLogger | None = None
         self._failure: str | None = None
-        self._told = self._given_up = False
+        self._has_warned = self._given_up = False
         self._since: float | None = None  # when the call now under way began
         self._calls: queue.Queue[tuple[str, Callable[[], None]]] = queue.Queue(MOST_WAITING)
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
         def begin() -> None:
-            self.recorder = make()
+            self.logger = make()
 
         self._calls.put(("could not be started", begin))
         if not self._wait(start):
             self._give_up(f"did not start within {start:.0f} s")
-        self._look()
+        self._report_failure()
 
     def step(self, row: Mapping[str, Any]) -> None:
         """See Recorder."""
-        self._call(lambda recorder: recorder.step(row))
+        self._call(lambda logger: logger.step(row))
 
     def evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """See Recorder."""
-        self._call(lambda recorder: recorder.evaluation(step, results))
+        self._call(lambda logger: logger.evaluation(step, results))
 
     def exported(self, directory: Path) -> None:
         """See Recorder."""
-        self._call(lambda recorder: recorder.exported(directory))
+        self._call(lambda logger: logger.exported(directory))
 
     def close(self, failed: bool) -> None:
         """See Recorder; also after a failure, for what came before it may still be sent."""
-        recorder = self.recorder
-        if self._given_up or recorder is None:
+        logger = self.logger
+        if self._given_up or logger is None:
             return
-        self._look()
+        self._report_failure()
         self._failure = None
         with contextlib.suppress(queue.Full):  # it hangs, and is found to
-            self._calls.put_nowait(("could not be finished", lambda: recorder.close(failed)))
+            self._calls.put_nowait(("could not be finished", lambda: logger.close(failed)))
         if not self._wait(self._finish):
             self._give_up(f"did not finish within {self._finish:.0f} s")
         elif self._failure is not None:
             self._abandon()
-        self._look()
+        self._report_failure()
         self._given_up = True
 
-    def _call(self, action: Callable[[Recorder], None]) -> None:
-        self._look()
-        recorder = self.recorder
-        if recorder is None or self._told or self._given_up:
+    def _call(self, action: Callable[[MetricLogger], None]) -> None:
+        self._report_failure()
+        logger = self.logger
+        if logger is None or self._has_warned or self._given_up:
             return
         since = self._since
         if since is not None and time.monotonic() - since > PATIENCE:
             self._give_up(f"has not answered for {PATIENCE:.0f} s")
             return
         try:
-            self._calls.put_nowait(("failed", lambda: action(recorder)))
+            self._calls.put_nowait(("failed", lambda: action(logger)))
         except queue.Full:
             self._give_up(f"has left {MOST_WAITING} calls unanswered")
 
@@ -135,20 +135,20 @@ class Aside:
                 self._failure = f"{what}: {reason}"
             self._since = None
 
-    def _look(self) -> None:
+    def _report_failure(self) -> None:
         """Say what went wrong meanwhile."""
         if self._failure is not None:
-            self._tell(self._failure)
+            self._warn_once(self._failure)
 
     def _give_up(self, what: str) -> None:
         self._given_up = True
-        self._tell(what)
+        self._warn_once(what)
         self._abandon()
 
-    def _tell(self, what: str) -> None:
-        if self._told:
+    def _warn_once(self, what: str) -> None:
+        if self._has_warned:
             return
-        self._told = True
+        self._has_warned = True
         said, _, why = what.partition(": ")
         reason = f": {why}" if why else ""
         self._warn(f"{self._name} {said}, training goes on without it (metrics.jsonl has everything){reason}")

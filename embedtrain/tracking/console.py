@@ -18,8 +18,17 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from embedtrain.tracking.formatting import MEASURES, ROOMY, WAITS, Figure, Pace, duration, fit, step_figures
-from embedtrain.tracking.pages import UnbreakableStream
+from embedtrain.tracking.formatting import (
+    LOSS_METRIC_RANK,
+    OPTIONAL_RANK,
+    WAIT_METRICS,
+    MetricText,
+    StepTimer,
+    duration,
+    fit,
+    step_metrics,
+)
+from embedtrain.tracking.pages import SafeStream
 
 _GAP = 2
 _LEFT_OUT = {"grad_norm", "padding", "data_wait", "communication"}  # the logged lines above have them
@@ -29,10 +38,10 @@ _SHORTEST_BAR, _LONGEST_BAR = 10, 40
 class ProgressLine:
     """One line, never more, of a bar as long as there is room for and the figures that fit beside it."""
 
-    def __init__(self, figures: list[Figure], total_steps: int, widths: dict[str, int]) -> None:
+    def __init__(self, figures: list[MetricText], total_steps: int, widths: dict[str, int]) -> None:
         """`widths` remembers how wide each figure ever was, so that the line does not jitter."""
         self._widths = widths
-        self._figures = [figure for figure in figures if figure.key not in _LEFT_OUT and figure.rank < MEASURES]
+        self._figures = [figure for figure in figures if figure.key not in _LEFT_OUT and figure.rank < LOSS_METRIC_RANK]
         self._total_steps = total_steps
         self._step = int(figures[0].value.split("/")[0])
 
@@ -55,7 +64,7 @@ class ProgressLine:
         line.add_row(*cells)
         yield line
 
-    def _padded(self, figure: Figure) -> Text:
+    def _padded(self, figure: MetricText) -> Text:
         text = _styled(figure)
         missing = self._widths.get(figure.key, 0) - text.cell_len
         self._widths[figure.key] = text.cell_len + max(0, missing)
@@ -91,7 +100,7 @@ def _joined(spinner: Any, text: Text, seconds: Text) -> Text:
     return line
 
 
-def _styled(figure: Figure) -> Text:
+def _styled(figure: MetricText) -> Text:
     match figure.key:
         case "samples_per_s" | "tokens_per_s":
             return Text.assemble(figure.value, (f" {figure.label}", "dim"))
@@ -107,7 +116,7 @@ def _styled(figure: Figure) -> Text:
             return Text.assemble((f"{figure.label} ", "dim"), figure.value)
 
 
-def styled_line(figures: list[Figure], widths: dict[str, int]) -> Text:
+def styled_line(figures: list[MetricText], widths: dict[str, int]) -> Text:
     """A logged step as one line.
 
     `widths` remembers how wide each column ever was, so that a run's figures stand below each other.
@@ -115,7 +124,7 @@ def styled_line(figures: list[Figure], widths: dict[str, int]) -> Text:
     line = Text()
     for figure in figures:
         widths[figure.key] = max(widths.get(figure.key, 0), len(figure.text))
-        warns = figure.key in WAITS
+        warns = figure.key in WAIT_METRICS
         line.append("  " if line else "").append(f"{figure.label} ", style="yellow" if warns else "dim")
         line.append(figure.value, style="yellow" if warns else "bold" if figure.key == "loss" else "")
         line.append(" " * (widths[figure.key] - len(figure.text)))
@@ -225,27 +234,27 @@ class Console:
     A log file, a pipe or a dumb terminal gets one line per event, without escape codes, as it happens.
     """
 
-    def __init__(self, *, speaks: bool = True, terminal: RichConsole | None = None) -> None:
+    def __init__(self, *, enabled: bool = True, terminal: RichConsole | None = None) -> None:
         """Say things on standard output.
 
         Args:
-            speaks: False makes every method silent, as on all ranks but the first.
+            enabled: False makes every method silent, as on all ranks but the first.
             terminal: where to say them instead.
         """
         # Whether stdout is a terminal is asked of stdout: rich alone would believe FORCE_COLOR, and fill a
         # log file with escape codes.
         self._rich = terminal or RichConsole(
-            file=cast(TextIO, UnbreakableStream(sys.stdout)),
+            file=cast(TextIO, SafeStream(sys.stdout)),
             force_terminal=sys.stdout is not None and sys.stdout.isatty(),
             force_jupyter=False,
             highlight=False,
         )
-        self._speaks = speaks
-        self._is_live = speaks and self._rich.is_terminal and self._rich.is_interactive
+        self._speaks = enabled
+        self._is_live = enabled and self._rich.is_terminal and self._rich.is_interactive
         self._live: Live | None = None
         self._phase: PhaseLine | None = None
         self._row: Mapping[str, float] | None = None
-        self._pace: Pace | None = None
+        self._pace: StepTimer | None = None
         self._total_steps = 0
         self._widths: dict[str, int] = {}  # of the columns of logged lines
         self._live_widths: dict[str, int] = {}
@@ -281,7 +290,7 @@ class Console:
             self._say(Text(f"{text}: took {took:.1f} s"))
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[Callable[[str, int, int], None]]:
+    def progress(self) -> Iterator[Callable[[str, int, int], None]]:
         """Show how far work has come that tells (what, parts done, of how many); a log gets a line now and then."""
         outer, last = self._phase, self._now()
 
@@ -307,7 +316,7 @@ class Console:
     def training(self, total_steps: int, start_step: int = 0) -> Iterator[None]:
         """Show progress while the block trains from `start_step` (steps done before) to `total_steps`."""
         started = self._now()
-        self._pace = Pace(total_steps, start_step, started)
+        self._pace = StepTimer(total_steps, start_step, started)
         self._total_steps, self._row = total_steps, {"step": start_step}
         self._widths["step"] = len(f"step {total_steps}/{total_steps}")
         self._live_widths["step"] = len(f"{total_steps}/{total_steps}")
@@ -332,11 +341,11 @@ class Console:
         left = self._pace.left(self._now()) if self._pace else None
         if self._pace is not None:
             self._row = row
-        figures = step_figures(row, self._total_steps, None if self._is_live else left)
+        figures = step_metrics(row, self._total_steps, None if self._is_live else left)
         if self._is_live:
             figures = fit(figures, self._rich.width - 1, 2, self._column_width)
         else:
-            figures = [figure for figure in figures if figure.rank < ROOMY]
+            figures = [figure for figure in figures if figure.rank < OPTIONAL_RANK]
         self._say(styled_line(figures, self._widths))
 
     def evaluation(self, step: int, results: Results, title: str | None = None) -> None:
@@ -357,9 +366,9 @@ class Console:
                 self._say(line)
             else:
                 self._rich.print(line)
-        self.remember(results)
+        self.set_previous(results)
 
-    def remember(self, results: Results) -> None:
+    def set_previous(self, results: Results) -> None:
         """Compare the next evaluation with these results, which were said before (by a run that is continued)."""
         self._previous.update(results)
 
@@ -409,13 +418,13 @@ class Console:
         row, pace, phase = self._row, self._pace, self._phase
         if row is not None:
             left = pace.left(self._now()) if pace is not None else None
-            figures = step_figures(row, self._total_steps, left)
+            figures = step_metrics(row, self._total_steps, left)
             lines.append(ProgressLine(figures, self._total_steps, self._live_widths))
         if phase is not None:
             lines.append(phase)
         return Group(*lines)
 
-    def _column_width(self, figure: Figure) -> int:
+    def _column_width(self, figure: MetricText) -> int:
         return max(self._widths.get(figure.key, 0), len(figure.text))
 
     def _now(self) -> float:

@@ -5,14 +5,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-WAITS = ("data_wait", "communication")
-WAIT_WORTH_SAYING = 0.05
-MEASURES = 10  # rank of what a loss tells besides its value
-ROOMY = 13  # from this rank on only a wide terminal shows a figure; a log file has no width to fill
+WAIT_METRICS = ("data_wait", "communication")
+MIN_WAIT_SHOWN = 0.05
+LOSS_METRIC_RANK = 10  # rank of what a loss tells besides its value
+OPTIONAL_RANK = 13  # from this rank on only a wide terminal shows a figure; a log file has no width to fill
 
 
 @dataclass(frozen=True)
-class Figure:
+class MetricText:
     """One `label value` of a line; the lower `rank`, the longer it stays when space runs out."""
 
     key: str
@@ -45,11 +45,11 @@ _COLUMNS: list[tuple[str, str, Callable[[float], str], int]] = [
     ("communication", "communication", lambda value: f"{value:.0%}", 9),
     ("positive_similarity", "positive", lambda value: f"{value:.3f}", 11),
     ("hardest_negative_similarity", "hardest negative", lambda value: f"{value:.3f}", 12),
-    ("false_negatives", "false negatives", lambda value: f"{value:.2%}", ROOMY),
-    ("uniformity", "uniformity", lambda value: f"{value:.2f}", ROOMY + 1),
-    ("alignment", "alignment", lambda value: f"{value:.3f}", ROOMY + 2),
+    ("false_negatives", "false negatives", lambda value: f"{value:.2%}", OPTIONAL_RANK),
+    ("uniformity", "uniformity", lambda value: f"{value:.2f}", OPTIONAL_RANK + 1),
+    ("alignment", "alignment", lambda value: f"{value:.3f}", OPTIONAL_RANK + 2),
 ]
-_OF_BATCHES = {key for key, *_, rank in _COLUMNS if rank > MEASURES}  # NaN where a batch has nothing to measure
+_OF_BATCHES = {key for key, *_, rank in _COLUMNS if rank > LOSS_METRIC_RANK}  # NaN where a batch has nothing to measure
 
 _KNOWN = {"step", "model_tflops", *(key for key, *_ in _COLUMNS)}  # of which mfu says as much
 
@@ -58,7 +58,7 @@ def _measure(value: float) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 or value == 0 else f"{value:.1e}"
 
 
-def step_figures(row: Mapping[str, float], total_steps: int, left: float | None) -> list[Figure]:
+def step_metrics(row: Mapping[str, float], total_steps: int, left: float | None) -> list[MetricText]:
     """The figures of a logged step, in the order they are printed.
 
     Args:
@@ -70,23 +70,25 @@ def step_figures(row: Mapping[str, float], total_steps: int, left: float | None)
         left: seconds until training ends, if known.
     """
     step = int(row["step"])
-    figures = [Figure("step", "step", f"{step}/{total_steps}" if total_steps else str(step), 0)]
+    figures = [MetricText("step", "step", f"{step}/{total_steps}" if total_steps else str(step), 0)]
     for key, label, form, rank in _COLUMNS:
         value = row.get(key)
         # A loader that keeps up is no news; one that does not is why a GPU idles.
-        if value is None or (key in WAITS and value < WAIT_WORTH_SAYING):
+        if value is None or (key in WAIT_METRICS and value < MIN_WAIT_SHOWN):
             continue
         if key in _OF_BATCHES and math.isnan(value):
             continue
-        figures.append(Figure(key, label, form(value) if math.isfinite(value) else str(value), rank))
+        figures.append(MetricText(key, label, form(value) if math.isfinite(value) else str(value), rank))
         if key == "loss":
-            figures += [Figure(name, name, _measure(row[name]), MEASURES) for name in row if name not in _KNOWN]
+            figures += [
+                MetricText(name, name, _measure(row[name]), LOSS_METRIC_RANK) for name in row if name not in _KNOWN
+            ]
     if left is not None:
-        figures.append(Figure("left", "left", duration(left), 2))
+        figures.append(MetricText("left", "left", duration(left), 2))
     return figures
 
 
-def fit(figures: Iterable[Figure], width: int, gap: int, size: Callable[[Figure], int]) -> list[Figure]:
+def fit(figures: Iterable[MetricText], width: int, gap: int, size: Callable[[MetricText], int]) -> list[MetricText]:
     """Those figures that fit into `width` columns with `gap` between them, the more important ones first."""
     figures = list(figures)
     chosen, used = set(), -gap
@@ -106,7 +108,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-class Pace:
+class StepTimer:
     """How long the rest will take, by how long the last steps took (evaluations and checkpoints among them)."""
 
     def __init__(self, total_steps: int, start_step: int, now: float) -> None:

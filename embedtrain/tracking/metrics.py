@@ -129,7 +129,7 @@ def peak_memory_gib(device: torch.device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB here
 
 
-def figures_at(run_dir: Path, step: int) -> dict[str, dict[str, float]]:
+def metrics_at(run_dir: Path, step: int) -> dict[str, dict[str, float]]:
     """What was measured at `step`: evaluation set -> metric -> value; empty where nothing was."""
     return {
         str(row["set"]): {key: value for key, value in row.items() if key not in ("step", "set")}
@@ -138,7 +138,7 @@ def figures_at(run_dir: Path, step: int) -> dict[str, dict[str, float]]:
     }
 
 
-def before_and_after(run_dir: Path) -> list[str]:
+def metric_changes(run_dir: Path) -> list[str]:
     """One line per evaluation set that was measured more than once: its main figure then and now."""
     by_set: dict[str, list[dict[str, Any]]] = {}
     for row in _evaluations(run_dir):

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 
-class UnbreakableStream(io.TextIOBase):
+class SafeStream(io.TextIOBase):
     """Passes text on; once the other end is gone (closed pipe, closed terminal, full disk) it swallows it."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -77,7 +77,7 @@ class Page:
 
     def __init__(self, terminal: RichConsole | None = None) -> None:
         self._rich = terminal or RichConsole(
-            file=cast(TextIO, UnbreakableStream(sys.stdout)),
+            file=cast(TextIO, SafeStream(sys.stdout)),
             force_terminal=sys.stdout is not None and sys.stdout.isatty(),
             force_jupyter=False,
             highlight=False,
@@ -87,21 +87,21 @@ class Page:
         """Begin something new."""
         if self._rich.is_terminal:
             self._rich.print()
-            self._rich.rule(Text(visible(text), style="bold"), align="left", style="dim", characters="─")
+            self._rich.rule(Text(escape_control(text), style="bold"), align="left", style="dim", characters="─")
         else:
-            self._plain("", f"== {visible(text)} ==")
+            self._plain("", f"== {escape_control(text)} ==")
 
     def subheading(self, text: str) -> None:
         """Begin a part of it."""
         if self._rich.is_terminal:
             self._rich.print()
-            self._rich.print(Text(f"{_INDENT}{visible(text)}", style="bold cyan"))
+            self._rich.print(Text(f"{_INDENT}{escape_control(text)}", style="bold cyan"))
         else:
-            self._plain("", visible(text))
+            self._plain("", escape_control(text))
 
     def facts(self, facts: Sequence[tuple[str, str]], style: str = "") -> None:
         """Lines of a label and what there is to say; a label may be empty."""
-        facts = [(label, visible(text)) for label, text in facts]
+        facts = [(label, escape_control(text)) for label, text in facts]
         if not self._rich.is_terminal:
             width = max(map(cell_len, (label for label, _ in facts)), default=0)
             self._plain(*(f"{_INDENT}{_padded(label, width)}  {text}" for label, text in facts))
@@ -115,7 +115,7 @@ class Page:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Figures: the first column on the left, the others on the right. None is ever shortened."""
-        lines = [list(header), *([visible(cell) for cell in row] for row in rows)]
+        lines = [list(header), *([escape_control(cell) for cell in row] for row in rows)]
         widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
         if not self._rich.is_terminal or self._rich.width < len(_INDENT) + sum(widths) + _GAP * (len(widths) - 1):
             for line in lines:
@@ -139,7 +139,7 @@ class Page:
 
     def texts(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """Lines of a label, a figure and a text; on a terminal what does not fit is left out of the text's middle."""
-        rows = [(label, figure, visible(text)) for label, figure, text in rows]
+        rows = [(label, figure, escape_control(text)) for label, figure, text in rows]
         widths = [max((cell_len(row[place]) for row in rows), default=0) for place in (0, 1)]
         for label, figure, text in rows:
             before = f"{_INDENT}{_padded(label, widths[0])}  "
@@ -148,15 +148,15 @@ class Page:
                 self._plain(before + told + text)
                 continue
             room = self._rich.width - cell_len(before + told)
-            line = Text.assemble((before, "cyan"), (told, "dim"), _styled(middle_out(text, room)))
+            line = Text.assemble((before, "cyan"), (told, "dim"), _styled(shorten_middle(text, room)))
             self._rich.print(line, no_wrap=True, overflow="crop")
 
     def note(self, text: str, style: str = "") -> None:
         """A sentence."""
         if self._rich.is_terminal:
-            self._rich.print(Padding(Text(visible(text), style=style), (0, 0, 0, len(_INDENT))))
+            self._rich.print(Padding(Text(escape_control(text), style=style), (0, 0, 0, len(_INDENT))))
         else:
-            self._plain(f"{_INDENT}{visible(text)}")
+            self._plain(f"{_INDENT}{escape_control(text)}")
 
     def _plain(self, *lines: str) -> None:
         for line in lines:
@@ -164,12 +164,12 @@ class Page:
         self._rich.file.flush()
 
 
-def visible(text: str) -> str:
+def escape_control(text: str) -> str:
     """The text on one line, its control characters as signs that are seen."""
     return text.translate(_UNSEEN)
 
 
-def middle_out(text: str, width: int) -> str:
+def shorten_middle(text: str, width: int) -> str:
     """At most `width` columns of a text: its beginning and its end."""
     if cell_len(text) <= width or width <= 0:
         return text

@@ -125,7 +125,7 @@ def _session(row: Mapping[str, Any]) -> Session | None:
     )
 
 
-def seconds_of(sessions: Sequence[Session], last_seen: float | None) -> float | None:
+def total_seconds(sessions: Sequence[Session], last_seen: float | None) -> float | None:
     """How long a run was under way in all, in seconds.
 
     Args:

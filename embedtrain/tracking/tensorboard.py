@@ -15,7 +15,7 @@ FOLDER = "tensorboard"
 _FLUSH = 30  # seconds from a figure to the file
 
 
-class TensorBoardRun:
+class TensorBoardLogger:
     """Writes `train/loss` and the like for steps, `SET/METRIC` for evaluations. See Recorder.
 
     A run that goes on writes a file of its own, which tells TensorBoard to drop what the files before it hold of later

@@ -10,11 +10,11 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
 from embedtrain.tracking import tensorboard as event_files
 from embedtrain.tracking import wandb as weights_and_biases
-from embedtrain.tracking.async_logger import Aside
+from embedtrain.tracking.async_logger import AsyncLogger
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile, peak_memory_gib, read_metrics
-from embedtrain.tracking.tensorboard import TensorBoardRun
-from embedtrain.tracking.wandb import WandbRun
+from embedtrain.tracking.tensorboard import TensorBoardLogger
+from embedtrain.tracking.wandb import WandbLogger
 
 
 def recorders(
@@ -25,7 +25,7 @@ def recorders(
     wandb_id: str | None,
     measured: Mapping[int, Mapping[str, Mapping[str, float]]],
     warn: Callable[[str], None],
-) -> list[Aside]:
+) -> list[AsyncLogger]:
     """Start them. On rank 0 alone.
 
     Args:
@@ -40,9 +40,9 @@ def recorders(
     started = []
     if recipe.tracking.wandb:
         started.append(
-            Aside(
+            AsyncLogger(
                 "wandb",
-                lambda: WandbRun(recipe, world_size, run_dir, wandb_id, measured),
+                lambda: WandbLogger(recipe, world_size, run_dir, wandb_id, measured),
                 warn,
                 start=weights_and_biases.start_seconds(),
                 finish=weights_and_biases.finish_seconds(recipe),
@@ -51,9 +51,9 @@ def recorders(
         )
     if recipe.tracking.tensorboard:
         started.append(
-            Aside(
+            AsyncLogger(
                 "TensorBoard",
-                lambda: TensorBoardRun(recipe, run_dir, resumed_step),
+                lambda: TensorBoardLogger(recipe, run_dir, resumed_step),
                 warn,
                 start=event_files.START,
                 finish=event_files.FINISH,
@@ -73,7 +73,7 @@ class Tracker:
         world: World,
         console: Console,
         metrics: MetricsFile | None = None,
-        others: Sequence[Aside] = (),
+        others: Sequence[AsyncLogger] = (),
         wandb_id: str | None = None,
     ) -> None:
         """Bundle what `open` made."""
@@ -81,8 +81,8 @@ class Tracker:
         self._world = world
         self._metrics = metrics
         self._others = others
-        runs = (other.recorder for other in others)
-        self._wandb_id = next((run.id for run in runs if isinstance(run, WandbRun)), wandb_id)
+        runs = (other.logger for other in others)
+        self._wandb_id = next((run.id for run in runs if isinstance(run, WandbLogger)), wandb_id)
         self._file_failed = False
 
     @classmethod
@@ -113,7 +113,7 @@ class Tracker:
             DataError: metrics.jsonl is there but is not what it claims to be.
             OSError: `run_dir` cannot be written.
         """
-        console = console or Console(speaks=world.is_main)
+        console = console or Console(enabled=world.is_main)
         if not world.is_main:
             return cls(world, console)
         run_dir = Path(run_dir)
@@ -129,7 +129,7 @@ class Tracker:
             if "set" in row:
                 measured.setdefault(row["step"], {})[row["set"]] = _figures(row)
         for results in measured.values():
-            console.remember(results)
+            console.set_previous(results)
         others = recorders(recipe, world.size, run_dir, resumed_step, wandb_id, measured, console.warn)
         return cls(world, console, metrics, others, wandb_id if recipe.tracking.wandb else None)
 
@@ -146,9 +146,9 @@ class Tracker:
         """Show what is going on while the block runs, and say how long it took."""
         return self.console.phase(text)
 
-    def counted(self) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
+    def progress(self) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
         """Show how far work has come that tells (what, parts done, of how many)."""
-        return self.console.counted()
+        return self.console.progress()
 
     def advance(self, step: int) -> None:
         """Move the bar to `step`, which is done but not logged; costs nothing."""

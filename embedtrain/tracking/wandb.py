@@ -56,7 +56,7 @@ def _tear_down() -> None:
         wandb.teardown()
 
 
-class WandbRun:
+class WandbLogger:
     """One wandb run. See Recorder.
 
     Steps are logged as `train/loss`, evaluations as `SET/METRIC`, both over the column `step`. wandb's own step

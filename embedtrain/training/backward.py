@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import average_gradients, max_over_ranks
-from embedtrain.distributed.sharding import synchronise_gradients
+from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
-from embedtrain.losses.batch_statistics import Meaning, Sample, geometry
+from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, geometry
 from embedtrain.losses.types import Loss, LossOutput
 from embedtrain.training import spans
 from embedtrain.training.guides import GuideModel
@@ -39,10 +39,10 @@ class Backward:
         world: the ranks.
         seed: the recipe's seed, from which dropout's random numbers follow.
         dummy: a chunk for ranks that have fewer chunks than others.
-        whole_gradients: whether this rank holds whole gradients between the chunks of a step.
+        reduce_per_step: whether this rank holds whole gradients between the chunks of a step.
         guides: other models that the loss asks for, by path.
         sources: names of the training sources, where each batch is of one: their losses are told apart.
-        meanings: of each training source's rows, for what is measured beside the loss; None: nothing is.
+        row_specs: of each training source's rows, for what is measured beside the loss; None: nothing is.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class Backward:
         *,
         seed: int,
         dummy: Tokens,
-        whole_gradients: bool = True,
+        reduce_per_step: bool = True,
         guides: Mapping[str, GuideModel] | None = None,
         sources: Sequence[str] | None = None,
-        meanings: Sequence[Meaning] | None = None,
+        row_specs: Sequence[RowSpec] | None = None,
     ) -> None:
         self.encoder, self.loss, self.world, self.seed = encoder, loss, world, seed
         self.dummy = dummy.to(world.device)
-        self.whole_gradients = whole_gradients
+        self.reduce_per_step = reduce_per_step
         self.guides = dict(guides or {})
-        self.sources, self.meanings = sources, meanings
+        self.sources, self.row_specs = sources, row_specs
 
     def __call__(self, *batches: RankBatch, measured: bool = False) -> tuple[LossOutput, Tensor]:
         """Add the gradient of the mean over the global batches' rows to the parameters' `grad`.
@@ -77,32 +77,32 @@ class Backward:
             device, for nothing here waits for a GPU.
         """
         num_rows = max(1, sum(batch.num_rows for batch in batches))
-        share = torch.zeros((), device=self.world.device)
+        local_loss = torch.zeros((), device=self.world.device)
         finite = torch.ones((), dtype=torch.bool, device=self.world.device)
-        shares, weights = dict[str, Tensor](), dict[str, float]()
+        metrics, weights = dict[str, Tensor](), dict[str, float]()
         for batch in batches:
             weight = batch.num_rows / num_rows
             found, fine = self._one(batch, weight, last=batch is batches[-1], measured=measured)
-            share = share + weight * found.share
+            local_loss = local_loss + weight * found.local_loss
             for name, value in self._measures(batch, found).items():  # batches of other sources may have others
-                shares[name] = shares.get(name, torch.zeros_like(value)) + weight * value
+                metrics[name] = metrics.get(name, torch.zeros_like(value)) + weight * value
                 weights[name] = weights.get(name, 0.0) + weight
             finite = finite & fine
-        shares = {name: value / weights[name] for name, value in shares.items()}
-        used = {id(loss): loss for loss in (self.loss.of_source(batch.known.source) for batch in batches)}
+        metrics = {name: value / weights[name] for name, value in metrics.items()}
+        used = {id(loss): loss for loss in (self.loss.for_source(batch.batch_info.source) for batch in batches)}
         average_gradients(itertools.chain(*(loss.parameters() for loss in used.values())))
-        return LossOutput(share, shares), finite
+        return LossOutput(local_loss, metrics), finite
 
     def _measures(self, batch: RankBatch, found: LossOutput) -> dict[str, Tensor]:
         if self.sources is None:
-            return found.shares
-        return {**found.shares, f"loss/{self.sources[batch.known.source]}": found.share}
+            return found.metrics
+        return {**found.metrics, f"loss/{self.sources[batch.batch_info.source]}": found.local_loss}
 
     def _one(self, batch: RankBatch, weight: float, *, last: bool, measured: bool) -> tuple[LossOutput, Tensor]:
         # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
         mine = len(batch.chunks)
-        most, kept, most_documents = self._agreed(batch)
-        sample = Sample.of(batch.num_rows, most_documents, self.world.rank, self.world.size) if measured else None
+        most, kept, max_documents = self._agree_on_passes(batch)
+        sample = MeasuredRows.of(batch.num_rows, max_documents, self.world.rank, self.world.size) if measured else None
         chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
         vectors: list[Tensor | None] = []
         for index, chunk in enumerate(chunks):
@@ -110,12 +110,14 @@ class Backward:
                 vectors.append(self._encode(batch.step, index, chunk))
         made = [vector.detach() for vector in vectors if vector is not None]
         with span(spans.LOSS):
-            output, slopes, finite = self._at_home(torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight, sample)
+            output, slopes, finite = self._loss_at_row_owners(
+                torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight, sample
+            )
         # A dummy's vector is nobody's.
         slope_of = [*slopes.split([len(vector) for vector in made[:mine]]), *map(torch.zeros_like, made[mine:])]
         for index, chunk in enumerate(chunks):
             final = last and index == most - 1
-            synchronise_gradients(self.encoder, last=final, whole=self.whole_gradients)
+            set_gradient_sync(self.encoder, last=final, whole=self.reduce_per_step)
             with span(spans.BACKWARD):
                 encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
                 assert encoded is not None
@@ -123,31 +125,31 @@ class Backward:
             vectors[index] = encoded = None  # the graph's memory
         return output, finite
 
-    def _agreed(self, batch: RankBatch) -> tuple[int, int, int]:
+    def _agree_on_passes(self, batch: RankBatch) -> tuple[int, int, int]:
         """How many passes every rank runs, of how many it keeps the graphs, and the documents of the longest row.
 
         A dummy's graphs are no burden.
         """
-        if batch.turns is not None:
-            most = max(1, batch.turns)
-            return most, most if batch.kept == batch.turns else batch.kept, batch.most_documents
+        if batch.num_passes is not None:
+            most = max(1, batch.num_passes)
+            return most, most if batch.kept == batch.num_passes else batch.kept, batch.max_documents
         mine = len(batch.chunks)
         kept = batch.kept if batch.kept < mine else _ALL
-        told = [max(1, mine), -kept, batch.most_documents]
-        most, fewest, most_documents = max_over_ranks(told, self.world.device)
-        return most, min(-fewest, most), most_documents
+        told = [max(1, mine), -kept, batch.max_documents]
+        most, fewest, max_documents = max_over_ranks(told, self.world.device)
+        return most, min(-fewest, most), max_documents
 
-    def _at_home(
-        self, encoded: Tensor, batch: RankBatch, weight: float, sample: Sample | None
+    def _loss_at_row_owners(
+        self, encoded: Tensor, batch: RankBatch, weight: float, sample: MeasuredRows | None
     ) -> tuple[LossOutput, Tensor, Tensor]:
         """The loss where the rows are, its gradient at the vectors encoded here, and whether these are finite."""
         rows = encoded if batch.order is None else encoded[batch.order]
         rows = rows.clone() if batch.exchange is None else batch.exchange.home(rows)
         output = self._loss_backward(rows.requires_grad_(), batch, weight)
-        if sample is not None and self.meanings is not None:
-            seen, meaning = rows.detach(), self.meanings[batch.known.source]
+        if sample is not None and self.row_specs is not None:
+            seen, row_spec = rows.detach(), self.row_specs[batch.batch_info.source]
             queries, documents = seen[: batch.num_queries], seen[batch.num_queries :]
-            output.shares.update(geometry(queries, documents, batch.known, sample, meaning))
+            output.metrics.update(geometry(queries, documents, batch.batch_info, sample, row_spec))
         slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
         if batch.exchange is not None:
             slopes = batch.exchange.back(slopes)
@@ -157,11 +159,11 @@ class Backward:
 
     def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:
         seen = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
-        known = replace(batch.known, guides={**batch.known.guides, **seen})
-        output: LossOutput = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], known)
+        batch_info = replace(batch.batch_info, guides={**batch.batch_info.guides, **seen})
+        output: LossOutput = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], batch_info)
         # The one place that knows of it: gradients are averaged over the ranks, and shares are to be summed.
-        (output.share * (weight * self.world.size)).backward()
-        return LossOutput(output.share.detach(), output.shares)
+        (output.local_loss * (weight * self.world.size)).backward()
+        return LossOutput(output.local_loss.detach(), output.metrics)
 
     def _encode(self, step: int, index: int, chunk: Tokens) -> Tensor:
         torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))

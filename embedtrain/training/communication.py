@@ -31,7 +31,7 @@ ROWS = 100
 Intervals = list[tuple[float, float]]
 
 
-class Communication:
+class CommunicationMeter:
     """Measures some steps.
 
     Args:
@@ -45,13 +45,13 @@ class Communication:
         self._share: float | None = None
 
     @contextlib.contextmanager
-    def of_step(self, *, profiled_already: bool = False) -> Iterator[None]:
+    def of_step(self, *, already_profiled: bool = False) -> Iterator[None]:
         """Around every step, on every rank; where it measures, a collective at the end.
 
         Args:
-            profiled_already: somebody else clocks this step; the next one is measured instead.
+            already_profiled: somebody else clocks this step; the next one is measured instead.
         """
-        if profiled_already:
+        if already_profiled:
             yield
             return
         self._steps += 1
@@ -60,7 +60,7 @@ class Communication:
             yield
             return
         began = time.perf_counter()
-        with profiled(self._world.device) if self._world.device.type == "cuda" else waiting() as alone:
+        with gpu_profile(self._world.device) if self._world.device.type == "cuda" else timed_waits() as alone:
             yield
         share = alone() / (time.perf_counter() - began)
         mean = float(gather_vector(torch.tensor([share], device=self._world.device)).mean())
@@ -73,7 +73,7 @@ class Communication:
 
 
 @contextlib.contextmanager
-def waiting(clock: Clock | None = None) -> Iterator[Callable[[], float]]:
+def timed_waits(clock: Clock | None = None) -> Iterator[Callable[[], float]]:
     """Clock this thread's waits for collectives during the block; what is yielded tells the seconds of them.
 
     Args:
@@ -100,7 +100,7 @@ def waiting(clock: Clock | None = None) -> Iterator[Callable[[], float]]:
 
 
 @contextlib.contextmanager
-def profiled(device: torch.device) -> Iterator[Callable[[], float]]:
+def gpu_profile(device: torch.device) -> Iterator[Callable[[], float]]:
     """Profile the GPU during the block; what is yielded tells the seconds of NCCL alone, NaN where it cannot be."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on the terminal that it starts and stops
     found: list[Any] = []
@@ -111,7 +111,7 @@ def profiled(device: torch.device) -> Iterator[Callable[[], float]]:
         yield lambda: math.nan
         return
     try:
-        yield lambda: nccl_alone(found)
+        yield lambda: exposed_nccl_seconds(found)
         torch.cuda.synchronize(device)
     finally:
         with contextlib.suppress(Exception):
@@ -119,7 +119,7 @@ def profiled(device: torch.device) -> Iterator[Callable[[], float]]:
             found += profiler.events()
 
 
-def nccl_alone(events: Iterable[Any]) -> float:
+def exposed_nccl_seconds(events: Iterable[Any]) -> float:
     """Seconds of a profile's events in which NCCL's kernels ran alone; NaN without any kernel."""
     ours: Intervals = []
     others: Intervals = []
@@ -129,10 +129,10 @@ def nccl_alone(events: Iterable[Any]) -> float:
             kind.append((event.time_range.start, event.time_range.end))
     if not others:
         return math.nan
-    return (covered(ours + others) - covered(others)) / 1e6
+    return (covered_length(ours + others) - covered_length(others)) / 1e6
 
 
-def covered(intervals: Intervals) -> float:
+def covered_length(intervals: Intervals) -> float:
     """The length of what intervals cover together."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):

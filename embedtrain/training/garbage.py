@@ -10,11 +10,11 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-EVERY = 50
+COLLECT_EVERY = 50
 
 
-class Garbage:
-    """Collects when it is told of a step that is due. Made by `scheduled`."""
+class GarbageSchedule:
+    """Collects when it is told of a step that is due. Made by `scheduled_collection`."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -31,7 +31,7 @@ class Garbage:
 
 
 @contextlib.contextmanager
-def scheduled(every: int = EVERY) -> Iterator[Garbage]:
+def scheduled_collection(every: int = COLLECT_EVERY) -> Iterator[GarbageSchedule]:
     """Collect nothing during the block but what is asked for; afterwards as before, whatever happens in it.
 
     Args:
@@ -40,7 +40,7 @@ def scheduled(every: int = EVERY) -> Iterator[Garbage]:
     was_on, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     try:
-        yield Garbage(every)
+        yield GarbageSchedule(every)
     finally:
         if not frozen:
             gc.unfreeze()
@@ -49,7 +49,7 @@ def scheduled(every: int = EVERY) -> Iterator[Garbage]:
 
 
 @contextlib.contextmanager
-def automatic() -> Iterator[None]:
+def automatic_collection() -> Iterator[None]:
     """Leave it to Python during the block: for what is no step, such as an evaluation."""
     was_on = gc.isenabled()
     gc.enable()

@@ -6,7 +6,7 @@ import torch
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig
 from embedtrain.config.revisions import split_revision
-from embedtrain.data.tokens import in_order
+from embedtrain.data.tokens import restore_order
 from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.sharding import reshard
@@ -15,7 +15,7 @@ from embedtrain.errors import ConfigError, ModelError
 from embedtrain.loading.load import load_model
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder
-from embedtrain.training.rank_batch import GuideTexts
+from embedtrain.training.rank_batch import GuideTokenizer
 
 
 class GuideModel:
@@ -27,7 +27,7 @@ class GuideModel:
         world: the ranks.
     """
 
-    def __init__(self, encoder: Encoder, texts: GuideTexts, world: World) -> None:
+    def __init__(self, encoder: Encoder, texts: GuideTokenizer, world: World) -> None:
         self.encoder = encoder.eval().requires_grad_(False)
         self.texts, self.world = texts, world
         self._dummy = texts.tokenizer.dummy().to(world.device)
@@ -42,7 +42,7 @@ class GuideModel:
         (most,) = max_over_ranks([len(chunks)], self.world.device)
         padded = [*chunks, *[self._dummy] * (max(1, most) - len(chunks))]
         with torch.no_grad():
-            rows = in_order([self.encoder(*chunk.inputs) for chunk in padded], padded)
+            rows = restore_order([self.encoder(*chunk.inputs) for chunk in padded], padded)
         reshard(self.encoder)
         return Guide(rows[:num_queries], rows[num_queries:])
 
@@ -67,7 +67,7 @@ def load_guides(
                 f"the loss's guide or teacher {path}: {told} (a sentence-transformers model is wanted)"
             ) from None
         prompts = loaded.source.prompts
-        texts = GuideTexts(loaded.tokenizer, prompts.get("query", ""), prompts.get("document", ""), chunk_tokens)
+        texts = GuideTokenizer(loaded.tokenizer, prompts.get("query", ""), prompts.get("document", ""), chunk_tokens)
         guides[path] = GuideModel(loaded.encoder, texts, world)
         notes.append(f"the loss's guide or teacher {path}: {loaded.notes[0]}")
     return guides, notes

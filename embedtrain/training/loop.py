@@ -5,51 +5,51 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from embedtrain.checkpoint.manager import Checkpoints
+from embedtrain.checkpoint.manager import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import step_path
-from embedtrain.config.loss_checks import guides_of
+from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import Contents, Recipe
+from embedtrain.config.recipe import CheckpointContents, Recipe
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.collectives import max_over_ranks
-from embedtrain.distributed.signals import Notice, Stopping, exit_code
-from embedtrain.distributed.timeouts import Patience
+from embedtrain.distributed.signals import Notice, StopSignals, exit_code
+from embedtrain.distributed.timeouts import Timeouts
 from embedtrain.distributed.watchdog.activity import note
-from embedtrain.errors import Abandoned, Stopped
+from embedtrain.errors import EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.communication import Communication
-from embedtrain.training.garbage import automatic, scheduled
+from embedtrain.training.communication import CommunicationMeter
+from embedtrain.training.garbage import automatic_collection, scheduled_collection
 from embedtrain.training.matmul_rate import MatmulRate
 from embedtrain.training.prefetch import Prefetcher
-from embedtrain.training.profile import Profile
-from embedtrain.training.rank_batch import Cutting, RankBatch, cut
+from embedtrain.training.profile import StepProfiler
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
 from embedtrain.training.spans import BATCHES, span
 from embedtrain.training.state import as_dict
-from embedtrain.training.step import StepReport, Trainable, train_step
+from embedtrain.training.step import StepContext, StepReport, train_step
 
 
 @dataclass(kw_only=True)
-class Loop:
+class TrainingLoop:
     """Everything the loop goes round with. Every rank runs it alike."""
 
     recipe: Recipe
-    run: Trainable
+    run: StepContext
     data: TrainData
     losses: Sequence[LossConfig]  # of each source
     tokenizer: TextTokenizer
-    cutting: Cutting
-    checkpoints: Checkpoints
+    cutting: ChunkOptions
+    checkpoints: Checkpointer
     evaluator: Evaluator
     best: tuple[str, str] | None  # set and metric by which a step is the best
     tracker: Tracker
     total_steps: int
     total_batches: int  # the last step has what is left of them
     run_dir: RunDirectory
-    stopping: Stopping
-    patience: Patience
+    stopping: StopSignals
+    patience: Timeouts
     rate: MatmulRate  # what the model's rate is a share of
     _asked: bool = False  # to stop, on all ranks alike
     _saved: int = 0  # the step of the newest checkpoint; 0: none
@@ -77,9 +77,9 @@ class Loop:
             TrainingError: on every rank alike, the output directory is no longer there.
         """
         self.patience.between()
-        with self.run.world.together("looking at the output directory"):
+        with self.run.world.fail_together("looking at the output directory"):
             if self.run.world.is_main:
-                self.run_dir.require_there()
+                self.run_dir.require_exists()
         self._saved = self.run.state.step
         self.run.state.wandb_id = self.run.world.broadcast(self.tracker.wandb_id)
         self.checkpoints.save(self.run.trained, self.run.optimizer, as_dict(self.run.state))
@@ -90,14 +90,14 @@ class Loop:
         batches = Prefetcher(
             self._batch, state.step * each, self.total_batches, workers=recipe.data.workers, ahead=2 * each
         )
-        communication = Communication(self.run.world, recipe.train.log_every)
-        profile = Profile(recipe.tracking, self.run.world, self.run_dir.profile, self.tracker)
-        profile.expect(state.step, self.total_steps)
+        communication = CommunicationMeter(self.run.world, recipe.train.log_every)
+        profile = StepProfiler(recipe.tracking, self.run.world, self.run_dir.profile, self.tracker)
+        profile.report_skipped_steps(state.step, self.total_steps)
         since = _SinceLastLog()
         with (
             self.tracker.training(self.total_steps, state.step),
             contextlib.closing(iter(batches)) as stream,
-            scheduled() as garbage,
+            scheduled_collection() as garbage,
             profile,
         ):
             if state.evaluation_due:  # left when the run was stopped; its checkpoint does not know what comes of it
@@ -112,12 +112,12 @@ class Loop:
                     with span(BATCHES):
                         own = list(itertools.islice(stream, each))
                     note("training", number)
-                    with communication.of_step(profiled_already=profile.runs):
+                    with communication.of_step(already_profiled=profile.runs):
                         report = train_step(self.run, *own, measured=self._is_logged(number))
                 if Notice.save_failed in report.notices:
                     self.checkpoints.wait()  # which says why
                 self._asked = Notice.stop in report.notices
-                since.add(report, batches.take_waited())
+                since.add(report, batches.pop_wait_seconds())
                 last = state.step == self.total_steps
                 self.tracker.advance(state.step)
                 if self._is_logged(state.step):
@@ -146,18 +146,18 @@ class Loop:
     def _stop(self) -> Stopped:
         """End in good order: the checkpoint complete, the marker written, and a line for the user."""
         world, step = self.run.world, self.run.state.step
-        self.stopping.obeyed = True
+        self.stopping.is_stopping = True
         self.checkpoints.wait()
         asked = world.gather(self.stopping.asked)
         rank, signal = next((rank, signal) for rank, signal in enumerate(asked) if signal is not None)
-        with world.together("writing stopped.json"):
+        with world.fail_together("writing stopped.json"):
             if world.is_main:
                 self.run_dir.write_stopped(step, signal.name, rank)
-        told = f"stopped by {signal.name} (rank {rank})"
-        saved = f"{told} after step {step}, saved in {step_path(self.checkpoints.root, step)}"
+        progress = f"stopped by {signal.name} (rank {rank})"
+        saved = f"{progress} after step {step}, saved in {step_path(self.checkpoints.root, step)}"
         if not self._saved:
-            text = f"{told} before the first step: the same command begins again"
-        elif self.recipe.checkpoint.contents is Contents.model:
+            text = f"{progress} before the first step: the same command begins again"
+        elif self.recipe.checkpoint.contents is CheckpointContents.model:
             text = f"{saved}, weights alone (checkpoint.contents=model): the same command starts a new run from them"
         else:
             text = f"{saved}: the same command goes on"
@@ -188,7 +188,7 @@ class Loop:
             world.size,
             self.tokenizer,
             self.cutting,
-            guides={path: self.run.backward.guides[path].texts for path in guides_of(self.losses[source])},
+            guides={path: self.run.backward.guides[path].texts for path in guide_paths(self.losses[source])},
             teacher_dimension=self.data.teacher_dimension(source),
         )
         return made.pinned() if world.device.type == "cuda" else made
@@ -202,9 +202,9 @@ class Loop:
         note("evaluating", state.step)
         self.patience.between()
         try:
-            with self.tracker.counted() as told, automatic():
-                figures = self.evaluator.evaluate(told=told, stop=self._agree_to_stop)
-        except Abandoned:
+            with self.tracker.progress() as progress, automatic_collection():
+                figures = self.evaluator.evaluate(progress=progress, stop=self._agree_to_stop)
+        except EvaluationInterrupted:
             state.evaluation_due = True
             return False
         state.evaluation_due = False

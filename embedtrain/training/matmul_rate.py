@@ -87,7 +87,7 @@ def _once(left: Tensor, right: Tensor, out: Tensor) -> float:
 _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 
 
-def notes_on_bf16(
+def bf16_notes(
     precision: Precision, device: torch.device, capabilities: Mapping[str, object] | None = None
 ) -> tuple[str, ...]:
     """A line for a run that would be faster in fp32.

@@ -10,13 +10,13 @@ from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel
-from embedtrain.losses.build import choose_losses, notes_on
+from embedtrain.losses.build import build_losses, loss_notes
 from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.tracking.console import Console
 from embedtrain.training.guides import GuideModel
 
 
-def products_in_tf32(loss: nn.Module, precision: Precision) -> None:
+def use_tf32_products(loss: nn.Module, precision: Precision) -> None:
     """Let the loss's forward pass, which holds its large products and their gradients, use TF32 in bf16 runs.
 
     The setting is that of torch 2.9 and later; what was set before is set again after each pass. (Both ways to set it
@@ -37,7 +37,7 @@ def products_in_tf32(loss: nn.Module, precision: Precision) -> None:
     loss.register_forward_hook(end, always_call=True)
 
 
-def make_loss(
+def build_loss(
     recipe: Recipe,
     losses: Sequence[LossConfig],
     data: TrainData,
@@ -51,11 +51,11 @@ def make_loss(
     Raises:
         ConfigError: on every rank alike, options do not fit the model or the rows' vectors.
     """
-    with world.together("making the loss"):
+    with world.fail_together("making the loss"):
         dimension, others = model.encoder.dimension, _guide_dimensions(guides, data)
-        loss = choose_losses(losses, dimension=dimension, guide_dimensions=others, seed=recipe.seed).to(world.device)
-    products_in_tf32(loss, recipe.parallel.precision)
-    for note in notes_on(losses, data.names, loss, dimension):
+        loss = build_losses(losses, dimension=dimension, guide_dimensions=others, seed=recipe.seed).to(world.device)
+    use_tf32_products(loss, recipe.parallel.precision)
+    for note in loss_notes(losses, data.names, loss, dimension):
         console.note(note)
     return loss
 

@@ -25,7 +25,7 @@ class Prefetcher:
         self._workers, self._ahead = workers, max(workers, ahead)
         self._waited = 0.0
 
-    def take_waited(self) -> float:
+    def pop_wait_seconds(self) -> float:
         """Seconds that batches were waited for since this was last asked."""
         waited, self._waited = self._waited, 0.0
         return waited

@@ -16,15 +16,15 @@ from torch.profiler import ProfilerActivity
 from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.communication import Intervals, covered, nccl_alone, waiting
-from embedtrain.training.spans import BATCHES, RANKS, Clock, clocked
+from embedtrain.training.communication import Intervals, covered_length, exposed_nccl_seconds, timed_waits
+from embedtrain.training.spans import BATCHES, RANKS, Clock, active_clock
 
 LONGEST = 8  # operators told
 _RANKS_TOLD = 8
 
 
 @dataclass
-class Shares:
+class TimeShares:
     """What one rank's time went to in the steps profiled together; shares of `seconds` that add up to 1.
 
     Attributes:
@@ -48,7 +48,7 @@ class Shares:
 
 
 @dataclass
-class _Measured:
+class RankTiming:
     """What one rank has to tell after the steps."""
 
     seconds: float
@@ -60,7 +60,7 @@ class _Measured:
     problem: str | None = None
 
 
-class Profile:
+class StepProfiler:
     """Profiles the steps that `tracking.profile` names; neighbouring ones together.
 
     Every rank clocks its steps; those of `tracking.profile_ranks` write a trace as well. Nothing that fails here stops
@@ -90,7 +90,7 @@ class Profile:
         """Whether a step is being profiled."""
         return self._first is not None
 
-    def expect(self, done: int, total: int) -> None:
+    def report_skipped_steps(self, done: int, total: int) -> None:
         """Say which of the steps will not be profiled: the run has `done` behind it, of `total`."""
         over = sorted(step for step in self._steps if step <= done)
         beyond = sorted(step for step in self._steps if step > total)
@@ -120,7 +120,7 @@ class Profile:
             self._begin()
         self._last = step
         began = time.perf_counter()
-        with clocked(self._clock), waiting(self._clock), torch.profiler.record_function(f"step {step}"):
+        with active_clock(self._clock), timed_waits(self._clock), torch.profiler.record_function(f"step {step}"):
             yield
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)  # else its kernels would count for what comes after it
@@ -128,7 +128,7 @@ class Profile:
         if last or step + 1 not in self._steps:
             self._end()
 
-    def __enter__(self) -> "Profile":
+    def __enter__(self) -> "StepProfiler":
         """Use it around the steps."""
         return self
 
@@ -161,17 +161,17 @@ class Profile:
         steps = f"steps-{self._first}-{self._last}" if self._last > self._first else f"step-{self._first}"
         number, self._first = self._last - self._first + 1, None
         measured = self._measured(steps)
-        found: list[_Measured] = self._world.gather(measured)
+        found: list[RankTiming] = self._world.gather(measured)
         if self._world.is_main:
             for problem in dict.fromkeys(one.problem for one in found if one.problem is not None):
                 self._tracker.warn(f"tracking.profile: {problem}")
             self._tell(steps, number, found)
 
-    def _measured(self, steps: str) -> _Measured:
+    def _measured(self, steps: str) -> RankTiming:
         """What this rank has seen; writes its trace."""
         profiler, self._profiler = self._profiler, None
         clock = self._clock
-        found = _Measured(self._seconds, dict(clock.seconds), clock.waited, None, list(clock.waits), [], self._problem)
+        found = RankTiming(self._seconds, dict(clock.seconds), clock.waited, None, list(clock.waits), [], self._problem)
         if profiler is None:
             return found
         try:
@@ -186,9 +186,9 @@ class Profile:
             found.problem = f"rank {self._world.rank} has written no trace: {_one_line(error)}"
         return found
 
-    def _tell(self, steps: str, number: int, found: Sequence[_Measured]) -> None:
+    def _tell(self, steps: str, number: int, found: Sequence[RankTiming]) -> None:
         """The table on the terminal, and the same figures of all ranks in a file."""
-        shares = shares_of(found)
+        shares = time_shares(found)
         told = steps.replace("-", " to ").replace("steps to", "steps").replace("step to", "step")
         each = max(one.seconds for one in found) / number
         self._tracker.note(f"profile of {told} ({each:.3f} s each), shares of each rank's time:")
@@ -212,7 +212,7 @@ class Profile:
             self._tracker.warn(f"tracking.profile: the shares could not be written: {_one_line(error)}")
 
 
-def shares_of(found: Sequence[_Measured]) -> list[Shares]:
+def time_shares(found: Sequence[RankTiming]) -> list[TimeShares]:
     """Each rank's shares, from what all ranks have measured.
 
     All ranks run the same collectives in the same order. The rank that is in one for the shortest time came last and
@@ -233,11 +233,11 @@ def shares_of(found: Sequence[_Measured]) -> list[Shares]:
         # A GPU may compute while the host waits for the next batch.
         data = min(data, max(0.0, 1.0 - compute - alone))
         rest = 1.0 - compute - alone - data
-        shares.append(Shares(one.seconds, compute, alone * (1.0 - late), alone * late, data, rest, parts))
+        shares.append(TimeShares(one.seconds, compute, alone * (1.0 - late), alone * late, data, rest, parts))
     return shares
 
 
-def _add_kernels(found: _Measured, events: Iterable[Any]) -> None:
+def _add_kernels(found: RankTiming, events: Iterable[Any]) -> None:
     """Seconds of a GPU's kernels, by whether they compute or communicate."""
     events = list(events)
     ours: Intervals = []
@@ -246,8 +246,8 @@ def _add_kernels(found: _Measured, events: Iterable[Any]) -> None:
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
             kind = ours if "nccl" in event.name.lower() else others
             kind.append((event.time_range.start, event.time_range.end))
-    found.computed = covered(others) / 1e6
-    found.alone = nccl_alone(events) if others else covered(ours) / 1e6
+    found.computed = covered_length(others) / 1e6
+    found.alone = exposed_nccl_seconds(events) if others else covered_length(ours) / 1e6
     found.collectives = [(end - start) / 1e6 for start, end in sorted(ours)]
 
 
@@ -260,7 +260,7 @@ def _longest(averages: Iterable[Any], *, on_gpu: bool) -> list[tuple[str, float,
     return [(one.key[:60], getattr(one, key) / 1e6, one.count) for one in top if getattr(one, key) > 0]
 
 
-def _table(shares: Sequence[Shares]) -> list[str]:
+def _table(shares: Sequence[TimeShares]) -> list[str]:
     heads = ["rank", "compute", "communication", "waiting for ranks", "waiting for data", "rest"]
     rows = [heads]
     for rank, one in enumerate(shares[:_RANKS_TOLD]):

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.chunks import Deal, cut_rows, deal
+from embedtrain.data.chunks import ChunkPlan, cut_rows, plan_chunks
 from embedtrain.data.keys import asked, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch, Row, Tokens
-from embedtrain.losses.types import FROM_ROWS, Guide, LossInput
+from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide
 from embedtrain.training.exchange import Exchange, plan_exchange
 
 
-def known_of(
+def batch_info_of(
     rows: Sequence[Row] | None,
     num_documents: Tensor,
     query_keys: Tensor,
@@ -29,7 +29,7 @@ def known_of(
     step: int,
     source: int,
     teacher_dimension: int | None,
-) -> LossInput:
+) -> BatchInfo:
     """What the loss must know of B rows with M documents.
 
     Args:
@@ -38,7 +38,7 @@ def known_of(
         query_keys: int64 [B], see `text_keys`.
         document_keys: int64 [M].
         step: a number that is the same on every rank.
-        source: see LossInput.
+        source: see BatchInfo.
         teacher_dimension: of the vectors that rows hold, if they do: a rank without rows must know it too.
     """
     owners = torch.repeat_interleave(torch.arange(len(num_documents)), num_documents)
@@ -48,7 +48,7 @@ def known_of(
     scores = [score for row in held for score in row.scores]
     labels = [row.label for row in held if row.label is not None]
     # A rank without rows cannot tell whether others' have scores or labels: it has an empty tensor of each.
-    return LossInput(
+    return BatchInfo(
         owners=owners,
         query_keys=query_keys,
         document_keys=document_keys,
@@ -77,7 +77,7 @@ def _teacher(rows: Sequence[Row], width: int) -> Guide:
 
 
 @dataclass(frozen=True, slots=True)
-class GuideTexts:
+class GuideTokenizer:
     """Tokenises a rank's rows for one guide: its own vocabulary, length and prompts.
 
     Attributes:
@@ -100,7 +100,7 @@ class GuideTexts:
         return tuple(self.tokenizer.chunks(queries + documents, self.chunk_tokens, prompts))
 
 
-def cost_of_a_pass(*, on_gpu: bool, sharded: bool) -> int:
+def pass_overhead(*, on_gpu: bool, sharded: bool) -> int:
     """What one more forward and backward pass costs besides its tokens, as so many tokens.
 
     On a CPU it reads all weights once more (all-MiniLM-L6-v2: about 32 tokens, measured), on a GPU its kernels have to
@@ -110,7 +110,7 @@ def cost_of_a_pass(*, on_gpu: bool, sharded: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class ChunkOptions:
     """How texts are cut into chunks, one forward pass each.
 
     Attributes:
@@ -137,11 +137,11 @@ class RankBatch:
         step: counted from 0.
         chunks: the texts that this rank encodes, cut by length; `Tokens.rows` numbers them through.
         num_queries: B.
-        known: what the loss needs to know of this rank's rows.
+        batch_info: what the loss needs to know of this rank's rows.
         num_rows: rows of the whole global batch.
         kept: of how many chunks, the first ones, the graphs may be held in memory together.
-        turns: chunks of the rank that has most, where all ranks know it without asking; `kept` is the same on all then.
-        most_documents: of one row: of all ranks' where `turns` is known, else of this rank's.
+        num_passes: the largest number of chunks of any rank, where all ranks know it; `kept` is then the same on all.
+        max_documents: of one row: of all ranks' where `num_passes` is known, else of this rank's.
         order: int64, which of the vectors in the order of chunks each text's is; None where they are in that order.
         exchange: how vectors come to the ranks of their rows; None where each rank encodes the texts of its own
             rows, B queries and then M documents.
@@ -151,11 +151,11 @@ class RankBatch:
     step: int
     chunks: tuple[Tokens, ...]
     num_queries: int
-    known: LossInput
+    batch_info: BatchInfo
     num_rows: int
     kept: int
-    turns: int | None = None
-    most_documents: int = 1
+    num_passes: int | None = None
+    max_documents: int = 1
     order: torch.Tensor | None = None
     exchange: Exchange | None = None
     guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class RankBatch:
         return replace(
             self,
             chunks=tuple(chunk.each(change) for chunk in self.chunks),
-            known=self.known.each(change),
+            batch_info=self.batch_info.each(change),
             order=None if self.order is None else change(self.order),
             exchange=None if self.exchange is None else self.exchange.each(change),
             guides={path: tuple(chunk.each(change) for chunk in chunks) for path, chunks in self.guides.items()},
@@ -199,9 +199,9 @@ def cut(
     rank: int,
     size: int,
     tokenizer: TextTokenizer,
-    cutting: Cutting,
+    cutting: ChunkOptions,
     *,
-    guides: Mapping[str, GuideTexts] | None = None,
+    guides: Mapping[str, GuideTokenizer] | None = None,
     teacher_dimension: int | None = None,
 ) -> RankBatch:
     """Rank `rank`'s part of `batch`: queries and documents share chunks, for one encoder serves both.
@@ -227,12 +227,15 @@ def cut(
         lengths = np.array([len(text) for text in ids], dtype=np.int64)
         parts = cut_rows(lengths, cutting.chunk_tokens, cutting.pass_overhead_tokens, packed=tokenizer.packed)
         chunks = [tokenizer.chunk(ids, part.tolist()) for part in parts]
-        turns, kept = None, cutting.kept(chunk.ids.numel() for chunk in chunks)
+        num_passes, kept = None, cutting.kept(chunk.ids.numel() for chunk in chunks)
         order = torch.from_numpy(np.argsort(np.concatenate([*parts, np.empty(0, dtype=np.int64)])))
         exchange, counted = None, num_documents
     else:
         chunks, exchange, dealt = _dealt(batch.tokens, rank, size, tokenizer, cutting)
-        turns, kept = dealt.num_chunks, cutting.kept(dealt.most_tokens(batch.tokens.lengths, packed=tokenizer.packed))
+        num_passes, kept = (
+            dealt.num_chunks,
+            cutting.kept(dealt.max_tokens_per_chunk(batch.tokens.lengths, packed=tokenizer.packed)),
+        )
         order = None
         counted, num_documents = batch.tokens.num_documents, batch.tokens.num_documents[rank::size]
         keys = torch.from_numpy(batch.tokens.keys[_ranks_of_rows(batch.tokens, size) == rank])
@@ -241,7 +244,7 @@ def cut(
         step=batch.step,
         chunks=tuple(chunks),
         num_queries=num_queries,
-        known=known_of(
+        batch_info=batch_info_of(
             rows,
             torch.from_numpy(num_documents),
             keys[:num_queries],
@@ -252,8 +255,8 @@ def cut(
         ),
         num_rows=len(batch.rows),
         kept=kept,
-        turns=turns,
-        most_documents=int(counted.max(initial=0)),
+        num_passes=num_passes,
+        max_documents=int(counted.max(initial=0)),
         order=order,
         exchange=exchange,
         guides={path: texts(rows or ()) for path, texts in (guides or {}).items()},
@@ -281,17 +284,19 @@ def _texts_of(
 
 
 def _dealt(
-    tokens: BatchTokens, rank: int, size: int, tokenizer: TextTokenizer, cutting: Cutting
-) -> tuple[list[Tokens], Exchange, Deal]:
+    tokens: BatchTokens, rank: int, size: int, tokenizer: TextTokenizer, cutting: ChunkOptions
+) -> tuple[list[Tokens], Exchange, ChunkPlan]:
     """This rank's chunks, how vectors reach the ranks of their rows, and who encodes what."""
-    dealt = deal(tokens.lengths, size, cutting.chunk_tokens, cutting.pass_overhead_tokens, packed=tokenizer.packed)
-    parts = [part for part in dealt.of_rank(rank) if len(part)]
+    dealt = plan_chunks(
+        tokens.lengths, size, cutting.chunk_tokens, cutting.pass_overhead_tokens, packed=tokenizer.packed
+    )
+    parts = [part for part in dealt.chunks_of_rank(rank) if len(part)]
     encoded = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
     first, chunks = 0, []
     for part in parts:
-        chunks.append(tokenizer.laid_out(tokens.ids(part), tokens.lengths[part], range(first, first + len(part))))
+        chunks.append(tokenizer.make_chunk(tokens.ids(part), tokens.lengths[part], range(first, first + len(part))))
         first += len(part)
-    return chunks, plan_exchange(dealt.rank_of, _ranks_of_rows(tokens, size), rank, size, encoded), dealt
+    return chunks, plan_exchange(dealt.encoder_rank, _ranks_of_rows(tokens, size), rank, size, encoded), dealt
 
 
 def _ranks_of_rows(tokens: BatchTokens, size: int) -> NDArray[np.int64]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.row_requirements import Scores, needs_of
-from embedtrain.data.prompts import prompts_of
+from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.data.prompts import row_prompts
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.types import NO_PROMPT, Example, Prompt
 from embedtrain.evaluation.types import (
@@ -22,20 +22,20 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-from embedtrain.tracking.report.sample import Pair, Relation, Role, Sample, SampleText
+from embedtrain.tracking.report.sample import Pair, PairRelation, Role, Sample, SampleText
 
 # Texts in all: at most about 450. A text's cost is bounded as well, whatever length the model takes.
 HELD_OUT_QUERIES = 32
 HELD_OUT_DOCUMENTS = 96  # beside those that answer
 TRAINING_ROWS = 48
 LABELLED_TEXTS = 60
-MOST_SETS, MOST_SOURCES = 8, 12
-JUDGED_EACH = 2  # documents of a query that are judged relevant, and as many that are judged not to be
+MAX_SETS, MAX_SOURCES = 8, 12
+JUDGED_PER_QUERY = 2  # documents of a query that are judged relevant, and as many that are judged not to be
 TEXT_LENGTH = 2000  # characters
 
 
 @dataclass
-class _Chosen:
+class _SampleBuilder:
     """Texts and pairs as they come together; a text that stands twice in one set or source is one."""
 
     texts: list[SampleText] = field(default_factory=list)
@@ -49,7 +49,7 @@ class _Chosen:
             self.texts.append(text)
         return number
 
-    def pair(self, first: int, second: int, relation: Relation) -> None:
+    def pair(self, first: int, second: int, relation: PairRelation) -> None:
         self.pairs[Pair(first, second, relation)] = None
 
 
@@ -89,13 +89,13 @@ def choose_sample(
         losses: of each source.
         prompts: the model's, by name: `query` and `document`.
     """
-    chosen = _Chosen()
-    some = [sets[at] for at in _evenly(len(sets), MOST_SETS)]
+    chosen = _SampleBuilder()
+    some = [sets[at] for at in _evenly(len(sets), MAX_SETS)]
     for loaded in some:
         _add_set(chosen, loaded, prompts, share=max(4, HELD_OUT_QUERIES // len(some)))
-    sources = _evenly(len(data.stores), MOST_SOURCES)
+    sources = _evenly(len(data.stores), MAX_SOURCES)
     for source in sources:
-        graded = needs_of(losses[source]).scores is Scores.pairs
+        graded = row_requirements(losses[source]).scores is ScoreRequirement.pairs
         _add_source(chosen, data, source, max(4, TRAINING_ROWS // len(sources)), graded)
     return Sample(chosen.texts, list(chosen.pairs))
 
@@ -112,7 +112,7 @@ def _evenly(length: int, count: int) -> list[int]:
     return [drawn.randrange(start, end) for start, end in itertools.pairwise(ends)]
 
 
-def _add_set(chosen: _Chosen, loaded: LoadedSet, prompts: Mapping[str, str], share: int) -> None:
+def _add_set(chosen: _SampleBuilder, loaded: LoadedSet, prompts: Mapping[str, str], share: int) -> None:
     query_prompt, document_prompt = (
         prompts.get(name, "") if own is None else own
         for name, own in (("query", loaded.query_prompt), ("document", loaded.document_prompt))
@@ -134,11 +134,11 @@ def _add_set(chosen: _Chosen, loaded: LoadedSet, prompts: Mapping[str, str], sha
             _add_graded(chosen, [(origin, data.first[at], data.second[at], data.scores[at]) for at in places])
         case LabelledPairs() as data:
             for at in _evenly(len(data.labels), 3 * share):
-                known = Relation.same if data.labels[at] else Relation.different
+                known = PairRelation.same if data.labels[at] else PairRelation.different
                 _add_pair(chosen, origin, data.first[at], data.second[at], known)
         case Bitext() as data:
             for at in _evenly(len(data.first), 2 * share):
-                _add_pair(chosen, origin, data.first[at], data.second[at], Relation.positive)
+                _add_pair(chosen, origin, data.first[at], data.second[at], PairRelation.positive)
         case ClassificationSet() as data:
             for at in _evenly(len(data.texts), LABELLED_TEXTS):
                 chosen.add(origin.query(data.texts[at], role=Role.text, label=data.labels[at]))
@@ -147,15 +147,15 @@ def _add_set(chosen: _Chosen, loaded: LoadedSet, prompts: Mapping[str, str], sha
                 chosen.add(origin.query(data.texts[at], role=Role.text, label=data.labels[at][0]))
 
 
-def _add_retrieval(chosen: _Chosen, data: RetrievalSet, origin: _Origin, share: int) -> None:
+def _add_retrieval(chosen: _SampleBuilder, data: RetrievalSet, origin: _Origin, share: int) -> None:
     """Some judged queries, what is judged of them, and other documents, to be told from those."""
     judged = [query for query in data.judged_queries if any(gain > 0 for gain in data.judgements[query].values())]
     queries = [judged[at] for at in _evenly(len(judged), share)]
     wanted: set[str] = set()
     for query in queries:
         gains = data.judgements[query].items()
-        wanted.update([document for document, gain in gains if gain > 0][:JUDGED_EACH])
-        wanted.update([document for document, gain in gains if gain <= 0][:JUDGED_EACH])
+        wanted.update([document for document, gain in gains if gain > 0][:JUDGED_PER_QUERY])
+        wanted.update([document for document, gain in gains if gain <= 0][:JUDGED_PER_QUERY])
     ids = data.documents.ids
     places = {name: at for at, name in enumerate(ids) if name in wanted}
     others = max(share, HELD_OUT_DOCUMENTS * share // HELD_OUT_QUERIES)
@@ -165,16 +165,16 @@ def _add_retrieval(chosen: _Chosen, data: RetrievalSet, origin: _Origin, share: 
         asked = chosen.add(origin.query(data.queries[query]))
         for document, gain in data.judgements[query].items():
             if document in numbers:
-                chosen.pair(asked, numbers[document], Relation.positive if gain > 0 else Relation.negative)
+                chosen.pair(asked, numbers[document], PairRelation.positive if gain > 0 else PairRelation.negative)
 
 
-def _add_pair(chosen: _Chosen, origin: _Origin, first: str, second: str, relation: Relation) -> None:
+def _add_pair(chosen: _SampleBuilder, origin: _Origin, first: str, second: str, relation: PairRelation) -> None:
     one, other = (chosen.add(origin.query(text, role=Role.text)) for text in (first, second))
     if one != other:
         chosen.pair(one, other, relation)
 
 
-def _add_graded(chosen: _Chosen, pairs: Sequence[tuple[_Origin, str, str, float]]) -> None:
+def _add_graded(chosen: _SampleBuilder, pairs: Sequence[tuple[_Origin, str, str, float]]) -> None:
     """Pairs with scores, which are told apart by thirds of the range that the scores have."""
     if not pairs:
         return
@@ -182,16 +182,16 @@ def _add_graded(chosen: _Chosen, pairs: Sequence[tuple[_Origin, str, str, float]
     low, high = min(scores), max(scores)
     for origin, first, second, score in pairs:
         place = (score - low) / (high - low) if high > low else 1.0
-        known = Relation.low if place < 1 / 3 else Relation.middle if place < 2 / 3 else Relation.high
+        known = PairRelation.low if place < 1 / 3 else PairRelation.middle if place < 2 / 3 else PairRelation.high
         _add_pair(chosen, origin, first, second, known)
 
 
-def _add_source(chosen: _Chosen, data: TrainData, source: int, share: int, graded: bool) -> None:
+def _add_source(chosen: _SampleBuilder, data: TrainData, source: int, share: int, graded: bool) -> None:
     store, given = data.stores[source], data.given[source]
     scored: list[tuple[_Origin, str, str, float]] = []
     for row in _evenly(len(store), share):
         example = store[row]
-        query_prompt, document_prompt = prompts_of(
+        query_prompt, document_prompt = row_prompts(
             example, given.query_prompt, given.document_prompt, given.instruction_format
         )
         lengths = (given.query_max_length, given.document_max_length)
@@ -206,15 +206,15 @@ def _add_source(chosen: _Chosen, data: TrainData, source: int, share: int, grade
 
 
 def _scored(origin: _Origin, example: Example) -> Iterator[tuple[_Origin, str, str, float]]:
-    documents = [*example.positives[:JUDGED_EACH], *example.negatives[:JUDGED_EACH]]
-    scores = [*example.positive_scores[:JUDGED_EACH], *example.negative_scores[:JUDGED_EACH]]
+    documents = [*example.positives[:JUDGED_PER_QUERY], *example.negatives[:JUDGED_PER_QUERY]]
+    scores = [*example.positive_scores[:JUDGED_PER_QUERY], *example.negative_scores[:JUDGED_PER_QUERY]]
     for document, score in zip(documents, scores, strict=True):
         yield origin, example.query, document, score
 
 
-def _add_row(chosen: _Chosen, origin: _Origin, example: Example) -> None:
+def _add_row(chosen: _SampleBuilder, origin: _Origin, example: Example) -> None:
     """A query with its first positive and hard negatives."""
     query = chosen.add(origin.query(example.query))
-    chosen.pair(query, chosen.add(origin.document(example.positives[0])), Relation.positive)
-    for negative in example.negatives[:JUDGED_EACH]:
-        chosen.pair(query, chosen.add(origin.document(negative)), Relation.negative)
+    chosen.pair(query, chosen.add(origin.document(example.positives[0])), PairRelation.positive)
+    for negative in example.negatives[:JUDGED_PER_QUERY]:
+        chosen.pair(query, chosen.add(origin.document(negative)), PairRelation.negative)

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS
-from embedtrain.checkpoint.step_directory import StepFolder
+from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import ModelConfig, Recipe
@@ -25,50 +25,50 @@ _OF_SOURCES, _OF_AN_EPOCH = "data.train", "rows of an epoch"
 class Effect(Enum):
     """What it does to a run that goes on when an option is changed; the value is how it is said."""
 
-    fixed = "is refused, where it changes what is learnt from which rows"
-    steers = "changed since step {step}, and with it what is learnt from here or which step is exported"
-    rounds = "changed since step {step}: the same is learnt, with other rounding and other dropout masks"
-    nothing = "changed since step {step}, without effect on what is learnt"
+    must_match = "is refused, where it changes what is learnt from which rows"
+    changes_training = "changed since step {step}, and with it what is learnt from here or which step is exported"
+    changes_rounding = "changed since step {step}: the same is learnt, with other rounding and other dropout masks"
+    no_effect = "changed since step {step}, without effect on what is learnt"
 
 
 # By the beginning of an option's name; the longest that fits decides.
 EFFECTS = {
-    "name": Effect.nothing,
-    "seed": Effect.fixed,
-    "output_dir": Effect.nothing,
-    "model": Effect.fixed,
-    "model.attention": Effect.rounds,
-    "data.train": Effect.fixed,
-    "data.batches": Effect.fixed,
+    "name": Effect.no_effect,
+    "seed": Effect.must_match,
+    "output_dir": Effect.no_effect,
+    "model": Effect.must_match,
+    "model.attention": Effect.changes_rounding,
+    "data.train": Effect.must_match,
+    "data.batches": Effect.must_match,
     # Of these, rows and their numbers in an epoch tell whether they change anything: identity_of has them.
-    "data.on_error": Effect.nothing,
-    "data.weight_mode": Effect.nothing,
-    "data.mixing_temperature": Effect.nothing,
-    "data.instruction_format": Effect.nothing,
-    "data.cache": Effect.rounds,  # which rank encodes which text
-    "data.cache_dir": Effect.nothing,
-    "data.workers": Effect.nothing,
-    "loss": Effect.fixed,
-    "loss.implementation": Effect.rounds,
-    "optim": Effect.steers,
-    "train.steps": Effect.steers,
-    "train.epochs": Effect.steers,
-    "train.global_batch_size": Effect.fixed,
-    "train.gradient_accumulation_steps": Effect.fixed,
-    "train.chunk_tokens": Effect.rounds,
-    "train.activation_tokens": Effect.rounds,
-    "train.pass_overhead_tokens": Effect.rounds,
-    "train.log_every": Effect.nothing,
-    "parallel": Effect.rounds,
-    "parallel.precision": Effect.steers,
-    "parallel.timeout": Effect.nothing,
-    "parallel.step_timeout": Effect.nothing,
-    "evaluation": Effect.nothing,
-    "evaluation.patience": Effect.steers,
-    "checkpoint": Effect.nothing,
-    "checkpoint.best_metric": Effect.steers,
-    "export": Effect.nothing,
-    "tracking": Effect.nothing,
+    "data.on_error": Effect.no_effect,
+    "data.weight_mode": Effect.no_effect,
+    "data.mixing_temperature": Effect.no_effect,
+    "data.instruction_format": Effect.no_effect,
+    "data.cache": Effect.changes_rounding,  # which rank encodes which text
+    "data.cache_dir": Effect.no_effect,
+    "data.workers": Effect.no_effect,
+    "loss": Effect.must_match,
+    "loss.implementation": Effect.changes_rounding,
+    "optim": Effect.changes_training,
+    "train.steps": Effect.changes_training,
+    "train.epochs": Effect.changes_training,
+    "train.global_batch_size": Effect.must_match,
+    "train.gradient_accumulation_steps": Effect.must_match,
+    "train.chunk_tokens": Effect.changes_rounding,
+    "train.activation_tokens": Effect.changes_rounding,
+    "train.pass_overhead_tokens": Effect.changes_rounding,
+    "train.log_every": Effect.no_effect,
+    "parallel": Effect.changes_rounding,
+    "parallel.precision": Effect.changes_training,
+    "parallel.timeout": Effect.no_effect,
+    "parallel.step_timeout": Effect.no_effect,
+    "evaluation": Effect.no_effect,
+    "evaluation.patience": Effect.changes_training,
+    "checkpoint": Effect.no_effect,
+    "checkpoint.best_metric": Effect.changes_training,
+    "export": Effect.no_effect,
+    "tracking": Effect.no_effect,
 }
 # What the best step is chosen by, where one is asked for.
 _CHOOSES_BEST = ("evaluation.every", "evaluation.sets", "evaluation.subset", "evaluation.index")
@@ -77,12 +77,12 @@ _CHOOSES_BEST = ("evaluation.every", "evaluation.sets", "evaluation.subset", "ev
 def effect_of(option: str, recipe: Recipe) -> Effect:
     """What a change of an option does to a run that goes on by this recipe."""
     if recipe.checkpoint.best_metric is not None and option.startswith(_CHOOSES_BEST):
-        return Effect.steers
+        return Effect.changes_training
     begins = (name for name in EFFECTS if option == name or option.startswith((f"{name}.", f"{name}[")))
     return EFFECTS[max(begins, key=len)]
 
 
-def identity_of(
+def run_identity(
     recipe: Recipe, data: TrainData, losses: Sequence[LossConfig], prompts: Mapping[str, str]
 ) -> dict[str, Any]:
     """The options that decide what is learnt from which rows in which order: a resumed run must share them.
@@ -133,7 +133,7 @@ def _learnt(loss: LossConfig) -> dict[str, Any]:
     return options
 
 
-def require_same_course(folder: StepFolder, identity: Mapping[str, Any]) -> None:
+def require_same_run(folder: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of a run that learns something else than this one.
 
     Raises:
@@ -166,7 +166,7 @@ def require_same_course(folder: StepFolder, identity: Mapping[str, Any]) -> None
         )
 
 
-def changes_since(folder: StepFolder, recipe: Recipe) -> dict[Effect, str]:
+def describe_changes(folder: Checkpoint, recipe: Recipe) -> dict[Effect, str]:
     """What a recipe of the same course says otherwise than the checkpoint's, in a line for each effect it has."""
     before, now = folder.manifest.get("recipe", {}), to_plain(recipe)
     defaults = to_plain(Recipe())
@@ -176,7 +176,7 @@ def changes_since(folder: StepFolder, recipe: Recipe) -> dict[Effect, str]:
             told[effect_of(name, recipe)].append(f"{name} {_told(was)} -> {_told(value)}")
     return {
         effect: f"{effect.value.format(step=folder.step)}: {', '.join(told[effect])}"
-        for effect in (Effect.steers, Effect.rounds, Effect.nothing)
+        for effect in (Effect.changes_training, Effect.changes_rounding, Effect.no_effect)
         if told[effect]
     }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.recipe import Recipe
-from embedtrain.distributed.watchdog.activity import noted
+from embedtrain.distributed.watchdog.activity import activity
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.inference.encode import SentenceEncoder
@@ -19,7 +19,7 @@ from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.state import TrainState
 
 
-class Account:
+class RunReporter:
     """What is kept beside a run's figures, and the report at its end. Nothing that fails here ends the run.
 
     All methods are collectives but entering and leaving.
@@ -49,7 +49,7 @@ class Account:
         self._total_steps = total_steps
         self._warned = False
 
-    def __enter__(self) -> "Account":
+    def __enter__(self) -> "RunReporter":
         """Note that the run is under way."""
         device = self._world.device
         devices = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -112,7 +112,7 @@ class Account:
 
     def _encode(self, sample_of: Callable[[], Sample | None], which: str, step: int) -> None:
         """The vectors of the sample, if there is one, on all ranks; the first one writes them."""
-        with noted("encoding the sample of the report"):
+        with activity("encoding the sample of the report"):
             found: list[Sample] = []
 
             def look() -> None:
@@ -143,7 +143,7 @@ class Account:
                 [f"{text.before}{text.text}{text.after}" for text in some],
                 max_length=length,
                 what="the sample of the report",
-                within=[text.before for text in some],
+                existing_prompt=[text.before for text in some],
             )
             if vectors is None:
                 vectors = made.new_empty((len(texts), made.shape[1]))
@@ -161,7 +161,7 @@ class Account:
             write_report([self._run_dir.path], path)
             self._tracker.note(f"report: {path}")
 
-        with noted("writing the report"):
+        with activity("writing the report"):
             self._unless_it_fails(str(path), write)
             self._world.barrier()
 

@@ -59,7 +59,7 @@ def span(name: str) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def clocked(clock: Clock) -> Iterator[None]:
+def active_clock(clock: Clock) -> Iterator[None]:
     """Have this clock run during the block."""
     global _clock  # noqa: PLW0603 - one process takes one step at a time
     _clock = clock

@@ -39,7 +39,7 @@ def from_dict(values: Mapping[str, Any]) -> TrainState:
     return TrainState(**{name: value for name, value in values.items() if name in known})
 
 
-class Trained(nn.Module):
+class EncoderWithLoss(nn.Module):
     """Encoder and loss side by side, so that one optimiser and one checkpoint hold both.
 
     Nobody calls it: the encoder is called by itself, for FSDP gathers weights around its own `__call__`, and

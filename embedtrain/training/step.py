@@ -16,13 +16,13 @@ from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.losses.types import LossOutput
-from embedtrain.planning.flops import NOTHING, ModelFlops
+from embedtrain.planning.flops import NO_FLOPS, ModelFlops
 from embedtrain.training import spans
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, clip_grad_norm
 from embedtrain.training.rank_batch import RankBatch
 from embedtrain.training.spans import span
-from embedtrain.training.state import Trained, TrainState
+from embedtrain.training.state import EncoderWithLoss, TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +42,22 @@ class StepReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class Trainable:
+class StepContext:
     """What a step changes and what it needs for that."""
 
     world: World
-    trained: Trained
+    trained: EncoderWithLoss
     optimizer: torch.optim.AdamW
     schedule: Schedule
     backward: Backward
     optim: OptimConfig
     state: TrainState
-    flops: ModelFlops = NOTHING  # what texts ask of the encoder
+    flops: ModelFlops = NO_FLOPS  # what texts ask of the encoder
     notices: Callable[[], Notice] = lambda: Notice(0)  # what this rank has to say to the others
-    hold_back: Callable[[], None] = lambda: None  # called before the weights change
+    wait_for_staging: Callable[[], None] = lambda: None  # called before the weights change
 
 
-def train_step(run: Trainable, *batches: RankBatch, measured: bool = False) -> StepReport:
+def train_step(run: StepContext, *batches: RankBatch, measured: bool = False) -> StepReport:
     """Take one step on this rank's share of one or several global batches. Every rank must call it.
 
     Args:
@@ -81,7 +81,7 @@ def train_step(run: Trainable, *batches: RankBatch, measured: bool = False) -> S
     with span(spans.AGREE):
         totals, norm, notices = _require_finite(run, mine, output, grad_norm, finite)
     lr = run.schedule.apply(run.state.step)
-    run.hold_back()
+    run.wait_for_staging()
     with span(spans.OPTIMIZER):
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
@@ -91,7 +91,7 @@ def train_step(run: Trainable, *batches: RankBatch, measured: bool = False) -> S
     loss, *measures, real, computed, flops = totals
     return StepReport(
         loss=loss,
-        measures=dict(zip(output.shares, measures, strict=True)),
+        measures=dict(zip(output.metrics, measures, strict=True)),
         grad_norm=norm,
         lr=lr,
         num_rows=num_rows,
@@ -104,14 +104,14 @@ def train_step(run: Trainable, *batches: RankBatch, measured: bool = False) -> S
 
 
 def _require_finite(
-    run: Trainable, mine: list[float], output: LossOutput, grad_norm: Tensor, finite: Tensor
+    run: StepContext, mine: list[float], output: LossOutput, grad_norm: Tensor, finite: Tensor
 ) -> tuple[list[float], float, Notice]:
     """Sums over the ranks, once nothing is NaN or infinite: the loss, `mine`, its measures; and the gradient's norm.
 
     The ranks' notices travel along, so that all act on them after the same step. This is the one place in a step where
     a rank waits for its GPU: no weight may move before it is known.
     """
-    seen = torch.stack([part.double() for part in (finite, grad_norm, output.share, *output.shares.values())])
+    seen = torch.stack([part.double() for part in (finite, grad_norm, output.local_loss, *output.metrics.values())])
     ranks = gather_vector(seen, [*mine, float(run.notices())])
     norm = float(ranks[run.world.rank, 1])
     # A text's vector that is not finite spoils every rank's loss, so the vectors' rank is looked for first.

@@ -17,7 +17,7 @@ from embedtrain.tracking.console import Console
 from embedtrain.training.resume import require_same_tokenizer
 
 
-def own_vocabulary(
+def load_or_train_vocabulary(
     recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console, *, anew: bool
 ) -> PreTrainedTokenizerBase | None:
     """The vocabulary trained on the data, for a model from scratch that names no tokenizer.
@@ -27,7 +27,7 @@ def own_vocabulary(
     if recipe.model.config is None or recipe.model.tokenizer is not None:
         return None
     directory = run_dir.tokenizer
-    with world.together("training a vocabulary"):
+    with world.fail_together("training a vocabulary"):
         if world.is_main and (anew or not directory.is_dir()):
             with console.phase("training a vocabulary on the data"):
                 made = train_tokenizer(
@@ -38,16 +38,16 @@ def own_vocabulary(
                 )
                 shutil.rmtree(directory, ignore_errors=True)
                 made.save_pretrained(directory)
-    with world.together("reading the vocabulary"):
+    with world.fail_together("reading the vocabulary"):
         tokenizer = read_tokenizer(directory, trust_remote_code=False)
     console.note(f"vocabulary: {len(tokenizer):,} pieces, trained on the data, in {directory}")
     return tokenizer
 
 
-def tokenise(data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console) -> None:
+def tokenize_data(data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console) -> None:
     """Have the texts' tokens at hand."""
     require_same_tokenizer(model.tokenizer, world)
-    with world.together("tokenising"), console.counted() as told:
-        notes = data.prepare(model.tokenizer, replace(cache, told=told))
+    with world.fail_together("tokenising"), console.progress() as told:
+        notes = data.prepare(model.tokenizer, replace(cache, progress=told))
     for note in notes:
         console.note(note)

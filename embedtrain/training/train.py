@@ -8,53 +8,53 @@ from typing import Any
 
 import torch
 
-from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_settings
-from embedtrain.checkpoint.export.hub import require_possible
+from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
+from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.manager import Checkpoints
-from embedtrain.checkpoint.run_directory import RunDirectory, only_run
-from embedtrain.checkpoint.step_directory import StepFolder
-from embedtrain.config.accelerate import notes_on_accelerate
+from embedtrain.checkpoint.manager import Checkpointer
+from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
+from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
-from embedtrain.config.loss_checks import guides_of
+from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.cache_dir import cache_place
-from embedtrain.data.train_data import TrainData, chosen_data
-from embedtrain.distributed.signals import Notice, Stopping
-from embedtrain.distributed.timeouts import Patience
+from embedtrain.data.train_data import TrainData, load_recipe_data
+from embedtrain.distributed.signals import Notice, StopSignals
+from embedtrain.distributed.timeouts import Timeouts
 from embedtrain.distributed.world import World
-from embedtrain.evaluation.evaluator import Evaluator, metrics_of
-from embedtrain.evaluation.metrics import split_best
+from embedtrain.evaluation.evaluator import Evaluator, metric_names
+from embedtrain.evaluation.metrics import parse_best_metric
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.loading.load import LoadedModel, load_model, proven, quiet_libraries
-from embedtrain.losses.build import meaning_of
-from embedtrain.models.build import digest_of_weights
-from embedtrain.models.source import open_source
-from embedtrain.planning.flops import flops_of
+from embedtrain.loading.load import LoadedModel, load_model, quiet_libraries, verify_packing
+from embedtrain.losses.build import row_spec_of
+from embedtrain.models.build import weights_digest
+from embedtrain.models.source import open_model_source
+from embedtrain.planning.flops import model_flops
 from embedtrain.planning.model_costs import compute_dtype
-from embedtrain.planning.workload import Work
+from embedtrain.planning.workload import StepWorkload
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.metrics import before_and_after
+from embedtrain.tracking.metrics import metric_changes
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.backward import Backward
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.guides import load_guides
-from embedtrain.training.loop import Loop
-from embedtrain.training.matmul_rate import MatmulRate, matmul_rate, notes_on_bf16
-from embedtrain.training.objective import make_loss
+from embedtrain.training.loop import TrainingLoop
+from embedtrain.training.matmul_rate import MatmulRate, bf16_notes, matmul_rate
+from embedtrain.training.objective import build_loss
 from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.rank_batch import Cutting, cost_of_a_pass
+from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
 from embedtrain.training.report_sample import choose_sample
-from embedtrain.training.resume import Effect, changes_since, identity_of, require_same_course, require_same_data
-from embedtrain.training.run_reporter import Account
-from embedtrain.training.state import Trained, TrainState, from_dict
-from embedtrain.training.step import Trainable
-from embedtrain.training.tokenization import own_vocabulary, tokenise
+from embedtrain.training.resume import Effect, describe_changes, require_same_data, require_same_run, run_identity
+from embedtrain.training.run_reporter import RunReporter
+from embedtrain.training.state import EncoderWithLoss, TrainState, from_dict
+from embedtrain.training.step import StepContext
+from embedtrain.training.tokenization import load_or_train_vocabulary, tokenize_data
 
 
-def train(recipe: Recipe, world: World, stopping: Stopping | None = None) -> Path:
+def train(recipe: Recipe, world: World, stopping: StopSignals | None = None) -> Path:
     """Train as the recipe says, or go on where an earlier run of it stopped. Every rank calls it.
 
     Args:
@@ -71,41 +71,43 @@ def train(recipe: Recipe, world: World, stopping: Stopping | None = None) -> Pat
     """
     quiet_libraries()
     with contextlib.ExitStack() as held:
-        return _train(recipe, world, stopping or Stopping(), held)
+        return _train(recipe, world, stopping or StopSignals(), held)
 
 
-def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.ExitStack) -> Path:
-    console = Console(speaks=world.is_main)
+def _train(recipe: Recipe, world: World, stopping: StopSignals, held: contextlib.ExitStack) -> Path:
+    console = Console(enabled=world.is_main)
     run_dir = RunDirectory(Path(recipe.output_dir))
     console.note(f"{recipe.name} on {world.size} rank{'s' * (world.size > 1)} ({world.device.type}), in {run_dir.path}")
 
     # What a user may have got wrong comes first: rows, evaluation sets, the run directory.
-    with world.together("opening the model"):
+    with world.fail_together("opening the model"):
         if world.is_main:
-            require_possible(recipe.export)
-        source = open_source(recipe.model)
+            require_export_support(recipe.export)
+        source = open_model_source(recipe.model)
         prompts = source.prompts
-        base = digest_of_weights(source) if world.is_main and recipe.model.lora.on else None
+        base = weights_digest(source) if world.is_main and recipe.model.lora.on else None
     place = cache_place(recipe.data.cache_dir, run_dir.cache, world, console.note)
-    with world.together("reading training data"), console.counted() as told:
-        cache = Cache(directory=place, keep=recipe.data.cache, told=told)
-        data, losses = chosen_data(recipe, prompts, cache)
+    with world.fail_together("reading training data"), console.progress() as told:
+        cache = Cache(directory=place, keep=recipe.data.cache, progress=told)
+        data, losses = load_recipe_data(recipe, prompts, cache)
         total_steps, total_batches = _lengths(recipe, data)
     require_same_data(data, world)
     sets = load_sets(recipe.evaluation.sets, world, subset=recipe.evaluation.subset, cache=cache)
     best = (
-        split_best(recipe.checkpoint.best_metric, metrics_of(sets))
+        parse_best_metric(recipe.checkpoint.best_metric, metric_names(sets))
         if recipe.checkpoint.best_metric is not None
         else None
     )
-    _tell(console, [*notes_on_accelerate(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
+    _tell(
+        console, [*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)]
+    )
     held.enter_context(_taken(run_dir, world, recipe.parallel.timeout))
-    identity = identity_of(recipe, data, losses, prompts) | {BASE_WEIGHTS: world.broadcast(base)}
-    checkpoints = Checkpoints(
+    identity = run_identity(recipe, data, losses, prompts) | {BASE_WEIGHTS: world.broadcast(base)}
+    checkpoints = Checkpointer(
         run_dir.checkpoints,
         recipe.checkpoint,
         world,
-        about={"identity": identity, "recipe": to_plain(recipe)},
+        metadata={"identity": identity, "recipe": to_plain(recipe)},
         say=console.warn,
         timeout=recipe.parallel.timeout,
     )
@@ -118,26 +120,26 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
         recipe.parallel,
         world,
         seed=recipe.seed,
-        tokenizer=own_vocabulary(recipe, data, run_dir, world, console, anew=found is None),
+        tokenizer=load_or_train_vocabulary(recipe, data, run_dir, world, console, anew=found is None),
         read_weights=found is None,
-        work=Work.of(recipe),
+        work=StepWorkload.of(recipe),
     )
-    tokenise(data, model, cache, world, console)
+    tokenize_data(data, model, cache, world, console)
     guides, guide_notes = load_guides(
-        list(dict.fromkeys(path for loss in losses for path in guides_of(loss))),
+        list(dict.fromkeys(path for loss in losses for path in guide_paths(loss))),
         recipe.parallel,
         world,
         chunk_tokens=recipe.train.chunk_tokens,
         trust_remote_code=recipe.model.trust_remote_code,
     )
     _tell(console, [*model.notes, *guide_notes])
-    loss = make_loss(recipe, losses, data, model, guides, world, console)
-    trained = Trained(model.encoder, loss)
+    loss = build_loss(recipe, losses, data, model, guides, world, console)
+    trained = EncoderWithLoss(model.encoder, loss)
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
-    checkpoints.require_room(trained, total_steps)
+    checkpoints.require_disk_space(trained, total_steps)
     state = _state(found, checkpoints, trained, optimizer, recipe.checkpoint.best_metric, total_steps, console)
     if found is not None:  # whose weights stand only now
-        model = proven(model, recipe.model, recipe.parallel, world, say=console.note)
+        model = verify_packing(model, recipe.model, recipe.parallel, world, say=console.note)
     encoder = SentenceEncoder(
         model.encoder,
         model.tokenizer,
@@ -150,13 +152,13 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     with (
         _recorded(recipe, run_dir, world, model, state, console) as tracker,
         checkpoints,
-        Account(recipe, run_dir, world, encoder, tracker, state, total_steps) as account,
-        world.guarded(),
+        RunReporter(recipe, run_dir, world, encoder, tracker, state, total_steps) as account,
+        world.watchdog_guard(),
     ):
         account.before(lambda: choose_sample(sets, data, losses, prompts))
-        loop = Loop(
+        loop = TrainingLoop(
             recipe=recipe,
-            run=Trainable(
+            run=StepContext(
                 world=world,
                 trained=trained,
                 optimizer=optimizer,
@@ -167,16 +169,16 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
                     world,
                     seed=recipe.seed,
                     dummy=model.tokenizer.dummy(),
-                    whole_gradients=model.whole_gradients,
+                    reduce_per_step=model.reduce_per_step,
                     guides=guides,
                     sources=data.names if data.plan.by_source and len(losses) > 1 else None,
-                    meanings=[meaning_of(loss) for loss in losses] if recipe.tracking.geometry else None,
+                    row_specs=[row_spec_of(loss) for loss in losses] if recipe.tracking.geometry else None,
                 ),
                 optim=recipe.optim,
                 state=state,
-                flops=flops_of(model.encoder),
+                flops=model_flops(model.encoder),
                 notices=lambda: (stopping.notice | Notice.save_failed) if checkpoints.failed else stopping.notice,
-                hold_back=checkpoints.hold_back,
+                wait_for_staging=checkpoints.wait_for_staging,
             ),
             data=data,
             losses=losses,
@@ -190,7 +192,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
             total_batches=total_batches,
             run_dir=run_dir,
             stopping=stopping,
-            patience=Patience(world, recipe.parallel.timeout, recipe.parallel.step_timeout),
+            patience=Timeouts(world, recipe.parallel.timeout, recipe.parallel.step_timeout),
             rate=rate,
         )
         stopped = loop.go()
@@ -198,7 +200,7 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
             checkpoints.wait()
             exported = export_run(recipe, model, trained, encoder, state, run_dir, world, tracker)
             tracker.exported(exported.directory)
-            _tell(console, [*before_and_after(run_dir.path), f"model: {exported.directory}"])
+            _tell(console, [*metric_changes(run_dir.path), f"model: {exported.directory}"])
             account.after(exported_step(recipe, state))
         else:
             account.stopped()
@@ -207,13 +209,13 @@ def _train(recipe: Recipe, world: World, stopping: Stopping, held: contextlib.Ex
     return exported.directory
 
 
-def _compare(found: StepFolder | None, identity: Mapping[str, Any], recipe: Recipe, console: Console) -> None:
+def _compare(found: Checkpoint | None, identity: Mapping[str, Any], recipe: Recipe, console: Console) -> None:
     """Refuse what would be another run than the checkpoint's, if there is one, and say what else is otherwise now."""
     if found is None:
         return
-    require_same_course(found, identity)
-    for effect, line in changes_since(found, recipe).items():
-        (console.warn if effect is Effect.steers else console.note)(line)
+    require_same_run(found, identity)
+    for effect, line in describe_changes(found, recipe).items():
+        (console.warn if effect is Effect.changes_training else console.note)(line)
 
 
 def _tell(console: Console, notes: Sequence[str]) -> None:
@@ -224,11 +226,11 @@ def _tell(console: Console, notes: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _taken(run_dir: RunDirectory, world: World, timeout: float) -> Iterator[None]:
     """Make the run directory, and keep other runs out of it."""
-    with world.together("making the run directory"):
+    with world.fail_together("making the run directory"):
         run_dir.path.mkdir(parents=True, exist_ok=True)
-    with only_run(run_dir.lock, world, timeout):
+    with output_dir_lock(run_dir.lock, world, timeout):
         if world.watch is not None:
-            world.watch.goes_on = run_dir.goes_on
+            world.watch.resume_hint = run_dir.resume_hint
         yield
 
 
@@ -236,7 +238,7 @@ def _recorded(
     recipe: Recipe, run_dir: RunDirectory, world: World, model: LoadedModel, state: TrainState, console: Console
 ) -> Tracker:
     """Write what the run is into its directory, and start to record what becomes of it."""
-    with world.together("writing the run directory"):
+    with world.fail_together("writing the run directory"):
         if world.is_main:
             run_dir.stopped.unlink(missing_ok=True)
             run_dir.write_recipe(recipe, world.size, model.source.commit)
@@ -244,8 +246,8 @@ def _recorded(
             shutil.rmtree(run_dir.architecture, ignore_errors=True)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)
             if model.adapted is not None:
-                write_settings(run_dir.adapter, model.adapted, recipe.model, model.source)
-    with world.together("starting to record"):
+                write_adapter_config(run_dir.adapter, model.adapted, recipe.model, model.source)
+    with world.fail_together("starting to record"):
         resumed = state.step or None  # weights alone, or nothing: the rows of an earlier run are put aside
         return Tracker.open(
             recipe,
@@ -258,22 +260,22 @@ def _recorded(
         )
 
 
-def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> Cutting:
+def _cutting(recipe: Recipe, model: LoadedModel, world: World) -> ChunkOptions:
     """How texts are cut into chunks."""
     given = recipe.train.pass_overhead_tokens
-    costs = cost_of_a_pass(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
-    return Cutting(recipe.train.chunk_tokens, model.activation_tokens, costs if given is None else given)
+    costs = pass_overhead(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
+    return ChunkOptions(recipe.train.chunk_tokens, model.activation_tokens, costs if given is None else given)
 
 
 def _rate(precision: Precision, world: World, console: Console) -> MatmulRate:
     """What the ranks' devices can do; before the model is there, which needs their memory."""
     rate = matmul_rate(world, compute_dtype(precision))
-    _tell(console, [f"mfu is a share of {rate}", *notes_on_bf16(precision, world.device)])
+    _tell(console, [f"mfu is a share of {rate}", *bf16_notes(precision, world.device)])
     return rate
 
 
 def _lengths(recipe: Recipe, data: TrainData) -> tuple[int, int]:
-    """Optimiser steps and global batches of the run: `train.gradient_accumulation_steps` batches a step, in the last what is left."""
+    """Optimizer steps and global batches of the run; the last step may have fewer batches."""
     each = recipe.train.gradient_accumulation_steps
     if recipe.train.epochs is None:
         steps = data.plan.total_steps(recipe.train.steps, None)
@@ -283,9 +285,9 @@ def _lengths(recipe: Recipe, data: TrainData) -> tuple[int, int]:
 
 
 def _state(
-    found: StepFolder | None,
-    checkpoints: Checkpoints,
-    trained: Trained,
+    found: Checkpoint | None,
+    checkpoints: Checkpointer,
+    trained: EncoderWithLoss,
     optimizer: torch.optim.AdamW,
     best_by: str | None,
     total_steps: int,
@@ -299,9 +301,9 @@ def _state(
 
 
 def _resume(
-    found: StepFolder,
-    checkpoints: Checkpoints,
-    trained: Trained,
+    found: Checkpoint,
+    checkpoints: Checkpointer,
+    trained: EncoderWithLoss,
     optimizer: torch.optim.AdamW,
     total_steps: int,
     console: Console,

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from embedtrain.checkpoint.export.export import Exported, only_export, plan_export
-from embedtrain.checkpoint.export.model_directory import Pieces, write_architecture
-from embedtrain.checkpoint.export.probes import Expected, plain_vectors, tolerance_of
+from embedtrain.checkpoint.export.export import ExportResult, export_lock, plan_export
+from embedtrain.checkpoint.export.model_directory import WeightStream, write_architecture
+from embedtrain.checkpoint.export.probes import ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.models.build import assemble, initialise
-from embedtrain.models.source import ModelSource, open_source
-from embedtrain.models.tokenizer import load_tokenizer, text_length
+from embedtrain.models.build import assemble_encoder, full_state_dict
+from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 
 
 @dataclass(frozen=True)
@@ -30,28 +30,28 @@ class Architecture:
 
 def architecture_of(directory: Path, model: ModelConfig) -> Architecture:
     """The architecture of a source, its weights, and its own vectors of the probes."""
-    source = open_source(model)
+    source = open_model_source(model)
     loaded = load_tokenizer(source)
-    tokenizer = TextTokenizer(loaded, text_length(source, loaded))
-    state = initialise(source, seed=0)
+    tokenizer = TextTokenizer(loaded, resolve_max_length(source, loaded))
+    state = full_state_dict(source, seed=0)
     write_architecture(directory, source, tokenizer)
-    encoder = assemble(source)
+    encoder = assemble_encoder(source)
     encoder.load_state_dict(state)
-    return Architecture(directory, source, state, plain_vectors(encoder, tokenizer), tokenizer.max_length)
+    return Architecture(directory, source, state, probe_vectors(encoder, tokenizer), tokenizer.max_length)
 
 
 def export_model(
     to: Path, made: Architecture, *, dtype: torch.dtype = torch.float32, card: str = "", **asked: Any
-) -> Exported:
+) -> ExportResult:
     """Export weights that lie whole in this process; options as in a recipe."""
     options = ExportConfig(**asked)
     specs = {name: TensorSpec.of(tensor) for name, tensor in made.state.items()}
     rows = ((name, 0, tensor) for name, tensor in made.state.items())
-    export = plan_export(to, made.directory, Pieces(specs, rows), dtype, options)
-    expected = Expected(
-        made.vectors, tolerance_of(dtype, exact_encoder=True), {"query": ""} | made.source.prompts, made.max_length
+    export = plan_export(to, made.directory, WeightStream(specs, rows), dtype, options)
+    expected = ExportReference(
+        made.vectors, export_tolerance(dtype, exact_encoder=True), {"query": ""} | made.source.prompts, made.max_length
     )
-    with only_export(to):
+    with export_lock(to):
         export.begin()
         export.write(rows, main=True)
         return export.finish(card, expected if options.check else None, trust_remote_code=made.source.trust_remote_code)

@@ -17,18 +17,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from embedtrain.checkpoint.manager import Checkpoints
-from embedtrain.checkpoint.snapshot import begin_all
-from embedtrain.checkpoint.step_directory import StepFolder, list_steps, read_manifest, step_path, verify
+from embedtrain.checkpoint.manager import Checkpointer
+from embedtrain.checkpoint.snapshot import init_optimizer_state
+from embedtrain.checkpoint.step_directory import Checkpoint, list_steps, open_checkpoint, step_path, verify_checksums
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import CheckpointConfig, OptimConfig, ParallelConfig
-from embedtrain.distributed.mesh import Layout
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.planning.strategy import shape_of
+from embedtrain.planning.strategy import mesh_shape
 from embedtrain.training.optimizer import build_optimizer
-from embedtrain.training.state import Trained
+from embedtrain.training.state import EncoderWithLoss
 from tests.small import small_model, small_tokenizer
 
 
@@ -62,13 +62,15 @@ class Live:
             encoder: Any = Odd()
             with torch.no_grad():  # otherwise zero, and what is read could not be told from what was there
                 encoder.table += seed
-            shape = shape_of(parallel.strategy, parallel, world.size, world.local_size)
-            fully_shard(encoder, mesh=Layout(parallel.strategy, *shape, "").mesh(world.device))
+            shape = mesh_shape(parallel.strategy, parallel, world.size, world.local_size)
+            fully_shard(encoder, mesh=ParallelLayout(parallel.strategy, *shape, "").mesh(world.device))
         else:
             model = small_model("xlm-roberta")
             model.config |= sizes
             encoder = load_model(model, parallel, world, seed=seed, tokenizer=small_tokenizer()).encoder
-        self.trained = Trained(encoder, InfoNCE(InfoNCEConfig(learn_temperature=True, temperature=0.1 + seed / 10)))
+        self.trained = EncoderWithLoss(
+            encoder, InfoNCE(InfoNCEConfig(learn_temperature=True, temperature=0.1 + seed / 10))
+        )
         self.optimizer = build_optimizer(encoder, OptimConfig(lr=1e-2), self.trained.loss)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -83,7 +85,7 @@ class Live:
         """A digest of every whole tensor of the model and of the optimiser's state, by name. A collective."""
         found: dict[str, Any] = dict(get_model_state_dict(self.trained))
         if optimizer:
-            begin_all(self.optimizer)
+            init_optimizer_state(self.optimizer)
             options = StateDictOptions(flatten_optimizer_state_dict=True)
             found |= get_optimizer_state_dict(self.trained, self.optimizer, options=options)
         return {name: digest(value) for name, value in found.items() if isinstance(value, Tensor)}
@@ -99,15 +101,15 @@ def state_of(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "samples": 10 * step} | more
 
 
-def opened(root: Path, world: World, said: list[str] | None = None, **options: Any) -> Checkpoints:
-    return Checkpoints(
-        root, CheckpointConfig(**options), world, about={}, say=(said if said is not None else []).append, timeout=60
+def opened(root: Path, world: World, said: list[str] | None = None, **options: Any) -> Checkpointer:
+    return Checkpointer(
+        root, CheckpointConfig(**options), world, metadata={}, say=(said if said is not None else []).append, timeout=60
     )
 
 
-def sound(root: Path, step: int) -> StepFolder:
-    folder = read_manifest(step_path(root, step))
-    verify(folder, 0, 1)
+def sound(root: Path, step: int) -> Checkpoint:
+    folder = open_checkpoint(step_path(root, step))
+    verify_checksums(folder, 0, 1)
     return folder
 
 
@@ -116,7 +118,7 @@ def steps(root: Path) -> list[int]:
 
 
 @contextmanager
-def held_back(checkpoints: Checkpoints) -> Iterator[threading.Event]:
+def held_back(checkpoints: Checkpointer) -> Iterator[threading.Event]:
     """Keep the thread that writes busy, as a slow disk would, until the event is set."""
     free = threading.Event()
     checkpoints._thread.submit(free.wait)

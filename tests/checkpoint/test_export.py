@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 import embedtrain.checkpoint.export.export as export_module
-from embedtrain.checkpoint.export.export import stored_encoder, stored_pieces
-from embedtrain.checkpoint.export.probes import PROBES, tolerance_of
+from embedtrain.checkpoint.export.export import checkpoint_weights, load_checkpoint_encoder
+from embedtrain.checkpoint.export.probes import PROBES, export_tolerance
 from embedtrain.checkpoint.snapshot import WEIGHTS
-from embedtrain.checkpoint.step_directory import read_manifest
+from embedtrain.checkpoint.step_directory import open_checkpoint
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.models.build import initialise
-from embedtrain.models.source import open_source
+from embedtrain.models.build import full_state_dict
+from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
 from tests.small import save_small, small_model, write_rows
 from tests.test_run import run
@@ -65,10 +65,10 @@ def test_heads_prompts_and_types_are_kept(tmp_path, dtype):
     architecture = architecture_of(tmp_path / "architecture", ModelConfig(path=str(tmp_path / "made")))
     assert torch.allclose(architecture.vectors, expected, atol=1e-5)
     exported = export_model(tmp_path / "out", architecture, dtype=dtype)
-    assert exported.difference <= tolerance_of(dtype, exact_encoder=True)
+    assert exported.difference <= export_tolerance(dtype, exact_encoder=True)
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
-    again = open_source(ModelConfig(path=str(tmp_path / "out")))
+    again = open_model_source(ModelConfig(path=str(tmp_path / "out")))
     assert (len(again.dense), again.normalize, again.prompts["query"]) == (1, False, "alpha ")
     reopened = SentenceTransformer(str(tmp_path / "out"), model_kwargs={"dtype": "float32"})
     assert np.allclose(reopened.encode(list(PROBES), prompt=""), expected, atol=5e-2 if dtype.itemsize == 2 else 1e-4)
@@ -126,7 +126,7 @@ def test_large_models_are_split_into_files(tmp_path, small):
     assert len(files) > 1
     largest = max(tensor.nbytes for tensor in small.state.values())
     assert all(file.stat().st_size < max(20_000, largest) + 3_000 for file in files)
-    again = initialise(open_source(ModelConfig(path=str(tmp_path / "out"))), seed=1)
+    again = full_state_dict(open_model_source(ModelConfig(path=str(tmp_path / "out"))), seed=1)
     assert all(torch.equal(again[name], tensor) for name, tensor in small.state.items())
 
 
@@ -140,7 +140,7 @@ def test_weights_that_a_type_cannot_hold_are_refused(tmp_path, small):
 
 
 def test_one_export_at_a_time_and_what_a_killed_one_left_is_no_hindrance(tmp_path, small, monkeypatch):
-    monkeypatch.setattr(export_module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(export_module, "_LOCK_TIMEOUT", 0.1)
     to = tmp_path / "out"
     holder = subprocess.Popen(
         [sys.executable, "-c", f"""
@@ -174,9 +174,9 @@ def test_a_checkpoint_is_read_whole_in_one_process(ranks, rows, tmp_path, layout
     arguments = [f"model.path={model}", "model.pooling=last", f"data.train=[{rows}]", "train.steps=2"]
     ranks(3, run, *arguments, f"output_dir={tmp_path / 'run'}", f"checkpoint.layout={layout}")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    source = open_source(ModelConfig(path=str(tmp_path / "run" / "model")))
-    with read_manifest(tmp_path / "run" / "checkpoints" / "step-00000002").tensors(WEIGHTS) as stored:
-        state = stored_encoder(source, stored).state_dict()
+    source = open_model_source(ModelConfig(path=str(tmp_path / "run" / "model")))
+    with open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002").tensors(WEIGHTS) as stored:
+        state = load_checkpoint_encoder(source, stored).state_dict()
     assert {name.removeprefix("backbone.") for name in state} == written.keys()
     assert all(torch.equal(written[name.removeprefix("backbone.")], tensor) for name, tensor in state.items())
 
@@ -190,6 +190,6 @@ def test_bf16_weights_go_in_and_come_out_as_bf16(ranks, rows, tmp_path):
     ranks(2, run, *arguments, CHECKED, "parallel.precision=bf16")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
-    with read_manifest(tmp_path / "run" / "checkpoints" / "step-00000001").tensors(WEIGHTS) as stored:
-        specs = stored_pieces(stored).specs
+    with open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000001").tensors(WEIGHTS) as stored:
+        specs = checkpoint_weights(stored).specs
     assert {spec.dtype for spec in specs.values()} == {torch.float32}

@@ -90,7 +90,7 @@ def test_a_graph_that_gives_other_vectors_is_refused(tmp_path):
 
 def test_large_weights_lie_in_one_file_beside_the_graph(tmp_path, monkeypatch):
     small = made(tmp_path, "xlm-roberta")
-    monkeypatch.setattr(onnx_graph, "_LARGEST_GRAPH", 50_000)
+    monkeypatch.setattr(onnx_graph, "_MAX_GRAPH_BYTES", 50_000)
     export_model(tmp_path / "out", small, formats=["onnx"])
     assert sorted(path.name for path in (tmp_path / "out" / "onnx").iterdir()) == ["model.onnx", "model.onnx_data"]
     shutil.move(tmp_path / "out", tmp_path / "elsewhere")

@@ -7,23 +7,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embedtrain.checkpoint.index import describe, files_for, write_parts
-from embedtrain.checkpoint.snapshot import WEIGHTS, Part, Share
+from embedtrain.checkpoint.index import describe_tensors, tensor_files, write_local_shards
+from embedtrain.checkpoint.snapshot import WEIGHTS, LocalShard, ShardPosition
 from embedtrain.checkpoint.step_directory import (
     FORMAT,
     MANIFEST,
-    choose_step,
-    finish,
+    commit_checkpoint,
+    find_checkpoint,
     list_steps,
     list_unfinished,
+    open_checkpoint,
     prune,
-    read_manifest,
     step_path,
     unfinished_path,
-    verify,
+    verify_checksums,
 )
 from embedtrain.checkpoint.weight_files import TensorSpec
-from embedtrain.config.recipe import Layout
+from embedtrain.config.recipe import CheckpointLayout
 from embedtrain.errors import CheckpointError
 
 PART = "weights-00000-of-00001.safetensors"
@@ -39,11 +39,13 @@ def write(root: Path, step: int, value: float = 1.0, best_step: int | None = Non
     unfinished = unfinished_path(root, step)
     unfinished.mkdir(parents=True)
     rows = torch.full((3, 2), value)
-    parts = {"w": Part(TensorSpec.of(rows), rows, first=0, cut=True)}
-    files = files_for(WEIGHTS, parts, Layout.sharded, shards=1)
-    checksums = write_parts(unfinished, files, Share(replica=0, shard=0, shards=1), parts)
+    parts = {"w": LocalShard(TensorSpec.of(rows), rows, first=0, cut=True)}
+    files = tensor_files(WEIGHTS, parts, CheckpointLayout.sharded, shards=1)
+    checksums = write_local_shards(unfinished, files, ShardPosition(replica=0, shard=0, shards=1), parts)
     manifest = {"format": FORMAT, "step": step, "state": {"best_step": best_step}, "layout": "sharded", "shards": 1}
-    finish(unfinished, step_path(root, step), manifest | {"tensors": {WEIGHTS: describe(files, [checksums])}})
+    commit_checkpoint(
+        unfinished, step_path(root, step), manifest | {"tensors": {WEIGHTS: describe_tensors(files, [checksums])}}
+    )
     return step_path(root, step)
 
 
@@ -65,17 +67,17 @@ def test_what_an_abandoned_course_left_does_not_push_out_what_was_just_saved(tmp
 
 def test_a_name_stands_for_a_step(tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        choose_step(tmp_path, "latest")
+        find_checkpoint(tmp_path, "latest")
     write(tmp_path, 10)
     write(tmp_path, 20, best_step=10)
-    assert [choose_step(tmp_path, name).step for name in ("latest", "best", "10")] == [20, 10, 10]
+    assert [find_checkpoint(tmp_path, name).step for name in ("latest", "best", "10")] == [20, 10, 10]
     with pytest.raises(CheckpointError, match=r"step=15: .* has latest and 10, 20"):
-        choose_step(tmp_path, "15")
+        find_checkpoint(tmp_path, "15")
     part = tmp_path / "step-00000020" / PART
     part.write_bytes(part.read_bytes()[:-1] + b"!")
-    assert choose_step(tmp_path, "latest").step == 10
+    assert find_checkpoint(tmp_path, "latest").step == 10
     with pytest.raises(CheckpointError, match=f"{PART} is damaged: the checksum of w is not"):
-        choose_step(tmp_path, "20")
+        find_checkpoint(tmp_path, "20")
 
 
 @pytest.mark.parametrize(
@@ -100,10 +102,10 @@ def test_a_name_stands_for_a_step(tmp_path):
 )
 def test_damage_is_named(tmp_path, damage, sentence):
     path = write(tmp_path, 10)
-    verify(read_manifest(path), 0, 1)
+    verify_checksums(open_checkpoint(path), 0, 1)
     damage(path)
     with pytest.raises(CheckpointError, match=sentence):
-        read_manifest(path)
+        open_checkpoint(path)
 
 
 def test_a_save_that_was_cut_off_is_no_checkpoint(tmp_path):
@@ -119,7 +121,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     write(tmp_path, 10, 1.0)
     path = write(tmp_path, 10, 2.0)
     assert load_file(path / PART)["w"].unique().tolist() == [2.0]
-    verify(read_manifest(path), 0, 1)
+    verify_checksums(open_checkpoint(path), 0, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 

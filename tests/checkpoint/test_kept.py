@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.checkpoint.disk_space import expected_bytes
-from embedtrain.checkpoint.manager import Checkpoints
-from embedtrain.checkpoint.snapshot import take
+from embedtrain.checkpoint.disk_space import checkpoint_bytes
+from embedtrain.checkpoint.manager import Checkpointer
+from embedtrain.checkpoint.snapshot import take_snapshot
 from embedtrain.checkpoint.step_directory import list_unfinished, step_path
-from embedtrain.config.recipe import Contents, Layout, Strategy
+from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError
 from tests.checkpoint.live import Live, held_back, opened, sound, state_of, steps
@@ -34,18 +34,18 @@ def small_files_only(limit: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def told_of(checkpoints: Checkpoints, live: Live, step: int) -> str:
+def told_of(checkpoints: Checkpointer, live: Live, step: int) -> str:
     """What a save says; waited for where it is beside training."""
     with pytest.raises(EmbedtrainError) as failure:
         checkpoints.save(live.trained, live.optimizer, state_of(step))
-        while checkpoints._under_way is not None and not checkpoints._under_way.done():
+        while checkpoints._pending is not None and not checkpoints._pending.done():
             time.sleep(0.01)
         assert checkpoints.failed, "whoever trains can ask"
         checkpoints.save(live.trained, live.optimizer, state_of(step + 1))
     return f"{failure.type.__name__}: {failure.value}"
 
 
-def fail_on(world: World, root: Path, asynchronous: bool, layout: Layout, rank: int) -> list[str]:
+def fail_on(world: World, root: Path, asynchronous: bool, layout: CheckpointLayout, rank: int) -> list[str]:
     """Saves of which the second fails on one rank for want of room, and the third because the folder vanishes."""
     live = Live(world, FSDP, odd=False)
     told = []
@@ -89,7 +89,12 @@ def fail_on(world: World, root: Path, asynchronous: bool, layout: Layout, rank: 
 
 @pytest.mark.parametrize(
     ("asynchronous", "layout", "rank"),
-    [(False, Layout.sharded, 0), (False, Layout.full, 1), (True, Layout.sharded, 1), (True, Layout.full, 0)],
+    [
+        (False, CheckpointLayout.sharded, 0),
+        (False, CheckpointLayout.full, 1),
+        (True, CheckpointLayout.sharded, 1),
+        (True, CheckpointLayout.full, 0),
+    ],
 )
 def test_a_save_that_fails_says_why_on_all_ranks_and_leaves_what_was(ranks, tmp_path, asynchronous, layout, rank):
     root = tmp_path / "checkpoints"
@@ -109,7 +114,7 @@ def test_a_save_that_fails_says_why_on_all_ranks_and_leaves_what_was(ranks, tmp_
 def room_for_two(root: Path, step: int, live: Live) -> float:
     """GB that one checkpoint beside another fits in, but no third; small ones have much besides their tensors."""
     on_disk = sum(path.stat().st_size for path in step_path(root, step).iterdir())
-    return (1.5 * on_disk + take(live.trained, live.optimizer).num_bytes) / 10**9
+    return (1.5 * on_disk + take_snapshot(live.trained, live.optimizer).num_bytes) / 10**9
 
 
 def keep_as_told(world: World, root: Path) -> None:
@@ -121,13 +126,13 @@ def keep_as_told(world: World, root: Path) -> None:
     assert steps(root / "kept") == [10, 9, 8, 4, 3]
 
     # Loose enough for three of a run that saves once, too tight for one that is to keep five.
-    assert expected_bytes(live.trained, Contents.model) == take(live.trained, None).num_bytes
-    whole = take(live.trained, live.optimizer).num_bytes  # with AdamW's number of steps for each tensor
-    assert expected_bytes(live.trained, Contents.all) == pytest.approx(whole, rel=0.01)
+    assert checkpoint_bytes(live.trained, CheckpointContents.model) == take_snapshot(live.trained, None).num_bytes
+    whole = take_snapshot(live.trained, live.optimizer).num_bytes  # with AdamW's number of steps for each tensor
+    assert checkpoint_bytes(live.trained, CheckpointContents.all) == pytest.approx(whole, rel=0.01)
     limit = room_for_two(root / "kept", 10, live)
-    opened(root, world, max_disk_gb=limit).require_room(live.trained, 10)
+    opened(root, world, max_disk_gb=limit).require_disk_space(live.trained, 10)
     with pytest.raises(ConfigError, match=r"max_disk_gb=.*: up to 5 checkpoints of .* GB lie there at a time \(keep=5"):
-        opened(root, world, every=1, keep=5, max_disk_gb=limit).require_room(live.trained, 10)
+        opened(root, world, every=1, keep=5, max_disk_gb=limit).require_disk_space(live.trained, 10)
 
     with opened(root / "limited", world, keep=2, max_disk_gb=limit) as checkpoints:
         for step in range(1, 5):

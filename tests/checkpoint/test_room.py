@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.checkpoint.disk_space import GB, make_room, most_at_a_time, require_limit_fits
+from embedtrain.checkpoint.disk_space import GB, free_disk_space, max_checkpoints_on_disk, require_disk_limit
 from embedtrain.checkpoint.step_directory import list_steps, step_path, unfinished_path
 from embedtrain.config.recipe import CheckpointConfig
 from embedtrain.errors import CheckpointError, ConfigError
@@ -38,22 +38,22 @@ def filled(root: Path, *steps: int) -> Path:
 )
 def test_a_limit_is_compared_with_all_that_is_to_be_kept(options, total_steps, most):
     config = CheckpointConfig(**options)
-    assert most_at_a_time(config, total_steps) == most
-    require_limit_fits(config, 10**20, total_steps)
+    assert max_checkpoints_on_disk(config, total_steps) == most
+    require_disk_limit(config, 10**20, total_steps)
     config.max_disk_gb = most * SIZE / GB
-    require_limit_fits(config, SIZE, total_steps)
+    require_disk_limit(config, SIZE, total_steps)
     with pytest.raises(ConfigError, match=rf"checkpoint.max_disk_gb=.*: up to {most} checkpoints of .*allow .*"):
-        require_limit_fits(config, SIZE + 1, total_steps)
+        require_disk_limit(config, SIZE + 1, total_steps)
 
 
 def test_room_is_made_of_the_oldest_and_no_more_than_is_needed(tmp_path):
     root = filled(tmp_path / "checkpoints", 1, 2, 3, 4)
     spare = [step_path(root, step) for step in (3, 2, 1)]
-    make_room(root, SIZE, 5 * SIZE / GB, spare)
+    free_disk_space(root, SIZE, 5 * SIZE / GB, spare)
     assert [step for step, _ in list_steps(root)] == [4, 3, 2, 1]
-    make_room(root, SIZE, 4 * SIZE / GB, spare)
+    free_disk_space(root, SIZE, 4 * SIZE / GB, spare)
     assert [step for step, _ in list_steps(root)] == [4, 3, 2]
-    make_room(root, SIZE, None, spare)
+    free_disk_space(root, SIZE, None, spare)
     assert [step for step, _ in list_steps(root)] == [4, 3, 2]
 
 
@@ -62,14 +62,14 @@ def test_what_must_stay_stays(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"no room for a checkpoint of 1e-06 GB: .* holds 2e-06 GB already, and chec"
     ):
-        make_room(root, SIZE, 2.5 * SIZE / GB, [])
+        free_disk_space(root, SIZE, 2.5 * SIZE / GB, [])
     assert [step for step, _ in list_steps(root)] == [2, 1]
 
 
 def test_what_was_cut_off_gives_its_room_back_first(tmp_path):
     root = filled(tmp_path / "checkpoints", 1, 2, 3)
     step_path(root, 3).rename(unfinished_path(root, 3))
-    make_room(root, SIZE, 3 * SIZE / GB, [step_path(root, 1)])
+    free_disk_space(root, SIZE, 3 * SIZE / GB, [step_path(root, 1)])
     assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "step-00000002"]
 
 
@@ -77,5 +77,5 @@ def test_a_disk_without_room_is_told_before_a_byte_is_written(tmp_path):
     root = filled(tmp_path / "checkpoints", 1)
     needed = shutil.disk_usage(root).total
     with pytest.raises(CheckpointError, match=rf"no room for a checkpoint of .* GB: the disk of {root} has .* GB left"):
-        make_room(root, needed, None, [])
+        free_disk_space(root, needed, None, [])
     assert [step for step, _ in list_steps(root)] == [1]

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from embedtrain.checkpoint.step_directory import list_steps, read_manifest, step_path
-from embedtrain.config.recipe import Contents, Layout, ParallelConfig, Strategy
+from embedtrain.checkpoint.step_directory import list_steps, open_checkpoint, step_path
+from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, ParallelConfig, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
 from tests.checkpoint.live import Live, held_back, opened, sound, state_of, steps
 from tests.small import parallel
 
-Kinds = list[tuple[Layout, Contents]]
-KINDS: Kinds = [(layout, contents) for layout in Layout for contents in Contents]
-COMPLETE = [kind for kind in KINDS if kind[1] is Contents.all]
+Kinds = list[tuple[CheckpointLayout, CheckpointContents]]
+KINDS: Kinds = [(layout, contents) for layout in CheckpointLayout for contents in CheckpointContents]
+COMPLETE = [kind for kind in KINDS if kind[1] is CheckpointContents.all]
 FSDP = parallel(Strategy.fsdp)
 WRITERS = {"fsdp": (2, FSDP), "ddp": (2, parallel(Strategy.ddp)), "hsdp": (4, parallel(Strategy.hsdp, shard_size=2))}
 READERS = [(1, FSDP), (3, FSDP), (4, WRITERS["hsdp"][1]), (2, parallel(Strategy.ddp))]
@@ -98,7 +98,7 @@ def test_any_ranks_read_what_any_ranks_wrote(ranks, tmp_path):
                 roots = [
                     tmp_path / name / f"{bool(model)} {layout.value} {contents.value} {way}" for way in (False, True)
                 ]
-                expected[roots[1]] = whole if contents is Contents.all else weights
+                expected[roots[1]] = whole if contents is CheckpointContents.all else weights
                 files = [sorted(path for path in step_path(root, 1).iterdir()) for root in roots]
                 for one, other in zip(*files, strict=True):
                     assert one.name == other.name
@@ -126,7 +126,7 @@ def trained_on(world: World, root: Path) -> tuple[dict[str, str], dict[str, str]
             before = live.held()
             checkpoints.save(live.trained, live.optimizer, state_of(1))
             for _ in range(3):
-                checkpoints.hold_back()
+                checkpoints.wait_for_staging()
                 live.step()
             after = live.held()
             assert not checkpoints.failed
@@ -139,7 +139,7 @@ def trained_on(world: World, root: Path) -> tuple[dict[str, str], dict[str, str]
         assert steps(root) == [4, 1]
         read = []
         for step in (1, 4):
-            checkpoints.resume(read_manifest(step_path(root, step)), live.trained, live.optimizer)
+            checkpoints.resume(open_checkpoint(step_path(root, step)), live.trained, live.optimizer)
             read.append(live.held())
     assert read[1] == after
     return before, after, read[0]
@@ -170,7 +170,7 @@ def misfit(world: World, root: Path) -> list[str]:
     """A checkpoint of another model, and one whose manifest tells another shape."""
     told = []
     live, other = Live(world, FSDP, odd=True), Live(world, FSDP, odd=False)
-    with opened(root, world, layout=Layout.full) as checkpoints:
+    with opened(root, world, layout=CheckpointLayout.full) as checkpoints:
         checkpoints.save(live.trained, live.optimizer, state_of(1))
         checkpoints.wait()
         folder = sound(root, 1)

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from embedtrain.checkpoint.index import StoredTensors, describe, files_for, write_parts
-from embedtrain.checkpoint.snapshot import WEIGHTS, Part, Share
+from embedtrain.checkpoint.index import TensorReader, describe_tensors, tensor_files, write_local_shards
+from embedtrain.checkpoint.snapshot import WEIGHTS, LocalShard, ShardPosition
 from embedtrain.checkpoint.weight_files import DTYPE_NAMES, TensorSpec
-from embedtrain.config.recipe import Layout
+from embedtrain.config.recipe import CheckpointLayout
 from embedtrain.errors import CheckpointError
 
-LAYOUTS = list(Layout)
+LAYOUTS = list(CheckpointLayout)
 
 
 def random_of(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -40,8 +40,8 @@ def all_kinds() -> tuple[dict[str, Tensor], frozenset[str]]:
 
 
 def write(
-    folder: Path, tensors: Mapping[str, Tensor], cut: frozenset[str], layout: Layout, shards: int
-) -> StoredTensors:
+    folder: Path, tensors: Mapping[str, Tensor], cut: frozenset[str], layout: CheckpointLayout, shards: int
+) -> TensorReader:
     """As so many ranks write them, one after the other."""
     folder.mkdir()
     checksums = []
@@ -50,16 +50,18 @@ def write(
         for name, tensor in tensors.items():
             each = -(-len(tensor) // shards) if name in cut else 0
             rows = tensor[each * shard : each * (shard + 1)] if name in cut else tensor
-            parts[name] = Part(TensorSpec.of(tensor), rows, min(each * shard, len(tensor)) if each else 0, name in cut)
-        files = files_for(WEIGHTS, parts, layout, shards)
-        checksums.append(write_parts(folder, files, Share(0, shard, shards), parts))
-    return StoredTensors(folder, WEIGHTS, layout, shards, describe(files, checksums))
+            parts[name] = LocalShard(
+                TensorSpec.of(tensor), rows, min(each * shard, len(tensor)) if each else 0, name in cut
+            )
+        files = tensor_files(WEIGHTS, parts, layout, shards)
+        checksums.append(write_local_shards(folder, files, ShardPosition(0, shard, shards), parts))
+    return TensorReader(folder, WEIGHTS, layout, shards, describe_tensors(files, checksums))
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_full_is_what_the_library_writes(tmp_path, shards):
     tensors, cut = all_kinds()
-    write(tmp_path / "ours", tensors, cut, Layout.full, shards)
+    write(tmp_path / "ours", tensors, cut, CheckpointLayout.full, shards)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours" / "weights.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
@@ -68,7 +70,7 @@ def test_full_is_what_the_library_writes(tmp_path, shards):
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 12])
 def test_a_shard_is_a_file_that_the_library_reads(tmp_path, shards):
     tensors, cut = all_kinds()
-    write(tmp_path / "ours", tensors, cut, Layout.sharded, shards)
+    write(tmp_path / "ours", tensors, cut, CheckpointLayout.sharded, shards)
     files = sorted((tmp_path / "ours").iterdir())
     assert [path.name for path in files] == [f"weights-{n:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
     found = [load_file(path) for path in files]
@@ -83,7 +85,7 @@ def test_any_rows_are_found_whatever_number_of_shards_wrote(tmp_path, layout, wr
     tensors, cut = all_kinds()
     with write(tmp_path / "ours", tensors, cut, layout, written) as stored:
         stored.require_sizes()
-        stored.verify(0, 1)
+        stored.verify_checksums(0, 1)
         assert {name: (spec.dtype, spec.shape) for name, spec in stored.specs.items()} == {
             name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
         }
@@ -118,14 +120,14 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, layout, readers):
             found = []
             for reader in range(readers):
                 try:
-                    stored.verify(reader, readers)
+                    stored.verify_checksums(reader, readers)
                 except CheckpointError as error:
                     found.append(str(error))
             assert len(found) == 1, (path.name, place)
             what = "its header is not the one" if place < header else "the checksum of [abc] is not the one"
             assert re.search(f"{path.name} is damaged: {what} that was written", found[0])
         path.write_bytes(intact)
-    stored.verify(0, 1)
+    stored.verify_checksums(0, 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -138,7 +140,7 @@ def test_a_file_that_is_gone_or_cut_off_is_named(tmp_path, layout):
         with pytest.raises(CheckpointError, match=f"{path.name} is damaged: {length} bytes instead of {len(intact)}"):
             stored.require_sizes()
         with pytest.raises(CheckpointError, match=f"{path.name} is damaged"):
-            stored.verify(0, 1)
+            stored.verify_checksums(0, 1)
         with pytest.raises(CheckpointError, match=f"{path.name} cannot be read"):
             list(stored.parts("a"))
     path.unlink()
@@ -163,4 +165,4 @@ def test_a_file_that_is_gone_or_cut_off_is_named(tmp_path, layout):
 )
 def test_what_is_no_description_is_refused(tmp_path, described):
     with pytest.raises((KeyError, TypeError, ValueError)):
-        StoredTensors(tmp_path, WEIGHTS, Layout.sharded, 2, described)
+        TensorReader(tmp_path, WEIGHTS, CheckpointLayout.sharded, 2, described)

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
-from embedtrain.config.accelerate import notes_on_accelerate, translated
+from embedtrain.config.accelerate import describe_accelerate_config, translate_accelerate_config
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
-from embedtrain.config.recipe import Layout, Precision, Strategy
+from embedtrain.config.recipe import CheckpointLayout, Precision, Strategy
 from embedtrain.errors import ConfigError
 
 # What `accelerate config` (1.15) writes for FSDP2, and for FSDP1.
@@ -96,7 +96,7 @@ def test_a_file_of_fsdp1(write):
     parallel = recipe.parallel
     assert (parallel.strategy, parallel.reshard_after_forward, parallel.cpu_offload) == (Strategy.hsdp, False, True)
     assert parallel.precision is Precision.fp32
-    assert recipe.checkpoint.layout is Layout.full
+    assert recipe.checkpoint.layout is CheckpointLayout.full
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_sharding_strategies(write, key, value, strategy, reshard):
 def test_every_key_is_shown(write):
     for values in (FSDP1, FSDP2):
         recipe = composed(write(values))
-        told = "\n".join(notes_on_accelerate(recipe))
+        told = "\n".join(describe_accelerate_config(recipe))
         keys = [key for key in values if key not in ("fsdp_config", "tpu_env", "tpu_use_cluster", "tpu_use_sudo")]
         for key in [*keys, *values["fsdp_config"]]:
             if key == "distributed_type" and values is FSDP1:
                 continue  # whose sharding strategy says more
             assert f"{key}=" in told, key
     assert "fsdp_sharding_strategy=HYBRID_SHARD_ZERO2 -> parallel.strategy=hsdp" in "\n".join(
-        notes_on_accelerate(composed(write(FSDP1)))
+        describe_accelerate_config(composed(write(FSDP1)))
     )
 
 
@@ -141,7 +141,7 @@ def test_no_key_of_accelerates_is_unknown(write):
     )
     values = {field.name: getattr(empty, field.name) for field in fields(ClusterConfig)}
     values |= {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
-    translated(str(write(values)))
+    translate_accelerate_config(str(write(values)))
 
 
 def test_what_the_recipe_says_otherwise_wins(write):
@@ -149,7 +149,7 @@ def test_what_the_recipe_says_otherwise_wins(write):
     assert recipe.parallel.strategy is Strategy.ddp
     assert recipe.parallel.precision is Precision.fp32
     assert recipe.parallel.activation_checkpointing is True
-    told = "\n".join(notes_on_accelerate(recipe))
+    told = "\n".join(describe_accelerate_config(recipe))
     assert "distributed_type=FSDP -> the recipe's parallel.strategy=ddp holds instead" in told
     assert "mixed_precision=bf16 -> the recipe's parallel.precision=fp32 holds instead" in told
     sized = FSDP2 | {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "dp_shard_size": 4}}
@@ -192,11 +192,11 @@ def test_what_cannot_hold_is_one_sentence(write, values, told):
 
 def test_no_file_and_no_yaml_and_no_code(tmp_path):
     with pytest.raises(ConfigError, match="there is no such file; `accelerate config` writes one"):
-        translated(str(tmp_path / "none.yaml"))
+        translate_accelerate_config(str(tmp_path / "none.yaml"))
     for text in ("a: [", "a: !!python/object/apply:os.system ['true']"):
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ConfigError, match="cannot be read"):
-            translated(str(tmp_path / "bad.yaml"))
+            translate_accelerate_config(str(tmp_path / "bad.yaml"))
 
 
 def test_fsdp_options_of_a_file_that_does_not_use_them(write):
@@ -204,7 +204,9 @@ def test_fsdp_options_of_a_file_that_does_not_use_them(write):
     recipe = composed(write(FSDP2 | {"distributed_type": "MULTI_GPU"}))
     assert recipe.parallel.strategy is Strategy.ddp
     assert recipe.parallel.activation_checkpointing is None
-    assert "distributed_type is MULTI_GPU: fsdp_activation_checkpointing=true" in "\n".join(notes_on_accelerate(recipe))
+    assert "distributed_type is MULTI_GPU: fsdp_activation_checkpointing=true" in "\n".join(
+        describe_accelerate_config(recipe)
+    )
 
 
 def test_dynamo_and_older_files(write):

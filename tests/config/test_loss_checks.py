@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.config.loss_checks import check_loss, guides_of
+from embedtrain.config.loss_checks import check_loss, guide_paths
 from embedtrain.config.losses import (
     LOSSES,
     BatchTripletConfig,
@@ -14,18 +14,18 @@ from embedtrain.config.losses import (
     Hardness,
     InfoNCEConfig,
     LossConfig,
+    LossDirection,
     MarginMSEConfig,
     OrthogonalConfig,
     PartitionMode,
     SentenceTransformersConfig,
-    Side,
     SigLIPConfig,
     TripletConfig,
 )
-from embedtrain.config.row_requirements import Scores, needs_of
+from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.errors import ConfigError
 
-ALL_SIDES = list(Side)
+ALL_SIDES = list(LossDirection)
 
 
 def parts(*losses: LossConfig, **options) -> CombinedConfig:
@@ -45,8 +45,8 @@ BROKEN: list[tuple[LossConfig, str]] = [
     (SigLIPConfig(temperature_bounds=[0.2, 0.5]), r"loss\.temperature=0\.1 is not within"),
     (SigLIPConfig(bias=float("inf")), r"loss\.bias=inf"),
     (InfoNCEConfig(directions=[]), r"loss\.directions=\[\]: query_document"),
-    (InfoNCEConfig(directions=[Side.query_query]), r"loss\.directions=\[query_query\]"),
-    (InfoNCEConfig(directions=[*ALL_SIDES, Side.query_query]), r"each once"),
+    (InfoNCEConfig(directions=[LossDirection.query_query]), r"loss\.directions=\[query_query\]"),
+    (InfoNCEConfig(directions=[*ALL_SIDES, LossDirection.query_query]), r"each once"),
     (
         InfoNCEConfig(directions=ALL_SIDES, partition_mode=PartitionMode.separate),
         r"partition_mode=separate: .* query_query alone",
@@ -104,13 +104,13 @@ def test_defaults_work(name):
 
 
 def test_what_a_combination_needs_is_what_all_its_parts_need():
-    needs = needs_of(parts(InfoNCEConfig(), MarginMSEConfig(), OrthogonalConfig()))
-    assert (needs.documents, needs.negatives, needs.scores) == (True, True, Scores.teacher)
+    needs = row_requirements(parts(InfoNCEConfig(), MarginMSEConfig(), OrthogonalConfig()))
+    assert (needs.documents, needs.negatives, needs.scores) == (True, True, ScoreRequirement.teacher)
     assert needs.loss == "infonce + margin_mse + orthogonal"
-    assert not needs_of(parts(OrthogonalConfig(), BatchTripletConfig())).documents
+    assert not row_requirements(parts(OrthogonalConfig(), BatchTripletConfig())).documents
 
 
 def test_guides():
     loss = parts(InfoNCEConfig(guide="a"), DistillEmbeddingsConfig(teacher="b"), InfoNCEConfig(guide="a"))
-    assert guides_of(loss) == ["a", "b"]
-    assert guides_of(InfoNCEConfig()) == guides_of(CoSENTConfig()) == []
+    assert guide_paths(loss) == ["a", "b"]
+    assert guide_paths(InfoNCEConfig()) == guide_paths(CoSENTConfig()) == []

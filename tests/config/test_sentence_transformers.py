@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from embedtrain.config.losses import SentenceTransformersConfig
-from embedtrain.config.row_requirements import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
-from embedtrain.config.sentence_transformers import FUNCTIONS, GUIDED, check_sentence_transformers
+from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
+from embedtrain.config.sentence_transformers import FUNCTION_ARGUMENTS, LOSSES_WITH_GUIDE, check_sentence_transformers
 from embedtrain.errors import ConfigError
 
 INNER = {"class_name": "CoSENTLoss", "arguments": {"scale": 10}}
@@ -17,9 +17,9 @@ def matryoshka(loss: object = INNER, dims: object = (8, 4)) -> dict[str, object]
     return {"loss": loss, "matryoshka_dims": dims}
 
 
-@pytest.mark.parametrize("name", SENTENCE_TRANSFORMERS)
+@pytest.mark.parametrize("name", SENTENCE_TRANSFORMERS_LOSSES)
 def test_every_class(name):
-    guide = "some/guide" if name in GUIDED else None
+    guide = "some/guide" if name in LOSSES_WITH_GUIDE else None
     check_sentence_transformers(SentenceTransformersConfig(class_name=name, guide=guide))
 
 
@@ -51,7 +51,7 @@ def case(sentence: str, class_name: str, **options: object) -> object:
         case(r"loss\.class_name is missing: set it to one of MultipleNegativesRankingLoss, .*MatryoshkaLoss$", ""),
         case(r"loss\.class_name=CosentLoss: .*, did you mean CoSENTLoss\? There are ", "CosentLoss"),
         case(r"loss\.class_name=x: embedtrain knows no such class\. There are ", "x"),
-        *(case(f"{name} needs {what}, and a loss here sees", name) for name, what in MORE_THAN_EMBEDDINGS.items()),
+        *(case(f"{name} needs {what}, and a loss here sees", name) for name, what in UNSUPPORTED_LOSSES.items()),
         case(r"loss\.arguments\.model=x: the model is the recipe's", "CoSENTLoss", arguments={"model": "x"}),
         case(
             r"loss\.arguments\.gather_across_devices=True: the batch of all ranks is gathered",
@@ -131,7 +131,7 @@ def test_option_within_others():
 
 
 def test_functions_belong_to_known_classes():
-    assert set(FUNCTIONS) <= set(SENTENCE_TRANSFORMERS)
+    assert set(FUNCTION_ARGUMENTS) <= set(SENTENCE_TRANSFORMERS_LOSSES)
 
 
 def test_torch_is_not_imported():

@@ -6,8 +6,8 @@ import pytest
 
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, LossConfig, SigLIPConfig
-from embedtrain.config.recipe import Batches, Recipe, TrainSource
-from embedtrain.config.source_losses import batches_by_source, distinct, loss_of
+from embedtrain.config.recipe import BatchMode, Recipe, TrainSource
+from embedtrain.config.source_losses import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def composed(train: str, *arguments: str) -> Recipe:
 
 def losses(train: str, *arguments: str) -> list[LossConfig]:
     recipe = composed(train, *arguments)
-    return [loss_of(source, recipe.loss) for source in recipe.data.train]
+    return [source_loss(source, recipe.loss) for source in recipe.data.train]
 
 
 def test_a_source_changes_what_it_names_and_nothing_else():
@@ -77,18 +77,18 @@ def test_what_cannot_work(train, arguments, words):
 
 def test_when_batches_hold_one_source():
     same, other = [InfoNCEConfig(), InfoNCEConfig()], [InfoNCEConfig(), InfoNCEConfig(temperature=1.0)]
-    assert not batches_by_source(Batches.auto, same)
-    assert not batches_by_source(Batches.mixed, same)
-    assert batches_by_source(Batches.by_source, same)
-    assert batches_by_source(Batches.auto, other)
-    assert distinct([*other, *same]) == ([InfoNCEConfig(), InfoNCEConfig(temperature=1.0)], [0, 1, 0, 0])
+    assert not uses_batches_by_source(BatchMode.auto, same)
+    assert not uses_batches_by_source(BatchMode.mixed, same)
+    assert uses_batches_by_source(BatchMode.by_source, same)
+    assert uses_batches_by_source(BatchMode.auto, other)
+    assert distinct_losses([*other, *same]) == ([InfoNCEConfig(), InfoNCEConfig(temperature=1.0)], [0, 1, 0, 0])
 
 
 def test_losses_without_in_batch_negatives_take_the_switch():
     source = TrainSource(path="a", in_batch_negatives=False)
-    assert loss_of(source, CoSENTConfig()) == CoSENTConfig()
+    assert source_loss(source, CoSENTConfig()) == CoSENTConfig()
     with pytest.raises(ConfigError, match="siglip"):
-        loss_of(source, SigLIPConfig())
+        source_loss(source, SigLIPConfig())
 
 
 def test_the_saved_recipe_reads_back(tmp_path):

@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import Needs
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.source_report import SourceReport
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError, EmbedtrainError
 
-NOTHING_MORE = Needs()
+NO_NEEDS = RowRequirements()
 
 
 def line(row: object) -> bytes:
@@ -33,7 +33,7 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def read(
-    path: object, on_error: OnError = OnError.stop, *, needs: Needs = NOTHING_MORE, **options: Any
+    path: object, on_error: OnError = OnError.stop, *, needs: RowRequirements = NO_NEEDS, **options: Any
 ) -> tuple[list[Example], SourceReport]:
     """What one source holds."""
     (store,) = read_sources([TrainSource(path=str(path), **options)], on_error, needs)

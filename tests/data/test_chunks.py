@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from embedtrain.data.chunks import Deal, cut_rows, deal
+from embedtrain.data.chunks import ChunkPlan, cut_rows, plan_chunks
 from tests.conftest import ROOT
 
 
@@ -30,31 +30,31 @@ def quickstart(number: int) -> np.ndarray:
     return np.array([2 + len(text) // 4 for text in texts[:number]])
 
 
-def padded(dealt: Deal, lengths: np.ndarray) -> np.ndarray:
+def padded(dealt: ChunkPlan, lengths: np.ndarray) -> np.ndarray:
     """Tokens of each chunk of each rank, padding included: int64 [chunks, ranks]."""
-    ranks = [dealt.of_rank(rank) for rank in range(dealt.texts.shape[1])]
+    ranks = [dealt.chunks_of_rank(rank) for rank in range(dealt.texts.shape[1])]
     assert {len(chunks) for chunks in ranks} == {dealt.num_chunks}
     return np.array([[len(c) * max(1, lengths[c].max(initial=0)) for c in chunks] for chunks in ranks]).T
 
 
 def checked(
     lengths: np.ndarray, size: int, chunk_tokens: int, pass_overhead_tokens: int, most: int | None = None
-) -> Deal:
+) -> ChunkPlan:
     """A deal that keeps what every deal must."""
     lengths = np.asarray(lengths)
-    dealt = deal(lengths, size, chunk_tokens, pass_overhead_tokens, most)
+    dealt = plan_chunks(lengths, size, chunk_tokens, pass_overhead_tokens, most)
     seen = np.concatenate([np.empty(0, dtype=np.int64), *[dealt.texts_of(rank) for rank in range(size)]])
     assert sorted(seen.tolist()) == list(range(len(lengths)))
     numbers = [len(dealt.texts_of(rank)) for rank in range(size)]
     assert max(numbers) - min(numbers) <= 1
     for rank in range(size):
-        chunks = dealt.of_rank(rank)
+        chunks = dealt.chunks_of_rank(rank)
         assert [len(chunk) > 0 for chunk in chunks[:-1]] == [True] * (dealt.num_chunks - 1) or not chunks
         assert np.array_equal(np.concatenate([seen[:0], *chunks]), dealt.texts_of(rank))
         assert (np.diff(lengths[dealt.texts_of(rank)]) <= 0).all()
         assert all(len(c) <= 1 or len(c) * lengths[c].max() <= chunk_tokens for c in chunks)
         texts = dealt.texts_of(rank)
-        assert (dealt.rank_of[texts] == rank).all()
+        assert (dealt.encoder_rank[texts] == rank).all()
         assert np.array_equal(dealt.place_of[texts], np.arange(len(texts)))
     return dealt
 
@@ -116,8 +116,8 @@ def test_a_dear_pass_makes_few_chunks() -> None:
     assert numbers[-1] == 1
     for most in (1, 2, 3, 7, 20):
         assert most // 2 < checked(lengths, 4, 10**9, 1, most).num_chunks <= most
-    full = deal(lengths, 4, 4096, 10**9).num_chunks
-    assert deal(lengths, 4, 4096, 1, 2).num_chunks == full  # no fewer than fit
+    full = plan_chunks(lengths, 4, 4096, 10**9).num_chunks
+    assert plan_chunks(lengths, 4, 4096, 1, 2).num_chunks == full  # no fewer than fit
 
 
 def test_equal_lengths() -> None:
@@ -135,22 +135,22 @@ def test_heavy_tails_and_texts_over_the_budget() -> None:
     assert padded(dealt, np.array([*[10] * 100, 100_000])).max(axis=1).tolist() == [100_000, 250]
     # Whoever had the long text has the shorter ones of the next chunk.
     steps = np.array([1000, 10, 10, 9, 8, 7])
-    assert [chunk.tolist() for chunk in deal(steps, 2, 1000, 0).of_rank(0)] == [[0], [3], [5]]
+    assert [chunk.tolist() for chunk in plan_chunks(steps, 2, 1000, 0).chunks_of_rank(0)] == [[0], [3], [5]]
 
 
 def test_few_texts_or_none() -> None:
     nothing = checked(np.empty(0, dtype=np.int64), 3, 100, 64)
     assert nothing.num_chunks == 0
-    assert nothing.of_rank(2) == []
-    assert nothing.rank_of.tolist() == []
+    assert nothing.chunks_of_rank(2) == []
+    assert nothing.encoder_rank.tolist() == []
     few = checked(np.array([5, 9]), 4, 100, 64)
     assert few.num_chunks == 1
-    assert [[chunk.tolist() for chunk in few.of_rank(rank)] for rank in range(4)] == [[[1]], [[0]], [[]], [[]]]
+    assert [[chunk.tolist() for chunk in few.chunks_of_rank(rank)] for rank in range(4)] == [[[1]], [[0]], [[]], [[]]]
     empty = checked(np.zeros(10, dtype=np.int64), 3, 100, 64)
     assert empty.num_chunks == 1
     last = checked(np.array([90, 90, 1]), 2, 90, 0)
     assert last.num_chunks == 2
-    assert sorted(len(last.of_rank(rank)[1]) for rank in range(2)) == [0, 1]
+    assert sorted(len(last.chunks_of_rank(rank)[1]) for rank in range(2)) == [0, 1]
 
 
 def test_one_rank() -> None:
@@ -165,7 +165,7 @@ def test_time() -> None:
         lengths = log_normal(number)
         for size in (1, 8):
             began = time.perf_counter()
-            deal(lengths, size, 16384, 256)
+            plan_chunks(lengths, size, 16384, 256)
             assert time.perf_counter() - began < bound
 
 
@@ -173,12 +173,12 @@ def test_time() -> None:
 @pytest.mark.parametrize("chunk_tokens", [64, 2048, 16384, 10**9])
 def test_packed_texts_are_cut_into_few_chunks_alike_on_all_ranks(size: int, chunk_tokens: int) -> None:
     for lengths in (questions_and_passages(2000), log_normal(17), np.array([5]), np.array([], dtype=np.int64)):
-        dealt = deal(lengths, size, chunk_tokens, 32, packed=True)
-        ranks = [dealt.of_rank(rank) for rank in range(size)]
+        dealt = plan_chunks(lengths, size, chunk_tokens, 32, packed=True)
+        ranks = [dealt.chunks_of_rank(rank) for rank in range(size)]
         assert sorted(np.concatenate([dealt.texts_of(rank) for rank in range(size)]).tolist()) == [*range(len(lengths))]
         tokens = np.array([[lengths[chunk].sum() for chunk in chunks] for chunks in ranks]).T.reshape(-1, size)
         assert all(tokens[i, r] <= chunk_tokens or len(ranks[r][i]) == 1 for i, r in np.ndindex(tokens.shape))
-        assert dealt.most_tokens(lengths, packed=True) == tokens.max(axis=1, initial=0).tolist()
+        assert dealt.max_tokens_per_chunk(lengths, packed=True) == tokens.max(axis=1, initial=0).tolist()
         assert all((np.diff(lengths[dealt.texts_of(rank)]) <= 0).all() for rank in range(size))
         if len(lengths) == 2000 and chunk_tokens >= 2048:
             # Groups count as their longest text: hardly more than their share.

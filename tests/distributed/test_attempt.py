@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from embedtrain.distributed.watchdog.attempt import agree
+from embedtrain.distributed.watchdog.attempt import agree_on_attempt
 from embedtrain.distributed.world import World
 from embedtrain.errors import LostContact
 
@@ -15,14 +15,14 @@ def connected(port: int) -> TCPStore:
 
 
 def agreed(world: World, port: int) -> str:
-    return agree(connected(port), world.rank, world.size, timeout=30)
+    return agree_on_attempt(connected(port), world.rank, world.size, timeout=30)
 
 
 def agreed_but_for(world: World, port: int, missing: int) -> str:
     if world.rank == missing:
         return ""
     try:
-        agree(connected(port), world.rank, world.size, timeout=1.5)
+        agree_on_attempt(connected(port), world.rank, world.size, timeout=1.5)
     except LostContact as error:
         return str(error)
     return ""

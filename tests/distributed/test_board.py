@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from embedtrain.distributed.watchdog.heartbeats import Beat, Board
+from embedtrain.distributed.watchdog.heartbeats import Heartbeat, HeartbeatStore
 from embedtrain.distributed.world import World
 
 
@@ -17,20 +17,20 @@ def out_of_reach(world: World) -> dict[str, object]:
     port, other = world.gather((held.port, os.getpid()))[1]
     seen: dict[str, object] = {}
     if world.rank == 0:
-        board = Board(TCPStore("127.0.0.1", port, None, False), 0, 2, speaks_alone=True)
-        board.publish(Beat(1, 1, "training", 3, 0.0, ""))
-        seen["before"] = board.failure(), board.is_silent
+        board = HeartbeatStore(TCPStore("127.0.0.1", port, None, False), 0, 2, reports_alone=True)
+        board.publish(Heartbeat(1, 1, "training", 3, 0.0, ""))
+        seen["before"] = board.failure(), board.is_unresponsive
         os.kill(other, signal.SIGSTOP)
         try:
             began = time.monotonic()
             seen["asked"] = board.failure()
-            seen["again"] = board.beats()
+            seen["again"] = board.heartbeats()
             seen["took"] = time.monotonic() - began
-            seen["silent"] = board.is_silent, board.is_gone
+            seen["silent"] = board.is_unresponsive, board.is_lost
         finally:
             os.kill(other, signal.SIGCONT)
         time.sleep(1.0)
-        seen["after"] = board.beats(), board.is_silent, board.is_gone
+        seen["after"] = board.heartbeats(), board.is_unresponsive, board.is_lost
     world.barrier()
     return seen
 

@@ -19,9 +19,9 @@ from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
 from embedtrain.loading.load import BLOCK_CLASS_VARIABLE, LoadedModel, load_model
-from embedtrain.models.build import assemble
+from embedtrain.models.build import assemble_encoder
 from embedtrain.models.encoder import prepare_backbone
-from embedtrain.models.source import open_source
+from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, parallel, save_small, small_model, small_tokenizer
 
 TEXT = {"input_ids": [[0, 5, 9, 2, 1, 1], [0, 7, 8, 6, 12, 2]], "attention_mask": [[1, 1, 1, 1, 0, 0], [1] * 6]}
@@ -72,8 +72,8 @@ def vectors(encoder: torch.nn.Module) -> torch.Tensor:
 
 def reference(model: ModelConfig) -> torch.nn.Module:
     """The encoder in one process, its backbone as transformers reads it, in fp32."""
-    source = open_source(model)
-    encoder = assemble(source)
+    source = open_model_source(model)
+    encoder = assemble_encoder(source)
     assert source.directory is not None
     encoder.backbone = prepare_backbone(AutoModel.from_pretrained(source.directory, dtype=torch.float32))
     return encoder.eval()
@@ -148,7 +148,7 @@ def test_all_architectures_slice_by_slice_and_handed_out(ranks, directories, tmp
 def masked_lm(directory: Path, to: Path) -> Path:
     shutil.copytree(directory, to)
     torch.manual_seed(5)
-    AutoModelForMaskedLM.from_config(open_source(at(directory)).config).save_pretrained(to)
+    AutoModelForMaskedLM.from_config(open_model_source(at(directory)).config).save_pretrained(to)
     return to
 
 

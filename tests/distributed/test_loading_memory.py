@@ -17,7 +17,7 @@ from embedtrain.config.recipe import Attention, BaseDtype, LoraConfig, ModelConf
 from embedtrain.distributed.world import World
 from embedtrain.loading import load as loading
 from embedtrain.loading.load import load_model
-from tests.memory import MB, growth
+from tests.memory import MB, memory_growth
 from tests.small import parallel, save_small, small_model
 
 # 210 MB in fp32, 67 of them the vocabulary's.
@@ -25,7 +25,7 @@ SIZES = {
     "vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3,
     "num_attention_heads": 2, "num_key_value_heads": 2,
 }  # fmt: skip
-BESIDES = 24  # MB: modules, buffers, and what the allocator keeps
+EXTRA_COLUMNS = 24  # MB: modules, buffers, and what the allocator keeps
 
 
 def loaded(world: World, models: dict[str, ModelConfig]) -> dict[str, tuple[float, float, float]]:
@@ -35,7 +35,7 @@ def loaded(world: World, models: dict[str, ModelConfig]) -> dict[str, tuple[floa
         grown: list[float] = []
         passes, loading.warm_up = loading.warm_up, lambda *_: None
         try:
-            with growth(grown):
+            with memory_growth(grown):
                 encoder = load_model(model, parallel(), world, seed=0).encoder
         finally:
             loading.warm_up = passes
@@ -73,6 +73,6 @@ def test_a_rank_holds_its_share_and_one_tensor(ranks, directory, tmp_path):
             assert share < 0.3 * whole, told
             if name == "handed out" and rank == 0:
                 continue
-            assert grown <= share + largest + BESIDES, told
+            assert grown <= share + largest + EXTRA_COLUMNS, told
             if name == "adapters":
                 assert share < 0.16 * whole, told

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
-from embedtrain.distributed.mesh import Layout, memory_of_rank
+from embedtrain.distributed.mesh import ParallelLayout, memory_of_rank
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
 from tests.small import parallel, save_small, small_model
@@ -19,7 +19,7 @@ def test_ranks_of_a_node_share_its_memory():
 
 
 def shape_of_mesh(world: World) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
-    mesh = Layout(Strategy.hsdp, 2, 2, "").mesh(world.device)
+    mesh = ParallelLayout(Strategy.hsdp, 2, 2, "").mesh(world.device)
     return tuple(mesh.shape), mesh.mesh_dim_names
 
 

@@ -2,13 +2,13 @@
 
 import time
 
-from embedtrain.distributed.timeouts import Patience
+from embedtrain.distributed.timeouts import Timeouts
 from embedtrain.distributed.world import World
 
 
 def late(world: World, seconds: float) -> list[float]:
     """How long rank 0 waited in steps; in all but the last rank 1 is late where that is allowed."""
-    patience = Patience(world, timeout=40.0, step_timeout=2.0)
+    patience = Timeouts(world, timeout=40.0, step_timeout=2.0)
     waited = []
 
     def step(*, before: float = 0.0, within: float = 0.0) -> None:

@@ -13,8 +13,8 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.loading.load import load_model
 from embedtrain.models.blocks import find_blocks
-from embedtrain.models.build import assemble, initialise
-from embedtrain.models.source import open_source
+from embedtrain.models.build import assemble_encoder, full_state_dict
+from embedtrain.models.source import open_model_source
 from tests.small import parallel, save_small, small_model
 
 # The last one declares no layers, and its class knows nothing of computing again.
@@ -40,9 +40,9 @@ def loss(encoder: nn.Module, rank: int, num_passes: int) -> Tensor:
 
 def plain(model: ModelConfig, num_passes: int, num_ranks: int) -> dict[str, Tensor]:
     """The gradient in one process, of the mean over the ranks' losses."""
-    source = open_source(model)
-    encoder = assemble(source)
-    encoder.load_state_dict(initialise(source, seed=0))
+    source = open_model_source(model)
+    encoder = assemble_encoder(source)
+    encoder.load_state_dict(full_state_dict(source, seed=0))
     for rank in range(num_ranks):
         (loss(encoder.train(), rank, num_passes) / num_ranks).backward()
     return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}

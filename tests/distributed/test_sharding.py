@@ -10,15 +10,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from embedtrain.config.recipe import ModelConfig, OptimConfig, Pooling, Precision, Strategy
 from embedtrain.distributed import sharding
-from embedtrain.distributed.mesh import Layout
-from embedtrain.distributed.sharding import gathered_whole, reshard, shard_
+from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.distributed.sharding import reshard, shard_, unsharded_weights
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError, ModelError, TrainingError
 from embedtrain.loading.load import load_model
 from embedtrain.models.blocks import find_blocks
-from embedtrain.models.build import assemble, initialise
-from embedtrain.models.source import open_source
+from embedtrain.models.build import assemble_encoder, full_state_dict
+from embedtrain.models.source import open_model_source
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
 from tests.small import ARCHITECTURES, parallel, save_small, small_model
 
@@ -36,9 +36,9 @@ def models(tmp_path_factory):
 
 
 def in_one_process(model: ModelConfig) -> nn.Module:
-    source = open_source(model)
-    encoder = assemble(source)
-    encoder.load_state_dict(initialise(source, seed=0))
+    source = open_model_source(model)
+    encoder = assemble_encoder(source)
+    encoder.load_state_dict(full_state_dict(source, seed=0))
     return encoder.eval()
 
 
@@ -141,7 +141,7 @@ def shapes(world: World) -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, world.size), mesh_dim_names=("replicate", "shard"))
     model = Scaled()
     with pytest.raises(ModelError, match=r"temperature.* \(1,\)"):
-        shard_(model, list(model.layers), Layout(Strategy.fsdp, 1, world.size, ""), parallel(), world.device)
+        shard_(model, list(model.layers), ParallelLayout(Strategy.fsdp, 1, world.size, ""), parallel(), world.device)
     assert not isinstance(model.layers[0].weight, DTensor)  # and nothing was changed
     # Which rows a rank holds is torch.chunk's cut, empty shards included.
     for rows in (1, 2, 5, 7, 8):
@@ -197,7 +197,7 @@ def ways_to_save_memory(world: World, model: ModelConfig) -> None:
             assert clip_grad_norm(encoder.parameters(), 1.0) > 0
             optimizer.step()
             assert all(not p.full_tensor().equal(old) for p, old in zip(encoder.parameters(), before, strict=True))
-            with gathered_whole(encoder, lambda encoder=encoder: encoder(IDS, MASK)), torch.no_grad():
+            with unsharded_weights(encoder, lambda encoder=encoder: encoder(IDS, MASK)), torch.no_grad():
                 whole = encoder(IDS, MASK)
             with torch.no_grad():
                 assert encoder(IDS, MASK).equal(whole)
@@ -219,7 +219,7 @@ def two_types(world: World) -> None:
         del model.temperature
         model.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())])
         model.layers[0][1].requires_grad_(not frozen)
-        layout = Layout(Strategy.fsdp, 1, world.size, "")
+        layout = ParallelLayout(Strategy.fsdp, 1, world.size, "")
         if frozen:
             shard_(model, list(model.layers), layout, parallel(), world.device)
         else:

@@ -7,18 +7,18 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from embedtrain.distributed.watchdog.activity import current, note, noted
-from embedtrain.distributed.watchdog.watchdog import Watch
+from embedtrain.distributed.watchdog.activity import activity, current_activity, note
+from embedtrain.distributed.watchdog.watchdog import Watchdog
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError, FailedElsewhere, LostContact, Stopped
 
 
-def watched(world: World, port: int) -> Watch:
+def watched(world: World, port: int) -> Watchdog:
     store = TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30))
-    watch = Watch(store, world.rank, world.size, range(world.size), patience=60.0, hosted=False)
+    watch = Watchdog(store, world.rank, world.size, range(world.size), patience=60.0, store_on_rank_0=False)
     watch.start()
     world.barrier()
-    watch.meet()
+    watch.learn_hosts()
     return watch
 
 
@@ -33,7 +33,11 @@ def fail(world: World, port: int, errors: dict[int, Exception]) -> tuple[str, in
                 raise errors[world.rank]
             time.sleep(6.0)
     except Exception as error:
-        answer = (f"{type(error).__name__}: {error}", getattr(error, "told_by", None), getattr(error, "__notes__", []))
+        answer = (
+            f"{type(error).__name__}: {error}",
+            getattr(error, "reporting_rank", None),
+            getattr(error, "__notes__", []),
+        )
     world.barrier()
     watch.close()
     return answer
@@ -79,9 +83,9 @@ def test_a_stop_is_no_failure(ranks, store):
 
 def test_notes():
     note("training", 7)
-    with noted("evaluating dev"):
-        assert str(current()) == "evaluating dev, step 7"
-    assert str(current()) == "training, step 7"
-    with pytest.raises(ValueError, match="wolves"), noted("evaluating dev"):
+    with activity("evaluating dev"):
+        assert str(current_activity()) == "evaluating dev, step 7"
+    assert str(current_activity()) == "training, step 7"
+    with pytest.raises(ValueError, match="wolves"), activity("evaluating dev"):
         raise ValueError("wolves")
-    assert str(current()) == "evaluating dev, step 7", "what was being done when it failed"
+    assert str(current_activity()) == "evaluating dev, step 7", "what was being done when it failed"

@@ -5,14 +5,14 @@ import time
 
 import pytest
 
-from embedtrain.distributed.world import World, doing, joined_world
+from embedtrain.distributed.world import World, explain_lost_contact, joined_world
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError, FailedElsewhere, LostContact
 
 
 def caught(world: World, failures: dict[int, Exception]) -> tuple[str, str]:
     """Class and text of what this rank raises when the ranks named in `failures` fail in a phase."""
     try:
-        with world.together("counting sheep"):
+        with world.fail_together("counting sheep"):
             if world.rank in failures:
                 raise failures[world.rank]
     except Exception as error:
@@ -70,7 +70,7 @@ def test_a_world_of_one(no_launcher):
             assert (world.rank, world.size, world.is_main) == (0, 1, True)
             assert world.gather("x") == ["x"]
             assert world.broadcast("x") == "x"
-            with pytest.raises(DataError, match="no sheep"), world.together("counting sheep"):
+            with pytest.raises(DataError, match="no sheep"), world.fail_together("counting sheep"):
                 raise DataError("no sheep")
 
 
@@ -106,7 +106,7 @@ def test_a_launcher_that_contradicts_itself(no_launcher, variables, words):
     ],
 )
 def test_another_rank_is_gone(said, reason):
-    with pytest.raises(LostContact) as caught, doing("evaluating dev"):
+    with pytest.raises(LostContact) as caught, explain_lost_contact("evaluating dev"):
         raise RuntimeError(said)
     assert str(caught.value) == (
         f"lost contact with another rank while evaluating dev: it ended or stopped answering ({reason}); "
@@ -116,7 +116,7 @@ def test_another_rank_is_gone(said, reason):
 
 def test_other_errors_stay_what_they_are():
     for error in (RuntimeError("mat1 and mat2 cannot be multiplied"), DataError("Connection closed by peer")):
-        with pytest.raises(type(error)) as caught, doing("evaluating dev"):
+        with pytest.raises(type(error)) as caught, explain_lost_contact("evaluating dev"):
             raise error
         assert caught.value is error
 

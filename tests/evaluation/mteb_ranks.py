@@ -19,7 +19,7 @@ def loaded(world, directory, **options):
     )  # fmt: skip
     identity = model_identity(model.source, Precision.fp32, world)
     named = {"name": str(directory), "source": model.source, "identity": identity}
-    return encoder, world, Console(speaks=False), named | options
+    return encoder, world, Console(enabled=False), named | options
 
 
 def made(world, *kinds):
@@ -31,11 +31,11 @@ def made(world, *kinds):
     return [getattr(mteb_tasks, kind)() for kind in kinds]
 
 
-def run(world, directory, folder, kinds, portion=1500):
+def run(world, directory, folder, kinds, max_characters=1500):
     """Figures and failures of some tasks."""
     encoder, world, console, options = loaded(world, directory)
     tasks = made(world, *kinds)
-    outcome = run_tasks(tasks, encoder, world, console, folder=Path(folder), portion=portion, **options)
+    outcome = run_tasks(tasks, encoder, world, console, folder=Path(folder), max_characters=max_characters, **options)
     return outcome.figures, outcome.failed
 
 
@@ -44,7 +44,7 @@ def what_fails(world, directory, folder):
     figures, failed = run(world, directory, folder, ["Broken", "Retrieval"])
     encoder, world, console, options = loaded(world, directory)
     encoded = []
-    encoder.told = lambda what, done, total: encoded.append(what)
+    encoder.progress = lambda what, done, total: encoded.append(what)
     again = run_tasks(made(world, "Retrieval"), encoder, world, console, folder=Path(folder), **options)
     other = run_tasks(made(world, "Sts"), encoder, world, console, folder=Path(folder), **options).figures
     before = len(encoded)

@@ -10,7 +10,7 @@ from embedtrain.config.evaluation import Unshard
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import EmbedtrainError, TrainingError
 from embedtrain.inference import encode
-from embedtrain.inference.vector_cache import StoredVectors
+from embedtrain.inference.vector_cache import VectorCache
 from tests.evaluation.tiny import TinyEncoder, sentence_encoder, sharded_encoder
 from tests.small import small_tokenizer, text
 
@@ -181,14 +181,14 @@ def several_blocks(world):
     """Whether weights are sharded between two of five blocks, how many follow, and whether all is as before after."""
     encoder = sentence_encoder(world, chunk_tokens=1, unshard=Unshard.model)
     layer = encoder.encoder.backbone.encoder.layer[0]
-    before, encode._PASSES_A_BLOCK = encode._PASSES_A_BLOCK, 1
+    before, encode.CHUNKS_PER_BLOCK = encode.CHUNKS_PER_BLOCK, 1
     try:
         blocks = encoder.encode_blocks(TEXTS[:10])
         next(blocks)
         between = isinstance(next(layer.parameters()), DTensor)
         rest = len(list(blocks))
     finally:
-        encode._PASSES_A_BLOCK = before
+        encode.CHUNKS_PER_BLOCK = before
     after = all(isinstance(parameter, DTensor) for parameter in encoder.encoder.parameters())
     return between, rest, after, torch.is_grad_enabled()
 
@@ -209,10 +209,12 @@ def stored_encoding(world, folder, texts, stop_after=None):
         return forward(*arguments)
 
     encoder._forward = counted
-    stored = StoredVectors(Path(folder), {"model": "tiny"})
+    vector_cache = VectorCache(Path(folder), {"model": "tiny"})
     found = {}
     try:
-        for block in encoder.encode_blocks(texts, "alpha ", stored=stored, finish=lambda v: v.to(torch.bfloat16)):
+        for block in encoder.encode_blocks(
+            texts, "alpha ", vector_cache=vector_cache, finish=lambda v: v.to(torch.bfloat16)
+        ):
             found |= dict(zip(block.rows.tolist(), block.vectors.float().tolist(), strict=True))
     except Breaks:
         return None
@@ -236,11 +238,11 @@ def test_encoding_that_was_stopped_goes_on(ranks, tmp_path, monkeypatch):
 
 
 def in_small_blocks(world, folder, texts, stop_after=None):
-    before, encode._PASSES_A_BLOCK = encode._PASSES_A_BLOCK, 2
+    before, encode.CHUNKS_PER_BLOCK = encode.CHUNKS_PER_BLOCK, 2
     try:
         return stored_encoding(world, folder, texts, stop_after)
     finally:
-        encode._PASSES_A_BLOCK = before
+        encode.CHUNKS_PER_BLOCK = before
 
 
 def spoiled(world, folder):

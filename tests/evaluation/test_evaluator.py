@@ -7,7 +7,7 @@ import pytrec_eval
 import torch
 
 from embedtrain.errors import EmbedtrainError
-from embedtrain.evaluation.evaluator import Evaluator, metrics_of
+from embedtrain.evaluation.evaluator import Evaluator, metric_names
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, retrieval_metrics
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet, ScoredPairs
 from tests.evaluation.tiny import sentence_encoder
@@ -35,7 +35,7 @@ def evaluate(world, sets, save_runs=None, depth=100, **prompts):
     encoder = sentence_encoder(world, **prompts)
     encoder.encoder.train()  # dropout must not show
     evaluator = Evaluator(sets, encoder, world, run_depth=depth)
-    assert {name: tuple(figures) for name, figures in evaluator.evaluate().items()} == metrics_of(sets)
+    assert {name: tuple(figures) for name, figures in evaluator.evaluate().items()} == metric_names(sets)
     return evaluator.evaluate(save_runs=save_runs)
 
 

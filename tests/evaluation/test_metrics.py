@@ -6,7 +6,7 @@ import pytest
 import pytrec_eval
 
 from embedtrain.errors import ConfigError
-from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, retrieval_metrics, split_best, sts_metrics
+from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, parse_best_metric, retrieval_metrics, sts_metrics
 from embedtrain.evaluation.runfile import run_path, write_run
 
 
@@ -75,15 +75,15 @@ def test_equal_similarities_have_no_correlation():
 
 def test_best():
     metrics = {"dev": ("ndcg@10", "mrr@10"), "a/b": ("spearman",)}
-    assert split_best("dev/mrr@10", metrics) == ("dev", "mrr@10")
-    assert split_best("a/b/spearman", metrics) == ("a/b", "spearman")
+    assert parse_best_metric("dev/mrr@10", metrics) == ("dev", "mrr@10")
+    assert parse_best_metric("a/b/spearman", metrics) == ("a/b", "spearman")
     for wrong, says in [
         ("dev/ndcg10", "checkpoint.best_metric=dev/ndcg10: dev has the metrics ndcg@10, mrr@10, not 'ndcg10'"),
         ("test/ndcg@10", "must be set/metric with a set of evaluation.sets: dev/ndcg@10, a/b/spearman"),
         ("ndcg@10", "must be set/metric"),
     ]:
         with pytest.raises(ConfigError) as caught:
-            split_best(wrong, metrics)
+            parse_best_metric(wrong, metrics)
         assert says in str(caught.value)
     with pytest.raises(ConfigError, match=r"evaluation\.sets is empty"):
-        split_best("dev/ndcg@10", {})
+        parse_best_metric("dev/ndcg@10", {})

@@ -10,7 +10,7 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.errors import ConfigError
-from embedtrain.evaluate.mteb.tasks import find_tasks
+from embedtrain.evaluate.mteb.tasks import resolve_tasks
 from tests.evaluation.mteb_ranks import run, what_fails
 from tests.evaluation.mteb_tasks import KINDS, Classification, Reranking, Retrieval, Sts
 from tests.small import save_guide, small_model
@@ -112,9 +112,9 @@ def test_failures(ranks, prompted, tmp_path):
 
 
 def test_names_of_tasks():
-    names = [task.metadata.name for task in find_tasks(["STS12", "SciFact", "STS12"])]
+    names = [task.metadata.name for task in resolve_tasks(["STS12", "SciFact", "STS12"])]
     assert names == ["STS12", "SciFact"]
-    whole = {task.metadata.name for task in find_tasks(["MTEB(eng, v2)"])}
+    whole = {task.metadata.name for task in resolve_tasks(["MTEB(eng, v2)"])}
     assert {"STSBenchmark", "ArguAna"} <= whole
 
 
@@ -128,15 +128,15 @@ def test_names_of_tasks():
 )
 def test_names_that_cannot_be_run(name, words):
     with pytest.raises(ConfigError, match=words):
-        find_tasks(["STS12", name])
+        resolve_tasks(["STS12", name])
 
 
 def test_mteb_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "mteb", None)
     with pytest.raises(ConfigError, match=r"needs a package that is not installed: pip install 'embedtrain\[mteb\]'"):
-        find_tasks(["STS12"])
+        resolve_tasks(["STS12"])
 
 
 def test_a_name_that_a_set_has():
     with pytest.raises(ConfigError, match="STS12 is the name of an evaluation set too"):
-        find_tasks(["STS12"], taken=["dev", "STS12"])
+        resolve_tasks(["STS12"], reserved_names=["dev", "STS12"])

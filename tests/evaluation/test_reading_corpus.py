@@ -14,7 +14,7 @@ from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.readers import corpus, corpus_store
 from embedtrain.evaluation.readers.beir import read_corpus
-from embedtrain.evaluation.readers.mapped_texts import MappedTexts, picked
+from embedtrain.evaluation.readers.mapped_texts import MappedTexts, select_texts
 from embedtrain.evaluation.sets import load_sets, read_set
 from embedtrain.inference.index import trec_order
 from tests.evaluation.files import beir, jsonl, parquet, repository
@@ -38,10 +38,10 @@ def test_mapped_texts():
     assert list(mapped) == [mapped[number] for number in range(5)] == texts
     assert mapped[-1] == "e" and mapped[1:4] == texts[1:4] and mapped[np.int64(2)] == "ü"
     assert "dd" in mapped and mapped.index("e") == 4 and len(mapped) == 5
-    some = picked(mapped, [4, 0, 2])
+    some = select_texts(mapped, [4, 0, 2])
     assert isinstance(some, MappedTexts)
     assert list(some) == [some[0], some[1], some[2]] == ["e", "a", "ü"]
-    assert list(picked(some, [2, 0])) == picked(["e", "a", "ü"], [2, 0]) == ["ü", "e"]
+    assert list(select_texts(some, [2, 0])) == select_texts(["e", "a", "ü"], [2, 0]) == ["ü", "e"]
     assert trec_order(mapped).tolist() == trec_order(texts).tolist()
     assert trec_order(some).tolist() == trec_order(["e", "a", "ü"]).tolist()
     with pytest.raises(IndexError):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from embedtrain.config.evaluation import IndexConfig, Place, VectorDtype
+from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.inference import index as search
 from embedtrain.inference import index as tiles
 from embedtrain.inference.encode import EncodedShard
@@ -31,15 +31,15 @@ def search_sharded(world, queries, documents, ids, k, tile=None, queries_tile=No
     """Documents dealt out to the ranks, or all to the rank `share`."""
     rows = list(range(world.rank, len(ids), world.size)) if share is None else []
     rows = list(range(len(ids)))[::-1] if share == world.rank else rows
-    before = tiles.TILE, search._QUERIES_AT_A_TIME
-    tiles.TILE, search._QUERIES_AT_A_TIME = tile or before[0], queries_tile or before[1]
+    before = tiles.TILE, search.QUERY_BATCH_SIZE
+    tiles.TILE, search.QUERY_BATCH_SIZE = tile or before[0], queries_tile or before[1]
     try:
         index = ShardedIndex(trec_order(ids), world)
         for some in torch.tensor(rows, dtype=torch.int64).split(5):
             index.add(EncodedShard(documents[some], some))
         ranking = index.search(queries, k)
     finally:
-        tiles.TILE, search._QUERIES_AT_A_TIME = before
+        tiles.TILE, search.QUERY_BATCH_SIZE = before
     return [
         list(zip(scores, places, strict=True))
         for scores, places in zip(ranking.scores.tolist(), ranking.documents.tolist(), strict=True)
@@ -125,8 +125,8 @@ def test_a_callers_autocast_changes_nothing(ranks):
 
 def kept_otherwise(world, queries, documents, ids, k, config, visit):
     """Vectors kept as `config` says, `visit` queries at a time; all rankings, this rank's, and scores one by one."""
-    before = tiles.TILE, search._QUERIES_A_VISIT, search._QUERIES_AT_A_TIME
-    tiles.TILE, search._QUERIES_A_VISIT, search._QUERIES_AT_A_TIME = 7, visit, 2
+    before = tiles.TILE, search.QUERIES_PER_SCAN, search.QUERY_BATCH_SIZE
+    tiles.TILE, search.QUERIES_PER_SCAN, search.QUERY_BATCH_SIZE = 7, visit, 2
     try:
         index = ShardedIndex(trec_order(ids), world, config)
         mine = torch.arange(len(ids))[world.rank :: world.size]
@@ -137,7 +137,7 @@ def kept_otherwise(world, queries, documents, ids, k, config, visit):
         asked = torch.cat([ranking.documents, torch.full((len(queries), 1), -1)], dim=1)
         return ranking.scores, ranking.documents, list(share), own.documents, index.scores_of(queries, asked)
     finally:
-        tiles.TILE, search._QUERIES_A_VISIT, search._QUERIES_AT_A_TIME = before
+        tiles.TILE, search.QUERIES_PER_SCAN, search.QUERY_BATCH_SIZE = before
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -147,7 +147,9 @@ def test_vectors_on_the_host_in_passes_as_fp32_or_bf16(ranks, size, dtype):
     queries, documents, ids = vectors(1, 9), vectors(2, 47)[torch.arange(50) % 47], numbered(50)
     stored = documents if dtype is VectorDtype.fp32 else documents.bfloat16().float()
     expected = exact_ranking(queries, stored, ids, 6)
-    results = ranks(size, kept_otherwise, queries, documents, ids, 6, IndexConfig(dtype=dtype, place=Place.host), 4)
+    results = ranks(
+        size, kept_otherwise, queries, documents, ids, 6, IndexConfig(dtype=dtype, place=VectorPlacement.host), 4
+    )
     for scores, places, _, _, again in results:
         assert [list(zip(*row, strict=True)) for row in zip(scores.tolist(), places.tolist(), strict=True)] == expected
         assert again[:, :-1].equal(scores)

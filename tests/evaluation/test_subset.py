@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.errors import ConfigError
-from embedtrain.evaluation.readers.subset import reduced
+from embedtrain.evaluation.readers.subset import take_subset
 from embedtrain.evaluation.sets import load_sets, read_set
 from embedtrain.evaluation.types import (
     Bitext,
@@ -30,7 +30,7 @@ RETRIEVAL = RetrievalSet(
 
 
 def kept(data, subset=None, documents=None):
-    return reduced(data, subset, documents)[0]
+    return take_subset(data, subset, documents)[0]
 
 
 def test_queries():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import finish, learnt
+from tests.faults.runs import finish, training_result
 from tests.small import save_small, small_model, write_beir, write_rows
 
 
@@ -22,4 +22,4 @@ def folder(tmp_path_factory) -> Path:
 def undisturbed(folder):
     """Final weights and rows of a run of two ranks that nothing happens to."""
     finish(folder, "undisturbed")
-    return learnt(folder / "undisturbed")
+    return training_result(folder / "undisturbed")

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from embedtrain.distributed.watchdog.activity import current
+from embedtrain.distributed.watchdog.activity import current_activity
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SignalWhen:
         os.kill(os.getpid(), self.which)
 
     def _seen(self) -> bool:
-        doing = current()
+        doing = current_activity()
         if (doing.step or 0) < self.step:
             return False
         if self.doing.startswith("writing "):
@@ -100,7 +100,7 @@ class SignalInEvaluation:
         real = Evaluator._measure
 
         def measure(evaluator, loaded, save_runs):
-            if (current().step or 0) >= self.step and loaded is evaluator.sets[0]:
+            if (current_activity().step or 0) >= self.step and loaded is evaluator.sets[0]:
                 os.kill(os.getpid(), self.which)
                 time.sleep(0.5)  # for the thread that listens, on a machine that has much to do
             return real(evaluator, loaded, save_runs)

@@ -145,7 +145,7 @@ def rows(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def learnt(output_dir: Path) -> tuple[bytes, list[dict[str, Any]]]:
+def training_result(output_dir: Path) -> tuple[bytes, list[dict[str, Any]]]:
     """What an undisturbed run and a disturbed one must have alike: final weights, losses and figures."""
     timing = {"memory_gib", "samples_per_s", "tokens_per_s", "data_wait", "model_tflops", "mfu", "communication"}
     told = [{key: value for key, value in row.items() if key not in timing} for row in rows(output_dir)]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.faults.runs import finish, learnt, start
+from tests.faults.runs import finish, start, training_result
 
 
 @pytest.mark.slow  # one kill at a time: test_killed.py
@@ -32,4 +32,4 @@ def test_chaos(folder, kills, steps, capsys):
     finish(folder, out, length)
     with capsys.disabled():
         print(f"\nkilled (rank, last logged step): {moments}")
-    assert learnt(folder / out) == learnt(folder / f"calm-{kills}")
+    assert training_result(folder / out) == training_result(folder / f"calm-{kills}")

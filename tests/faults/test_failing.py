@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.faults.hooks import InStep
-from tests.faults.runs import finish, learnt, start
+from tests.faults.runs import finish, start, training_result
 
 
 def test_an_exception_on_one_rank(folder, undisturbed):
@@ -20,7 +20,7 @@ def test_an_exception_on_one_rank(folder, undisturbed):
         f"error: rank 1 on {socket.gethostname()} failed while training, step 5: ValueError: a cosmic ray; {saved}"
     ]
     finish(folder, "raised")
-    assert learnt(folder / "raised") == undisturbed
+    assert training_result(folder / "raised") == undisturbed
 
 
 def test_a_rank_that_hangs(folder, undisturbed):
@@ -47,4 +47,4 @@ def test_a_suspended_rank(folder, undisturbed):
     assert run.wait() == [1, 1]
     assert time.monotonic() - began < 30
     finish(folder, "suspended")
-    assert learnt(folder / "suspended") == undisturbed
+    assert training_result(folder / "suspended") == undisturbed

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from tests.faults.hooks import SignalWhen
-from tests.faults.runs import finish, learnt, start
+from tests.faults.runs import finish, start, training_result
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_killed_rank_costs_nothing(folder, undisturbed, rank, doing, step):
     assert "the same command goes on from there" in run.errors[0]
     again = finish(folder, out)
     assert f"resuming from {out}/checkpoints/step-" in again.text or "is the end of this run" in again.text
-    assert learnt(folder / out) == undisturbed
+    assert training_result(folder / out) == undisturbed
 
 
 @pytest.mark.slow

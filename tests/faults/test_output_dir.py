@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.faults.runs import finish, learnt, start
+from tests.faults.runs import finish, start, training_result
 
 
 def test_two_runs_in_one_directory(folder, undisturbed):
@@ -23,7 +23,7 @@ def test_two_runs_in_one_directory(folder, undisturbed):
     assert "2 ranks, since 20" in error
     assert "wait for it, stop it, or choose another output_dir" in error
     assert first.wait() == [0, 0]
-    assert learnt(folder / "shared") == undisturbed
+    assert training_result(folder / "shared") == undisturbed
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_full_disk_and_one_that_is_read_only(folder, undisturbed, small_disk):
     remount(small_disk, "rw,size=50m")
     again = finish(folder, "disk/run", *options)
     assert f"resuming from disk/run/checkpoints/{kept[-1]}" in again.text
-    assert learnt(small_disk / "run") == undisturbed
+    assert training_result(small_disk / "run") == undisturbed
 
 
 def test_a_directory_that_vanishes(folder, undisturbed):
@@ -74,7 +74,7 @@ def test_a_directory_that_vanishes(folder, undisturbed):
     shutil.rmtree(folder / "vanishes", ignore_errors=True)  # what a save that was just beginning has made
     shutil.move(folder / "elsewhere", folder / "vanishes")
     finish(folder, "vanishes")
-    assert learnt(folder / "vanishes") == undisturbed
+    assert training_result(folder / "vanishes") == undisturbed
 
 
 def test_a_file_where_the_directory_shall_be(folder):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.faults.hooks import SignalInEvaluation, SignalWhen
-from tests.faults.runs import finish, learnt, start
+from tests.faults.runs import finish, start, training_result
 
 
 @pytest.mark.slow  # stopped once: test_torchrun.py
@@ -35,7 +35,7 @@ def test_stopped_again_and_again(folder, undisturbed):
         assert run.text.count(told) == 1
     finish(folder, out)
     assert not marker.exists()
-    assert learnt(folder / out) == undisturbed
+    assert training_result(folder / out) == undisturbed
 
 
 def test_before_and_after_training_a_signal_ends_the_process_at_once(folder, undisturbed):
@@ -49,7 +49,7 @@ def test_before_and_after_training_a_signal_ends_the_process_at_once(folder, und
     assert "stopped by SIGTERM (rank 0) before the first step: the same command begins again" in run.text
     assert not (folder / "early" / "checkpoints").exists()
     finish(folder, "early")
-    assert learnt(folder / "early") == undisturbed
+    assert training_result(folder / "early") == undisturbed
 
 
 @pytest.mark.slow
@@ -69,4 +69,4 @@ def test_a_second_signal_ends_the_process_at_once(folder, undisturbed):
     assert run.wait() == [75, 1], run.text
     assert "a second signal: SIGTERM ends the process at once" in run.text
     finish(folder, "twice")
-    assert learnt(folder / "twice") == undisturbed
+    assert training_result(folder / "twice") == undisturbed

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.runs import OPTIONS, finish, learnt, rows
+from tests.faults.runs import OPTIONS, finish, rows, training_result
 
 TORCHRUN = [
     str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2", "--max-restarts=2",
@@ -52,4 +52,4 @@ def test_restarted_and_stopped(folder, undisturbed):
     assert len(re.findall(r"stopped by SIGUSR1 \(rank [01]\) after step ", told)) == 1, "whichever it reached first"
     assert (out / "checkpoints" / f"step-{held['step']:08d}" / "checkpoint.json").is_file()
     finish(folder, "launched")
-    assert learnt(out) == undisturbed
+    assert training_result(out) == undisturbed

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.doctor.disks import look_at_disk
-from embedtrain.doctor.environment import look_at_environment
+from embedtrain.doctor.disks import check_disk
+from embedtrain.doctor.environment import check_environment
 from embedtrain.doctor.finding import Finding, Level, merged
 from embedtrain.doctor.options import compose_doctor
 from embedtrain.errors import ConfigError
@@ -121,11 +121,11 @@ def mounted(tmp_path):
 
 
 def test_folders_that_cannot_be_written(mounted, tmp_path):
-    (full,) = look_at_disk("output_dir", mounted / "runs", measure=True)
+    (full,) = check_disk("output_dir", mounted / "runs", measure=True)
     assert full.level is Level.problem
     assert full.text == f"{mounted}/runs (will be made in {mounted}) (tmpfs) cannot be written: No space left on device"
     subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
-    (read_only,) = look_at_disk("cache_dir", mounted, measure=False)
+    (read_only,) = check_disk("cache_dir", mounted, measure=False)
     assert read_only.level is Level.problem
     assert "cannot be written: Read-only file system" in read_only.text
     assert "cache_dir" in read_only.do
@@ -134,30 +134,30 @@ def test_folders_that_cannot_be_written(mounted, tmp_path):
 
 def test_a_folder_in_memory(mounted):
     subprocess.run(["mount", "-o", "remount,size=64m", str(mounted)], check=True)
-    (found,) = look_at_disk("output_dir", mounted, measure=False)
+    (found,) = check_disk("output_dir", mounted, measure=False)
     assert found.level is Level.warning
     assert "is gone with the machine" in found.do
 
 
 def test_interfaces_that_do_not_leave_the_host():
-    (found,) = look_at_environment({"NCCL_SOCKET_IFNAME": "lo"}, num_hosts=2)
+    (found,) = check_environment({"NCCL_SOCKET_IFNAME": "lo"}, num_hosts=2)
     assert found.level is Level.problem
-    assert look_at_environment({"NCCL_SOCKET_IFNAME": "lo"}, num_hosts=1)[0].level is Level.ok
-    assert look_at_environment({"NCCL_SOCKET_IFNAME": "^docker"}, num_hosts=2)[0].text.startswith("^docker")
-    (found,) = look_at_environment({"NCCL_SOCKET_IFNAME": "^nowhere7"}, num_hosts=2)
+    assert check_environment({"NCCL_SOCKET_IFNAME": "lo"}, num_hosts=1)[0].level is Level.ok
+    assert check_environment({"NCCL_SOCKET_IFNAME": "^docker"}, num_hosts=2)[0].text.startswith("^docker")
+    (found,) = check_environment({"NCCL_SOCKET_IFNAME": "^nowhere7"}, num_hosts=2)
     assert found.level is Level.ok, "what is left out need not be there"
 
 
 @pytest.mark.parametrize("variable", ["https_proxy", "HF_ENDPOINT", "WANDB_BASE_URL"])
 @pytest.mark.parametrize("before", ["http://me:secret@", "me:secret@", "https://secret@", "http://me:se#cr/secret@"])
 def test_passwords_are_not_shown(variable, before):
-    (found,) = look_at_environment({variable: f"{before}proxy:3128/a"}, num_hosts=1)
+    (found,) = check_environment({variable: f"{before}proxy:3128/a"}, num_hosts=1)
     assert "secret" not in found.text
     assert found.text.endswith("...@proxy:3128/a")
 
 
 def test_what_is_no_secret_is_shown():
-    texts = [f"{one.name} {one.text}" for one in look_at_environment(
+    texts = [f"{one.name} {one.text}" for one in check_environment(
         {"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN": "hf_1", "HF_ENDPOINT": "http://proxy:80"}, num_hosts=1
     )]  # fmt: skip
     assert texts == ["HF_ENDPOINT http://proxy:80", "HF_TOKEN set", "TOKENIZERS_PARALLELISM false"]
@@ -172,7 +172,7 @@ def test_a_folder_below_one_that_is_closed(monkeypatch, tmp_path):
         return path == tmp_path
 
     monkeypatch.setattr(Path, "exists", closed)
-    (found,) = look_at_disk("output_dir", tmp_path / "runs", measure=False)
+    (found,) = check_disk("output_dir", tmp_path / "runs", measure=False)
     assert f"(will be made in {tmp_path})" in found.text
 
 

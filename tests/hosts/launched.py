@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
-from tests.faults.runs import learnt, rows
+from tests.faults.runs import rows, training_result
 from tests.hosts.network import Network
 
 OPTIONS = [
@@ -34,7 +34,7 @@ def of_one_host(folder: Path, output_dir: str, *more: str, ranks: int = 2) -> tu
         cwd=folder, check=False, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return learnt(folder / output_dir)
+    return training_result(folder / output_dir)
 
 
 @dataclass

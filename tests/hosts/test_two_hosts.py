@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from tests.faults.runs import learnt
+from tests.faults.runs import training_result
 from tests.hosts.launched import of_one_host
 
 pytestmark = pytest.mark.hosts
@@ -20,7 +20,7 @@ def test_plain(launched, folder):
     options = ["train.steps=12", "evaluation.every=4"]
     launched.start("plain", *options, ranks=2)
     assert launched.wait(300) == [0, 0], launched.texts
-    assert learnt(folder / "plain") == of_one_host(folder, "one-host", *options, ranks=4)
+    assert training_result(folder / "plain") == of_one_host(folder, "one-host", *options, ranks=4)
 
 
 def test_out_for_seconds(launched, folder):
@@ -34,7 +34,7 @@ def test_out_for_seconds(launched, folder):
     launched.network.heal(1)
     assert launched.wait(300) == [0, 0], launched.texts
     assert not launched.errors(0) + launched.errors(1)
-    assert learnt(folder / "out") == of_one_host(folder, "not-out", "train.steps=150")
+    assert training_result(folder / "out") == of_one_host(folder, "not-out", "train.steps=150")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_healed(launched, folder):
     launched.network.heal(1)
     assert launched.wait(400) == [0, 0], launched.texts
     assert "resuming from healed/checkpoints/step-" in launched.text(0)
-    assert learnt(folder / "healed") == of_one_host(folder, "not-cut", *options)
+    assert training_result(folder / "healed") == of_one_host(folder, "not-cut", *options)
 
 
 def test_a_rank_of_the_other_host_is_killed(launched, folder):
@@ -91,4 +91,4 @@ def test_a_rank_of_the_other_host_is_killed(launched, folder):
     assert launched.wait(300) == [0, 0], launched.texts
     assert launched.text(0).count("resuming from ") == 1
     assert launched.text(0).count("error: rank 1 ") <= 1, "said again by the ranks that came next"
-    assert learnt(folder / "killed") == of_one_host(folder, "not-killed", *options)
+    assert training_result(folder / "killed") == of_one_host(folder, "not-killed", *options)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.distributed.srun import address_of, node_names, tasks_of_nodes
+from embedtrain.distributed.srun import node_address, node_names, tasks_per_node
 from embedtrain.errors import ConfigError
 
 
@@ -31,17 +31,17 @@ def test_a_list_that_cannot_be_read_is_refused(compressed):
     ("compressed", "tasks"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,8(x2)", [1, 8, 8]), ("2,1", [2, 1])]
 )
 def test_tasks_of_nodes(compressed, tasks):
-    assert tasks_of_nodes(compressed) == tasks
+    assert tasks_per_node(compressed) == tasks
 
 
 @pytest.mark.parametrize("compressed", ["", "2(x", "2x3", "a", "-1", "2(x99999999999)"])
 def test_tasks_that_cannot_be_read_are_refused(compressed):
     with pytest.raises(ConfigError, match="list of tasks"):
-        tasks_of_nodes(compressed)
+        tasks_per_node(compressed)
 
 
 def test_a_name_that_resolves_is_an_address():
-    assert address_of("localhost") == "localhost"
+    assert node_address("localhost") == "localhost"
 
 
 def test_of_one_that_does_not_slurm_is_asked(tmp_path, monkeypatch):
@@ -50,6 +50,6 @@ def test_of_one_that_does_not_slurm_is_asked(tmp_path, monkeypatch):
     scontrol.write_text('#!/bin/sh\necho "NodeName=$4 NodeAddr=10.1.2.3 NodeHostName=$4 Version=22"\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert address_of("node-of-nobody.invalid") == "10.1.2.3"
+    assert node_address("node-of-nobody.invalid") == "10.1.2.3"
     scontrol.write_text("#!/bin/sh\nexit 1\n")
-    assert address_of("node-of-nobody.invalid") == "node-of-nobody.invalid"
+    assert node_address("node-of-nobody.invalid") == "node-of-nobody.invalid"

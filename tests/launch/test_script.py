@@ -12,7 +12,7 @@ import pytest
 
 from embedtrain.config.recipe import Recipe
 from embedtrain.submit.options import Launcher, SlurmConfig, Submission, check_slurm, compose_submit
-from embedtrain.submit.script import script_of
+from embedtrain.submit.script import render_script
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
 # A word with everything that a shell, sbatch or Hydra would make something of.
@@ -27,7 +27,7 @@ def recipe() -> Recipe:
 def script(*given: str, output_dirs=("runs/t",), workdir="/work dir", python="/env/bin/python", **slurm) -> str:
     submission = Submission(recipe(), check_slurm(SlurmConfig(**slurm)), [*RECIPE, *given], list(output_dirs))
     command = ["python", "-m", "embedtrain.submit", *given]
-    return script_of(submission, command=command, workdir=str(workdir), log="t-%j.log", python=str(python))
+    return render_script(submission, command=command, workdir=str(workdir), log="t-%j.log", python=str(python))
 
 
 def asked(text: str) -> list[str]:
@@ -167,7 +167,7 @@ def test_the_head_is_comment_whatever_was_typed():
 def test_an_upload_is_waited_for():
     assert "  --wait=60\n" in script()
     asked_for = compose_submit([*RECIPE, "tracking.wandb=true", "tracking.wandb_artifacts=true"])
-    text = script_of(asked_for, command=[], workdir="/w", log="l", python="python")
+    text = render_script(asked_for, command=[], workdir="/w", log="l", python="python")
     assert "  --wait=3700\n" in text
 
 

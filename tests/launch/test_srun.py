@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.distributed.srun import interface_towards, take_place
+from embedtrain.distributed.srun import interface_for, set_ranks_from_srun
 from embedtrain.errors import ConfigError
 
 TASK = {
@@ -15,7 +15,7 @@ PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 def placed(**changes: str | None) -> dict[str, str]:
     environment = {name: value for name, value in (TASK | changes).items() if value is not None}
-    take_place(environment)
+    set_ranks_from_srun(environment)
     return {name: environment[name] for name in PLACE if name in environment}
 
 
@@ -64,7 +64,7 @@ def test_what_the_user_has_set_stays():
 def test_others_stay_what_they_are(changes):
     environment = {name: value for name, value in (TASK | changes).items() if value is not None}
     before = dict(environment)
-    take_place(environment)
+    set_ranks_from_srun(environment)
     assert environment == before
 
 
@@ -130,5 +130,5 @@ def test_below_torchrun_ranks_look_towards_another_node(changes, chosen):
 
 
 def test_the_interface_that_leads_somewhere():
-    assert interface_towards("127.0.0.1") == "lo"
-    assert interface_towards("nobody.invalid") is None
+    assert interface_for("127.0.0.1") == "lo"
+    assert interface_for("nobody.invalid") is None

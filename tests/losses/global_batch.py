@@ -17,8 +17,8 @@ from torch import Tensor
 
 from embedtrain.config.losses import LossConfig
 from embedtrain.distributed.world import World
-from embedtrain.losses.build import choose_loss
-from embedtrain.losses.types import Guide, LossInput
+from embedtrain.losses.build import build_loss
+from embedtrain.losses.types import BatchInfo, Guide
 
 DIMENSION = 8
 
@@ -42,7 +42,7 @@ class GlobalVectors:
         start = sum(self.sizes[:row])
         return list(range(start, start + self.sizes[row]))
 
-    def share(self, rows: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, LossInput]:
+    def local_loss(self, rows: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, BatchInfo]:
         """Queries, documents and what is known of them, for a rank that has these rows."""
         places = [place for row in rows for place in self.documents_of(row)]
         owners = [at for at, row in enumerate(rows) for _ in range(self.sizes[row])]
@@ -50,7 +50,7 @@ class GlobalVectors:
         def part(values: Tensor | None, of: Sequence[int]) -> Tensor | None:
             return None if values is None else values[torch.tensor(of, dtype=torch.int64)]
 
-        known = LossInput(
+        batch_info = BatchInfo(
             owners=torch.tensor(owners, dtype=torch.int64),
             query_keys=part(self.query_keys, rows),
             document_keys=part(self.document_keys, places),
@@ -63,7 +63,7 @@ class GlobalVectors:
             },
             seed=5,
         )
-        return part(self.queries, rows).to(dtype), part(self.documents, places).to(dtype), known
+        return part(self.queries, rows).to(dtype), part(self.documents, places).to(dtype), batch_info
 
 
 def vectors(
@@ -110,16 +110,16 @@ def run(
 ) -> dict[str, dict[str, Tensor] | float]:
     """On one rank: the share, its gradient at this rank's vectors, and at the loss's own parameters."""
     torch.manual_seed(0)
-    loss = choose_loss(config, dimension=dimension, guide_dimensions=_widths(batch), seed=0).to(dtype)
+    loss = build_loss(config, dimension=dimension, guide_dimensions=_widths(batch), seed=0).to(dtype)
     rows = deal[world.rank]
-    queries, documents, known = batch.share(rows, dtype)
+    queries, documents, batch_info = batch.local_loss(rows, dtype)
     queries.requires_grad_(), documents.requires_grad_()
-    output = loss(queries, documents, known)
-    output.share.backward()
+    output = loss(queries, documents, batch_info)
+    output.local_loss.backward()
     zero = torch.zeros
     return {
-        "share": output.share.item(),
-        "shares": {name: value.item() for name, value in output.shares.items()},
+        "share": output.local_loss.item(),
+        "shares": {name: value.item() for name, value in output.metrics.items()},
         "queries": zero(queries.shape, dtype=dtype) if queries.grad is None else queries.grad,
         "documents": zero(documents.shape, dtype=dtype) if documents.grad is None else documents.grad,
         "parameters": {
@@ -148,7 +148,7 @@ def check(
     """See the file's docstring. `only`: which of `deals` are run; `fp32`: tolerance there."""
     dimension = batch.queries.shape[1]
     torch.manual_seed(0)
-    own = choose_loss(config, dimension=dimension, guide_dimensions=_widths(batch), seed=0).double()
+    own = build_loss(config, dimension=dimension, guide_dimensions=_widths(batch), seed=0).double()
     parameters = {name: p.detach().clone().requires_grad_() for name, p in own.named_parameters()}
     whole = replace(
         batch, queries=batch.queries.clone().requires_grad_(), documents=batch.documents.clone().requires_grad_()

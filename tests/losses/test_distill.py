@@ -18,7 +18,7 @@ from embedtrain.config.losses import (
 )
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.losses.build import choose_loss
+from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import FROM_ROWS, Guide
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 from tests.losses.theirs import as_theirs
@@ -211,27 +211,27 @@ def test_a_vector_that_is_the_teachers(ranks):
 
 def refused(world: World, batch: GlobalVectors) -> str:
     """With a width not known before, as of vectors in the rows."""
-    loss = choose_loss(DistillEmbeddingsConfig(), dimension=8, seed=0)
+    loss = build_loss(DistillEmbeddingsConfig(), dimension=8, seed=0)
     with pytest.raises(ConfigError) as error:
-        loss(*batch.share([0, 1], torch.float32))
+        loss(*batch.local_loss([0, 1], torch.float32))
     return str(error.value)
 
 
 def test_widths_that_differ(ranks):
     config = DistillEmbeddingsConfig(teacher="some/teacher")
     with pytest.raises(ConfigError, match=r"loss\.teacher=some/teacher has 11 dimensions .* 8: loss\.project=true"):
-        choose_loss(config, dimension=8, guide_dimensions={"some/teacher": 11}, seed=0)
+        build_loss(config, dimension=8, guide_dimensions={"some/teacher": 11}, seed=0)
     (told,) = ranks(1, refused, with_teacher(FROM_ROWS, (1, 1), width=11))
     assert "the rows' vectors have 11 dimensions" in told
     assert "loss.project=true" in told
     with pytest.raises(ConfigError, match=r"loss\.project=true: .* not known"):
-        choose_loss(DistillEmbeddingsConfig(project=True), dimension=8, seed=0)
+        build_loss(DistillEmbeddingsConfig(project=True), dimension=8, seed=0)
 
 
 def test_the_projection_is_a_function_of_the_seed():
     def make(seed: int) -> Tensor:
         config = DistillEmbeddingsConfig(project=True)
-        return choose_loss(config, dimension=8, guide_dimensions={FROM_ROWS: 11}, seed=seed).projection.weight
+        return build_loss(config, dimension=8, guide_dimensions={FROM_ROWS: 11}, seed=seed).projection.weight
 
     assert torch.equal(make(3), make(3))
     assert not torch.equal(make(3), make(4))

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.losses import batch_statistics as module
-from embedtrain.losses.batch_statistics import Meaning, Sample, geometry
-from embedtrain.losses.build import meaning_of
+from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, geometry
+from embedtrain.losses.build import row_spec_of
 from tests.losses.global_batch import GlobalVectors, vectors
 from tests.losses.test_infonce import duplicates
 
-ALL = Meaning()
+ALL = RowSpec()
 
 
-def textbook(batch: GlobalVectors, meaning: Meaning = ALL, *, rows: int | None = None) -> dict[str, float]:
+def textbook(batch: GlobalVectors, row_spec: RowSpec = ALL, *, rows: int | None = None) -> dict[str, float]:
     """One cell after another, from the definitions."""
     queries, documents = F.normalize(batch.queries, dim=1), F.normalize(batch.documents, dim=1)
     measured = range(len(batch.sizes) if rows is None else rows)
@@ -33,7 +33,7 @@ def textbook(batch: GlobalVectors, meaning: Meaning = ALL, *, rows: int | None =
         for other in measured:
             for place in places[other]:
                 same = any(of[place] == of[a] for a in answers for of in (batch.document_keys, ids))
-                if not same and (meaning.in_batch or other == row):
+                if not same and (row_spec.in_batch or other == row):
                     found.append(float(queries[row] @ documents[place]))
         hardest += [max(found)] if found else []
         suspected += sum(score > right - 0.05 * abs(right) for score in found)
@@ -41,7 +41,7 @@ def textbook(batch: GlobalVectors, meaning: Meaning = ALL, *, rows: int | None =
     sides = queries[list(measured)], documents[list(positives.values())]
     spread = [torch.pdist(x).pow(2).mul(-2).exp().mean().log().item() for x in sides if len(x) > 1]
     told = {"uniformity": sum(spread) / len(spread) if spread else math.nan}
-    if not meaning.positives:
+    if not row_spec.positives:
         return told
     return told | {
         "positive_similarity": sum(positive) / len(positive),
@@ -51,23 +51,23 @@ def textbook(batch: GlobalVectors, meaning: Meaning = ALL, *, rows: int | None =
     }
 
 
-def shares(world, batch, deal, dtype, meaning, rows=None, cells=None):
+def metrics(world, batch, deal, dtype, row_spec, rows=None, cells=None):
     before, module._TILE_CELLS = module._TILE_CELLS, cells or module._TILE_CELLS
     try:
         mine = deal[world.rank]
-        queries, documents, known = batch.share(mine, dtype)
+        queries, documents, batch_info = batch.local_loss(mine, dtype)
         measured = [row for row in mine if rows is None or row < rows]
         room = max(1, *(sum(rows is None or row < rows for row in part) for part in deal))
-        sample = Sample(len(measured), room, max(1, min(max(batch.sizes), module.MEASURED_DOCUMENTS)))
-        return {name: float(v) for name, v in geometry(queries, documents, known, sample, meaning).items()}
+        sample = MeasuredRows(len(measured), room, max(1, min(max(batch.sizes), module.MEASURED_DOCUMENTS)))
+        return {name: float(v) for name, v in geometry(queries, documents, batch_info, sample, row_spec).items()}
     finally:
         module._TILE_CELLS = before
 
 
-def check(ranks, batch, deal, meaning=ALL, dtype=torch.float64, rows=None, cells=None):
-    answers = ranks(len(deal), shares, batch, deal, dtype, meaning, rows, cells)
+def check(ranks, batch, deal, row_spec=ALL, dtype=torch.float64, rows=None, cells=None):
+    answers = ranks(len(deal), metrics, batch, deal, dtype, row_spec, rows, cells)
     found = {name: sum(answer[name] for answer in answers) for name in answers[0]}
-    expected = textbook(batch, meaning, rows=rows)
+    expected = textbook(batch, row_spec, rows=rows)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     assert found == pytest.approx(expected, rel=tolerance, abs=tolerance, nan_ok=True), deal
 
@@ -97,8 +97,8 @@ def test_tiles_the_first_rows_and_own_negatives_alone(ranks):
     deal = [list(range(9))[rank::2] for rank in range(2)]
     check(ranks, batch, deal, cells=40)
     check(ranks, batch, deal, rows=5)
-    check(ranks, batch, deal, meaning=Meaning(in_batch=False))
-    check(ranks, batch, deal, meaning=Meaning(positives=False))
+    check(ranks, batch, deal, row_spec=RowSpec(in_batch=False))
+    check(ranks, batch, deal, row_spec=RowSpec(positives=False))
 
 
 def test_ids_mark_documents_that_are_no_negatives(ranks):
@@ -110,12 +110,12 @@ def test_ids_mark_documents_that_are_no_negatives(ranks):
 
 def test_the_first_rows_are_those_of_the_global_batch():
     for size in (1, 2, 3, 5):
-        samples = [Sample.of(10_000, 40, rank, size) for rank in range(size)]
+        samples = [MeasuredRows.of(10_000, 40, rank, size) for rank in range(size)]
         assert sum(sample.rows for sample in samples) == module.MEASURED_ROWS
         assert {(sample.room, sample.width) for sample in samples} == {(-(-module.MEASURED_ROWS // size), 8)}
-    assert Sample.of(3, 0, 4, 5) == Sample(0, 1, 1)
+    assert MeasuredRows.of(3, 0, 4, 5) == MeasuredRows(0, 1, 1)
 
 
 def test_what_losses_say_of_rows():
-    assert meaning_of(InfoNCEConfig()) == Meaning()
-    assert meaning_of(InfoNCEConfig(in_batch_negatives=False)) == Meaning(in_batch=False)
+    assert row_spec_of(InfoNCEConfig()) == RowSpec()
+    assert row_spec_of(InfoNCEConfig(in_batch_negatives=False)) == RowSpec(in_batch=False)

@@ -9,17 +9,25 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
 from torch import Tensor, nn
 
-from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, Margin, PartitionMode, Side, Similarity
+from embedtrain.config.losses import (
+    Hardness,
+    Implementation,
+    InfoNCEConfig,
+    LossDirection,
+    MarginKind,
+    PartitionMode,
+    Similarity,
+)
 from embedtrain.distributed.world import World
 from embedtrain.losses import infonce, negatives, softmax
-from embedtrain.losses.build import choose_loss
+from embedtrain.losses.build import build_loss
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
-from embedtrain.losses.sentence_transformers_classes import StandIn, made_up_tokenizer
-from embedtrain.losses.types import Guide, LossInput
+from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, placeholder_tokenizer
+from embedtrain.losses.types import BatchInfo, Guide
 from tests.losses.global_batch import GlobalVectors, check, vectors
 
 TEMPERATURE = 0.1
-ALL_SIDES = list(Side)
+ALL_SIDES = list(LossDirection)
 WAYS = [Implementation.plain, Implementation.tiled, Implementation.ring]
 
 
@@ -47,24 +55,24 @@ def textbook(options: InfoNCEConfig):
             alike = [other for other in range(len(answers)) if batch.query_keys[other] == batch.query_keys[row]]
             return any(same(document, answers[other]) for other in alike)
 
-        def candidates(side: Side, row: int) -> list[tuple[Tensor, Tensor, float, float]]:
+        def candidates(side: LossDirection, row: int) -> list[tuple[Tensor, Tensor, float, float]]:
             """(anchor, candidate, the guide's similarity of them, strength of its hardness)."""
             found = []
-            by_document = side in (Side.query_document, Side.document_document)
+            by_document = side in (LossDirection.query_document, LossDirection.document_document)
             for j in range(len(owner) if by_document else len(answers)):
                 own_row = owner[j] == row if by_document else j == row
                 is_self = {
-                    Side.query_document: j == answers[row],
+                    LossDirection.query_document: j == answers[row],
                     # GTE's joint softmax has the positive pair on this side as well.
-                    Side.document_query: j == row and options.partition_mode is PartitionMode.separate,
-                    Side.query_query: j == row,
-                    Side.document_document: own_row,
+                    LossDirection.document_query: j == row and options.partition_mode is PartitionMode.separate,
+                    LossDirection.query_query: j == row,
+                    LossDirection.document_document: own_row,
                 }[side]
                 duplicate = {
-                    Side.query_document: lambda j=j: answers_query(j, row),
-                    Side.document_document: lambda j=j: answers_query(j, row),
-                    Side.query_query: lambda j=j: answers_query(answers[j], row),
-                    Side.document_query: lambda j=j: j != row and answers_query(answers[row], j),
+                    LossDirection.query_document: lambda j=j: answers_query(j, row),
+                    LossDirection.document_document: lambda j=j: answers_query(j, row),
+                    LossDirection.query_query: lambda j=j: answers_query(answers[j], row),
+                    LossDirection.document_query: lambda j=j: j != row and answers_query(answers[row], j),
                 }[side]()
                 if is_self or (options.mask_duplicates and duplicate):
                     continue
@@ -75,16 +83,18 @@ def textbook(options: InfoNCEConfig):
                     Hardness.in_batch: not own_row,
                     Hardness.hard: own_row,
                     Hardness.all: True,
-                }[options.hardness] and side is Side.query_document
-                of_query = side in (Side.query_document, Side.query_query)
+                }[options.hardness] and side is LossDirection.query_document
+                of_query = side in (LossDirection.query_document, LossDirection.query_query)
                 anchor = batch.queries[row] if of_query else batch.documents[answers[row]]
                 column = batch.documents[j] if by_document else batch.queries[j]
-                itself = side is Side.document_query and j == row
+                itself = side is LossDirection.document_query and j == row
                 if guide is not None and not itself:
                     unit = torch.nn.functional.normalize
                     g, d = unit(guide.queries, dim=1), unit(guide.documents, dim=1)
                     best = g[row] @ d[answers[row]]
-                    slack = options.guide_margin * (best.abs() if options.guide_margin_kind is Margin.relative else 1.0)
+                    slack = options.guide_margin * (
+                        best.abs() if options.guide_margin_kind is MarginKind.relative else 1.0
+                    )
                     if (g[row] if of_query else d[answers[row]]) @ (d[j] if by_document else g[j]) > best - slack:
                         continue
                 similarity = compare(anchor, column)
@@ -147,7 +157,10 @@ PROBLEMS = {
     "ids": (with_ids(), {"directions": ALL_SIDES}),
     "symmetric": (
         SIZES,
-        {"directions": [Side.query_document, Side.document_query], "partition_mode": PartitionMode.separate},
+        {
+            "directions": [LossDirection.query_document, LossDirection.document_query],
+            "partition_mode": PartitionMode.separate,
+        },
     ),
     "all sides": (SIZES, {"directions": ALL_SIDES, "mask_duplicates": False}),
     "margin": (SIZES, {"margin": 0.2}),
@@ -157,7 +170,7 @@ PROBLEMS = {
     "guide, margin": (vectors(SIZES, guides=["big"]), {"guide": "big", "guide_margin": 0.2}),
     "guide, relative margin": (
         vectors(SIZES, guides=["big"]),
-        {"guide": "big", "guide_margin": 0.3, "guide_margin_kind": Margin.relative, "directions": ALL_SIDES},
+        {"guide": "big", "guide_margin": 0.3, "guide_margin_kind": MarginKind.relative, "directions": ALL_SIDES},
     ),
     "hardness of in-batch negatives": (SIZES, {"hardness": Hardness.in_batch, "hardness_strength": 3.0}),
     "hardness of hard negatives": (SIZES, {"hardness": Hardness.hard, "hardness_strength": 3.0}),
@@ -220,22 +233,22 @@ def test_own_negatives_alone(ranks, options):
 def tiles_of_a_few_rows(world: World, way: Implementation) -> None:
     """With tiles of 2 rows, and more rows than tiles, nothing changes."""
     torch.manual_seed(world.rank)
-    known, least, cells = _random_input(9), softmax.LEAST_ROWS, softmax.TILE_CELLS
+    batch_info, least, cells = _random_input(9), softmax.LEAST_ROWS, softmax.TILE_CELLS
     answers = []
     for height in (64, 2):
         softmax.LEAST_ROWS, softmax.TILE_CELLS = height, 1
         torch.manual_seed(7 + world.rank)
         queries, documents = (torch.randn(9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
         loss = InfoNCE(config(implementation=way, directions=ALL_SIDES))
-        output = loss(queries, documents, known)
-        output.share.backward()
-        answers.append((output.share.detach(), queries.grad, documents.grad))
+        output = loss(queries, documents, batch_info)
+        output.local_loss.backward()
+        answers.append((output.local_loss.detach(), queries.grad, documents.grad))
     softmax.LEAST_ROWS, softmax.TILE_CELLS = least, cells
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-12, atol=1e-14)
 
 
-def _random_input(rows: int) -> LossInput:
-    return LossInput(
+def _random_input(rows: int) -> BatchInfo:
+    return BatchInfo(
         owners=torch.arange(rows), query_keys=torch.randint(2**40, (rows,)), document_keys=torch.randint(2**40, (rows,))
     )
 
@@ -248,14 +261,14 @@ def test_height_of_tiles(ranks, way):
 def lists_and_masks(world: World, way: Implementation) -> None:
     """What is no negative is listed where it is little, and masked where it is much: the same."""
     batch, rows = duplicates(), list(range(world.rank, len(SIZES), world.size))
-    share, listed = batch.share(rows, torch.float64), negatives._LISTED
+    local_loss, listed = batch.local_loss(rows, torch.float64), negatives._LISTED
     answers = []
     for at_most in (listed, 1e9, -1e9):
         negatives._LISTED = at_most
-        queries, documents = (vectors_.clone().requires_grad_() for vectors_ in share[:2])
-        output = InfoNCE(config(implementation=way, directions=ALL_SIDES))(queries, documents, share[2])
-        output.share.backward()
-        answers.append((output.share.detach(), queries.grad, documents.grad))
+        queries, documents = (vectors_.clone().requires_grad_() for vectors_ in local_loss[:2])
+        output = InfoNCE(config(implementation=way, directions=ALL_SIDES))(queries, documents, local_loss[2])
+        output.local_loss.backward()
+        answers.append((output.local_loss.detach(), queries.grad, documents.grad))
     negatives._LISTED = listed
     for other in answers[1:]:
         torch.testing.assert_close(answers[0], other, rtol=1e-12, atol=1e-14)
@@ -272,15 +285,15 @@ def equal_vectors(world: World, way: Implementation, options: dict, dtype: torch
     pairs = torch.nn.functional.normalize(torch.randn(6, 384, dtype=dtype), dim=1).repeat_interleave(2, dim=0)
     mine = slice(world.rank, None, world.size)
     rows = pairs[mine].clone().requires_grad_()
-    known = LossInput(
+    batch_info = BatchInfo(
         owners=torch.arange(len(rows)),
         query_keys=torch.arange(12)[mine],
         document_keys=torch.arange(12)[mine],
         guides={"big": Guide(pairs[mine].float(), pairs[mine].float())} if "guide" in options else {},
     )
     loss = InfoNCE(InfoNCEConfig(temperature=0.05, implementation=way, **options))
-    output = loss(rows, pairs[mine], known)
-    return output.share.item(), output.shares["accuracy"].item()
+    output = loss(rows, pairs[mine], batch_info)
+    return output.local_loss.item(), output.metrics["accuracy"].item()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -290,7 +303,7 @@ def test_equal_similarities_are_not_judged_by_rounding_errors(ranks, way, option
     for size in (1, 2, 3):
         for dtype in (torch.float32, torch.float64):
             found = ranks(size, equal_vectors, way, options, dtype)
-            assert sum(share for share, _ in found) == pytest.approx(math.log(2), rel=1e-4)
+            assert sum(local_loss for local_loss, _ in found) == pytest.approx(math.log(2), rel=1e-4)
             assert sum(right for _, right in found) == 0, "a positive that is equalled does not beat"
 
 
@@ -300,13 +313,13 @@ def equal_queries_apart(world: World) -> float:
     queries, documents = torch.randn(2, 8)[[0, 0]], torch.randn(3, 8)
     rows = [[0, 1], [2]]  # documents of the rows
     mine = list(range(world.rank, 2, world.size))
-    known = LossInput(
+    batch_info = BatchInfo(
         owners=torch.tensor([at for at, row in enumerate(mine) for _ in rows[row]], dtype=torch.int64),
         query_keys=torch.tensor([7 for _ in mine], dtype=torch.int64),
         document_keys=torch.tensor([[10, 11, 11][k] for row in mine for k in rows[row]], dtype=torch.int64),
     )
     places = [k for row in mine for k in rows[row]]
-    return InfoNCE(config(in_batch_negatives=False))(queries[mine], documents[places], known).share.item()
+    return InfoNCE(config(in_batch_negatives=False))(queries[mine], documents[places], batch_info).local_loss.item()
 
 
 def test_without_in_batch_negatives_an_equal_querys_answer_is_no_negative_either(ranks):
@@ -319,14 +332,14 @@ def small_losses(world: World, way: Implementation) -> None:
     for gap in (5.0, 10.0, 17.0, 25.0):
         queries = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
         documents = torch.tensor([[gap, 0.0], [0.0, gap]])
-        known = LossInput(
+        batch_info = BatchInfo(
             owners=torch.tensor([0, 1]), query_keys=torch.tensor([1, 2]), document_keys=torch.tensor([1, 2])
         )
         options = InfoNCEConfig(temperature=1.0, similarity=Similarity.dot, implementation=way)
-        output = InfoNCE(options)(queries, documents, known)
-        output.share.backward()
+        output = InfoNCE(options)(queries, documents, batch_info)
+        output.local_loss.backward()
         exact = torch.tensor(-gap, dtype=torch.float64).exp()
-        assert output.share.item() == pytest.approx(torch.log1p(exact).item(), rel=1e-5)
+        assert output.local_loss.item() == pytest.approx(torch.log1p(exact).item(), rel=1e-5)
         slope = (exact / (1 + exact)).item() * gap / 2
         assert queries.grad[0].tolist() == pytest.approx([-slope, slope], rel=1e-4)
 
@@ -341,13 +354,13 @@ def accuracy(world: World, way: Implementation) -> float:
     documents = torch.tensor([[1.0, 0, 0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0.9, 0, 0.1]])[
         world.rank :: world.size
     ]
-    known = LossInput(
+    batch_info = BatchInfo(
         owners=torch.arange(len(queries)),
         query_keys=torch.arange(4)[world.rank :: world.size],
         document_keys=torch.tensor([0, 1, 2, 3])[world.rank :: world.size],
     )
     options = config(implementation=way, mask_duplicates=False)
-    return InfoNCE(options)(queries, documents, known).shares["accuracy"].item()
+    return InfoNCE(options)(queries, documents, batch_info).metrics["accuracy"].item()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -365,8 +378,8 @@ def bounded(world: World) -> None:
         with torch.no_grad():
             loss.temperature.log_scale.fill_(pushed)
         output = loss(torch.randn(6, 8), torch.randn(6, 8), _random_input(6))
-        output.share.backward()
-        assert output.shares["temperature"].item() == pytest.approx(at, rel=1e-5)
+        output.local_loss.backward()
+        assert output.metrics["temperature"].item() == pytest.approx(at, rel=1e-5)
         assert loss.temperature.log_scale.grad.abs() > 0
         loss.zero_grad()
 
@@ -389,7 +402,10 @@ THEIRS = [
         {"directions": ("query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc")},
     ),
     (
-        {"directions": [Side.query_document, Side.document_query], "partition_mode": PartitionMode.separate},
+        {
+            "directions": [LossDirection.query_document, LossDirection.document_query],
+            "partition_mode": PartitionMode.separate,
+        },
         {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
     ),
     *(
@@ -411,11 +427,11 @@ def theirs(world: World, ours: dict, options: dict) -> None:
         [{"vectors": column} for column in columns], labels=torch.empty(0)
     )
     documents = torch.stack(columns[1:], dim=1).flatten(0, 1)
-    known = LossInput(
+    batch_info = BatchInfo(
         owners=torch.arange(6).repeat_interleave(2), query_keys=torch.arange(6), document_keys=torch.arange(12)
     )
-    output = InfoNCE(config(**ours))(columns[0], documents, known)
-    assert output.share.item() == pytest.approx(expected.item(), rel=1e-5)
+    output = InfoNCE(config(**ours))(columns[0], documents, batch_info)
+    assert output.local_loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("ours", "options"), THEIRS)
@@ -426,21 +442,21 @@ def test_as_sentence_transformers(ranks, ours, options):
 def gist(world: World, margin: float, kind: str) -> None:
     torch.manual_seed(0)
     (queries, documents), (seen, others) = (torch.randn(2, 9, width) for width in (8, 5))
-    tokenizer = made_up_tokenizer()
-    model, guide = StandIn("vectors", 8, tokenizer), StandIn("guide", 5, tokenizer)
+    tokenizer = placeholder_tokenizer()
+    model, guide = PlaceholderModel("vectors", 8, tokenizer), PlaceholderModel("guide", 5, tokenizer)
     features = [{"vectors": queries, "guide": seen}, {"vectors": documents, "guide": others}]
     theirs_ = GISTEmbedLoss(model, guide, temperature=TEMPERATURE, margin_strategy=kind, margin=margin)
-    known = replace(_random_input(9), guides={"big": Guide(seen, others)})
+    batch_info = replace(_random_input(9), guides={"big": Guide(seen, others)})
     ours = InfoNCE(
         config(
-            directions=[Side.query_document, Side.query_query, Side.document_document],
+            directions=[LossDirection.query_document, LossDirection.query_query, LossDirection.document_document],
             guide="big",
             guide_margin=margin,
-            guide_margin_kind=Margin(kind),
+            guide_margin_kind=MarginKind(kind),
             mask_duplicates=False,
         )
     )
-    found = ours(queries, documents, known).share.item()
+    found = ours(queries, documents, batch_info).local_loss.item()
     assert found == pytest.approx(theirs_(features, torch.empty(0)).item(), rel=1e-5)
 
 
@@ -462,6 +478,6 @@ def test_the_way_is_chosen_by_size():
 
 
 def test_choosing():
-    loss = choose_loss(InfoNCEConfig(temperature=0.3, mask_duplicates=False), dimension=8, seed=0)
+    loss = build_loss(InfoNCEConfig(temperature=0.3, mask_duplicates=False), dimension=8, seed=0)
     assert isinstance(loss, InfoNCE)
     assert not list(loss.parameters())

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from embedtrain.config.losses import SentenceTransformersConfig
-from embedtrain.config.row_requirements import MORE_THAN_EMBEDDINGS, SENTENCE_TRANSFORMERS
-from embedtrain.config.sentence_transformers import FUNCTIONS, MATRYOSHKA
+from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
+from embedtrain.config.sentence_transformers import FUNCTION_ARGUMENTS, MATRYOSHKA
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.losses.build import choose_loss
+from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import FROM_ROWS, Guide
 from tests.losses.global_batch import DIMENSION, GlobalVectors, check, run, vectors
 
 VERSION = tuple(int(part) for part in sentence_transformers.__version__.split(".")[:2])
 ROWS = 6
-SEED = 5  # as in the LossInput of the harness
+SEED = 5  # as in the BatchInfo of the harness
 DISTANCES = losses.BatchHardTripletLossDistanceFunction
 ALL_DIRECTIONS = ["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 FEW = (3, 5, 7)  # deals: four ranks; a rank without rows; the same of four, uneven
@@ -115,7 +115,7 @@ class Case:
             labels = torch.stack(guides, dim=1)
         elif batch.scores is not None:
             labels = batch.scores.view(ROWS, -1)
-            if SENTENCE_TRANSFORMERS[self.inner].scores.value == "pairs" or self.scores == "classes":
+            if SENTENCE_TRANSFORMERS_LOSSES[self.inner].scores.value == "pairs" or self.scores == "classes":
                 columns = [batch.queries.repeat_interleave(self.documents, 0), batch.documents]
                 labels = batch.scores.long() if self.scores == "classes" else batch.scores
         features = [{"vectors": column} for column in columns]
@@ -254,7 +254,7 @@ VARIANTS = [
             documents=0,
             labels=2,
         )
-        for name in SENTENCE_TRANSFORMERS
+        for name in SENTENCE_TRANSFORMERS_LOSSES
         if name.startswith("Batch")
     ),
     Case(
@@ -309,25 +309,27 @@ def test_arguments(ranks, case):
 
 
 def test_every_class_is_tested():
-    assert {case.name for case in PLAIN} == {*SENTENCE_TRANSFORMERS, MATRYOSHKA}
+    assert {case.name for case in PLAIN} == {*SENTENCE_TRANSFORMERS_LOSSES, MATRYOSHKA}
 
 
 def test_tables_cover_the_installed_version():
     """A class or an argument that a new version brings wants a decision."""
     there = {name for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
     there = {name for name in there if issubclass(getattr(losses, name), nn.Module)}
-    assert there == {*SENTENCE_TRANSFORMERS, *MORE_THAN_EMBEDDINGS, MATRYOSHKA}
-    for name in SENTENCE_TRANSFORMERS:
+    assert there == {*SENTENCE_TRANSFORMERS_LOSSES, *UNSUPPORTED_LOSSES, MATRYOSHKA}
+    for name in SENTENCE_TRANSFORMERS_LOSSES:
         parameters = inspect.signature(getattr(losses, name).__init__).parameters.values()
         functions = {parameter.name for parameter in parameters if inspect.isfunction(parameter.default)}
-        assert functions - {"loss_fct"} == set(FUNCTIONS.get(name, {})), name
+        assert functions - {"loss_fct"} == set(FUNCTION_ARGUMENTS.get(name, {})), name
         others = {parameter.name for parameter in parameters if isinstance(parameter.default, nn.Module)}
         assert others <= {"loss_fct", "cos_score_transformation"}, name
 
 
-@pytest.mark.parametrize(("name", "argument"), [(name, argument) for name in FUNCTIONS for argument in FUNCTIONS[name]])
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, argument) for name in FUNCTION_ARGUMENTS for argument in FUNCTION_ARGUMENTS[name]]
+)
 def test_every_function_that_can_be_named(name, argument):
-    for function in FUNCTIONS[name][argument]:
+    for function in FUNCTION_ARGUMENTS[name][argument]:
         loss = choose(name, {argument: function}).theirs
         found = getattr(loss, argument)
         vectors = torch.eye(3)
@@ -336,7 +338,7 @@ def test_every_function_that_can_be_named(name, argument):
 
 def choose(name: str, arguments: dict[str, Any], guide: str | None = None, **widths: int) -> nn.Module:
     config = SentenceTransformersConfig(class_name=name, arguments=arguments, guide=guide)
-    return choose_loss(config, dimension=DIMENSION, guide_dimensions=widths, seed=0)
+    return build_loss(config, dimension=DIMENSION, guide_dimensions=widths, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,7 @@ def choose(name: str, arguments: dict[str, Any], guide: str | None = None, **wid
     ids=lambda case: case.name if isinstance(case, Case) else "",
 )
 def test_parameters(case, names):
-    loss = choose_loss(case.config, dimension=DIMENSION, seed=0)
+    loss = build_loss(case.config, dimension=DIMENSION, seed=0)
     assert [name for name, _ in loss.named_parameters()] == list(loss.state_dict()) == names
 
 
@@ -393,9 +395,9 @@ def test_teacher_of_another_width():
 
 
 def refused(world: World, config: SentenceTransformersConfig, batch: GlobalVectors, deal: list[list[int]]) -> str:
-    loss = choose_loss(config, dimension=DIMENSION, seed=0)
+    loss = build_loss(config, dimension=DIMENSION, seed=0)
     try:
-        loss(*batch.share(deal[world.rank], torch.float32))
+        loss(*batch.local_loss(deal[world.rank], torch.float32))
     except DataError as error:
         return str(error)
     return "nothing was refused"
@@ -448,11 +450,11 @@ def test_parts_are_logged(ranks):
 def draws(world: World) -> list[float]:
     """Shares at steps of different seeds, though every rank's own random numbers differ; and what is left of these."""
     case = Case(name="MatryoshkaLoss", arguments=matryoshka("CoSENTLoss", {}, n_dims_per_step=1), scores="any")
-    loss = choose_loss(case.config, dimension=DIMENSION, seed=0)
-    queries, documents, known = case.batch().share([world.rank], torch.float64)
+    loss = build_loss(case.config, dimension=DIMENSION, seed=0)
+    queries, documents, batch_info = case.batch().local_loss([world.rank], torch.float64)
     random.seed(world.rank)
     torch.manual_seed(world.rank)
-    found = [loss(queries, documents, replace(known, seed=seed)).share.item() for seed in range(8)]
+    found = [loss(queries, documents, replace(batch_info, seed=seed)).local_loss.item() for seed in range(8)]
     random_left, torch_left = random.random(), torch.rand(1).item()
     random.seed(world.rank)
     torch.manual_seed(world.rank)
@@ -468,10 +470,10 @@ def test_random_dimensions_are_the_seeds(ranks):
 
 def warned(world: World) -> int:
     """How often ContrastiveLoss complains of scores between 0 and 1."""
-    loss = choose_loss(SentenceTransformersConfig(class_name="ContrastiveLoss"), dimension=DIMENSION, seed=0)
+    loss = build_loss(SentenceTransformersConfig(class_name="ContrastiveLoss"), dimension=DIMENSION, seed=0)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        loss(*vectors((1,) * 4, scores=True).share([world.rank], torch.float32))
+        loss(*vectors((1,) * 4, scores=True).local_loss([world.rank], torch.float32))
     return len([warning for warning in heard if issubclass(warning.category, UserWarning)])
 
 

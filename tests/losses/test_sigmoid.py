@@ -11,7 +11,7 @@ from torch import Tensor
 from embedtrain.config.losses import LossConfig, SigLIPConfig, Similarity
 from embedtrain.distributed.world import World
 from embedtrain.losses import similarity as compare
-from embedtrain.losses.build import choose_loss
+from embedtrain.losses.build import build_loss
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 
 SIZES = (1, 3, 2, 1, 4, 2)
@@ -108,15 +108,15 @@ def test_extreme_logits(ranks):
 
 def out_of_bounds(world: World, batch: GlobalVectors) -> tuple[float, float, float]:
     config = SigLIPConfig(temperature_bounds=[0.05, 0.5])
-    loss = choose_loss(config, dimension=8, seed=0)
+    loss = build_loss(config, dimension=8, seed=0)
     rows = list(range(world.rank, len(batch.sizes), world.size))
     found = []
     for log_scale in (20.0, -20.0):
         with torch.no_grad():
             loss.temperature.log_scale.fill_(log_scale)
-        output = loss(*batch.share(rows, torch.float32))
-        found.append(sum(world.gather(output.shares["temperature"].item())))
-    return *found, sum(world.gather(output.shares["bias"].item()))
+        output = loss(*batch.local_loss(rows, torch.float32))
+        found.append(sum(world.gather(output.metrics["temperature"].item())))
+    return *found, sum(world.gather(output.metrics["bias"].item()))
 
 
 def test_the_temperature_stays_within_its_bounds(ranks):
@@ -128,7 +128,7 @@ def test_the_temperature_stays_within_its_bounds(ranks):
 
 def test_what_is_trained():
     def names(config: SigLIPConfig) -> dict[str, torch.Size]:
-        return {name: p.shape for name, p in choose_loss(config, dimension=8, seed=0).named_parameters()}
+        return {name: p.shape for name, p in build_loss(config, dimension=8, seed=0).named_parameters()}
 
     assert names(SigLIPConfig()) == {"temperature.log_scale": (1,), "bias": (1,)}
     assert names(SigLIPConfig(learn_temperature=False)) == {"bias": (1,)}
@@ -168,8 +168,8 @@ def test_chunks(ranks):
 def saved_for_backward(world: World, num_rows: int, chunk_bytes: int) -> int:
     """The most numbers that one tensor kept for the backward pass holds."""
     batch = vectors((1,) * num_rows)
-    loss = choose_loss(SigLIPConfig(), dimension=8, seed=0)
-    queries, documents, known = batch.share(range(num_rows), torch.float32)
+    loss = build_loss(SigLIPConfig(), dimension=8, seed=0)
+    queries, documents, batch_info = batch.local_loss(range(num_rows), torch.float32)
     queries.requires_grad_(), documents.requires_grad_()
     sizes = [0]
 
@@ -181,7 +181,7 @@ def saved_for_backward(world: World, num_rows: int, chunk_bytes: int) -> int:
     compare._CHUNK_BYTES = chunk_bytes
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss(queries, documents, known).share.backward()
+            loss(queries, documents, batch_info).local_loss.backward()
     finally:
         compare._CHUNK_BYTES = usual
     return max(sizes)

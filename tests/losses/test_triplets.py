@@ -11,7 +11,7 @@ from sentence_transformers.sentence_transformer.losses.triplet import TripletDis
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from embedtrain.config.losses import BatchTripletConfig, Distance, LossConfig, Mining, TripletConfig
+from embedtrain.config.losses import BatchTripletConfig, Distance, LossConfig, TripletConfig, TripletMining
 from embedtrain.distributed.world import World
 from embedtrain.losses import similarity as compare
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
@@ -24,10 +24,10 @@ ALL_PAIRS = {
     Distance.manhattan: lambda rows: torch.cdist(rows, rows, p=1.0),
 }
 THEIRS = {
-    Mining.all: losses.BatchAllTripletLoss,
-    Mining.hard: losses.BatchHardTripletLoss,
-    Mining.hard_soft_margin: losses.BatchHardSoftMarginTripletLoss,
-    Mining.semi_hard: losses.BatchSemiHardTripletLoss,
+    TripletMining.all: losses.BatchAllTripletLoss,
+    TripletMining.hard: losses.BatchHardTripletLoss,
+    TripletMining.hard_soft_margin: losses.BatchHardSoftMarginTripletLoss,
+    TripletMining.semi_hard: losses.BatchSemiHardTripletLoss,
 }
 
 
@@ -108,13 +108,13 @@ def mined(config: BatchTripletConfig):
 
 def terms_of(config: BatchTripletConfig, near: list[Tensor], far: list[Tensor]) -> list[Tensor]:
     match config.mining:
-        case Mining.all:
+        case TripletMining.all:
             return [p - n + config.margin for p, n in product(near, far) if p - n + config.margin > 0]
-        case Mining.hard:
+        case TripletMining.hard:
             return [(max(near) - min(far) + config.margin).clamp(min=0)]
-        case Mining.hard_soft_margin:
+        case TripletMining.hard_soft_margin:
             return [softplus(max(near) - min(far))]
-        case Mining.semi_hard:
+        case TripletMining.semi_hard:
             chosen = [min([n for n in far if n > p], default=max(far)) for p in near]
             return [(p - n + config.margin).clamp(min=0) for p, n in zip(near, chosen, strict=True)]
 
@@ -124,13 +124,13 @@ CLASSES = [0, 1, 0, 2, 1, 0, 7, 2, 0, 1]
 
 
 @pytest.mark.parametrize("distance", Distance)
-@pytest.mark.parametrize("mining", Mining)
+@pytest.mark.parametrize("mining", TripletMining)
 def test_batch_triplet(ranks, mining, distance):
     config = BatchTripletConfig(mining=mining, distance=distance, margin=MARGIN[distance])
     check(ranks, config, texts(CLASSES), mined(config), only=[0, 2, 5, 7])
 
 
-@pytest.mark.parametrize("mining", Mining)
+@pytest.mark.parametrize("mining", TripletMining)
 @pytest.mark.parametrize("labels", [[0] * 5, [0, 1, 2, 3], [0]], ids=["one class", "a class each", "one row"])
 def test_no_triplet(ranks, mining, labels):
     """Every anchor lacks a positive or a negative: loss and gradient are 0."""
@@ -138,7 +138,7 @@ def test_no_triplet(ranks, mining, labels):
     check(ranks, config, texts(labels), mined(config), only=[0, 2, 5])
 
 
-@pytest.mark.parametrize("mining", [Mining.all, Mining.hard, Mining.semi_hard])
+@pytest.mark.parametrize("mining", [TripletMining.all, TripletMining.hard, TripletMining.semi_hard])
 def test_no_margin_is_violated(ranks, mining):
     rows = torch.eye(8, dtype=torch.float64)[[0, 0, 1, 1]] + 0.01 * torch.randn(4, 8, dtype=torch.float64)
     config = BatchTripletConfig(mining=mining, distance=Distance.euclidean, margin=0.1)
@@ -147,18 +147,18 @@ def test_no_margin_is_violated(ranks, mining):
 
 
 @pytest.mark.parametrize("distance", Distance)
-@pytest.mark.parametrize("mining", Mining)
+@pytest.mark.parametrize("mining", TripletMining)
 def test_batch_triplet_as_theirs(ranks, mining, distance):
     config = BatchTripletConfig(mining=mining, distance=distance, margin=MARGIN[distance])
     batch = texts([0, 1, 0, 2, 1, 0, 2, 2, 0, 1])
     arguments = {"distance_metric": ALL_PAIRS[distance]}
-    if mining is not Mining.hard_soft_margin:
+    if mining is not TripletMining.hard_soft_margin:
         arguments["margin"] = config.margin
     as_theirs(ranks, config, batch, THEIRS[mining], batch.labels, **arguments)
 
 
 @pytest.mark.parametrize("distance", Distance)
-@pytest.mark.parametrize("mining", Mining)
+@pytest.mark.parametrize("mining", TripletMining)
 def test_equal_vectors_have_finite_gradients(ranks, mining, distance):
     batch = texts(CLASSES)
     batch = replace(batch, queries=batch.queries[[0, 0, 0, 1, 1, 1, 2, 2, 2, 2]])
@@ -190,7 +190,7 @@ def in_small_chunks(world: World, config: LossConfig, batch: GlobalVectors, deal
         compare._CHUNK_BYTES = usual
 
 
-@pytest.mark.parametrize("mining", Mining)
+@pytest.mark.parametrize("mining", TripletMining)
 def test_chunks(ranks, mining):
     for answer in ranks(2, in_small_chunks, BatchTripletConfig(mining=mining), texts(CLASSES), [[0, 1, 2, 3, 4], []]):
         whole, chunked = answer
@@ -204,7 +204,7 @@ def test_active_triplets_are_told(ranks):
     batch = replace(texts([0, 0, 1]), queries=rows, documents=torch.empty(0, 1, dtype=torch.float64))
     # d(positive) - d(negative) is 1 - 3 and 1 - 2.
     for margin, active in ((0.5, 0.0), (1.5, 0.5), (2.5, 1.0)):
-        for mining in (Mining.all, Mining.hard, Mining.semi_hard):
+        for mining in (TripletMining.all, TripletMining.hard, TripletMining.semi_hard):
             config = BatchTripletConfig(mining=mining, distance=Distance.euclidean, margin=margin)
             answers = ranks(2, run, config, batch, [[0, 1], [2]], torch.float64, 1)
             assert sum(answer["shares"]["active"] for answer in answers) == active

@@ -7,9 +7,9 @@ from transformers import AutoModel, PretrainedConfig
 
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError
-from embedtrain.models.attention_direction import sees_ahead
-from embedtrain.models.build import assemble
-from embedtrain.models.source import open_source
+from embedtrain.models.attention_direction import attends_to_later_tokens
+from embedtrain.models.build import assemble_encoder
+from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import save_small, small_model, small_tokenizer
 
@@ -40,57 +40,57 @@ def reached(backbone: torch.nn.Module, *, padding: int) -> list[bool]:
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_a_later_token_reaches_an_earlier_one_as_asked(architecture, bidirectional, tmp_path):
     torch.manual_seed(0)
-    encoder = assemble(open_source(model(architecture, bidirectional=bidirectional))).eval()
+    encoder = assemble_encoder(open_model_source(model(architecture, bidirectional=bidirectional))).eval()
     expected = [bool(bidirectional)] * 4 + [True, True]
     encoder.backbone.save_pretrained(tmp_path)
     for backbone in (encoder.backbone, AutoModel.from_pretrained(tmp_path)):
         for padding in (0, 3):
             assert reached(backbone, padding=padding) == expected
-    assert sees_ahead(encoder, (5, 9, 14), CPU) is bool(bidirectional)
+    assert attends_to_later_tokens(encoder, (5, 9, 14), CPU) is bool(bidirectional)
 
 
 @pytest.mark.parametrize("architecture", ENCODERS)
 def test_encoders_see_all_and_cannot_do_otherwise(architecture):
     torch.manual_seed(0)
     for bidirectional in (None, True):
-        encoder = assemble(open_source(model(architecture, bidirectional=bidirectional))).eval()
+        encoder = assemble_encoder(open_model_source(model(architecture, bidirectional=bidirectional))).eval()
         assert reached(encoder.backbone, padding=0) == reached(encoder.backbone, padding=3) == [True] * 6
-        assert sees_ahead(encoder, (5, 9, 14), CPU) is True
+        assert attends_to_later_tokens(encoder, (5, 9, 14), CPU) is True
     with pytest.raises(ConfigError, match=r"model\.bidirectional=false: a .* is an encoder: .* leave it out"):
-        open_source(model(architecture, bidirectional=False))
+        open_model_source(model(architecture, bidirectional=False))
 
 
 def test_the_probe_asks_with_any_pooling_and_knows_of_padding():
     for pooling in Pooling:
         for bidirectional in (False, True):
             torch.manual_seed(0)
-            encoder = assemble(open_source(model("llama", bidirectional=bidirectional))).eval()
+            encoder = assemble_encoder(open_model_source(model("llama", bidirectional=bidirectional))).eval()
             encoder.pooling = pooling
-            assert sees_ahead(encoder, (5, 9, 14), CPU) is bidirectional
+            assert attends_to_later_tokens(encoder, (5, 9, 14), CPU) is bidirectional
     # Gemma's own option is lost beside padding.
     torch.manual_seed(0)
     gemma = model("llama").config | {"model_type": "gemma", "head_dim": 16, "use_bidirectional_attention": True}
-    lost = open_source(ModelConfig(config=gemma, pooling=Pooling.mean))
-    assert sees_ahead(assemble(lost).eval(), (5, 9, 14), CPU) is None
+    lost = open_model_source(ModelConfig(config=gemma, pooling=Pooling.mean))
+    assert attends_to_later_tokens(assemble_encoder(lost).eval(), (5, 9, 14), CPU) is None
     del gemma["use_bidirectional_attention"]
-    kept = open_source(ModelConfig(config=gemma, pooling=Pooling.mean, bidirectional=True))
-    assert sees_ahead(assemble(kept).eval(), (5, 9, 14), CPU) is True
+    kept = open_model_source(ModelConfig(config=gemma, pooling=Pooling.mean, bidirectional=True))
+    assert attends_to_later_tokens(assemble_encoder(kept).eval(), (5, 9, 14), CPU) is True
 
 
 def test_what_a_directory_says_is_left_and_can_be_taken_back(tmp_path):
     for architecture in ("qwen3", "gemma3_text"):
         directory = tmp_path / architecture
         save_small(model(architecture), directory)
-        source = open_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True))
+        source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True))
         window = getattr(source.config, "sliding_window", None)
         source.config.save_pretrained(directory)
         for asked, expected in ((None, True), (True, True), (False, False)):
-            again = open_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=asked))
+            again = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=asked))
             torch.manual_seed(0)
-            assert sees_ahead(assemble(again).eval(), (5, 9, 14), CPU) is expected
+            assert attends_to_later_tokens(assemble_encoder(again).eval(), (5, 9, 14), CPU) is expected
             if expected:
                 assert getattr(again.config, "sliding_window", None) == window
-                assert open_source(small_model(architecture)).config.sliding_window != window or window is None
+                assert open_model_source(small_model(architecture)).config.sliding_window != window or window is None
 
 
 def test_an_export_sees_both_ways_everywhere(tmp_path):
@@ -108,7 +108,7 @@ def test_an_export_sees_both_ways_everywhere(tmp_path):
 
 
 def vectors(made, options, text):
-    encoder = assemble(open_source(options)).eval()
+    encoder = assemble_encoder(open_model_source(options)).eval()
     encoder.load_state_dict(made.state)
     ids = torch.tensor([small_tokenizer()(text)["input_ids"]])
     with torch.no_grad():
@@ -118,16 +118,16 @@ def vectors(made, options, text):
 def test_a_decoder_that_cannot_look_ahead_is_refused():
     mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     with pytest.raises(ConfigError, match=r"model\.bidirectional=true: the code of a mamba looks back only"):
-        open_source(ModelConfig(config=mamba, pooling=Pooling.mean, bidirectional=True))
-    open_source(ModelConfig(config=mamba, pooling=Pooling.mean))
+        open_model_source(ModelConfig(config=mamba, pooling=Pooling.mean, bidirectional=True))
+    open_model_source(ModelConfig(config=mamba, pooling=Pooling.mean))
 
 
 def test_the_first_token_of_a_decoder_is_no_pooling(tmp_path):
     sentence = r"model\.pooling=cls: the first token of a llama sees none of the others, .* write model\.pooling=last"
     with pytest.raises(ConfigError, match=sentence):
-        open_source(small_model("llama", pooling=Pooling.cls))
-    assert open_source(small_model("llama", pooling=Pooling.cls, bidirectional=True)).pooling is Pooling.cls
-    assert open_source(small_model("bert", pooling=Pooling.last)).pooling is Pooling.last
+        open_model_source(small_model("llama", pooling=Pooling.cls))
+    assert open_model_source(small_model("llama", pooling=Pooling.cls, bidirectional=True)).pooling is Pooling.cls
+    assert open_model_source(small_model("bert", pooling=Pooling.last)).pooling is Pooling.last
     # What a directory says itself is obeyed.
     directory = save_small(small_model("llama"), tmp_path / "llama")
     made = architecture_of(tmp_path / "st", ModelConfig(path=str(directory), pooling=Pooling.last))
@@ -136,9 +136,9 @@ def test_the_first_token_of_a_decoder_is_no_pooling(tmp_path):
     settings = settings.replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
     settings = settings.replace('"pooling_mode_lasttoken": true', '"pooling_mode_lasttoken": false')
     (tmp_path / "out" / "1_Pooling" / "config.json").write_text(settings)
-    assert open_source(ModelConfig(path=str(tmp_path / "out"))).pooling is Pooling.cls
+    assert open_model_source(ModelConfig(path=str(tmp_path / "out"))).pooling is Pooling.cls
     with pytest.raises(ConfigError, match=sentence):
-        open_source(ModelConfig(path=str(tmp_path / "out"), pooling=Pooling.cls))
+        open_model_source(ModelConfig(path=str(tmp_path / "out"), pooling=Pooling.cls))
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
@@ -146,7 +146,7 @@ def test_nothing_is_cached(architecture):
     """A cache that grows with every recomputed layer ends in IndexErrors."""
     small = small_model(architecture, pooling=Pooling.last)
     small.config["use_cache"] = True
-    encoder = assemble(open_source(small)).eval()
+    encoder = assemble_encoder(open_model_source(small)).eval()
     configs = {
         id(part.config): part.config
         for part in encoder.modules()

@@ -11,7 +11,7 @@ from torch import nn
 from embedtrain.errors import ConfigError
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
-from embedtrain.models.source import open_source
+from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, save_small, small_model
 
 BLOCKS = {
@@ -35,7 +35,7 @@ def test_no_architecture_is_forgotten():
 def encoder_of(architecture: str, num_layers: int = 3) -> nn.Module:
     model = small_model(architecture)
     return build_encoder(
-        open_source(small_model(architecture, config=model.config | {"num_hidden_layers": num_layers}))
+        open_model_source(small_model(architecture, config=model.config | {"num_hidden_layers": num_layers}))
     )
 
 

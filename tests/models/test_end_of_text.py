@@ -22,8 +22,8 @@ from transformers import (
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError, ModelError
-from embedtrain.models.build import assemble
-from embedtrain.models.source import ModelSource, open_source
+from embedtrain.models.build import assemble_encoder
+from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import save_small, small_model
@@ -103,7 +103,7 @@ def source_with(llama: Path, tokenizer: PreTrainedTokenizerBase, **options: obje
         path.unlink()
     tokenizer.save_pretrained(llama)
     model = ModelConfig(**{"path": str(llama), "pooling": Pooling.last, "max_length": MOST, **options})
-    return model, open_source(model)
+    return model, open_model_source(model)
 
 
 def ids(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -130,7 +130,7 @@ def test_it_is_appended_once_and_survives_the_export(name, llama, tmp_path):
         assert theirs.preprocess([text])["input_ids"].tolist() == [wanted]
     # Opened again nothing is appended twice, asked for or not.
     for asked in (None, True):
-        again = open_source(ModelConfig(path=str(tmp_path / "out"), append_eos=asked))
+        again = open_model_source(ModelConfig(path=str(tmp_path / "out"), append_eos=asked))
         assert ids(load_tokenizer(again)) == expected
 
 
@@ -163,7 +163,7 @@ def test_what_decides_where_nothing_is_asked(llama, tmp_path):
     model, _ = source_with(llama, generic(), append_eos=False)
     export_model(tmp_path / "out", architecture_of(tmp_path / "made", model))
     for options, expected in (({}, False), ({"append_eos": True}, True)):
-        again = open_source(ModelConfig(path=str(tmp_path / "out"), **options))
+        again = open_model_source(ModelConfig(path=str(tmp_path / "out"), **options))
         assert (load_tokenizer(again)("alpha")["input_ids"][-1] == 1) is expected
 
 
@@ -184,7 +184,7 @@ def test_the_last_token_counts_where_it_is_also_the_padding(llama):
     assert loaded.pad_token_id == loaded.eos_token_id == 1
     tokenizer = TextTokenizer(loaded, 16)
     torch.manual_seed(0)
-    encoder = assemble(source).eval()
+    encoder = assemble_encoder(source).eval()
     texts = ["alpha", "alpha beta gamma delta alpha beta", ""]
     (chunk,) = tokenizer.chunks(texts, 999)
     with torch.no_grad():

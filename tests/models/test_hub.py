@@ -17,8 +17,8 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inspect.options import compose_inspect
 from embedtrain.mine.options import MineOptions, compose_mine
-from embedtrain.mine.teacher import find_teacher
-from embedtrain.models.source import open_source
+from embedtrain.mine.teacher import open_teacher
+from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.training.guides import load_guides
 from embedtrain.training.train import train
@@ -74,19 +74,19 @@ def hub(published) -> Iterator[Path]:
     [(None, "new: ", NEW), (OLD, "old: ", OLD), ("v-a", "old: ", OLD), (NEW, "new: ", NEW)],
 )
 def test_a_model(hub, revision, prompt, commit):
-    source = open_source(ModelConfig(path="org/model", revision=revision))
+    source = open_model_source(ModelConfig(path="org/model", revision=revision))
     assert source.prompts["query"] == prompt
     assert source.commit == commit
 
 
 def test_a_revision_that_is_not_there(hub):
     with pytest.raises(ModelError) as caught:
-        open_source(ModelConfig(path="org/model", revision="c" * 40))
+        open_model_source(ModelConfig(path="org/model", revision="c" * 40))
     assert str(caught.value).startswith(f"model.path=org/model at model.revision={'c' * 40} is neither a directory nor")
 
 
 def test_a_tokenizer(hub):
-    source = open_source(ModelConfig(path="org/model"))
+    source = open_model_source(ModelConfig(path="org/model"))
     assert load_tokenizer(source).model_max_length == 24
     assert load_tokenizer(source, "org/model").model_max_length == 24
     assert load_tokenizer(source, "org/model", OLD).model_max_length == 12
@@ -96,23 +96,23 @@ def test_a_tokenizer(hub):
 
 def test_a_teacher(hub):
     for revision, prompt, dropout in ((OLD, "old: ", 0.12), (None, "new: ", 0.24)):
-        bi = find_teacher(MineOptions(model="m", teacher="org/model", teacher_revision=revision))
+        bi = open_teacher(MineOptions(model="m", teacher="org/model", teacher_revision=revision))
         assert bi.source.prompts["query"] == prompt
-        cross = find_teacher(MineOptions(model="m", teacher="org/cross", teacher_revision=revision))
-        assert cross.is_cross
+        cross = open_teacher(MineOptions(model="m", teacher="org/cross", teacher_revision=revision))
+        assert cross.is_cross_encoder
         assert cross.source.config.hidden_dropout_prob == dropout
     with pytest.raises(ConfigError, match=r"teacher_revision=main chooses a version of a Hub repository, and teacher="):
-        find_teacher(MineOptions(model="m", teacher=str(hub / "guide"), teacher_revision="main"))
+        open_teacher(MineOptions(model="m", teacher=str(hub / "guide"), teacher_revision="main"))
 
 
 def test_a_directory_has_no_revision(hub):
     with pytest.raises(ConfigError) as caught:
-        open_source(ModelConfig(path=str(hub / "guide"), revision=OLD))
+        open_model_source(ModelConfig(path=str(hub / "guide"), revision=OLD))
     assert str(caught.value) == (
         f"model.revision={OLD} chooses a version of a Hub repository, and model.path={hub / 'guide'} is a directory "
         "here: leave it out"
     )
-    assert open_source(ModelConfig(path=str(hub / "guide"))).commit is None
+    assert open_model_source(ModelConfig(path=str(hub / "guide"))).commit is None
 
 
 def test_options_of_the_doors():

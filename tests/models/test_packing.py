@@ -8,10 +8,10 @@ from torch import nn
 
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.models.build import assemble, build_encoder
+from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.packing import look, pack, unpack, why_not_alike
-from embedtrain.models.source import open_source
+from embedtrain.models.packing import check_packing, disable_packing, enable_packing, packing_mismatch
+from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, small_model, small_tokenizer, text
 
 CPU = torch.device("cpu")
@@ -45,8 +45,8 @@ def options(case: str, **changes: object) -> ModelConfig:
 
 def encoder_of(model: ModelConfig) -> Encoder:
     torch.manual_seed(0)
-    encoder = assemble(open_source(model)).eval()
-    pack(encoder)
+    encoder = assemble_encoder(open_model_source(model)).eval()
+    enable_packing(encoder)
     return encoder
 
 
@@ -70,7 +70,7 @@ def test_packed_is_one_by_one(case):
     ids = texts(tokenizer)
     packed = encoder(*tokenizer.chunk(ids, range(len(ids))).inputs)
     ours = gradients(encoder, packed)
-    unpack(encoder)
+    disable_packing(encoder)
     alone = torch.cat([encoder(torch.tensor([one]), torch.ones(1, len(one), dtype=torch.int64)) for one in ids])
     theirs = gradients(encoder, alone)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
@@ -108,25 +108,25 @@ def test_dropout_is_that_of_the_configuration(which):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("precision", Precision)
 def test_real_architectures_are_packed(architecture, precision):
-    source = open_source(small_model(architecture))
-    assert look(build_encoder(source), precision=precision, gpu=False).why_padded is None
-    encoder = assemble(source).eval()
-    pack(encoder)
+    source = open_model_source(small_model(architecture))
+    assert check_packing(build_encoder(source), precision=precision, gpu=False).padding_reason is None
+    encoder = assemble_encoder(source).eval()
+    enable_packing(encoder)
     dtype = torch.bfloat16 if precision is Precision.bf16 else torch.float32
-    assert why_not_alike(encoder.to(dtype), source.config, precision, CPU) is None
+    assert packing_mismatch(encoder.to(dtype), source.config, precision, CPU) is None
 
 
 def test_a_model_with_attention_of_its_own_is_padded():
-    found = look(build_encoder(open_source(small_model("mpnet"))), precision=Precision.fp32, gpu=False)
-    assert found.why_padded == "it computes attention by itself, not through transformers' interface"
+    found = check_packing(build_encoder(open_model_source(small_model("mpnet"))), precision=Precision.fp32, gpu=False)
+    assert found.padding_reason == "it computes attention by itself, not through transformers' interface"
 
 
 def test_a_gpu_packs_in_bf16_alone_and_heads_its_kernel_takes():
-    encoder = build_encoder(open_source(small_model("bert", dropout=0.1)))
-    assert "parallel.precision=fp32" in look(encoder, precision=Precision.fp32, gpu=True).why_padded
-    assert look(encoder, precision=Precision.bf16, gpu=True).dropout == 0.1
-    odd = build_encoder(open_source(small_model("qwen3", config=small_model("qwen3").config | {"head_dim": 20})))
-    assert "size 20" in look(odd, precision=Precision.bf16, gpu=True).why_padded
+    encoder = build_encoder(open_model_source(small_model("bert", dropout=0.1)))
+    assert "parallel.precision=fp32" in check_packing(encoder, precision=Precision.fp32, gpu=True).padding_reason
+    assert check_packing(encoder, precision=Precision.bf16, gpu=True).dropout == 0.1
+    odd = build_encoder(open_model_source(small_model("qwen3", config=small_model("qwen3").config | {"head_dim": 20})))
+    assert "size 20" in check_packing(odd, precision=Precision.bf16, gpu=True).padding_reason
 
 
 class Leaks(nn.Module):
@@ -141,28 +141,28 @@ class Leaks(nn.Module):
 
 
 def test_texts_that_see_one_another_are_found_out():
-    source = open_source(small_model("llama"))
-    encoder = assemble(source).eval()
+    source = open_model_source(small_model("llama"))
+    encoder = assemble_encoder(source).eval()
     encoder.backbone.layers[0] = Leaks(encoder.backbone.layers[0])
-    pack(encoder)
-    assert look(encoder, precision=Precision.fp32, gpu=False).why_padded is None
-    assert "see one another" in why_not_alike(encoder, source.config, Precision.fp32, CPU)
+    enable_packing(encoder)
+    assert check_packing(encoder, precision=Precision.fp32, gpu=False).padding_reason is None
+    assert "see one another" in packing_mismatch(encoder, source.config, Precision.fp32, CPU)
 
 
 def test_positions_that_are_counted_otherwise_are_found_out(monkeypatch):
-    source = open_source(small_model("xlm-roberta"))
-    encoder = assemble(source).eval()
-    pack(encoder)
+    source = open_model_source(small_model("xlm-roberta"))
+    encoder = assemble_encoder(source).eval()
+    enable_packing(encoder)
     monkeypatch.setattr("embedtrain.models.encoder.first_position", lambda backbone: 0)
-    assert "from those of the same texts padded" in why_not_alike(encoder, source.config, Precision.fp32, CPU)
+    assert "from those of the same texts padded" in packing_mismatch(encoder, source.config, Precision.fp32, CPU)
 
 
 def test_what_packed_attention_has_not_is_a_reason():
     config = small_model("gemma3_text").config | {"model_type": "gemma2"}
-    encoder = assemble(open_source(ModelConfig(config=config, pooling=Pooling.mean)))
-    assert look(encoder, precision=Precision.fp32, gpu=False).why_padded is not None
-    pack(encoder)
-    assert "softcap" in look(encoder, precision=Precision.fp32, gpu=False).why_padded
+    encoder = assemble_encoder(open_model_source(ModelConfig(config=config, pooling=Pooling.mean)))
+    assert check_packing(encoder, precision=Precision.fp32, gpu=False).padding_reason is not None
+    enable_packing(encoder)
+    assert "softcap" in check_packing(encoder, precision=Precision.fp32, gpu=False).padding_reason
 
 
 @pytest.mark.slow

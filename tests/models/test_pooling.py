@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from embedtrain.config.recipe import Pooling
-from embedtrain.models.build import assemble
+from embedtrain.models.build import assemble_encoder
 from embedtrain.models.encoder import pool
-from embedtrain.models.source import open_source
+from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, small_model
 
 LENGTHS = [3, 1, 7, 5]
@@ -48,7 +48,7 @@ def test_pool_is_float32_and_finite_for_a_text_without_tokens():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_alone_as_in_a_batch(architecture):
     torch.manual_seed(1)
-    encoder = assemble(open_source(small_model(architecture))).eval()
+    encoder = assemble_encoder(open_model_source(small_model(architecture))).eval()
     # BERT and DistilBERT number positions from the left whatever is padding: this is why padding stands on the right.
     sides = (False,) if architecture in ("bert", "distilbert") else (False, True)
     for pooling in Pooling:
@@ -64,7 +64,7 @@ def test_alone_as_in_a_batch(architecture):
 
 def test_tokens_that_do_not_count_are_seen_and_left_out():
     torch.manual_seed(0)
-    encoder = assemble(open_source(small_model("bert", normalize=False))).eval()
+    encoder = assemble_encoder(open_model_source(small_model("bert", normalize=False))).eval()
     ids, mask = padded(left=False)
     pooled = mask * (torch.arange(7) > 1)
     pooled[1, 0] = 1  # the text of one token
@@ -79,7 +79,7 @@ def test_tokens_that_do_not_count_are_seen_and_left_out():
 
 
 def test_heads_and_normalisation():
-    encoder = assemble(open_source(small_model("bert", normalize=False))).eval()
+    encoder = assemble_encoder(open_model_source(small_model("bert", normalize=False))).eval()
     ids, mask = padded(left=False)
     with torch.no_grad():
         plain = encoder(ids, mask)

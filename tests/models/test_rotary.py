@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from embedtrain.config.model_checks import rope_problem
+from embedtrain.config.model_checks import rope_scaling_error
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError
-from embedtrain.models.build import assemble
-from embedtrain.models.source import open_source
-from embedtrain.models.tokenizer import load_tokenizer, text_length
+from embedtrain.models.build import assemble_encoder
+from embedtrain.models.source import open_model_source
+from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import save_small, small_model, text
 
@@ -18,7 +18,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1.0, "high_freq
 
 
 def opened(architecture: str, scaling: object, **options: object):
-    return open_source(small_model(architecture, rope_scaling=scaling, **options))
+    return open_model_source(small_model(architecture, rope_scaling=scaling, **options))
 
 
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3, {"rope_type": "linear", "factor": 4}], ids=lambda s: s["rope_type"])
@@ -29,7 +29,7 @@ def test_a_text_beyond_the_models_positions(scaling, tmp_path):
     made = architecture_of(tmp_path / "made", options)
     assert (made.max_length, made.source.config.max_position_embeddings) == (200, 256)
     export_model(tmp_path / "out", made)  # reopened by both libraries, and compared on a text of 200 tokens
-    encoder = assemble(made.source).eval()
+    encoder = assemble_encoder(made.source).eval()
     encoder.load_state_dict(made.state)
     backbone, tokenizer = AutoModel.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
     batch = tokenizer(text(3, 300), truncation=True, return_tensors="pt")
@@ -38,31 +38,31 @@ def test_a_text_beyond_the_models_positions(scaling, tmp_path):
         found = encoder.backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         theirs = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         torch.testing.assert_close(found.last_hidden_state, theirs.last_hidden_state)
-        unscaled = assemble(open_source(plain)).eval()
+        unscaled = assemble_encoder(open_model_source(plain)).eval()
         unscaled.load_state_dict(made.state)
         before = unscaled.backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     assert (before.last_hidden_state - found.last_hidden_state).abs().max() > 1e-2
     # Opened again it is what it is, and nothing is scaled twice.
-    again = open_source(ModelConfig(path=str(tmp_path / "out")))
+    again = open_model_source(ModelConfig(path=str(tmp_path / "out")))
     assert again.config.rope_parameters == made.source.config.rope_parameters
-    assert text_length(again, tokenizer) == 200
-    twice = open_source(ModelConfig(path=str(tmp_path / "out"), rope_scaling=scaling | {"factor": 8}))
+    assert resolve_max_length(again, tokenizer) == 200
+    twice = open_model_source(ModelConfig(path=str(tmp_path / "out"), rope_scaling=scaling | {"factor": 8}))
     expected = 256 * 8 if scaling["rope_type"] == "linear" else 64 * 8  # a linear one does not tell what was before
     assert twice.config.max_position_embeddings == expected
 
 
 def test_layers_with_a_window_keep_their_positions():
     for architecture in ("gemma3_text", "modernbert"):
-        before = open_source(small_model(architecture)).config.rope_parameters
+        before = open_model_source(small_model(architecture)).config.rope_parameters
         small = small_model(architecture, rope_scaling=YARN)
         small.config |= {"layer_types": ["sliding_attention", "full_attention"]}
-        config = open_source(small).config
+        config = open_model_source(small).config
         assert config.rope_parameters["sliding_attention"] == before["sliding_attention"]
         found = config.rope_parameters["full_attention"]
         assert found == before["full_attention"] | YARN | {"original_max_position_embeddings": 64}
         ids = torch.arange(200)[None] % 60 + 4
         with torch.no_grad():
-            assemble(open_source(small)).eval()(ids, torch.ones_like(ids))
+            assemble_encoder(open_model_source(small)).eval()(ids, torch.ones_like(ids))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,9 @@ def test_values_that_make_no_sense(scaling, sentence):
 
 
 def test_a_mapping_that_is_right_is_no_problem():
-    assert [rope_problem(good) for good in (YARN, LLAMA3, YARN | {"original_max_position_embeddings": 8})] == [None] * 3
+    assert [rope_scaling_error(good) for good in (YARN, LLAMA3, YARN | {"original_max_position_embeddings": 8})] == [
+        None
+    ] * 3
 
 
 def test_a_model_without_rotary_positions():
@@ -102,14 +104,14 @@ def test_a_model_without_rotary_positions():
 def test_a_length_beyond_the_positions_says_what_to_write(tmp_path):
     for architecture, more in (("llama", True), ("bert", False)):
         directory = save_small(small_model(architecture), tmp_path / architecture)
-        source = open_source(ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=150))
+        source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=150))
         with pytest.raises(ConfigError, match=r"more than the 64 tokens .* write model\.max_length=64") as caught:
-            text_length(source, load_tokenizer(source))
+            resolve_max_length(source, load_tokenizer(source))
         assert ("or model.rope_scaling={rope_type: yarn, factor: 3} for more" in str(caught.value)) is more
-    source = open_source(
+    source = open_model_source(
         ModelConfig(
             path=str(tmp_path / "llama"), pooling=Pooling.mean, max_length=150,
             rope_scaling={"rope_type": "yarn", "factor": 3},
         )
     )  # fmt: skip
-    assert text_length(source, load_tokenizer(source)) == 150
+    assert resolve_max_length(source, load_tokenizer(source)) == 150

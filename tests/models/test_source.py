@@ -14,9 +14,9 @@ from transformers import T5Config
 
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
-from embedtrain.models.build import assemble, build_encoder, find_weights, initialise, stored_dtype
-from embedtrain.models.source import open_source
-from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, text_length
+from embedtrain.models.build import assemble_encoder, build_encoder, full_state_dict, locate_weights, stored_dtype
+from embedtrain.models.source import open_model_source
+from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from tests.small import save_small, small_model
 
 POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last}
@@ -51,7 +51,7 @@ def st_dir(plain, tmp_path) -> Path:
 
 
 def opened(directory: Path, **options: Any):
-    return open_source(ModelConfig(path=str(directory), **options))
+    return open_model_source(ModelConfig(path=str(directory), **options))
 
 
 def rewrite(path: Path, **changes: Any) -> None:
@@ -102,8 +102,8 @@ def test_a_sentence_transformers_directory(st_dir):
 
 def test_its_vectors_are_sentence_transformers_own(st_dir):
     source = opened(st_dir)
-    encoder = assemble(source)
-    encoder.load_state_dict(initialise(source, seed=0))
+    encoder = assemble_encoder(source)
+    encoder.load_state_dict(full_state_dict(source, seed=0))
     tokens = load_tokenizer(source)(["alpha beta", "gamma a b c d e"], padding=True, return_tensors="pt")
     reference = SentenceTransformer(str(st_dir), device="cpu")
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_dense_heads_whose_weights_do_not_fit(st_dir):
     """A head whose weights are missing or of another name would stay random."""
     source, path = opened(st_dir), part(st_dir, "Dense") / "model.safetensors"
     shapes = {name: tensor.shape for name, tensor in build_encoder(source).state_dict().items()}
-    assert find_weights(source, shapes) is not None
+    assert locate_weights(source, shapes) is not None
     whole = load_file(path)
     for damaged in (
         {"linear.weight": whole["linear.weight"]},
@@ -245,40 +245,40 @@ def test_dense_heads_whose_weights_do_not_fit(st_dir):
         whole | {"linear.weight": torch.zeros(1, 32)},
     ):
         save_file(damaged, path)
-        refused(ModelError, lambda: find_weights(source, shapes), str(path), "linear.weight (24, 32)")
-        refused(ModelError, lambda: initialise(source, 0), str(path))
+        refused(ModelError, lambda: locate_weights(source, shapes), str(path), "linear.weight (24, 32)")
+        refused(ModelError, lambda: full_state_dict(source, 0), str(path))
     path.unlink()
-    refused(ModelError, lambda: initialise(source, 0), str(path))
+    refused(ModelError, lambda: full_state_dict(source, 0), str(path))
 
 
 def test_lengths(st_dir, hf_dir):
     source = opened(st_dir)
-    assert text_length(source, load_tokenizer(source)) == 24
+    assert resolve_max_length(source, load_tokenizer(source)) == 24
     settings = part(st_dir, "Transformer") / "sentence_bert_config.json"
     settings.rename(settings.with_name("sentence_xlm-roberta_config.json"))
     assert opened(st_dir).max_length == 24
     settings.with_name("sentence_xlm-roberta_config.json").unlink()
     assert opened(st_dir).max_length is None
-    assert text_length(opened(st_dir), load_tokenizer(source)) == 24  # the saved tokenizer knows it too
+    assert resolve_max_length(opened(st_dir), load_tokenizer(source)) == 24  # the saved tokenizer knows it too
     settings.write_text('{"max_seq_length": "long"}')
     refused(ModelError, lambda: opened(st_dir), "max_seq_length='long'")
 
     plain = opened(hf_dir, pooling=Pooling.cls)
     tokenizer = load_tokenizer(plain)
-    assert text_length(plain, tokenizer) == 48  # of the tokenizer
+    assert resolve_max_length(plain, tokenizer) == 48  # of the tokenizer
     tokenizer.model_max_length = int(1e30)
-    assert text_length(plain, tokenizer) == 64  # 66 positions, the first two of which XLM-R leaves free
-    assert text_length(opened(hf_dir, pooling=Pooling.cls, max_length=64), tokenizer) == 64
+    assert resolve_max_length(plain, tokenizer) == 64  # 66 positions, the first two of which XLM-R leaves free
+    assert resolve_max_length(opened(hf_dir, pooling=Pooling.cls, max_length=64), tokenizer) == 64
     long = opened(hf_dir, pooling=Pooling.cls, max_length=65)
-    refused(ConfigError, lambda: text_length(long, tokenizer), "model.max_length=65", "64 tokens")
+    refused(ConfigError, lambda: resolve_max_length(long, tokenizer), "model.max_length=65", "64 tokens")
 
 
 def test_the_longest_text_that_is_allowed_has_positions(hf_dir):
     source = opened(hf_dir, pooling=Pooling.cls)
     ids = torch.full((1, 64), 7)
-    assert assemble(source).eval()(ids, torch.ones_like(ids)).isfinite().all()
+    assert assemble_encoder(source).eval()(ids, torch.ones_like(ids)).isfinite().all()
     with pytest.raises((IndexError, RuntimeError)):
-        assemble(source).eval()(torch.full((1, 65), 7), torch.ones(1, 65, dtype=torch.int64))
+        assemble_encoder(source).eval()(torch.full((1, 65), 7), torch.ones(1, 65, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -343,23 +343,23 @@ def test_a_tokenizer_without_padding_pads_with_the_end(hf_dir):
 )
 def test_there_is_no_such_model(path):
     """A Hub id without a network, and directories that are not there."""
-    refused(ModelError, lambda: open_source(ModelConfig(path=path, pooling=Pooling.cls)), f"model.path={path}")
+    refused(ModelError, lambda: open_model_source(ModelConfig(path=path, pooling=Pooling.cls)), f"model.path={path}")
 
 
 def test_no_model_at_all():
     for path in (None, ""):
-        refused(ConfigError, lambda path=path: open_source(ModelConfig(path=path)), "model.path")
+        refused(ConfigError, lambda path=path: open_model_source(ModelConfig(path=path)), "model.path")
 
 
 def test_a_model_from_a_configuration(hf_dir):
     values = small_model("bert").config
     for given in (values, str(hf_dir / "config.json"), str(hf_dir)):
-        source = open_source(ModelConfig(config=given, pooling=Pooling.mean))
+        source = open_model_source(ModelConfig(config=given, pooling=Pooling.mean))
         assert (source.directory, source.config.hidden_size, source.normalize) == (None, 32, True)
-        assert find_weights(source, {}) is None
+        assert locate_weights(source, {}) is None
     refused(ConfigError, lambda: load_tokenizer(source), "model.tokenizer")
-    refused(ConfigError, lambda: open_source(ModelConfig(config=values)), "model.pooling")
-    refused(ConfigError, lambda: open_source(ModelConfig(config=values, path="x")), "keep one")
+    refused(ConfigError, lambda: open_model_source(ModelConfig(config=values)), "model.pooling")
+    refused(ConfigError, lambda: open_model_source(ModelConfig(config=values, path="x")), "keep one")
 
 
 @pytest.mark.parametrize(
@@ -374,11 +374,11 @@ def test_a_model_from_a_configuration(hf_dir):
     ],
 )
 def test_configurations_that_are_none(config, words):
-    refused(ConfigError, lambda: open_source(ModelConfig(config=config, pooling=Pooling.cls)), words)
+    refused(ConfigError, lambda: open_model_source(ModelConfig(config=config, pooling=Pooling.cls)), words)
 
 
 def test_a_configuration_that_builds_nothing():
-    source = open_source(ModelConfig(config={"model_type": "bert", "hidden_size": 33}, pooling=Pooling.cls))
+    source = open_model_source(ModelConfig(config={"model_type": "bert", "hidden_size": 33}, pooling=Pooling.cls))
     refused(ModelError, lambda: build_encoder(source), "33")
 
 
@@ -386,7 +386,7 @@ def test_encoder_decoders_are_refused(tmp_path):
     T5Config().save_pretrained(tmp_path)
     refused(ModelError, lambda: opened(tmp_path, pooling=Pooling.mean), "t5", "encoder-decoder")
     config = {"model_type": "t5"}
-    refused(ModelError, lambda: open_source(ModelConfig(config=config, pooling=Pooling.mean)), "encoder-decoder")
+    refused(ModelError, lambda: open_model_source(ModelConfig(config=config, pooling=Pooling.mean)), "encoder-decoder")
 
 
 def test_weights_that_cannot_be_read(hf_dir):
@@ -396,23 +396,23 @@ def test_weights_that_cannot_be_read(hf_dir):
     whole = load_file(path)
 
     save_file({k: v for k, v in whole.items() if "layer.1.output.dense" not in k}, path, metadata={"format": "pt"})
-    assert find_weights(source, shapes) is None
-    refused(ModelError, lambda: initialise(source, 0), "lacks 2 of", "layer.1.output.dense")
+    assert locate_weights(source, shapes) is None
+    refused(ModelError, lambda: full_state_dict(source, 0), "lacks 2 of", "layer.1.output.dense")
 
     save_file(whole | {"embeddings.word_embeddings.weight": torch.zeros(9, 32)}, path, metadata={"format": "pt"})
-    assert find_weights(source, shapes) is None
-    refused(ModelError, lambda: initialise(source, 0), str(hf_dir))
+    assert locate_weights(source, shapes) is None
+    refused(ModelError, lambda: full_state_dict(source, 0), str(hf_dir))
 
     path.write_bytes(b"not weights")
-    refused(ModelError, lambda: find_weights(source, shapes), str(path))
+    refused(ModelError, lambda: locate_weights(source, shapes), str(path))
     path.unlink()
-    refused(ModelError, lambda: initialise(source, 0), str(hf_dir))
+    refused(ModelError, lambda: full_state_dict(source, 0), str(hf_dir))
     (hf_dir / "pytorch_model.bin").write_bytes(b"not weights")
-    refused(ModelError, lambda: initialise(source, 0), str(hf_dir))
+    refused(ModelError, lambda: full_state_dict(source, 0), str(hf_dir))
 
     for content in ("{", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "gone.safetensors"}}'):
         index.write_text(content)
-        refused(ModelError, lambda: find_weights(source, shapes), str(hf_dir))
+        refused(ModelError, lambda: locate_weights(source, shapes), str(hf_dir))
 
 
 class Evil:
@@ -426,7 +426,7 @@ class Evil:
 def test_a_pickle_that_names_code_is_not_run(hf_dir, tmp_path):
     (hf_dir / "model.safetensors").unlink()
     torch.save({"embeddings.word_embeddings.weight": Evil(tmp_path / "marker")}, hf_dir / "pytorch_model.bin")
-    refused(ModelError, lambda: initialise(opened(hf_dir, pooling=Pooling.cls), 0), str(hf_dir))
+    refused(ModelError, lambda: full_state_dict(opened(hf_dir, pooling=Pooling.cls), 0), str(hf_dir))
     assert not (tmp_path / "marker").exists()
 
 

@@ -8,8 +8,8 @@ from embedtrain.config.recipe import ModelConfig, Pooling, Precision
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.source import open_source
-from embedtrain.planning.model_costs import ModelFacts, facts_of
+from embedtrain.models.source import open_model_source
+from embedtrain.planning.model_costs import ModelSpec, model_spec
 
 # FacebookAI/xlm-roberta-large and meta-llama/Meta-Llama-3-8B, config.json.
 XLMR_LARGE: dict[str, Any] = {
@@ -38,12 +38,12 @@ LLAMA_3_8B: dict[str, Any] = {
 
 def built(config: dict[str, Any], **changes: Any) -> tuple[Encoder, list[nn.Module]]:
     """The encoder on the meta device, and its blocks."""
-    encoder = build_encoder(open_source(ModelConfig(config=config | changes, pooling=Pooling.mean)))
+    encoder = build_encoder(open_model_source(ModelConfig(config=config | changes, pooling=Pooling.mean)))
     return encoder, find_blocks(encoder)
 
 
 def facts(
     config: dict[str, Any], *, length: int = 512, precision: Precision = Precision.bf16, **changes: Any
-) -> ModelFacts:
+) -> ModelSpec:
     encoder, blocks = built(config, **changes)
-    return facts_of(encoder, blocks, precision=precision, tokens_per_text=length, gpu=True)
+    return model_spec(encoder, blocks, precision=precision, tokens_per_text=length, gpu=True)

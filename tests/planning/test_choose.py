@@ -7,8 +7,8 @@ import pytest
 from embedtrain.config.recipe import GradientReduction, ParallelConfig, Strategy
 from embedtrain.errors import ConfigError
 from embedtrain.plan.compute import changes, largest_chunk
-from embedtrain.planning.strategy import choose, choose_for_encoding, every_candidate
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.planning.strategy import choose, choose_encoding_layout, layout_candidates
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, facts
 from tests.small import small_model
 
@@ -20,12 +20,12 @@ HALF = facts(LLAMA_3_8B, vocab_size=151936, hidden_size=1024, num_hidden_layers=
              num_attention_heads=16, num_key_value_heads=16)  # fmt: skip
 
 
-def machines(ranks: int = 8, memory: float = 80, per_node: int = 8, **more) -> Machines:
-    return Machines(ranks=ranks, per_node=min(ranks, per_node), memory=int(memory * GIB), **more)
+def machines(ranks: int = 8, memory: float = 80, per_node: int = 8, **more) -> ClusterSpec:
+    return ClusterSpec(ranks=ranks, per_node=min(ranks, per_node), memory=int(memory * GIB), **more)
 
 
-def work(ranks: int = 8, **more) -> Work:
-    return Work(**{"rows": 32 * ranks, "tokens_per_text": 512, **more})
+def work(ranks: int = 8, **more) -> StepWorkload:
+    return StepWorkload(**{"rows": 32 * ranks, "tokens_per_text": 512, **more})
 
 
 def chosen(found=LARGE, ranks: int = 8, memory: float = 80, *, more_work=None, **options):
@@ -70,7 +70,7 @@ def test_of_what_fits_the_fastest_is_taken():
     for ranks, memory in ((8, 80), (64, 80), (64, 40), (512, 24)):
         given = machines(ranks, memory), LLAMA, work(ranks, chunk_tokens=4096)
         best = choose(ParallelConfig(), *given, measured=True).best
-        fitting = [one for one in every_candidate(ParallelConfig(), *given) if one.fits]
+        fitting = [one for one in layout_candidates(ParallelConfig(), *given) if one.fits]
         assert best.fits
         assert best.traffic.step <= 1.03 * min(one.traffic.step for one in fitting)
 
@@ -127,7 +127,7 @@ def test_a_node_that_cannot_be_cut():
     six = machines(6, per_node=4)
     with pytest.raises(ConfigError, match="1, 2, 3, 6"):
         choose(ParallelConfig(strategy=Strategy.hsdp), six, TINY, work(6))
-    strategies = {one.layout.strategy for one in every_candidate(ParallelConfig(), six, TINY, work(6))}
+    strategies = {one.layout.strategy for one in layout_candidates(ParallelConfig(), six, TINY, work(6))}
     assert strategies == {Strategy.ddp, Strategy.fsdp}
 
 
@@ -141,16 +141,16 @@ def test_a_small_model_is_chosen_for_without_a_look_at_its_code():
 
 
 def test_host_memory_is_no_choice_where_ranks_compute_on_it():
-    on_cpu = every_candidate(ParallelConfig(), machines(gpu=False), TINY, work())
+    on_cpu = layout_candidates(ParallelConfig(), machines(gpu=False), TINY, work())
     assert not any(one.layout.cpu_offload for one in on_cpu)
-    assert any(one.layout.cpu_offload for one in every_candidate(ParallelConfig(), machines(), TINY, work()))
+    assert any(one.layout.cpu_offload for one in layout_candidates(ParallelConfig(), machines(), TINY, work()))
 
 
 def test_encoding_replicates_what_leaves_half_of_the_memory():
-    small, large = (choose_for_encoding(ParallelConfig(), machines(memory=memory), LLAMA) for memory in (120, 60))
+    small, large = (choose_encoding_layout(ParallelConfig(), machines(memory=memory), LLAMA) for memory in (120, 60))
     assert (small.layout.strategy, large.layout.strategy) == (Strategy.ddp, Strategy.fsdp)
     assert "it fits on every rank: 41.9 GiB of weights, 120.0 GiB of memory" in small.layout.reason
-    asked = choose_for_encoding(ParallelConfig(strategy=Strategy.fsdp), machines(memory=80), LLAMA)
+    asked = choose_encoding_layout(ParallelConfig(strategy=Strategy.fsdp), machines(memory=80), LLAMA)
     assert asked.layout.strategy is Strategy.fsdp
 
 
@@ -166,8 +166,8 @@ def test_nothing_fits_and_what_to_change():
     assert any(line.startswith("gpus=") for line in told)
     assert any(line.startswith("model.lora.rank=") for line in told)
     ranks = int(next(line for line in told if line.startswith("gpus=")).removeprefix("gpus=").partition(":")[0])
-    assert any(one.fits for one in every_candidate(parallel, machines(ranks, 16), LLAMA, job))
-    assert not any(one.fits for one in every_candidate(parallel, machines(ranks // 2, 16), LLAMA, job))
+    assert any(one.fits for one in layout_candidates(parallel, machines(ranks, 16), LLAMA, job))
+    assert not any(one.fits for one in layout_candidates(parallel, machines(ranks // 2, 16), LLAMA, job))
     # With everything open something fits, so nothing need be changed.
     assert changes(ParallelConfig(), machines(), LLAMA, job, chosen(LLAMA).best) == []
 
@@ -182,7 +182,7 @@ def test_the_largest_chunk_fits_and_one_text_more_does_not():
 
     def fits(chunk_tokens):
         tried = replace(job, chunk_tokens=chunk_tokens)
-        (one,) = every_candidate(ParallelConfig(strategy=Strategy.ddp, **options), given, LARGE, tried)
+        (one,) = layout_candidates(ParallelConfig(strategy=Strategy.ddp, **options), given, LARGE, tried)
         return one.fits
 
     assert fits(found)

@@ -9,7 +9,7 @@ from torch import nn
 from embedtrain.config.recipe import LoraConfig, Precision
 from embedtrain.models.adapters import add_adapters
 from embedtrain.planning import activations
-from embedtrain.planning.model_costs import facts_of
+from embedtrain.planning.model_costs import model_spec
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built, facts
 from tests.small import ARCHITECTURES, small_model
 
@@ -73,7 +73,7 @@ def test_the_encoder_is_left_as_it_was():
     before = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in encoder.state_dict().items()}
     names = [name for name, _ in encoder.named_modules()]
     buffers = {name: buffer.device for name, buffer in encoder.named_buffers()}
-    facts_of(encoder, blocks, precision=Precision.bf16, tokens_per_text=8, gpu=True).keeps(False)
+    model_spec(encoder, blocks, precision=Precision.bf16, tokens_per_text=8, gpu=True).keeps(False)
     assert before == {name: (t.shape, t.dtype, t.device) for name, t in encoder.state_dict().items()}
     assert names == [name for name, _ in encoder.named_modules()]
     assert buffers == {name: buffer.device for name, buffer in encoder.named_buffers()}
@@ -105,7 +105,7 @@ def test_adapters_leave_the_rest_frozen_and_keep_less():
     adapted, of_adapted = small("llama")
     add_adapters(adapted, LoraConfig(rank=4), None, torch.bfloat16)
     plain, lora = (
-        facts_of(encoder, inside, precision=Precision.bf16, tokens_per_text=8, gpu=True)
+        model_spec(encoder, inside, precision=Precision.bf16, tokens_per_text=8, gpu=True)
         for encoder, inside in ((whole, blocks), (adapted, of_adapted))
     )
     assert lora.trained == sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
@@ -134,7 +134,7 @@ def test_code_that_cannot_run_without_memory_falls_back_to_the_rule():
     layers = encoder.backbone.encoder.layer
     for place, layer in enumerate(layers):
         layers[place] = Stubborn(layer)
-    found = facts_of(encoder, list(layers), precision=Precision.bf16, tokens_per_text=8, gpu=True)
+    found = model_spec(encoder, list(layers), precision=Precision.bf16, tokens_per_text=8, gpu=True)
     assert found.keeps(False) == activations.assumed(64, torch.bfloat16, recompute=False)
     assert [type(layer) for layer in layers] == [Stubborn] * 2
 

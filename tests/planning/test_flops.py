@@ -7,9 +7,9 @@ from transformers import masking_utils
 
 from embedtrain.config.recipe import LoraConfig
 from embedtrain.models.adapters import add_adapters
-from embedtrain.models.build import assemble
-from embedtrain.models.source import open_source
-from embedtrain.planning.flops import Attention, flops_of
+from embedtrain.models.build import assemble_encoder
+from embedtrain.models.source import open_model_source
+from embedtrain.planning.flops import AttentionLayers, model_flops
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built
 from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, small_model
 
@@ -23,24 +23,24 @@ def test_operations_are_those_of_a_real_pass(architecture):
     model = small_model(architecture, bidirectional=True if decoder else None)
     if architecture == "modernbert":
         model.config["local_attention"] = 64
-    encoder = assemble(open_source(model))
+    encoder = assemble_encoder(open_model_source(model))
     encoder.backbone.set_attn_implementation("eager")  # whose products torch counts on every device
     ids = torch.full((1, LENGTH), 5)
     with FlopCounterMode(display=False) as counted:
         encoder(ids, torch.ones_like(ids)).sum().backward()
-    found = flops_of(encoder).of(torch.tensor([LENGTH]))
+    found = model_flops(encoder).of(torch.tensor([LENGTH]))
     # Besides there is a model's product of rotary frequencies and positions.
     assert found == pytest.approx(counted.get_total_flops(), rel=0.005)
-    assert flops_of(encoder).of(torch.tensor([LENGTH] * 3)) == pytest.approx(3 * found)
+    assert model_flops(encoder).of(torch.tensor([LENGTH] * 3)) == pytest.approx(3 * found)
 
 
 @pytest.mark.parametrize("back_only", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 4, 40])
-def test_pairs_are_those_of_the_mask(back_only, window):
+def test_pairs_are_those_of_the_mask(causal, window):
     """transformers' own windows: looking back one counts the token itself, looking both ways it does not."""
     if window is None:
-        seen = masking_utils.causal_mask_function if back_only else masking_utils.bidirectional_mask_function
-    elif back_only:
+        seen = masking_utils.causal_mask_function if causal else masking_utils.bidirectional_mask_function
+    elif causal:
         seen = masking_utils.sliding_window_causal_mask_function(window + 1)
     else:
         seen = masking_utils.sliding_window_bidirectional_mask_function(window)
@@ -49,14 +49,14 @@ def test_pairs_are_those_of_the_mask(back_only, window):
         sum(bool(seen(0, 0, torch.tensor(i), torch.tensor(j))) for i in range(n) for j in range(n))
         for n in lengths.tolist()
     ]
-    assert Attention(1, 1, back_only, window).pairs(lengths).tolist() == expected
+    assert AttentionLayers(1, 1, causal, window).pairs(lengths).tolist() == expected
 
 
 def test_layers_with_windows_are_told_from_the_others():
     def layers(architecture, **changes):
         model = small_model(architecture)
         encoder, _ = built({**model.config, **changes})
-        return {(kind.layers, kind.back_only, kind.window) for kind in flops_of(encoder).attention}
+        return {(kind.layers, kind.causal, kind.window) for kind in model_flops(encoder).attention}
 
     assert layers("bert") == {(2, False, None)}
     assert layers("llama") == {(2, True, None)}
@@ -68,7 +68,7 @@ def test_layers_with_windows_are_told_from_the_others():
 
 def test_published_models():
     """0.52, 1.85 and 42 GFLOP a token are what others count for texts of a few hundred tokens."""
-    large, llama = (flops_of(built(config)[0]) for config in (XLMR_LARGE, LLAMA_3_8B))
+    large, llama = (model_flops(built(config)[0]) for config in (XLMR_LARGE, LLAMA_3_8B))
     assert large.of(torch.tensor([128])) / 128 == pytest.approx(1.85e9, rel=0.02)
     assert llama.of(torch.tensor([128])) / 128 == pytest.approx(42e9, rel=0.01)
     # Two texts of half the length have half of attention's part.
@@ -80,7 +80,7 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     whole, _ = built(small_model("llama").config)
     adapted, _ = built(small_model("llama").config)
     add_adapters(adapted, LoraConfig(rank=4), None, torch.bfloat16)
-    plain, lora = flops_of(whole), flops_of(adapted)
+    plain, lora = model_flops(whole), model_flops(adapted)
     small = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
     assert (plain.trained, lora.trained) == (plain.multiplied, small)
     assert lora.multiplied == plain.multiplied + small

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 
 from embedtrain.config.recipe import Strategy
-from embedtrain.distributed.mesh import Layout
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.planning.cached_graphs import activation_tokens
-from embedtrain.planning.memory import memory_of
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.planning.memory import step_memory
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from tests.planning.models import XLMR_LARGE, facts
 
 GIB = 2**30
-WORK = Work(rows=16384, texts_per_row=5, tokens_per_text=90, chunk_tokens=16384)
-LAYOUT = Layout(Strategy.ddp, 8, 1, "")
+WORK = StepWorkload(rows=16384, texts_per_row=5, tokens_per_text=90, chunk_tokens=16384)
+LAYOUT = ParallelLayout(Strategy.ddp, 8, 1, "")
 
 
-def kept(memory: float, work: Work = WORK, free: float | None = None) -> int:
-    machines = Machines(ranks=8, per_node=8, memory=int(memory * GIB))
+def kept(memory: float, work: StepWorkload = WORK, free: float | None = None) -> int:
+    machines = ClusterSpec(ranks=8, per_node=8, memory=int(memory * GIB))
     room = int((memory if free is None else free) * GIB)
     return activation_tokens(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True, free=room)
 
@@ -30,9 +30,9 @@ def test_more_memory_keeps_more_up_to_all():
 
 @pytest.mark.parametrize("memory", [40, 80])
 def test_what_is_kept_fits(memory):
-    machines = Machines(ranks=8, per_node=8, memory=memory * GIB)
+    machines = ClusterSpec(ranks=8, per_node=8, memory=memory * GIB)
     work = replace(WORK, activation_tokens=kept(memory))
-    total = memory_of(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True).total
+    total = step_memory(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True).total
     assert 0.5 * memory * GIB < total <= 0.85 * memory * GIB
 
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from embedtrain.config.recipe import GradientReduction, ParallelConfig, Strategy
-from embedtrain.distributed.mesh import Layout
-from embedtrain.planning.memory import Memory, keeps_whole_gradients, memory_of
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.distributed.mesh import ParallelLayout
+from embedtrain.planning.memory import MemoryUse, reduces_once_per_step, step_memory
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from tests.conftest import ROOT
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, facts
 
@@ -46,32 +46,37 @@ def test_memory_is_that_of_torchs_tracker():
             assert planned["activations"] == pytest.approx(tracked["Activation"] + tracked["Temp"], rel=0.1), name
 
 
-def plan_of(found, layout: Layout, *, whole: bool = True, ranks: int = RANKS, **work) -> Memory:
-    machines = Machines(ranks=ranks, per_node=RANKS, memory=80 * 2**30)
-    return memory_of(found, layout, machines, Work(tokens_per_text=512, **work), whole=whole)
+def plan_of(found, layout: ParallelLayout, *, whole: bool = True, ranks: int = RANKS, **work) -> MemoryUse:
+    machines = ClusterSpec(ranks=ranks, per_node=RANKS, memory=80 * 2**30)
+    return step_memory(found, layout, machines, StepWorkload(tokens_per_text=512, **work), whole=whole)
 
 
 def test_shares_of_what_is_sharded():
     found = facts(LLAMA_3_8B)
     for ranks in (8, 64):
-        memory = plan_of(found, Layout(Strategy.fsdp, 1, ranks, ""), ranks=ranks, rows=8 * ranks)
+        memory = plan_of(found, ParallelLayout(Strategy.fsdp, 1, ranks, ""), ranks=ranks, rows=8 * ranks)
         assert memory.parameters == pytest.approx(4 * found.parameters / ranks, rel=1e-3)
         assert memory.optimizer == pytest.approx(8 * found.parameters / ranks, rel=1e-3)
-    ddp = plan_of(found, Layout(Strategy.ddp, 8, 1, ""), rows=64)
+    ddp = plan_of(found, ParallelLayout(Strategy.ddp, 8, 1, ""), rows=64)
     assert ddp.total > 14 * found.parameters
 
 
 def test_each_saving_saves_what_it_says():
     found = facts(LLAMA_3_8B)
-    plain = Layout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False)
+    plain = ParallelLayout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False)
     whole = plan_of(found, plain, rows=128)
-    assert whole.total > plan_of(found, Layout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=True), rows=128).total
+    assert (
+        whole.total
+        > plan_of(found, ParallelLayout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=True), rows=128).total
+    )
     recomputed = plan_of(
-        found, Layout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False, activation_checkpointing=True), rows=128
+        found,
+        ParallelLayout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False, activation_checkpointing=True),
+        rows=128,
     )
     assert recomputed.activations < 0.2 * whole.activations
     offloaded = plan_of(
-        found, Layout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False, cpu_offload=True), rows=128
+        found, ParallelLayout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False, cpu_offload=True), rows=128
     )
     assert offloaded.optimizer == 0
     assert offloaded.parameters < 1e6  # buffers
@@ -81,12 +86,12 @@ def test_each_saving_saves_what_it_says():
 def test_gradients_between_chunks():
     """Whole ones take four bytes an element on every rank; one chunk a step has none to keep."""
     found = facts(XLMR_LARGE)
-    layout = Layout(Strategy.fsdp, 1, RANKS, "")
+    layout = ParallelLayout(Strategy.fsdp, 1, RANKS, "")
     several = [plan_of(found, layout, whole=whole, rows=64 * RANKS, chunk_tokens=4096) for whole in (True, False)]
     assert several[0].total - several[1].total == pytest.approx(4 * found.trained * (1 - 1 / RANKS), rel=0.5)
     one = [plan_of(found, layout, whole=whole, rows=4 * RANKS, chunk_tokens=4096) for whole in (True, False)]
     assert one[0] == one[1]
     options = ParallelConfig(gradient_reduction=GradientReduction.auto)
-    assert keeps_whole_gradients(options.gradient_reduction, layout, 10**9, 50 * 10**9)
-    assert not keeps_whole_gradients(options.gradient_reduction, layout, 10**9, 30 * 10**9)
-    assert keeps_whole_gradients(options.gradient_reduction, Layout(Strategy.ddp, 8, 1, ""), 10**9, 30 * 10**9)
+    assert reduces_once_per_step(options.gradient_reduction, layout, 10**9, 50 * 10**9)
+    assert not reduces_once_per_step(options.gradient_reduction, layout, 10**9, 30 * 10**9)
+    assert reduces_once_per_step(options.gradient_reduction, ParallelLayout(Strategy.ddp, 8, 1, ""), 10**9, 30 * 10**9)

@@ -7,16 +7,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import OptimConfig, Precision, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.mesh import Layout
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.distributed.world import World
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.planning.model_costs import facts_of
-from embedtrain.planning.traffic import traffic_of
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.planning.model_costs import model_spec
+from embedtrain.planning.traffic import step_traffic
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import build_optimizer
-from embedtrain.training.rank_batch import Cutting, cut
+from embedtrain.training.rank_batch import ChunkOptions, cut
 from tests.planning.models import LLAMA_3_8B, built, facts
 from tests.small import batch, parallel, small_model, small_tokenizer, tokenised
 
@@ -42,8 +42,8 @@ def counted(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What a step sends, in elements of the model: planned, and counted."""
     encoder, blocks = built(small_model("xlm-roberta").config)
-    found = facts_of(encoder, blocks, precision=Precision.fp32, tokens_per_text=16, gpu=False)
-    layout = Layout(Strategy.fsdp, 1, world.size, "", reshard_after_forward=reshard_after_forward)
+    found = model_spec(encoder, blocks, precision=Precision.fp32, tokens_per_text=16, gpu=False)
+    layout = ParallelLayout(Strategy.fsdp, 1, world.size, "", reshard_after_forward=reshard_after_forward)
     shard_(encoder, blocks, layout, parallel(), world.device)
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -51,21 +51,23 @@ def counted(
     build_optimizer(encoder, OptimConfig())
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     backward = Backward(
-        encoder, InfoNCE(InfoNCEConfig()), world, seed=0, dummy=tokenizer.dummy(), whole_gradients=whole
+        encoder, InfoNCE(InfoNCEConfig()), world, seed=0, dummy=tokenizer.dummy(), reduce_per_step=whole
     )
-    mine = cut(tokenised(batch(24), tokenizer), world.rank, world.size, tokenizer, Cutting(96, activation_tokens, 1))
+    mine = cut(
+        tokenised(batch(24), tokenizer), world.rank, world.size, tokenizer, ChunkOptions(96, activation_tokens, 1)
+    )
     with Counted() as seen:
         backward(mine)
     chunks = len(mine.chunks)
     # As many chunks, each of one text.
-    work = Work(
+    work = StepWorkload(
         rows=chunks * world.size, texts_per_row=1, tokens_per_text=16, chunk_tokens=16, activation_tokens=16 * mine.kept
     )
     passes = work.passes(world.size)
     assert (passes.chunks, passes.kept) == (chunks, mine.kept)
     assert chunks >= 4
-    machines = Machines(ranks=world.size, per_node=world.size, memory=2**30, gpu=False)
-    planned = traffic_of(found, layout, machines, work, whole=whole)
+    machines = ClusterSpec(ranks=world.size, per_node=world.size, memory=2**30, gpu=False)
+    planned = step_traffic(found, layout, machines, work, whole=whole)
     each = 4 * found.parameters
     share = each * (1 - 1 / world.size)
     return (
@@ -86,11 +88,13 @@ def test_gathers_and_reductions_are_those_of_a_real_step(ranks, activation_token
 
 def test_links_between_nodes_cost_more():
     found = facts(LLAMA_3_8B)
-    work = Work(rows=512, tokens_per_text=512)
+    work = StepWorkload(rows=512, tokens_per_text=512)
 
     def seconds(ranks, replicate, shard, **more):
-        machines = Machines(ranks=ranks, per_node=8, memory=80 * 2**30, **more)
-        return traffic_of(found, Layout(Strategy.hsdp, replicate, shard, ""), machines, work, whole=False).seconds
+        machines = ClusterSpec(ranks=ranks, per_node=8, memory=80 * 2**30, **more)
+        return step_traffic(
+            found, ParallelLayout(Strategy.hsdp, replicate, shard, ""), machines, work, whole=False
+        ).seconds
 
     assert seconds(16, 1, 16, bandwidth_network=5e9) > 2 * seconds(16, 1, 16, bandwidth_network=50e9)
     # Copies inside nodes: weights never cross the network, gradients do, an eighth on each adapter.
@@ -100,10 +104,12 @@ def test_links_between_nodes_cost_more():
 
 
 def test_recomputing_costs_a_third():
-    found, machines = facts(LLAMA_3_8B), Machines(ranks=8, per_node=8, memory=80 * 2**30)
-    work = Work(rows=128, tokens_per_text=512)
+    found, machines = facts(LLAMA_3_8B), ClusterSpec(ranks=8, per_node=8, memory=80 * 2**30)
+    work = StepWorkload(rows=128, tokens_per_text=512)
     plain, again = (
-        traffic_of(found, Layout(Strategy.fsdp, 1, 8, "", activation_checkpointing=on), machines, work, whole=False)
+        step_traffic(
+            found, ParallelLayout(Strategy.fsdp, 1, 8, "", activation_checkpointing=on), machines, work, whole=False
+        )
         for on in (False, True)
     )
     assert again.compute / plain.compute == pytest.approx(4 / 3, rel=0.01)

@@ -8,11 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from embedtrain.config.recipe import OptimConfig, ParallelConfig, Precision, Strategy
-from embedtrain.distributed.mesh import Layout
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import shard_
-from embedtrain.planning.memory import memory_of
-from embedtrain.planning.model_costs import facts_of
-from embedtrain.planning.workload import Machines, Work
+from embedtrain.planning.memory import step_memory
+from embedtrain.planning.model_costs import model_spec
+from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.optimizer import build_optimizer
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, built
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 XLMR = XLMR_LARGE | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-class Met(Layout):
+class Met(ParallelLayout):
     """A mesh cannot be made among fake tensors, so it is made before."""
 
     def mesh(self, device):
@@ -31,11 +31,13 @@ class Met(Layout):
 
 def compare(name, config, layers, texts, *, reshard_after_forward=True, recompute=False, precision=Precision.bf16):
     encoder, blocks = built(config, num_hidden_layers=layers)
-    found = facts_of(encoder, blocks, precision=precision, tokens_per_text=LENGTH, gpu=False)
-    layout = Met(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=reshard_after_forward, activation_checkpointing=recompute)
-    machines = Machines(ranks=RANKS, per_node=RANKS, memory=10**12, gpu=False)
-    work = Work(rows=texts * RANKS // 2, tokens_per_text=LENGTH, chunk_tokens=texts * LENGTH)
-    planned = memory_of(found, layout, machines, work, whole=True)
+    found = model_spec(encoder, blocks, precision=precision, tokens_per_text=LENGTH, gpu=False)
+    layout = Met(
+        Strategy.fsdp, 1, RANKS, "", reshard_after_forward=reshard_after_forward, activation_checkpointing=recompute
+    )
+    machines = ClusterSpec(ranks=RANKS, per_node=RANKS, memory=10**12, gpu=False)
+    work = StepWorkload(rows=texts * RANKS // 2, tokens_per_text=LENGTH, chunk_tokens=texts * LENGTH)
+    planned = step_memory(found, layout, machines, work, whole=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         shard_(encoder, blocks, layout, ParallelConfig(strategy=Strategy.fsdp, precision=precision), CPU)
         optimizer = build_optimizer(encoder, OptimConfig())
@@ -60,7 +62,7 @@ def compare(name, config, layers, texts, *, reshard_after_forward=True, recomput
 
 
 dist.init_process_group("fake", rank=0, world_size=RANKS)
-MESH = Layout(Strategy.fsdp, 1, RANKS, "").mesh(CPU)
+MESH = ParallelLayout(Strategy.fsdp, 1, RANKS, "").mesh(CPU)
 compare("XLM-R, 2 blocks", XLMR, 2, 8)
 compare("XLM-R, 4 blocks", XLMR, 4, 8)
 compare("XLM-R, 4 blocks, many tokens", XLMR, 4, 128)

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from embedtrain.data.cache.shared_build import COMPLETE, is_complete
 from embedtrain.errors import DataError
-from embedtrain.mine.figures import Figures
+from embedtrain.mine.figures import MiningStats
 from tests.safety.payloads import MARKER, Bomb, attempt, code, deep, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
 
@@ -151,10 +151,10 @@ def test_figures_of_mined_rows(tmp_path):
     marker = tmp_path / MARKER
     np.savez(tmp_path / "block.npz", facts=np.array([Bomb(marker)], dtype=object))
     with pytest.raises(DataError, match="allow_pickle=False"):
-        Figures.read(tmp_path / "block")
+        MiningStats.read(tmp_path / "block")
     (tmp_path / "block.npz").write_bytes(pickle.dumps(Bomb(marker)))
     with pytest.raises(DataError, match="cannot be read"):
-        Figures.read(tmp_path / "block")
+        MiningStats.read(tmp_path / "block")
     assert not marker.exists()
 
 

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
-from embedtrain.config.elements import sources_of
+from embedtrain.config.elements import parse_sources
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
 from tests.safety.payloads import MARKER, attempt, code, deep, edit, plant_module, plant_pickle
@@ -85,7 +85,7 @@ def test_a_saved_recipe_reads_nothing_of_the_environment(saved):
 def test_texts_that_look_like_interpolations_come_back_as_they_were(saved, text):
     recipe = Recipe(name="t")
     recipe.model.query_prompt = text
-    recipe.data.train = sources_of([{"path": "x", "query_prompt": text}], "data.train", recipe.loss)
+    recipe.data.train = parse_sources([{"path": "x", "query_prompt": text}], "data.train", recipe.loss)
     saved.write_text(yaml.safe_dump(to_plain(recipe)))
     assert load_recipe(saved) == recipe
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import learnt
+from tests.faults.runs import training_result
 from tests.slurm.cluster import Cluster, running, why_not
 from tests.slurm.jobs import OPTIONS, Jobs, torchrun
 from tests.small import save_small, small_model, write_beir, write_rows
@@ -24,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
 def undisturbed(folder):
     """Final weights and rows of two ranks that nothing happens to, without SLURM."""
     torchrun(folder, 2, *OPTIONS, "output_dir=undisturbed")
-    return learnt(folder / "undisturbed")
+    return training_result(folder / "undisturbed")
 
 
 @pytest.fixture(scope="module")

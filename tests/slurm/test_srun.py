@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.faults.runs import learnt, rows
+from tests.faults.runs import rows, training_result
 from tests.slurm.jobs import OPTIONS, torchrun
 
 pytestmark = pytest.mark.slurm
@@ -52,7 +52,7 @@ def test_two_nodes_of_two_tasks_learn_what_torchrun_s_four_ranks_learn(jobs, fol
     assert "t on 4 ranks (cpu)" in told, told
     assert told.count("resuming from ") == 1, told
     torchrun(folder, 4, *options, "output_dir=four")
-    assert learnt(folder / "tasks") == learnt(folder / "four")
+    assert training_result(folder / "tasks") == training_result(folder / "four")
 
 
 def test_other_doors_have_ranks_as_well(jobs, folder):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.faults.runs import learnt, rows
+from tests.faults.runs import rows, training_result
 from tests.slurm.jobs import TWO, Jobs
 
 pytestmark = pytest.mark.slurm
@@ -17,7 +17,7 @@ def test_two_nodes_learn_what_two_local_ranks_learn(jobs, folder, undisturbed):
     log = jobs.done("two", number)
     assert "on 2 ranks (cpu)" in log, log
     assert "submit: done" in log
-    assert learnt(folder / "two") == undisturbed
+    assert training_result(folder / "two") == undisturbed
     assert jobs.cluster.job(number)["Restarts"] == "0"
 
 
@@ -36,7 +36,7 @@ def went_on(jobs: Jobs, output_dir: str, number: str, undisturbed) -> str:
     assert "the job is requeued" in log, log
     assert "start 2, on n[1-2]" in log
     assert log.count("resuming from ") == 1, log
-    assert learnt(jobs.folder / output_dir) == undisturbed
+    assert training_result(jobs.folder / output_dir) == undisturbed
     assert not (jobs.folder / output_dir / "stopped.json").exists()
     return log
 
@@ -97,7 +97,7 @@ def test_a_node_that_is_lost_costs_the_steps_since_the_last_checkpoint(jobs, fol
     jobs.cluster.power_on("n2")
     log = jobs.done("lost", number)
     assert "resuming from " in log, log
-    assert learnt(folder / "lost") == undisturbed
+    assert training_result(folder / "lost") == undisturbed
 
 
 def test_a_node_is_missed_before_slurm_notices(plain_jobs):

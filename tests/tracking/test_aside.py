@@ -6,7 +6,7 @@ import time
 import pytest
 
 from embedtrain.tracking import async_logger as aside
-from embedtrain.tracking.async_logger import Aside
+from embedtrain.tracking.async_logger import AsyncLogger
 
 
 class Notebook:
@@ -50,7 +50,7 @@ def release():
 def opened(made, start=5.0, finish=5.0, abandoned=None):
     said = []
     abandon = (lambda: None) if abandoned is None else (lambda: abandoned.append(True))
-    return Aside("it", made, said.append, start=start, finish=finish, abandon=abandon), said
+    return AsyncLogger("it", made, said.append, start=start, finish=finish, abandon=abandon), said
 
 
 def test_everything_arrives_in_order():

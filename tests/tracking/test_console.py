@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console as RichConsole
 
 from embedtrain.tracking.console import Console, ProgressLine
-from embedtrain.tracking.formatting import Pace, duration, rate, step_figures
+from embedtrain.tracking.formatting import StepTimer, duration, rate, step_metrics
 
 ROW = {
     "step": 100,
@@ -58,7 +58,7 @@ def tell_everything(console):
 
 def test_a_log_file_gets_a_plain_line_per_step(capsys):
     console = Console()
-    console._pace = Pace(600, 99, console._now() - 0.26)
+    console._pace = StepTimer(600, 99, console._now() - 0.26)
     console._total_steps = 600
     console.step(ROW)
     assert capsys.readouterr().out == (
@@ -142,7 +142,7 @@ def test_nothing_is_wider_than_the_terminal(width):
 
 def live_line(width, step=100, left=130.0, **environment):
     rich, out = terminal(width, **environment)
-    rich.print(ProgressLine(step_figures({**ROW, "step": step}, 600, left), 600, {}))
+    rich.print(ProgressLine(step_metrics({**ROW, "step": step}, 600, left), 600, {}))
     return out.getvalue()
 
 
@@ -211,9 +211,9 @@ def test_an_error_in_training_ends_the_live_display():
 
 
 def test_a_silent_console_says_nothing(capsys):
-    tell_everything(Console(speaks=False))
+    tell_everything(Console(enabled=False))
     rich, out = terminal(80)
-    tell_everything(Console(speaks=False, terminal=rich))
+    tell_everything(Console(enabled=False, terminal=rich))
     captured = capsys.readouterr()
     assert (captured.out, captured.err, out.getvalue()) == ("", "", "")
 
@@ -265,7 +265,7 @@ def test_a_forked_child_prints_past_the_live_display(monkeypatch):
 
 
 def test_time_left_goes_by_the_last_steps_and_counts_down():
-    pace = Pace(100, 40, now=1000.0)
+    pace = StepTimer(100, 40, now=1000.0)
     assert pace.left(1000.0) is None
     for step in range(41, 80):
         pace.observe(step, 1000.0 + 2 * (step - 40))
@@ -282,7 +282,7 @@ def test_durations_and_rates_read_well():
 def test_counted_work_is_shown_on_a_terminal_and_now_and_then_in_a_log(capsys, monkeypatch):
     rich, out = terminal(80)
     console = Console(terminal=rich)
-    with console.counted() as told:
+    with console.progress() as told:
         for done in range(3):
             told("reading train", done, 2)
             console._live.refresh()
@@ -296,7 +296,7 @@ def test_counted_work_is_shown_on_a_terminal_and_now_and_then_in_a_log(capsys, m
     log = Console()
     now = [0.0]
     monkeypatch.setattr(Console, "_now", lambda self: now[0])
-    with log.counted() as told:
+    with log.progress() as told:
         for done in range(50):
             now[0] += 1.0
             told("reading train", done, 5000)

@@ -22,7 +22,7 @@ from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.adapters import without_adapters
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
-from embedtrain.training.rank_batch import Cutting, cut
+from embedtrain.training.rank_batch import ChunkOptions, cut
 from tests.small import batch, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
@@ -89,13 +89,13 @@ def plain_gradient(model: ModelConfig, num_rows: int) -> tuple[float, dict[str, 
 
 
 def sharded_gradient(
-    world: World, model: ModelConfig, options: ParallelConfig, cutting: Cutting, num_rows: int
+    world: World, model: ModelConfig, options: ParallelConfig, cutting: ChunkOptions, num_rows: int
 ) -> tuple[float, dict[str, torch.Tensor], float]:
     loaded = load_model(model, options, world, seed=0)
     loaded.encoder.eval()
     loss = InfoNCE(InfoNCEConfig(temperature=TEMPERATURE))
     backward = Backward(
-        loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy(), whole_gradients=loaded.whole_gradients
+        loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy(), reduce_per_step=loaded.reduce_per_step
     )
     output, finite = backward(cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, cutting))
     assert finite
@@ -104,7 +104,7 @@ def sharded_gradient(
     assert all(isinstance(p, DTensor) for p in parameters.values())
     gradients = {name: p.grad.full_tensor() for name, p in parameters.items() if isinstance(p.grad, DTensor)}
     assert {name for name, p in parameters.items() if p.requires_grad} == gradients.keys()
-    return output.share.item(), gradients, float(clip_grad_norm(parameters.values(), None))
+    return output.local_loss.item(), gradients, float(clip_grad_norm(parameters.values(), None))
 
 
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]
@@ -126,7 +126,7 @@ def test_gradient_equals_one_process(ranks, made, name, meshes):
     assert {key.rsplit(".", 3)[-3] for key in expected} >= {"lora_A", "lora_B"}
     assert any("norm" in key.lower() for key in expected)
     for size, strategy, shard_size in meshes:
-        for cutting in (Cutting(10_000, pass_overhead_tokens=10_000), Cutting(40, pass_overhead_tokens=4)):
+        for cutting in (ChunkOptions(10_000, pass_overhead_tokens=10_000), ChunkOptions(40, pass_overhead_tokens=4)):
             options = parallel(Strategy(strategy), shard_size=shard_size)
             answers = ranks(size, sharded_gradient, model, options, cutting, 8)
             told = f"{name} {strategy} on {size} ranks, {cutting}"
@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_one_sentence(ranks, made, tmp_path):
             with pytest.raises(AssertionError, match=sentence):
                 raise AssertionError(told)
     with pytest.raises(EmbedtrainError, match=r"its adapter \(in a recipe model.lora.path="):
-        from embedtrain.models.source import open_source
+        from embedtrain.models.source import open_model_source
 
         (Path(own) / "config.json").write_text((Path(str(llama.path)) / "config.json").read_text())
-        open_source(ModelConfig(path=own, pooling=llama.pooling))
+        open_model_source(ModelConfig(path=own, pooling=llama.pooling))

@@ -10,18 +10,18 @@ import torch
 from embedtrain.data.keys import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Prompt, Row
-from embedtrain.losses.types import LossInput
+from embedtrain.losses.types import BatchInfo
 from embedtrain.training.prefetch import Prefetcher
-from embedtrain.training.rank_batch import Cutting, RankBatch, cut
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
 from tests.small import batch, small_tokenizer, text, tokenised
 
 TOKENIZER = TextTokenizer(small_tokenizer(), 16)
 
 
-PIECES = Cutting(10_000, pass_overhead_tokens=4)
+PIECES = ChunkOptions(10_000, pass_overhead_tokens=4)
 
 
-def parts(rows: GlobalBatch, size: int, cutting: Cutting) -> list[RankBatch]:
+def parts(rows: GlobalBatch, size: int, cutting: ChunkOptions) -> list[RankBatch]:
     return [cut(rows, rank, size, TOKENIZER, cutting) for rank in range(size)]
 
 
@@ -58,7 +58,7 @@ def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "cutting", [Cutting(10_000, pass_overhead_tokens=10_000), PIECES, Cutting(40, pass_overhead_tokens=4)]
+    "cutting", [ChunkOptions(10_000, pass_overhead_tokens=10_000), PIECES, ChunkOptions(40, pass_overhead_tokens=4)]
 )
 @pytest.mark.parametrize("anywhere", [False, True])
 def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting, anywhere):
@@ -73,9 +73,9 @@ def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting, anywhere)
         assert mine.real_tokens == sum(map(len, tokens_of(mine))) <= mine.computed_tokens
         assert (mine.kept == len(mine.chunks)) == (cutting.chunk_tokens == 10_000)
         documents = [text for row in share for text in row.documents]
-        assert [documents[place] for place in mine.known.positives.tolist()] == [row.documents[0] for row in share]
-        assert mine.known.query_keys.equal(text_keys([row.query for row in share]))
-        assert mine.known.document_keys.equal(text_keys(documents))
+        assert [documents[place] for place in mine.batch_info.positives.tolist()] == [row.documents[0] for row in share]
+        assert mine.batch_info.query_keys.equal(text_keys([row.query for row in share]))
+        assert mine.batch_info.document_keys.equal(text_keys(documents))
     if anywhere:
         assert max(len(mine.chunks) for mine in dealt) - min(len(mine.chunks) for mine in dealt) <= 1
 
@@ -96,7 +96,7 @@ def test_pieces_save_padding():
     rows = GlobalBatch(0, tuple(Row(short, (long,)) for _ in range(8)))
     for one_batch in (rows, tokenised(rows, TOKENIZER)):
         (one,), (several,) = (
-            parts(one_batch, 1, Cutting(10_000, pass_overhead_tokens=10_000)),
+            parts(one_batch, 1, ChunkOptions(10_000, pass_overhead_tokens=10_000)),
             parts(one_batch, 1, PIECES),
         )
         assert len(one.chunks) == 1 < len(several.chunks)
@@ -105,20 +105,25 @@ def test_pieces_save_padding():
 
 
 def test_what_does_not_fit_is_cut_by_the_budget():
-    (tight,) = parts(batch(12), 1, Cutting(64, pass_overhead_tokens=8))
+    (tight,) = parts(batch(12), 1, ChunkOptions(64, pass_overhead_tokens=8))
     assert max(chunk.ids.numel() for chunk in tight.chunks) <= 64
     assert tight.kept == 1  # the longest texts, as many as fit beside each other
-    (more,) = parts(batch(12), 1, Cutting(64, 190, pass_overhead_tokens=8))
+    (more,) = parts(batch(12), 1, ChunkOptions(64, 190, pass_overhead_tokens=8))
     sizes = [chunk.ids.numel() for chunk in more.chunks]
     assert sizes == [chunk.ids.numel() for chunk in tight.chunks]
     assert sum(sizes[: more.kept]) <= 190 < sum(sizes[: more.kept + 1])
-    assert parts(batch(12), 1, Cutting(64, 0, pass_overhead_tokens=8))[0].kept == 0
+    assert parts(batch(12), 1, ChunkOptions(64, 0, pass_overhead_tokens=8))[0].kept == 0
 
 
 def test_a_rank_without_rows():
-    mine = cut(batch(2), 3, 4, TOKENIZER, Cutting(100))
+    mine = cut(batch(2), 3, 4, TOKENIZER, ChunkOptions(100))
     assert (mine.num_queries, mine.chunks, mine.real_tokens) == (0, (), 0)
-    assert mine.known.positives.dtype == mine.known.query_keys.dtype == mine.known.document_keys.dtype == torch.int64
+    assert (
+        mine.batch_info.positives.dtype
+        == mine.batch_info.query_keys.dtype
+        == mine.batch_info.document_keys.dtype
+        == torch.int64
+    )
     assert mine.num_rows == 2
     assert mine.to(torch.device("cpu")).num_rows == 2
 
@@ -142,8 +147,8 @@ def test_prompts_and_lengths_of_rows():
         for ids in (expected[0], [*expected[1][:2], 2], [*expected[2][:3], 2], expected[3], expected[4])
     ]
     # What is compared with other rows is the text itself.
-    assert mine.known.query_keys.equal(text_keys(["a b c", "a b c"]))
-    assert mine.known.document_keys.equal(text_keys(["d e f g", "d e f g", "h"]))
+    assert mine.batch_info.query_keys.equal(text_keys(["a b c", "a b c"]))
+    assert mine.batch_info.document_keys.equal(text_keys(["d e f g", "d e f g", "h"]))
 
 
 def test_ids_are_a_sources_own_and_one_text_under_two_instructions_is_two_questions():
@@ -154,7 +159,7 @@ def test_ids_are_a_sources_own_and_one_text_under_two_instructions_is_two_questi
         Row("a", ("f",), source=1, instruction=""),
     ]
     (mine,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
-    ids, queries = mine.known.document_ids, mine.known.query_keys
+    ids, queries = mine.batch_info.document_ids, mine.batch_info.query_keys
     assert ids[0] == ids[3] != ids[1]
     assert len(set(ids.tolist())) == 4
     assert ids[4] == text_keys(["f"])[0]
@@ -164,8 +169,8 @@ def test_ids_are_a_sources_own_and_one_text_under_two_instructions_is_two_questi
 
 def empty(step: int) -> RankBatch:
     nothing = torch.empty(0, dtype=torch.int64)
-    known = LossInput(owners=nothing, query_keys=nothing, document_keys=nothing)
-    return RankBatch(step, (), 0, known, 0, kept=0)
+    batch_info = BatchInfo(owners=nothing, query_keys=nothing, document_keys=nothing)
+    return RankBatch(step, (), 0, batch_info, 0, kept=0)
 
 
 def making(slow: float = 0.0, breaks: int | None = None) -> tuple[Callable[[int], RankBatch], list[int]]:
@@ -219,13 +224,13 @@ def test_an_error_while_making_reaches_the_loop_at_its_step():
 def test_waiting_is_measured():
     make, _ = making(slow=0.1)
     slow = Prefetcher(make, 0, 3)
-    waits = [slow.take_waited() for _ in slow]
+    waits = [slow.pop_wait_seconds() for _ in slow]
     assert waits[0] >= 0.09
     make, _ = making()
     fast = Prefetcher(make, 0, 4)
     for _ in fast:
         time.sleep(0.05)
-    assert fast.take_waited() < 0.15
+    assert fast.pop_wait_seconds() < 0.15
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])

@@ -11,7 +11,7 @@ from embedtrain.config.recipe import ModelConfig, Precision
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
 from embedtrain.training.backward import Backward
-from embedtrain.training.matmul_rate import notes_on_bf16
+from embedtrain.training.matmul_rate import bf16_notes
 from tests.small import parallel, small_model, small_tokenizer
 from tests.training.test_losses import LOSSES, cut_for, loss_of, rows_for
 
@@ -49,7 +49,7 @@ def narrow_in_losses(world: World, model: ModelConfig) -> tuple[dict[str, set[st
         with Narrow() as everything:
             output, finite = backward(mine)
         assert finite
-        assert output.share.dtype == torch.float32
+        assert output.local_loss.dtype == torch.float32
         found[name], of_model = within.found, of_model | everything.found
     return found, of_model
 
@@ -70,13 +70,13 @@ def of_rounded_vectors(world: World) -> dict[str, list[float]]:
         mine = cut_for(
             rows_for(config, 8), world, tokenizer=_tokenizer(), chunk_tokens=10_000, activation_tokens=10_000
         )
-        count = mine.num_queries + len(mine.known.owners)
+        count = mine.num_queries + len(mine.batch_info.owners)
         vectors = torch.nn.functional.normalize(torch.randn(count, 32, generator=random), dim=1).bfloat16()
         loss, values = loss_of(config), []
         for given, autocast in ((vectors.float(), False), (vectors, False), (vectors, True)):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                output = loss(given[: mine.num_queries], given[mine.num_queries :], mine.known)
-            values.append(output.share.item())
+                output = loss(given[: mine.num_queries], given[mine.num_queries :], mine.batch_info)
+            values.append(output.local_loss.item())
         found[name] = values
     return found
 
@@ -108,7 +108,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_a_processor_without_bf16_is_told_of(precision, device, capabilities, said):
-    notes = notes_on_bf16(precision, device, capabilities)
+    notes = bf16_notes(precision, device, capabilities)
     assert len(notes) == said
     assert all("parallel.precision=fp32" in note for note in notes)
 
@@ -120,4 +120,4 @@ def test_a_processor_without_bf16_is_told_of(precision, device, capabilities, sa
 def test_this_processor_is_known(monkeypatch):
     words = set(Path("/proc/cpuinfo").read_text().split())
     has = bool(words & {"amx_bf16", "avx512_bf16", "bf16", "svebf16"})
-    assert bool(notes_on_bf16(Precision.bf16, CPU)) is (not has and hasattr(torch.cpu, "get_capabilities"))
+    assert bool(bf16_notes(Precision.bf16, CPU)) is (not has and hasattr(torch.cpu, "get_capabilities"))

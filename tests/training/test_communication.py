@@ -12,12 +12,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from embedtrain.distributed.world import World
-from embedtrain.training.communication import Communication, covered, nccl_alone, profiled, waiting
+from embedtrain.training.communication import (
+    CommunicationMeter,
+    covered_length,
+    exposed_nccl_seconds,
+    gpu_profile,
+    timed_waits,
+)
 
 
 def shares(world: World, late: float, both: float, way: str) -> list[dict[str, float]]:
     """Of six steps in which both ranks work, and rank 0 comes late; every second is measured from the third on."""
-    communication = Communication(world, log_every=1)
+    communication = CommunicationMeter(world, log_every=1)
     communication._apart = 2
     mesh = init_device_mesh("cpu", (world.size,))
     found = []
@@ -57,16 +63,16 @@ def test_who_is_alone_waits_for_nobody(ranks):
 
 def beside(world: World) -> tuple[float, bool, bool]:
     """Seconds of waiting while another thread waits; whether torch is as before, also after an error."""
-    before, apart = Work.wait, world.apart(30.0)
-    with waiting() as seconds:
-        thread = threading.Thread(target=apart.barrier)
+    before, new_cpu_group = Work.wait, world.new_cpu_group(30.0)
+    with timed_waits() as seconds:
+        thread = threading.Thread(target=new_cpu_group.barrier)
         time.sleep(0.3 * world.rank)
         thread.start()
         thread.join()
     as_before = Work.wait is before
-    with pytest.raises(ZeroDivisionError), waiting():
+    with pytest.raises(ZeroDivisionError), timed_waits():
         raise ZeroDivisionError
-    torch.distributed.destroy_process_group(apart.group)
+    torch.distributed.destroy_process_group(new_cpu_group.group)
     return seconds(), as_before, Work.wait is before
 
 
@@ -89,16 +95,16 @@ def test_what_runs_beside_other_kernels_is_hidden():
         event("cudaLaunchKernel", 0, 1_300_000, device=DeviceType.CPU),
         event("FSDP::all_gather", 0, 1_300_000, annotation=True),
     ]
-    assert nccl_alone(events) == pytest.approx(0.1 + 0.1 + 0.3 + 0.05)
-    assert nccl_alone(events[2:]) == 0
-    assert nccl_alone(events[5:]) != nccl_alone(events[5:]), "NaN: there was no profile of a GPU"
-    assert covered([(0, 1), (0.5, 2), (5, 6), (5.5, 5.75)]) == 3
+    assert exposed_nccl_seconds(events) == pytest.approx(0.1 + 0.1 + 0.3 + 0.05)
+    assert exposed_nccl_seconds(events[2:]) == 0
+    assert exposed_nccl_seconds(events[5:]) != exposed_nccl_seconds(events[5:]), "NaN: there was no profile of a GPU"
+    assert covered_length([(0, 1), (0.5, 2), (5, 6), (5.5, 5.75)]) == 3
 
 
 def test_where_nothing_can_be_profiled_there_is_no_figure():
     if torch.cuda.is_available():
         pytest.skip("with a GPU there is something to profile: test_a_real_profile_has_kernels")
-    with profiled(torch.device("cuda")) as seconds:
+    with gpu_profile(torch.device("cuda")) as seconds:
         pass
     assert seconds() != seconds()
 
@@ -107,7 +113,7 @@ def test_where_nothing_can_be_profiled_there_is_no_figure():
 def test_a_real_profile_has_kernels(capfd):
     device = torch.device("cuda", 0)
     left = torch.randn(2048, 2048, device=device)
-    with profiled(device) as seconds:
+    with gpu_profile(device) as seconds:
         for _ in range(20):
             left = left @ left / 100
     assert seconds() == 0.0

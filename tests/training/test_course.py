@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from embedtrain.checkpoint.step_directory import StepFolder
+from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.config.compose import compose_recipes, to_plain
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.train_data import chosen_data
+from embedtrain.data.train_data import load_recipe_data
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError
-from embedtrain.training.resume import EFFECTS, Effect, changes_since, effect_of, identity_of, require_same_course
+from embedtrain.training.resume import EFFECTS, Effect, describe_changes, effect_of, require_same_run, run_identity
 from embedtrain.training.train import train
 from tests.small import save_small, small_model, write_rows
 
@@ -42,12 +42,12 @@ def begun(rows: Path, *changes: str) -> tuple[Recipe, dict[str, Any]]:
     sources = f"[{{path: {rows / 'plain.jsonl'}, name: plain}}, {{path: {rows / 'told.jsonl'}, name: told}}]"
     base = ["name=t", "model.path=somewhere", "train.steps=10", "train.global_batch_size=4", f"data.train={sources}"]
     (recipe,) = compose_recipes([*base, *changes])
-    data, losses = chosen_data(recipe, PROMPTS, Cache(directory=rows / "cache"))
-    return recipe, identity_of(recipe, data, losses, PROMPTS)
+    data, losses = load_recipe_data(recipe, PROMPTS, Cache(directory=rows / "cache"))
+    return recipe, run_identity(recipe, data, losses, PROMPTS)
 
 
-def saved(recipe: Recipe, identity: dict[str, Any]) -> StepFolder:
-    return StepFolder(Path("step-00000004"), 4, {"identity": identity, "recipe": to_plain(recipe)})
+def saved(recipe: Recipe, identity: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(Path("step-00000004"), 4, {"identity": identity, "recipe": to_plain(recipe)})
 
 
 def leaves(options: dict[str, Any], prefix: str = "") -> list[str]:
@@ -72,22 +72,25 @@ def test_every_option_has_its_class():
         "loss.temperature",
         "loss.losses",
         "train.gradient_accumulation_steps",
-    } <= {option for option, effect in found.items() if effect is Effect.fixed}
-    assert {option for option, effect in found.items() if effect is Effect.steers} == {
+    } <= {option for option, effect in found.items() if effect is Effect.must_match}
+    assert {option for option, effect in found.items() if effect is Effect.changes_training} == {
         *(f"optim.{name}" for name in to_plain(recipe.optim)),
         "train.steps", "train.epochs", "parallel.precision", "evaluation.patience", "checkpoint.best_metric",
     }  # fmt: skip
     for name in EFFECTS:
         assert any(option == name or option.startswith(f"{name}.") for option in options), name
     recipe.checkpoint.best_metric = "dev/ndcg@10"
-    assert effect_of("evaluation.sets[0].subset", recipe) is Effect.steers
-    assert effect_of("evaluation.chunk_tokens", recipe) is Effect.nothing
+    assert effect_of("evaluation.sets[0].subset", recipe) is Effect.changes_training
+    assert effect_of("evaluation.chunk_tokens", recipe) is Effect.no_effect
 
 
 REFUSED = [
     ("seed=7", r"written with seed=42, this run has seed=7: set it back, or choose another output_dir"),
     ("train.global_batch_size=5", "train.global_batch_size=4, this run has train.global_batch_size=5"),
-    ("train.gradient_accumulation_steps=2", "train.gradient_accumulation_steps=1, this run has train.gradient_accumulation_steps=2"),
+    (
+        "train.gradient_accumulation_steps=2",
+        "train.gradient_accumulation_steps=1, this run has train.gradient_accumulation_steps=2",
+    ),
     ("loss.temperature=0.5", "loss.temperature=0.02, this run has loss.temperature=0.5"),
     ("loss=siglip", "written with loss.name=infonce, this run has loss.name=siglip"),
     ("model.path=elsewhere", "model.path=somewhere, this run has model.path=elsewhere"),
@@ -96,8 +99,8 @@ REFUSED = [
     ("data.train[0].negatives=1", "data.train.plain.negatives=7, this run has data.train.plain.negatives=1"),
     ("data.train[0].query_prompt=find", "data.train.plain.query_prompt='ask: ', this run has .*=find"),
     ("data.train[0].temperature=0.5", "data.train.plain.loss=None, this run has data.train.plain.loss={"),
-    ("data.train[0].weight=2", r"written with \[12, 8\] rows of the sources in an epoch, this run has \[24, 8\]: set"),
-    ("data.weight_mode=proportions", r"written with \[12, 8\] rows of the sources in an epoch, this run has \[10, 10\]"),
+    ("data.train[0].weight=2", r"written with \[12, 8\] rows .* in an epoch, this run has \[24, 8\]: set"),
+    ("data.weight_mode=proportions", r"written with \[12, 8\] rows .* in an epoch, this run has \[10, 10\]"),
     ("data.mixing_temperature=9", "rows of the sources in an epoch.*data.mixing_temperature back"),
     ("data.train[0].name=other", r"data.train=\['plain', 'told'\], this run has data.train=\['other', 'told'\]"),
     ("data.instruction_format='{instruction}: {text}'", r"data.train.told.instruction_format='Instruct: .*='\{instr"),
@@ -116,25 +119,25 @@ def test_what_would_learn_something_else_is_refused(rows, change, sentence):
         written = ", ".join(f"{key}: {one}" for key, one in first.items())
         change = f"data.train=[{{{written}}}, {{path: {rows / 'told.jsonl'}, name: told}}]"
     with pytest.raises(CheckpointError, match=sentence):
-        require_same_course(folder, begun(rows, change)[1])
+        require_same_run(folder, begun(rows, change)[1])
 
 
 ALLOWED = [
-    ("optim.lr=0.5", Effect.steers, "optim.lr 2e-05 -> 0.5"),
-    ("optim.betas=[0.9,0.95]", Effect.steers, "optim.betas [0.9, 0.999] -> [0.9, 0.95]"),
-    ("train.steps=20", Effect.steers, "train.steps 10 -> 20"),
-    ("parallel.precision=fp32", Effect.steers, "parallel.precision bf16 -> fp32"),
-    ("loss.implementation=tiled", Effect.rounds, "loss.implementation auto -> tiled"),
-    ("model.attention=padded", Effect.rounds, "model.attention auto -> padded"),
-    ("parallel.strategy=ddp", Effect.rounds, "parallel.strategy auto -> ddp"),
-    ("train.chunk_tokens=99", Effect.rounds, "train.chunk_tokens 16384 -> 99"),
-    ("data.cache=offsets", Effect.rounds, "data.cache tokens -> offsets"),
-    ("data.on_error=skip", Effect.nothing, "data.on_error stop -> skip"),
-    ("evaluation.sets=[a,b]", Effect.nothing, "evaluation.sets [] -> ['a', 'b']"),
-    ("checkpoint.contents=model", Effect.nothing, "checkpoint.contents all -> model"),
-    ("checkpoint.max_disk_gb=3", Effect.nothing, "checkpoint.max_disk_gb None -> 3.0"),
-    ("output_dir=elsewhere", Effect.nothing, "output_dir runs/t -> elsewhere"),
-    ("tracking.wandb=true", Effect.nothing, "tracking.wandb False -> True"),
+    ("optim.lr=0.5", Effect.changes_training, "optim.lr 2e-05 -> 0.5"),
+    ("optim.betas=[0.9,0.95]", Effect.changes_training, "optim.betas [0.9, 0.999] -> [0.9, 0.95]"),
+    ("train.steps=20", Effect.changes_training, "train.steps 10 -> 20"),
+    ("parallel.precision=fp32", Effect.changes_training, "parallel.precision bf16 -> fp32"),
+    ("loss.implementation=tiled", Effect.changes_rounding, "loss.implementation auto -> tiled"),
+    ("model.attention=padded", Effect.changes_rounding, "model.attention auto -> padded"),
+    ("parallel.strategy=ddp", Effect.changes_rounding, "parallel.strategy auto -> ddp"),
+    ("train.chunk_tokens=99", Effect.changes_rounding, "train.chunk_tokens 16384 -> 99"),
+    ("data.cache=offsets", Effect.changes_rounding, "data.cache tokens -> offsets"),
+    ("data.on_error=skip", Effect.no_effect, "data.on_error stop -> skip"),
+    ("evaluation.sets=[a,b]", Effect.no_effect, "evaluation.sets [] -> ['a', 'b']"),
+    ("checkpoint.contents=model", Effect.no_effect, "checkpoint.contents all -> model"),
+    ("checkpoint.max_disk_gb=3", Effect.no_effect, "checkpoint.max_disk_gb None -> 3.0"),
+    ("output_dir=elsewhere", Effect.no_effect, "output_dir runs/t -> elsewhere"),
+    ("tracking.wandb=true", Effect.no_effect, "tracking.wandb False -> True"),
 ]
 
 
@@ -142,15 +145,15 @@ ALLOWED = [
 def test_what_may_change_is_told_with_what_it_does(rows, change, effect, told):
     folder = saved(*begun(rows))
     recipe, identity = begun(rows, change)
-    require_same_course(folder, identity)
-    assert changes_since(folder, recipe) == {effect: f"{effect.value.format(step=4)}: {told}"}
+    require_same_run(folder, identity)
+    assert describe_changes(folder, recipe) == {effect: f"{effect.value.format(step=4)}: {told}"}
 
 
 def test_changes_are_told_by_what_they_do(rows):
     folder = saved(*begun(rows))
-    assert changes_since(folder, begun(rows)[0]) == {}
+    assert describe_changes(folder, begun(rows)[0]) == {}
     recipe, _ = begun(rows, "optim.lr=0.5", "train.log_every=3", "parallel.compile=true", "tracking.wandb=true")
-    assert list(changes_since(folder, recipe).values()) == [
+    assert list(describe_changes(folder, recipe).values()) == [
         "changed since step 4, and with it what is learnt from here or which step is exported: optim.lr 2e-05 -> 0.5",
         "changed since step 4: the same is learnt, with other rounding and other dropout masks: "
         "parallel.compile False -> True",
@@ -162,7 +165,7 @@ def test_the_place_of_files_does_not_count(rows, tmp_path):
     folder = saved(*begun(rows))
     for name in ("plain.jsonl", "told.jsonl"):
         (tmp_path / name).write_bytes((rows / name).read_bytes())
-    require_same_course(folder, begun(tmp_path)[1])
+    require_same_run(folder, begun(tmp_path)[1])
 
 
 def test_an_option_without_effect_on_these_rows_is_none(rows):
@@ -172,8 +175,8 @@ def test_an_option_without_effect_on_these_rows_is_none(rows):
     recipe, identity = begun(
         rows, alone, "data.instruction_format='{instruction}: {text}'", "data.weight_mode=proportions"
     )
-    require_same_course(folder, identity)
-    (line,) = changes_since(folder, recipe).values()
+    require_same_run(folder, identity)
+    (line,) = describe_changes(folder, recipe).values()
     assert line.startswith("changed since step 4, without effect on what is learnt: data.weight_mode passes -> shares")
 
 
@@ -206,11 +209,11 @@ def test_an_option_that_an_older_version_did_not_know_had_its_default(rows, opti
     without(option)(older)
     assert older != identity
     folder = saved(recipe, older)
-    require_same_course(folder, identity)
-    assert changes_since(folder, recipe) == {}
+    require_same_run(folder, identity)
+    assert describe_changes(folder, recipe) == {}
     if change is not None:
         with pytest.raises(CheckpointError, match=f"this run has {change}".replace("false", "False")):
-            require_same_course(folder, begun(rows, change)[1])
+            require_same_run(folder, begun(rows, change)[1])
 
 
 def test_an_older_recipe_lacks_options_and_groups(rows):
@@ -218,9 +221,9 @@ def test_an_older_recipe_lacks_options_and_groups(rows):
     older = to_plain(recipe)
     del older["tracking"], older["checkpoint"]["keep_every"]
     folder = replace(saved(recipe, {}), manifest={"recipe": older})
-    assert changes_since(folder, recipe) == {}
+    assert describe_changes(folder, recipe) == {}
     recipe.checkpoint.keep_every = 100
-    assert list(changes_since(folder, recipe).values()) == [
+    assert list(describe_changes(folder, recipe).values()) == [
         "changed since step 4, without effect on what is learnt: checkpoint.keep_every 0 -> 100"
     ]
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from embedtrain.training.garbage import automatic, scheduled
+from embedtrain.training.garbage import automatic_collection, scheduled_collection
 
 
 class Cycle:
@@ -32,7 +32,7 @@ def collections():
 
 def test_nothing_is_collected_within_steps_and_cycles_are_freed_between_them(collections):
     held = []
-    with scheduled(every=3) as garbage:
+    with scheduled_collection(every=3) as garbage:
         for step in range(1, 10):
             collections.clear()
             cycles = [Cycle() for _ in range(3000)]  # enough for Python to begin by itself several times
@@ -47,7 +47,7 @@ def test_nothing_is_collected_within_steps_and_cycles_are_freed_between_them(col
 
 def test_what_was_there_before_is_not_looked_through_again():
     before = [[i] for i in range(1000)]
-    with scheduled(every=1) as garbage:
+    with scheduled_collection(every=1) as garbage:
         garbage.after(1)
         assert gc.get_freeze_count() > len(before)
         left = len(gc.get_objects())
@@ -61,16 +61,16 @@ def test_afterwards_it_is_as_before_whatever_happens(was_on):
     try:
         if not was_on:
             gc.disable()
-        with pytest.raises(ZeroDivisionError), scheduled(every=1) as garbage:
+        with pytest.raises(ZeroDivisionError), scheduled_collection(every=1) as garbage:
             garbage.after(1)
             assert not gc.isenabled()
-            with automatic():
+            with automatic_collection():
                 assert gc.isenabled()
             assert not gc.isenabled()
             raise ZeroDivisionError
         assert gc.isenabled() is was_on
         assert gc.get_freeze_count() == 0
-        with automatic():
+        with automatic_collection():
             assert gc.isenabled()
         assert gc.isenabled() is was_on
     finally:
@@ -81,7 +81,7 @@ def test_what_somebody_else_has_set_aside_stays_so():
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with scheduled(every=1) as garbage:
+        with scheduled_collection(every=1) as garbage:
             garbage.after(1)
         # An object that is freed by its last reference leaves; none joins.
         assert frozen - 1000 < gc.get_freeze_count() <= frozen

@@ -17,11 +17,11 @@ from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.models.build import assemble, initialise
-from embedtrain.models.source import open_source
+from embedtrain.models.build import assemble_encoder, full_state_dict
+from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
-from embedtrain.training.rank_batch import Cutting, cut
+from embedtrain.training.rank_batch import ChunkOptions, cut
 from tests.small import batch, parallel, save_small, small_model, small_tokenizer, tokenised
 
 TEMPERATURE = 0.2
@@ -30,9 +30,9 @@ TOLERANCE = 1e-5
 
 def plain_gradient(model: ModelConfig, rows: GlobalBatch) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of every parameter in one process: textbook InfoNCE in float64."""
-    source = open_source(model)
-    encoder = assemble(source)
-    encoder.load_state_dict(initialise(source, seed=0))
+    source = open_model_source(model)
+    encoder = assemble_encoder(source)
+    encoder.load_state_dict(full_state_dict(source, seed=0))
     encoder.double().eval()
     tokenizer = small_tokenizer()
 
@@ -77,7 +77,7 @@ def reference(path: str, pooling: Pooling, num_rows: int) -> tuple[float, dict[s
 
 
 def sharded_gradient(
-    world: World, model: ModelConfig, options: ParallelConfig, cutting: Cutting, anywhere: bool, num_rows: int
+    world: World, model: ModelConfig, options: ParallelConfig, cutting: ChunkOptions, anywhere: bool, num_rows: int
 ) -> tuple[float, dict[str, torch.Tensor], float, int, bool]:
     loaded = load_model(model, options, world, seed=0)
     loaded.encoder.eval()
@@ -95,7 +95,7 @@ def sharded_gradient(
     }
     norm = float(clip_grad_norm(loaded.encoder.parameters(), None))
     return (
-        output.share.item(),
+        output.local_loss.item(),
         gradients if world.is_main else {},
         norm,
         len(mine.chunks),
@@ -121,9 +121,9 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 WAYS = [
     (cutting, anywhere)
     for cutting in (
-        Cutting(10_000, pass_overhead_tokens=10_000),
-        Cutting(40, 10_000, pass_overhead_tokens=4),
-        Cutting(40, pass_overhead_tokens=4),
+        ChunkOptions(10_000, pass_overhead_tokens=10_000),
+        ChunkOptions(40, 10_000, pass_overhead_tokens=4),
+        ChunkOptions(40, pass_overhead_tokens=4),
     )
     for anywhere in (False, True)
 ]

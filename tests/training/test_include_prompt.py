@@ -18,14 +18,14 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.sentence_transformers import SentenceTransformersAdapter
 from embedtrain.inference.encode import SentenceEncoder
-from embedtrain.inference.vector_cache import StoredVectors, model_identity
+from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.models.build import assemble, initialise
-from embedtrain.models.source import open_source
+from embedtrain.models.build import assemble_encoder, full_state_dict
+from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import GuideModel
-from embedtrain.training.rank_batch import Cutting, GuideTexts, cut
+from embedtrain.training.rank_batch import ChunkOptions, GuideTokenizer, cut
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import WORDS, parallel, save_small, small_model, small_tokenizer
 
@@ -64,8 +64,8 @@ def options(folder: Path, architecture: str, **more: object) -> ModelConfig:
 
 
 def plain_gradient(model: ModelConfig) -> tuple[float, dict[str, torch.Tensor]]:
-    encoder = assemble(open_source(model))
-    encoder.load_state_dict(initialise(open_source(model), seed=0))
+    encoder = assemble_encoder(open_model_source(model))
+    encoder.load_state_dict(full_state_dict(open_model_source(model), seed=0))
     encoder.double().eval()
     tokenizer = small_tokenizer()
 
@@ -88,7 +88,7 @@ def train_data(folder: Path) -> TrainData:
     return load_train_data([source], **PROMPTS, instruction_format=INSTRUCT, seed=1, global_batch_size=5, cache=cache)
 
 
-def gradient(world: World, folder: Path, model: ModelConfig, kept: bool, cutting: Cutting):
+def gradient(world: World, folder: Path, model: ModelConfig, kept: bool, cutting: ChunkOptions):
     loaded = load_model(model, parallel(), world, seed=0)
     loaded.encoder.eval()
     data = train_data(folder)
@@ -100,7 +100,7 @@ def gradient(world: World, folder: Path, model: ModelConfig, kept: bool, cutting
     backward = Backward(loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy())
     output, _ = backward(cut(batch, world.rank, world.size, loaded.tokenizer, cutting))
     found = {n: p.grad.full_tensor() for n, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)}
-    return output.share.item(), found if world.is_main else {}
+    return output.local_loss.item(), found if world.is_main else {}
 
 
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
@@ -110,9 +110,12 @@ def test_gradient_equals_the_plain_one(ranks, folder, architecture):
     whole = torch.stack([one.norm() for one in expected.values()]).norm()
     for world_size in (1, 2):
         for kept in (False, True):
-            for cutting in (Cutting(10_000, pass_overhead_tokens=10_000), Cutting(24, pass_overhead_tokens=4)):
+            for cutting in (
+                ChunkOptions(10_000, pass_overhead_tokens=10_000),
+                ChunkOptions(24, pass_overhead_tokens=4),
+            ):
                 answers = ranks(world_size, gradient, folder, model, kept, cutting)
-                assert sum(share for share, _ in answers) == pytest.approx(loss, rel=1e-6)
+                assert sum(local_loss for local_loss, _ in answers) == pytest.approx(loss, rel=1e-6)
                 found = answers[0][1]
                 assert found.keys() == expected.keys()
                 for name, one in expected.items():
@@ -123,17 +126,20 @@ def vectors(world: World, directory: str, texts: list[str], prompt: str, max_len
     model = load_model(ModelConfig(path=directory, max_length=max_length), parallel(), world, seed=0, trains=False)
     encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=24, query_prompt=prompt)
     found = encoder.encode_all(texts, prompt)
-    each = encoder.encode_all([prompt + text for text in texts], within=[prompt] * len(texts))
+    each = encoder.encode_all([prompt + text for text in texts], existing_prompt=[prompt] * len(texts))
     torch.testing.assert_close(each, found)
     theirs = SentenceTransformersAdapter(encoder).encode(texts, prompt=prompt, convert_to_tensor=True)
     torch.testing.assert_close(theirs, found)
-    guide = GuideModel(model.encoder, GuideTexts(model.tokenizer, prompt, "mu ", 24), world)
+    guide = GuideModel(model.encoder, GuideTokenizer(model.tokenizer, prompt, "mu ", 24), world)
     seen = guide(guide.texts([Row(text, ("nu lambda",)) for text in texts]), len(texts))
     torch.testing.assert_close(seen.queries.float(), found, atol=1e-5, rtol=0)
     torch.testing.assert_close(seen.documents.float()[:1], encoder.encode_all(["nu lambda"], "mu "), atol=1e-5, rtol=0)
     assert model_identity(model.source, Precision.fp32, world)["include_prompt"] is False
-    stored = StoredVectors(Path("vectors"), {})
-    places = {stored.of(texts, "", model.tokenizer, None, 24, within).directory for within in ("", "a ", ["a "])}
+    vector_cache = VectorCache(Path("vectors"), {})
+    places = {
+        vector_cache.of(texts, "", model.tokenizer, None, 24, existing_prompt).directory
+        for existing_prompt in ("", "a ", ["a "])
+    }
     assert len(places) == 3
     return found, model.source.include_prompt
 
@@ -161,11 +167,11 @@ def test_vectors_are_those_of_sentence_transformers(ranks, folder, tmp_path, arc
     theirs.set_pooling_include_prompt(False)
     assert (other - theirs.encode(texts, prompt="alpha beta ", convert_to_tensor=True)).norm(dim=1).min() > 0.01
     # Asked by hand the directory's word is taken back.
-    assert open_source(ModelConfig(path=str(tmp_path / "out"))).include_prompt is False
-    assert open_source(ModelConfig(path=str(tmp_path / "out"), include_prompt=True)).include_prompt is True
+    assert open_model_source(ModelConfig(path=str(tmp_path / "out"))).include_prompt is False
+    assert open_model_source(ModelConfig(path=str(tmp_path / "out"), include_prompt=True)).include_prompt is True
 
 
 def test_it_is_refused_where_it_has_no_effect(folder):
     for pooling in (Pooling.cls, Pooling.last):
         with pytest.raises(ConfigError, match=r"model\.include_prompt=false is for model\.pooling=mean"):
-            open_source(options(folder, "xlm-roberta", pooling=pooling))
+            open_model_source(options(folder, "xlm-roberta", pooling=pooling))

@@ -27,40 +27,40 @@ from embedtrain.config.losses import (
     Implementation,
     InfoNCEConfig,
     LossConfig,
+    LossDirection,
     MarginMSEConfig,
-    Mining,
     OnlineContrastiveConfig,
     OrthogonalConfig,
     SentenceTransformersConfig,
-    Side,
     SigLIPConfig,
     TripletConfig,
+    TripletMining,
 )
 from embedtrain.config.recipe import GradientReduction, ModelConfig, OptimConfig, Strategy
-from embedtrain.config.row_requirements import needs_of
+from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Prompt, Row
-from embedtrain.distributed.mesh import Layout
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model
-from embedtrain.losses.build import choose_loss
+from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.models.blocks import find_blocks
-from embedtrain.models.build import assemble, initialise
+from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.encoder import Encoder
-from embedtrain.models.source import open_source
+from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import load_guides
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
-from embedtrain.training.rank_batch import Cutting, RankBatch, cut
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
 from tests.small import batch, parallel, save_guide, save_small, small_model, small_tokenizer, text, tokenised
 
 TOLERANCE = 1e-5
 # A large eps: with a small one the first step is the gradient's sign, and that of rounding errors where it is 0.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=0.05)
 WIDTH = 32
-ALL_SIDES = list(Side)
+ALL_SIDES = list(LossDirection)
 WAYS = Implementation
 
 LOSSES: dict[str, LossConfig] = {
@@ -87,7 +87,7 @@ LOSSES: dict[str, LossConfig] = {
     "online_contrastive": OnlineContrastiveConfig(),
     "triplet": TripletConfig(),
     "batch_triplet": BatchTripletConfig(),
-    "batch_triplet, all": BatchTripletConfig(mining=Mining.all),
+    "batch_triplet, all": BatchTripletConfig(mining=TripletMining.all),
     "distill_scores": DistillScoresConfig(temperature=0.5, times_squared_temperature=True),
     "margin_mse": MarginMSEConfig(),
     "distill_embeddings": DistillEmbeddingsConfig(matryoshka_dims=[32, 8]),
@@ -109,13 +109,13 @@ LOSSES: dict[str, LossConfig] = {
 
 def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
     """Rows that hold what the loss needs, of unequal lengths."""
-    needs = needs_of(config)
+    needs = row_requirements(config)
     classes = isinstance(config, SentenceTransformersConfig) and config.class_name == "SoftmaxLoss"
     wide = isinstance(config, DistillEmbeddingsConfig) and config.project
     made = []
     for i, row in enumerate(batch(num_rows, first=7 * step).rows):
         documents = row.documents
-        if needs.negatives or needs.even:
+        if needs.negatives or needs.same_num_documents:
             documents = (documents[0], text(300 + i, 4 + i % 5))
         if classes:
             documents = documents[:1]
@@ -142,7 +142,7 @@ def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
 
 def loss_of(config: LossConfig) -> nn.Module:
     widths = {FROM_ROWS: WIDTH + 5} if isinstance(config, DistillEmbeddingsConfig) and config.project else {}
-    return choose_loss(config, dimension=WIDTH, guide_dimensions=widths, seed=1)
+    return build_loss(config, dimension=WIDTH, guide_dimensions=widths, seed=1)
 
 
 Found = tuple[float, dict[str, float], dict[str, Tensor], float, dict[str, Tensor]]
@@ -158,10 +158,10 @@ def one_process(world: World, model: ModelConfig, config: LossConfig, batches: l
         mine = cut_for(rows, world, tokenizer, 10_000, 10_000)
         texts = [row.query for row in rows.rows] + [t for row in rows.rows for t in row.documents]
         vectors = torch.cat([encode(encoder, tokenizer, one) for one in texts])
-        output = loss(vectors[: mine.num_queries], vectors[mine.num_queries :], mine.known)
+        output = loss(vectors[: mine.num_queries], vectors[mine.num_queries :], mine.batch_info)
         weight = len(rows.rows) / num_rows
-        total = total + weight * output.share
-        for name, value in output.shares.items():
+        total = total + weight * output.local_loss
+        for name, value in output.metrics.items():
             measures[name] = measures.get(name, 0.0) + weight * value.item()
     total.backward()
     named = dict(parameters(encoder, loss))
@@ -175,9 +175,9 @@ def one_process(world: World, model: ModelConfig, config: LossConfig, batches: l
 
 
 def plain_encoder(model: ModelConfig) -> Encoder:
-    source = open_source(model)
-    encoder = assemble(source)
-    encoder.load_state_dict(initialise(source, seed=0))
+    source = open_model_source(model)
+    encoder = assemble_encoder(source)
+    encoder.load_state_dict(full_state_dict(source, seed=0))
     return encoder.double().eval()
 
 
@@ -211,7 +211,7 @@ def cut_for(
 ) -> RankBatch:
     width = len(rows.rows[0].vectors[0]) if rows.rows[0].vectors else None
     rows = tokenised(rows, tokenizer) if anywhere else rows
-    cutting = Cutting(chunk_tokens, activation_tokens, pass_overhead_tokens=8)
+    cutting = ChunkOptions(chunk_tokens, activation_tokens, pass_overhead_tokens=8)
     return cut(rows, world.rank, world.size, tokenizer, cutting, teacher_dimension=width)
 
 
@@ -260,7 +260,7 @@ def on_ranks(
                 world,
                 seed=0,
                 dummy=live.tokenizer.dummy(),
-                whole_gradients=live.whole_gradients,
+                reduce_per_step=live.reduce_per_step,
             )
             # Half of the ways with texts dealt to ranks, half with each rank's own.
             anywhere = len(found) % 2 == 0
@@ -274,8 +274,8 @@ def on_ranks(
             gradients = {name: whole(p.grad) for name, p in named.items() if p.grad is not None}
             norm = float(clip_grad_norm(named.values(), OPTIM.max_grad_norm))
             optimizer.step()
-            value = sum(world.gather(output.share.item()))
-            measures = {name: sum(world.gather(share.item())) for name, share in output.shares.items()}
+            value = sum(world.gather(output.local_loss.item()))
+            measures = {name: sum(world.gather(local_loss.item())) for name, local_loss in output.metrics.items()}
             updated = {name: whole(p) for name, p in named.items()}
             found.append((value, measures, gradients, norm, updated) if world.is_main else None)
         answers.append(found)
@@ -373,14 +373,14 @@ def test_accumulation(ranks, model, reference, world_size):
 
 def adapters(world: World, model: ModelConfig, chunk_tokens: int, activation_tokens: int) -> dict[str, Tensor]:
     """Gradient of LoRA adapters on a frozen base, sharded unless there is one rank."""
-    source = open_source(model)
-    encoder = assemble(source)
-    encoder.load_state_dict(initialise(source, seed=0))
+    source = open_model_source(model)
+    encoder = assemble_encoder(source)
+    encoder.load_state_dict(full_state_dict(source, seed=0))
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False, lora_dropout=0.0)
     inject_adapter_in_model(lora, encoder.backbone)
     options = parallel()
-    layout = Layout(options.strategy, 1, world.size, "")
+    layout = ParallelLayout(options.strategy, 1, world.size, "")
     shard_(encoder, find_blocks(encoder, None), layout, options, world.device)
     encoder.eval()
     config = LOSSES["matryoshka"]
@@ -411,7 +411,9 @@ def guided(world: World, path: str, num_rows: int) -> list[list[Tensor]]:
         for row in batch(num_rows).rows
     ]
     texts = {path: guide.texts}
-    mine = cut(GlobalBatch(0, tuple(rows)), world.rank, world.size, load_tokenizer(), Cutting(10_000), guides=texts)
+    mine = cut(
+        GlobalBatch(0, tuple(rows)), world.rank, world.size, load_tokenizer(), ChunkOptions(10_000), guides=texts
+    )
     assert not any(p.requires_grad for p in guide.encoder.parameters())
     seen = guide(mine.guides[path], mine.num_queries)
     assert not seen.queries.requires_grad
@@ -425,8 +427,8 @@ def test_a_guide_sees_the_texts_without_the_models_prompt(ranks, tmp_path, world
     encoder = plain_encoder(ModelConfig(path=str(guide)))
     answers = ranks(world_size, guided, str(guide), 3)
     for rank, (queries, documents) in enumerate(answers):
-        share = rows[rank::world_size]
-        texts = [row.query for row in share], [t for row in share for t in row.documents]
+        local_loss = rows[rank::world_size]
+        texts = [row.query for row in local_loss], [t for row in local_loss for t in row.documents]
         for found, expected in zip((queries, documents), texts, strict=True):
             assert len(found) == len(expected)
             for vector, one in zip(found, expected, strict=True):

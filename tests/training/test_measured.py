@@ -8,10 +8,10 @@ from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.config.recipe import Strategy
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
-from embedtrain.losses.batch_statistics import Meaning
+from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward
-from embedtrain.training.rank_batch import Cutting, cut
+from embedtrain.training.rank_batch import ChunkOptions, cut
 from tests.small import batch, parallel, small_model, small_tokenizer, tokenised
 
 NAMES = ["positive_similarity", "hardest_negative_similarity", "false_negatives", "alignment", "uniformity"]
@@ -26,21 +26,21 @@ def measure(
     loaded.encoder.train()
     loss = InfoNCE(InfoNCEConfig(temperature=0.1, implementation=way))
     backward = Backward(
-        loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy(), meanings=[Meaning()] if measured else None
+        loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy(), row_specs=[RowSpec()] if measured else None
     )
     rows = [batch(size, first=100 * number) for number, size in enumerate(sizes)]
     rows = [tokenised(one, loaded.tokenizer) if anywhere else one for one in rows]
     output, _ = backward(
-        *(cut(one, world.rank, world.size, loaded.tokenizer, Cutting(60)) for one in rows), measured=True
+        *(cut(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60)) for one in rows), measured=True
     )
     gradients = {
         name: p.grad.to_local() for name, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)
     }
-    return {name: float(share) for name, share in output.shares.items()}, gradients
+    return {name: float(local_loss) for name, local_loss in output.metrics.items()}, gradients
 
 
 def whole(answers: list[tuple[dict[str, float], dict[str, torch.Tensor]]]) -> dict[str, float]:
-    return {name: sum(shares[name] for shares, _ in answers) for name in answers[0][0]}
+    return {name: sum(metrics[name] for metrics, _ in answers) for name in answers[0][0]}
 
 
 @pytest.mark.parametrize("way", [Implementation.plain, Implementation.tiled, Implementation.ring])

@@ -14,7 +14,7 @@ from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward, chunk_seed
 from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm
-from embedtrain.training.rank_batch import Cutting, cut
+from embedtrain.training.rank_batch import ChunkOptions, cut
 from tests.small import ARCHITECTURES, batch, parallel, small_model, small_tokenizer
 
 
@@ -54,7 +54,7 @@ def gradient(world: World, model: LoadedModel, step: int = 0, num_rows: int = 8)
     backward = Backward(
         model.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=model.tokenizer.dummy()
     )
-    backward(cut(batch(num_rows, step), world.rank, world.size, model.tokenizer, Cutting(10_000)))
+    backward(cut(batch(num_rows, step), world.rank, world.size, model.tokenizer, ChunkOptions(10_000)))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,10 +146,10 @@ def dropped(world: World, model: ModelConfig) -> None:
     backward = Backward(
         trained.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=trained.tokenizer.dummy()
     )
-    mine = cut(batch(7), world.rank, world.size, trained.tokenizer, Cutting(24, 10_000))
+    mine = cut(batch(7), world.rank, world.size, trained.tokenizer, ChunkOptions(24, 10_000))
     assert mine.kept == len(mine.chunks)
     if world.rank == 1:  # fewer chunks than the other rank: it runs a dummy
-        mine = cut(batch(7), world.rank, world.size, trained.tokenizer, Cutting(70, 10_000))
+        mine = cut(batch(7), world.rank, world.size, trained.tokenizer, ChunkOptions(70, 10_000))
     assert len(set(world.gather(len(mine.chunks)))) == world.size
     found = []
     for kept in (9, 0, 9, 1):
@@ -157,7 +157,7 @@ def dropped(world: World, model: ModelConfig) -> None:
         trained.encoder.zero_grad()
         output, _ = backward(replace(mine, kept=kept))
         gradients = {n: whole(p.grad) for n, p in trained.encoder.named_parameters() if p.grad is not None}
-        found.append((output.share.item(), gradients))
+        found.append((output.local_loss.item(), gradients))
     (kept, first), (cached, second), (again, third), (partly, fourth) = found
     assert kept == again == pytest.approx(cached, rel=1e-6)
     assert kept == pytest.approx(partly, rel=1e-6)
@@ -167,7 +167,7 @@ def dropped(world: World, model: ModelConfig) -> None:
             assert (other[name] - expected).norm() <= 1e-6 * max(expected.norm(), torch.tensor(1.0)), name
     # And dropout is on: another step's masks give another loss.
     other, _ = backward(replace(mine, step=1, kept=0))
-    assert other.share.item() != pytest.approx(cached, rel=1e-4)
+    assert other.local_loss.item() != pytest.approx(cached, rel=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from embedtrain.training.profile import _Measured, shares_of
+from embedtrain.training.profile import RankTiming, time_shares
 from embedtrain.training.spans import BATCHES, RANKS
 from tests.small import save_small, small_model, write_rows
 from tests.test_run import BASE, losses, run
@@ -101,11 +101,11 @@ def test_a_trace_that_cannot_be_written_stops_nothing(ranks, workshop, tmp_path)
 def test_who_comes_late_is_waited_for_by_the_others():
     """Rank 1 is 2 s late for the second of two collectives, each of which takes 1 s."""
     parts = {"encode": 4.0, BATCHES: 1.0}
-    early = _Measured(10.0, parts, alone=4.0, computed=None, collectives=[1.0, 3.0], operators=[])
-    late = _Measured(
+    early = RankTiming(10.0, parts, alone=4.0, computed=None, collectives=[1.0, 3.0], operators=[])
+    late = RankTiming(
         10.0, {"encode": 6.0, BATCHES: 1.0}, alone=2.0, computed=None, collectives=[1.0, 1.0], operators=[]
     )
-    first, second = shares_of([early, late])
+    first, second = time_shares([early, late])
     assert (first.communication, first.ranks, first.compute, first.data) == pytest.approx((0.2, 0.2, 0.4, 0.1))
     assert (second.communication, second.ranks, second.compute, second.data) == pytest.approx((0.2, 0.0, 0.6, 0.1))
     assert first.rest == pytest.approx(0.1)

@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.train_data import chosen_data
+from embedtrain.data.train_data import load_recipe_data
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
@@ -16,7 +16,7 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-from embedtrain.tracking.report.sample import Relation, Role, read_texts, write_texts
+from embedtrain.tracking.report.sample import PairRelation, Role, read_texts, write_texts
 from embedtrain.training.report_sample import TEXT_LENGTH, choose_sample
 
 
@@ -33,7 +33,7 @@ def data(tmp_path):
         (recipe,) = compose_recipes(
             ["name=t", "model.path=none", "train.steps=1", "train.global_batch_size=4", f"data.train={sources}", *more]
         )
-        return chosen_data(recipe, {"query": "Q: ", "document": "D: "}, Cache(directory=tmp_path / "cache"))
+        return load_recipe_data(recipe, {"query": "Q: ", "document": "D: "}, Cache(directory=tmp_path / "cache"))
 
     return made
 
@@ -62,7 +62,7 @@ def test_a_sample_is_bounded_and_from_all_over(data):
         if query.held_out:
             number, other = int(query.text.split()[1]), int(document.text.split()[1])
             known = other - 3 * number
-            assert (known in (0, 1, 2)) == (pair.relation is Relation.positive)
+            assert (known in (0, 1, 2)) == (pair.relation is PairRelation.positive)
             assert (query.before, document.before, query.max_length) == ("Q: ", "own: ", 9)
     from_many = [text.text for text in sample.texts if text.origin == "many" and text.role is Role.query]
     assert int(from_many[0][1:]) < 50
@@ -94,12 +94,14 @@ def test_sets_of_other_kinds(data):
     sample = choose_sample(sets, found, losses, {"query": "Q: "})
     pairs = [(sample.texts[p.first], sample.texts[p.second], p.relation) for p in sample.pairs]
     relations = {first.origin: {r for f, _, r in pairs if f.origin == first.origin} for first, *_ in pairs}
-    assert relations["sts"] == {Relation.high, Relation.middle, Relation.low}
-    assert relations["bitext"] == {Relation.positive}
+    assert relations["sts"] == {PairRelation.high, PairRelation.middle, PairRelation.low}
+    assert relations["bitext"] == {PairRelation.positive}
     for first, second, relation in pairs:
         if first.origin == "sts":
             assert first.text[1:] == second.text[1:]
-            third = (Relation.low, Relation.middle, Relation.high)[min(2, int(int(first.text[1:]) % 9 / 8 * 3))]
+            third = (PairRelation.low, PairRelation.middle, PairRelation.high)[
+                min(2, int(int(first.text[1:]) % 9 / 8 * 3))
+            ]
             assert relation is third
     labels = {text.origin: {t.label for t in sample.texts if t.origin == text.origin} for text in sample.texts}
     assert labels["classes"] == {"0", "1", "2"}

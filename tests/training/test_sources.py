@@ -9,11 +9,11 @@ from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.loading.load import load_model
-from embedtrain.losses.build import choose_loss, choose_losses, notes_on
-from embedtrain.losses.by_source import BySource
+from embedtrain.losses.build import build_loss, build_losses, loss_notes
+from embedtrain.losses.by_source import LossPerSource
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.training.backward import Backward
-from embedtrain.training.rank_batch import Cutting, cut
+from embedtrain.training.rank_batch import ChunkOptions, cut
 from tests.small import batch, parallel, save_small, small_model, tokenised
 
 LEARNT = InfoNCEConfig(temperature=0.2, learn_temperature=True)
@@ -39,33 +39,34 @@ def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool, a
     loaded = load_model(model, parallel(), world, seed=0)
     loaded.encoder.eval()
     widths = [dict[str, int]()] * len(CONFIGS)
-    whole = choose_losses(CONFIGS, dimension=32, guide_dimensions=widths, seed=1)
+    whole = build_losses(CONFIGS, dimension=32, guide_dimensions=widths, seed=1)
     dummy = loaded.tokenizer.dummy()
-    share, measures = 0.0, dict[str, float]()
+    local_loss, measures = 0.0, dict[str, float]()
     if alone:
         for source in sources:
-            loss = choose_loss(CONFIGS[source], dimension=32, seed=1)
-            mine = cut(rows_of(source), world.rank, world.size, loaded.tokenizer, Cutting(10_000))
+            loss = build_loss(CONFIGS[source], dimension=32, seed=1)
+            mine = cut(rows_of(source), world.rank, world.size, loaded.tokenizer, ChunkOptions(10_000))
             output, _ = Backward(loaded.encoder, loss, world, seed=0, dummy=dummy)(mine)
-            share += output.share.item() / len(sources)
+            local_loss += output.local_loss.item() / len(sources)
         scale = 1 / len(sources)
     else:
         batches = [rows_of(source) for source in sources]
         if anywhere:
             batches = [tokenised(one, loaded.tokenizer) for one in batches]
         mine = [
-            cut(one, world.rank, world.size, loaded.tokenizer, Cutting(60, pass_overhead_tokens=8)) for one in batches
+            cut(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60, pass_overhead_tokens=8))
+            for one in batches
         ]
         output, finite = Backward(loaded.encoder, whole, world, seed=0, dummy=dummy, sources=NAMES)(*mine)
         assert finite
-        share, scale = output.share.item(), 1.0
-        measures = {name: value.item() for name, value in output.shares.items()}
+        local_loss, scale = output.local_loss.item(), 1.0
+        measures = {name: value.item() for name, value in output.metrics.items()}
     gradients = {
         name: p.grad.full_tensor().double() * scale  # type: ignore[attr-defined]
         for name, p in loaded.encoder.named_parameters()
         if p.grad is not None
     }
-    return share, measures, gradients, [p.grad is not None for p in whole.parameters()]
+    return local_loss, measures, gradients, [p.grad is not None for p in whole.parameters()]
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +95,13 @@ def test_each_batch_has_the_loss_of_its_source(ranks, model, world_size, sources
 
 
 def test_losses_are_shared_by_sources_that_have_the_same():
-    loss = choose_losses(CONFIGS, dimension=8, guide_dimensions=[{}] * 4, seed=0)
-    assert isinstance(loss, BySource)
-    assert loss.of_source(0) is loss.of_source(2)
-    assert len({id(loss.of_source(source)) for source in range(4)}) == 3
-    alone = choose_losses([LEARNT, LEARNT], dimension=8, guide_dimensions=[{}] * 2, seed=0)
-    assert alone.of_source(1) is alone
-    notes = notes_on(CONFIGS, NAMES, loss, 8)
+    loss = build_losses(CONFIGS, dimension=8, guide_dimensions=[{}] * 4, seed=0)
+    assert isinstance(loss, LossPerSource)
+    assert loss.for_source(0) is loss.for_source(2)
+    assert len({id(loss.for_source(source)) for source in range(4)}) == 3
+    alone = build_losses([LEARNT, LEARNT], dimension=8, guide_dimensions=[{}] * 2, seed=0)
+    assert alone.for_source(1) is alone
+    notes = loss_notes(CONFIGS, NAMES, loss, 8)
     assert notes[0] == (
         "3 losses, one a batch: infonce (temperature=0.2, in_batch_negatives=True) for a, c; "
         "infonce (temperature=0.1, in_batch_negatives=False) for b; cosent for d"
@@ -111,7 +112,7 @@ def test_teachers_of_several_widths():
     widths = [{FROM_ROWS: 11}, {FROM_ROWS: 12}]
     config = DistillEmbeddingsConfig(project=True)
     with pytest.raises(ConfigError, match=r"share loss=distill_embeddings have different widths \(11, 12\)"):
-        choose_losses([config, config], dimension=8, guide_dimensions=widths, seed=0)
+        build_losses([config, config], dimension=8, guide_dimensions=widths, seed=0)
     apart = [config, DistillEmbeddingsConfig(project=True, weight=1.0, distance="mse")]
-    loss = choose_losses(apart, dimension=8, guide_dimensions=widths, seed=0)
+    loss = build_losses(apart, dimension=8, guide_dimensions=widths, seed=0)
     assert [tuple(p.shape) for p in loss.parameters()] == [(11, 8), (11,), (12, 8), (12,)]

@@ -6,7 +6,7 @@ from torch import nn
 
 from embedtrain.config.recipe import Precision
 from embedtrain.losses.scores import rounding
-from embedtrain.training.objective import products_in_tf32
+from embedtrain.training.objective import use_tf32_products
 
 
 class Looking(nn.Module):
@@ -29,7 +29,7 @@ def test_it_is_in_force_while_the_loss_computes(precision, inside, fails):
     torch.set_float32_matmul_precision("highest")
     try:
         loss = Looking()
-        products_in_tf32(loss, precision)
+        use_tf32_products(loss, precision)
         for _ in range(2):
             if fails:
                 with pytest.raises(ZeroDivisionError):

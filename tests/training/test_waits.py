@@ -12,11 +12,11 @@ from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import Precision, Strategy
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.loading.load import load_model
-from embedtrain.losses.batch_statistics import Meaning
+from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.losses.types import Loss, LossInput, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 from embedtrain.training.backward import Backward
-from embedtrain.training.rank_batch import Cutting, cut
+from embedtrain.training.rank_batch import ChunkOptions, cut
 from tests.small import batch, parallel, small_model, small_tokenizer, tokenised
 
 # A value of a tensor becomes one of Python's, or a size depends on values.
@@ -37,7 +37,7 @@ class Reads(TorchDispatchMode):
 class Sum(Loss):
     """Reads nothing itself; the real ones count their candidates once a batch."""
 
-    def forward(self, queries: Tensor, documents: Tensor, known: LossInput) -> LossOutput:
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         return LossOutput(queries.sum() + documents.square().sum())
 
 
@@ -47,10 +47,10 @@ def reads(
     model = small_model("xlm-roberta", dropout=0.1)
     loaded = load_model(model, parallel(Strategy.fsdp, precision=precision), world, seed=0, tokenizer=small_tokenizer())
     backward = Backward(
-        loaded.encoder, loss.to(world.device), world, seed=0, dummy=loaded.tokenizer.dummy(), meanings=[Meaning()]
+        loaded.encoder, loss.to(world.device), world, seed=0, dummy=loaded.tokenizer.dummy(), row_specs=[RowSpec()]
     )
     rows = tokenised(batch(9), loaded.tokenizer)
-    made = cut(rows, world.rank, world.size, loaded.tokenizer, Cutting(40, activation_tokens))
+    made = cut(rows, world.rank, world.size, loaded.tokenizer, ChunkOptions(40, activation_tokens))
     on_gpu = world.device.type == "cuda"
     made = (made.pinned() if on_gpu else made).to(world.device)
     with Reads() as seen:
@@ -62,7 +62,7 @@ def reads(
             if on_gpu:
                 torch.cuda.set_sync_debug_mode("default")
     assert finite
-    assert ("uniformity" in output.shares) == measured
+    assert ("uniformity" in output.metrics) == measured
     return dict(seen.counts), len(made.chunks)
 
 

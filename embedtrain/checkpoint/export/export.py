@@ -17,29 +17,29 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from embedtrain.checkpoint.export.adapters import copy_settings, live_merged
+from embedtrain.checkpoint.export.adapters import copy_adapter_config, live_merged_weights
 from embedtrain.checkpoint.export.model_directory import (
     ADAPTER_FOLDER,
     DTYPES,
-    Piece,
-    Pieces,
     WeightPlan,
-    begin_model,
+    WeightRows,
+    WeightStream,
+    create_model_directory,
     plan_weights,
-    untrained_pieces,
+    pooler_rows,
     write_weights,
 )
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
-from embedtrain.checkpoint.export.probes import Expected
+from embedtrain.checkpoint.export.probes import ExportReference
 from embedtrain.checkpoint.export.reopen import (
-    Base,
+    AdapterBase,
     check_adapter,
     check_sentence_transformers,
     check_transformers,
     require_shapes,
 )
-from embedtrain.checkpoint.index import StoredTensors
-from embedtrain.checkpoint.snapshot import ENCODER, parts_of, share_of
+from embedtrain.checkpoint.index import TensorReader
+from embedtrain.checkpoint.snapshot import ENCODER, local_shards, shard_position
 from embedtrain.config.export_checks import ADAPTER, ONNX
 from embedtrain.config.recipe import ExportConfig, ExportDtype
 from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError
@@ -48,11 +48,11 @@ from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import ModelSource
 
-_PATIENCE = 10.0  # seconds that an export waits for another one to the same directory
+_LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same directory
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportResult:
     """What was written, and how far its vectors are from the encoder's: the largest relative difference.
 
     None where nobody has looked.
@@ -70,7 +70,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class ModelExport:
     """A model directory in the making: begun by one process, written by all, finished by one.
 
     Attributes:
@@ -89,7 +89,7 @@ class Export:
     dtype: torch.dtype
     formats: tuple[str, ...] = ()
     settings: Path | None = None
-    base: Base | None = None
+    base: AdapterBase | None = None
 
     @property
     def unfinished(self) -> Path:
@@ -104,11 +104,11 @@ class Export:
         """
         shutil.rmtree(self.unfinished, ignore_errors=True)
         self.to.parent.mkdir(parents=True, exist_ok=True)
-        begin_model(self.unfinished, self.architecture, self.plan, self.dtype)
+        create_model_directory(self.unfinished, self.architecture, self.plan, self.dtype)
         if self.settings is not None:
-            copy_settings(self.settings, self.unfinished / ADAPTER_FOLDER)
+            copy_adapter_config(self.settings, self.unfinished / ADAPTER_FOLDER)
 
-    def write(self, pieces: Iterable[Piece], *, main: bool) -> None:
+    def write(self, pieces: Iterable[WeightRows], *, main: bool) -> None:
         """Write what this process has of the weights, once the directory is there.
 
         Args:
@@ -119,18 +119,18 @@ class Export:
             CheckpointError: a weight is too large for the type it is to be stored in.
             OSError: the directory cannot be written.
         """
-        added = untrained_pieces(self.architecture) if main else ()
+        added = pooler_rows(self.architecture) if main else ()
         wanted = (piece for piece in itertools.chain(pieces, added) if piece[0] in self.plan.places)
         write_weights(self.unfinished, self.plan, wanted, begins=main)
 
     def finish(
         self,
         card: str,
-        expected: Expected | None,
+        expected: ExportReference | None,
         *,
         trust_remote_code: bool = False,
         phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
-    ) -> Exported:
+    ) -> ExportResult:
         """Reopen the directory, compare, and give it its name; in one process, when all have written.
 
         Args:
@@ -169,11 +169,11 @@ class Export:
                 f"export to {self.to} failed, and is left as {directory} to look at: {error}"
             ) from error
         _replace(self.to, directory)
-        return Exported(self.to, None if expected is None else max(differences), self.dtype)
+        return ExportResult(self.to, None if expected is None else max(differences), self.dtype)
 
 
 @contextmanager
-def only_export(to: Path) -> Iterator[None]:
+def export_lock(to: Path) -> Iterator[None]:
     """Keep others from exporting to the same directory meanwhile.
 
     The lock is the operating system's: an export that is killed holds it no longer.
@@ -185,7 +185,7 @@ def only_export(to: Path) -> Iterator[None]:
     path = to.with_name(to.name + ".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(path, timeout=_PATIENCE):
+        with FileLock(path, timeout=_LOCK_TIMEOUT):
             try:
                 yield
             finally:
@@ -207,13 +207,13 @@ def _replace(to: Path, by: Path) -> None:
 def plan_export(
     to: Path,
     architecture: Path,
-    pieces: Pieces,
+    pieces: WeightStream,
     dtype: torch.dtype,
     asked: ExportConfig,
     *,
     settings: Path | None = None,
-    base: Base | None = None,
-) -> Export:
+    base: AdapterBase | None = None,
+) -> ModelExport:
     """An export of an encoder whose weights have the types and shapes of these pieces.
 
     Args:
@@ -228,31 +228,31 @@ def plan_export(
     formats = tuple(asked.formats)
     adapter = pieces.adapter if ADAPTER in formats else {}
     plan = plan_weights(architecture, pieces.specs, dtype, asked.max_file_size, adapter)
-    return Export(to, architecture, plan, dtype, formats, settings if adapter else None, base)
+    return ModelExport(to, architecture, plan, dtype, formats, settings if adapter else None, base)
 
 
-def live_pieces(encoder: Encoder) -> Pieces:
+def live_weights(encoder: Encoder) -> WeightStream:
     """Of a sharded encoder: all weights' types and shapes, and the rows that this rank is to write.
 
     A collective where there are adapters: they are merged.
     """
     if has_adapters(encoder):
-        return live_merged(encoder)
+        return live_merged_weights(encoder)
     state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
-    share, parts = share_of(state), parts_of(state)
+    share, parts = shard_position(state), local_shards(state)
     mine = (
         (name, part.first, part.rows)
         for name, part in parts.items()
         if share.writes and (part.cut or share.shard == 0) and part.rows.numel()
     )
-    return Pieces({name: part.spec for name, part in parts.items()}, mine)
+    return WeightStream({name: part.spec for name, part in parts.items()}, mine)
 
 
-def stored_pieces(stored: StoredTensors) -> Pieces:
+def checkpoint_weights(stored: TensorReader) -> WeightStream:
     """Of a checkpoint: all the encoder's types and shapes, and all rows, part by part as they lie."""
     names = [name for name in stored.specs if name.startswith(ENCODER)]
     pieces = ((name.removeprefix(ENCODER), first, rows) for name in names for first, rows in stored.parts(name))
-    return Pieces({name.removeprefix(ENCODER): stored.specs[name] for name in names}, pieces)
+    return WeightStream({name.removeprefix(ENCODER): stored.specs[name] for name in names}, pieces)
 
 
 def require_replaceable(to: Path, run_dir: Path) -> Path:
@@ -271,14 +271,14 @@ def require_replaceable(to: Path, run_dir: Path) -> Path:
     return to if to.name else to.resolve()  # "." has no name to put an ending to
 
 
-def stored_encoder(source: ModelSource, stored: StoredTensors) -> Encoder:
+def load_checkpoint_encoder(source: ModelSource, stored: TensorReader) -> Encoder:
     """An encoder in this process's memory with a checkpoint's weights.
 
     Raises:
         CheckpointError: the weights are not this model's.
     """
     encoder = build_encoder(source)
-    pieces = stored_pieces(stored)
+    pieces = checkpoint_weights(stored)
     state = encoder.state_dict()
     for name in sorted(state.keys() ^ pieces.specs.keys()):
         raise CheckpointError(f"{stored.folder} does not fit the model: {name} is in one of them alone")

@@ -11,10 +11,10 @@ from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.hub import one_line
 
 # Files of an earlier model that are not in the new one: weights in more pieces, a graph that is no longer written.
-_REPLACED = ["*.safetensors", "*.safetensors.index.json", "onnx/*"]
+_REPLACED_FILES = ["*.safetensors", "*.safetensors.index.json", "onnx/*"]
 
 
-def require_possible(export: ExportConfig) -> None:
+def require_export_support(export: ExportConfig) -> None:
     """Look at the beginning for what an export needs of this machine; in the process that will write it.
 
     Raises:
@@ -38,7 +38,7 @@ def require_possible(export: ExportConfig) -> None:
         )
 
 
-def push(directory: Path, name: str, *, private: bool, step: int) -> str:
+def upload_model(directory: Path, name: str, *, private: bool, step: int) -> str:
     """Upload a model directory as one commit; the address of the repository.
 
     Args:
@@ -57,7 +57,7 @@ def push(directory: Path, name: str, *, private: bool, step: int) -> str:
             repo_id=made.repo_id,
             folder_path=directory,
             commit_message=f"Model of step {step}",
-            delete_patterns=_REPLACED,
+            delete_patterns=_REPLACED_FILES,
         )
     except Exception as error:  # besides the Hub's own, whatever the transport raises
         raise CheckpointError(

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
-from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, lay_out
+from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, file_layout
 from embedtrain.config.recipe import ExportDtype, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
@@ -33,7 +33,7 @@ from embedtrain.models.encoder import hidden_size, prepare_backbone
 from embedtrain.models.source import ModelSource
 
 
-def untrained_tensors(source: ModelSource) -> dict[str, Tensor]:
+def pooler_tensors(source: ModelSource) -> dict[str, Tensor]:
     """The backbone's tensors that `prepare_backbone` takes away, by the backbone's own names.
 
     They are the source's where it stores them, else zeros. Left out of an export, transformers would make
@@ -69,10 +69,10 @@ _BACKBONE = "backbone."
 _UNTRAINED = "untrained.safetensors"
 
 # An adapter as PEFT reads it, in its own folder of a model directory; and what begins the names of its pieces.
-ADAPTER_FOLDER, OF_ADAPTER = "adapter", "adapter:"
+ADAPTER_FOLDER, ADAPTER_PREFIX = "adapter", "adapter:"
 
 # The encoder's name of a weight, the first row, and rows.
-Piece: TypeAlias = tuple[str, int, Tensor]
+WeightRows: TypeAlias = tuple[str, int, Tensor]
 
 DTYPES = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
 
@@ -88,8 +88,8 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     directory.mkdir(parents=True, exist_ok=True)
     source.config.save_pretrained(directory)
     _write_code(directory, source)
-    note_dtype(directory, stored_dtype(source))
-    if untrained := untrained_tensors(source):
+    write_dtype(directory, stored_dtype(source))
+    if untrained := pooler_tensors(source):
         save_file(untrained, directory / _UNTRAINED)
     tokenizer.tokenizer.model_max_length = tokenizer.max_length
     tokenizer.tokenizer.save_pretrained(directory)
@@ -133,7 +133,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class WeightStream:
     """What is to be written of a model.
 
     Attributes:
@@ -143,7 +143,7 @@ class Pieces:
     """
 
     specs: Mapping[str, TensorSpec]
-    rows: Iterator[Piece]
+    rows: Iterator[WeightRows]
     adapter: Mapping[str, TensorSpec] = field(default_factory=dict)
 
 
@@ -176,7 +176,7 @@ def plan_weights(
         largest: the backbone is split into files of at most that size, such as `5GB`.
         adapter: of weights that are written once more as an adapter of PEFT's, by the encoder's names; float32.
     """
-    stored = {name: _stored(spec, dtype) for name, spec in (untrained_specs(architecture) | dict(specs)).items()}
+    stored = {name: _stored(spec, dtype) for name, spec in (pooler_specs(architecture) | dict(specs)).items()}
     backbone = {name.removeprefix(_BACKBONE): spec for name, spec in stored.items() if name.startswith(_BACKBONE)}
     split = split_state_dict_into_shards_factory(
         backbone, get_storage_size=lambda spec: spec.num_bytes, max_shard_size=largest, filename_pattern=_WEIGHTS
@@ -190,18 +190,18 @@ def plan_weights(
     if adapter:
         file = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
         members[file] = {peft_key(name): _stored(spec, torch.float32) for name, spec in adapter.items()}
-        places |= {OF_ADAPTER + name: (file, peft_key(name)) for name in adapter}
-    return WeightPlan({file: lay_out(tensors) for file, tensors in members.items()}, places)
+        places |= {ADAPTER_PREFIX + name: (file, peft_key(name)) for name in adapter}
+    return WeightPlan({file: file_layout(tensors) for file, tensors in members.items()}, places)
 
 
-def begin_model(directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
+def create_model_directory(directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
     """Make the directory: a copy of the architecture, and the index where weights lie in several files.
 
     Raises:
         OSError: it exists, or cannot be written.
     """
     shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_UNTRAINED))
-    note_dtype(directory, dtype)
+    write_dtype(directory, dtype)
     weights = {name: file for key, (file, name) in plan.places.items() if key.startswith(_BACKBONE)}
     if len(set(weights.values())) > 1:
         total = sum(plan.files[file].specs[name].num_bytes for name, file in weights.items())
@@ -209,11 +209,11 @@ def begin_model(directory: Path, architecture: Path, plan: WeightPlan, dtype: to
         _write_json(directory / "model.safetensors.index.json", content)
 
 
-def write_weights(directory: Path, plan: WeightPlan, pieces: Iterable[Piece], *, begins: bool) -> None:
+def write_weights(directory: Path, plan: WeightPlan, pieces: Iterable[WeightRows], *, begins: bool) -> None:
     """Write rows of weights into the files of a directory; several processes may do so side by side.
 
     Args:
-        directory: made by `begin_model`.
+        directory: made by `create_model_directory`.
         plan: the same in every process.
         pieces: what this process has: the encoder's name of a weight, the first row, and rows on whatever device. They
             are cast one piece at a time.
@@ -245,12 +245,12 @@ def write_weights(directory: Path, plan: WeightPlan, pieces: Iterable[Piece], *,
             writer(file).write(name, cast, first)
 
 
-def untrained_specs(architecture: Path) -> dict[str, TensorSpec]:
+def pooler_specs(architecture: Path) -> dict[str, TensorSpec]:
     """Type and shape of weights that the architecture holds itself, by the encoder's names."""
-    return {name: TensorSpec.of(tensor) for name, _, tensor in untrained_pieces(architecture)}
+    return {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
 
 
-def untrained_pieces(architecture: Path) -> Iterator[Piece]:
+def pooler_rows(architecture: Path) -> Iterator[WeightRows]:
     """The weights that the architecture holds itself, for no checkpoint does."""
     if (architecture / _UNTRAINED).is_file():
         for name, tensor in load_file(architecture / _UNTRAINED).items():
@@ -276,7 +276,7 @@ def _stored(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
     return TensorSpec(dtype, spec.shape) if spec.dtype.is_floating_point else spec
 
 
-def note_dtype(directory: Path, dtype: torch.dtype) -> None:
+def write_dtype(directory: Path, dtype: torch.dtype) -> None:
     """Say in config.json what type the weights are stored in."""
     path = directory / "config.json"
     _write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")})

@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from embedtrain.checkpoint.export.probes import PROBES, require_equal
-from embedtrain.checkpoint.export.reopen import open_encoder, open_tokenizer, tokenised, vectors_of, with_heads
+from embedtrain.checkpoint.export.probes import PROBES, require_close
+from embedtrain.checkpoint.export.reopen import add_heads, encode_batch, open_encoder, open_tokenizer, tokenize_padded
 from embedtrain.errors import CheckpointError
 from embedtrain.models.hub import one_line
 from embedtrain.models.source import ModelSource
 
 GRAPH = "onnx/model.onnx"
 _WEIGHTS = "model.onnx_data"  # beside it, as optimum calls it, where both do not fit into one protobuf
-_LARGEST_GRAPH = 2**31 - 2**24  # bytes; a protobuf ends at 2 GiB
+_MAX_GRAPH_BYTES = 2**31 - 2**24  # bytes; a protobuf ends at 2 GiB
 _OPSET = 18
 _TOLERANCE = 1e-4
 
@@ -43,11 +43,11 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
         OSError: the directory cannot be written.
     """
     encoder, tokenizer = open_encoder(directory, source), open_tokenizer(directory, source)
-    expected = torch.cat([vectors_of(encoder, tokenised(tokenizer, [text])) for text in PROBES])
+    expected = torch.cat([encode_batch(encoder, tokenize_padded(tokenizer, [text])) for text in PROBES])
     backbone = encoder.backbone
     names = [name for name in tokenizer.model_input_names if name in inspect.signature(backbone.forward).parameters]
     # Two texts of different lengths, so that neither a batch of one nor a mask of ones is taken for granted.
-    batch = tokenised(tokenizer, [PROBES[1], PROBES[4]])
+    batch = tokenize_padded(tokenizer, [PROBES[1], PROBES[4]])
     path = directory / GRAPH
     path.parent.mkdir()
     free = {name: {0: "batch", 1: "length"} for name in [*names, "last_hidden_state"]}
@@ -89,10 +89,10 @@ def check_graph(directory: Path, source: ModelSource, expected: Tensor) -> float
     import onnxruntime
 
     path = directory / GRAPH
-    tokenizer, heads = open_tokenizer(directory, source), with_heads(nn.Identity(), source)
+    tokenizer, heads = open_tokenizer(directory, source), add_heads(nn.Identity(), source)
 
     def vectors(texts: list[str]) -> Tensor:
-        batch = tokenised(tokenizer, texts)
+        batch = tokenize_padded(tokenizer, texts)
         feed = {given.name: batch[given.name].numpy() for given in session.get_inputs()}
         with torch.no_grad():
             return heads.vectors(torch.from_numpy(session.run(["last_hidden_state"], feed)[0]), batch["attention_mask"])
@@ -105,8 +105,8 @@ def check_graph(directory: Path, source: ModelSource, expected: Tensor) -> float
         raise CheckpointError(f"onnxruntime cannot run {path}: {one_line(error)}") from error
     told = f"onnxruntime opens {path} (a {source.config.model_type} model)"
     return max(
-        require_equal(alone, expected, _TOLERANCE, told),
-        require_equal(together, expected, _TOLERANCE, f"{told} and runs a padded batch"),
+        require_close(alone, expected, _TOLERANCE, told),
+        require_close(together, expected, _TOLERANCE, f"{told} and runs a padded batch"),
     )
 
 
@@ -128,7 +128,7 @@ def _gather_weights(path: Path) -> None:
     import onnx
 
     apart = [file for file in path.parent.iterdir() if file != path]
-    if not apart and path.stat().st_size < _LARGEST_GRAPH:
+    if not apart and path.stat().st_size < _MAX_GRAPH_BYTES:
         return
     model = onnx.load(str(path))
     for file in apart:

@@ -24,11 +24,11 @@ PROBES = (
 )
 
 # Of what adapters change; below the first it is rounding that is compared.
-_LEAST_EFFECT, _LEAST_SHARE = 1e-4, 0.5
+_MIN_EFFECT, _MIN_EFFECT_FRACTION = 1e-4, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExportReference:
     """What an export has to be like.
 
     Attributes:
@@ -48,10 +48,10 @@ class Expected:
     @property
     def effect(self) -> float | None:
         """How far the adapters have moved the vectors, relative to their length."""
-        return None if self.without is None else largest_difference(self.vectors.float().cpu(), self.without)
+        return None if self.without is None else max_relative_difference(self.vectors.float().cpu(), self.without)
 
 
-def plain_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
+def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
     """The vectors of PROBES by an encoder that lies whole in this process, each text alone."""
     ids = tokenizer.ids(PROBES)
     with torch.no_grad():
@@ -59,14 +59,14 @@ def plain_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
         return torch.cat([encoder.eval()(*chunk.inputs) for chunk in chunks])
 
 
-def tolerance_of(dtype: torch.dtype, *, exact_encoder: bool) -> float:
+def export_tolerance(dtype: torch.dtype, *, exact_encoder: bool) -> float:
     """How far apart vectors may be: rounding of stored weights, and of a bf16 encoder's own arithmetic."""
     if dtype == torch.float32:
         return 1e-4 if exact_encoder else 5e-2
     return 2e-2 if dtype == torch.float16 and exact_encoder else 8e-2
 
 
-def largest_difference(found: Tensor, expected: Tensor) -> float:
+def max_relative_difference(found: Tensor, expected: Tensor) -> float:
     """Of vectors [N, D] from those expected, relative to these; NaN where one is, infinite where sizes differ."""
     if found.shape != expected.shape:
         return float("inf")
@@ -74,7 +74,7 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
 
-def require_equal(found: Tensor, expected: Tensor, tolerance: float, what: str) -> float:
+def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> float:
     """The largest relative difference of vectors [N, D], if it is allowed.
 
     Args:
@@ -86,7 +86,7 @@ def require_equal(found: Tensor, expected: Tensor, tolerance: float, what: str) 
     Raises:
         CheckpointError: they are further apart, or not finite.
     """
-    difference = largest_difference(found, expected)
+    difference = max_relative_difference(found, expected)
     if not difference <= tolerance:  # also true of NaN
         raise CheckpointError(
             f"{what} but its vectors differ from the encoder's by {difference:.1e} (allowed {tolerance:.0e})"
@@ -94,15 +94,15 @@ def require_equal(found: Tensor, expected: Tensor, tolerance: float, what: str) 
     return difference
 
 
-def require_expected(found: Tensor, expected: Expected, what: str) -> float:
+def require_match(found: Tensor, expected: ExportReference, what: str) -> float:
     """The same, and what adapters change is in the vectors.
 
     Raises:
         CheckpointError: they are further apart, not finite, or those of the model without its adapters.
     """
-    difference = require_equal(found, expected.vectors, expected.tolerance, what)
-    kept = _share_of_effect(found, expected)
-    if kept is not None and not kept > _LEAST_SHARE:
+    difference = require_close(found, expected.vectors, expected.tolerance, what)
+    kept = _effect_fraction(found, expected)
+    if kept is not None and not kept > _MIN_EFFECT_FRACTION:
         raise CheckpointError(
             f"{what} but only {max(0.0, kept):.0%} of what its adapters change is in its vectors: they are nearly "
             "those of the model it was trained on; where the type of its weights is too coarse for so little, export "
@@ -111,12 +111,12 @@ def require_expected(found: Tensor, expected: Expected, what: str) -> float:
     return difference
 
 
-def _share_of_effect(found: Tensor, expected: Expected) -> float | None:
+def _effect_fraction(found: Tensor, expected: ExportReference) -> float | None:
     """How far vectors [N, D] have gone from those without adapters to those with them, 1 being all the way.
 
     Rounding points anywhere, so it hardly counts along this way. None where there is none to speak of.
     """
-    if expected.without is None or (expected.effect or 0.0) < _LEAST_EFFECT:
+    if expected.without is None or (expected.effect or 0.0) < _MIN_EFFECT:
         return None
     without = expected.without.float().cpu()
     way = expected.vectors.float().cpu() - without

@@ -15,12 +15,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
-from embedtrain.checkpoint.export.probes import PROBES, Expected, require_expected, tolerance_of
+from embedtrain.checkpoint.export.probes import PROBES, ExportReference, export_tolerance, require_match
 from embedtrain.config.recipe import ModelConfig
 from embedtrain.errors import CheckpointError
-from embedtrain.models.build import TensorPlace, assemble, initialise, stored_tensors
+from embedtrain.models.build import TensorLocation, assemble_encoder, full_state_dict, stored_tensors
 from embedtrain.models.encoder import Dense, Encoder
-from embedtrain.models.source import ModelSource, open_source
+from embedtrain.models.source import ModelSource, open_model_source
 
 
 def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
@@ -33,7 +33,7 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
         CheckpointError: a weight is missing, left over, or of another shape.
         ModelError: the directory cannot be read.
     """
-    source = open_source(ModelConfig(path=str(directory), trust_remote_code=trust_remote_code))
+    source = open_model_source(ModelConfig(path=str(directory), trust_remote_code=trust_remote_code))
     with init_empty_weights(include_buffers=False):
         backbone = AutoModel.from_config(source.config, trust_remote_code=trust_remote_code)
     _compare(directory, stored_tensors(directory), {n: list(t.shape) for n, t in backbone.state_dict().items()})
@@ -43,7 +43,7 @@ def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
     return source
 
 
-def _compare(directory: Path, stored: dict[str, TensorPlace], shapes: dict[str, list[int]]) -> None:
+def _compare(directory: Path, stored: dict[str, TensorLocation], shapes: dict[str, list[int]]) -> None:
     for name in sorted(stored.keys() ^ shapes.keys()):
         raise CheckpointError(f"{directory}: {name} is {'left over' if name in stored else 'missing'} in its files")
     for name, place in stored.items():
@@ -53,7 +53,7 @@ def _compare(directory: Path, stored: dict[str, TensorPlace], shapes: dict[str, 
             raise CheckpointError(f"{place.path}: {name} has the shape {found}, the model's is {shapes[name]}")
 
 
-def check_transformers(directory: Path, source: ModelSource, expected: Expected) -> float:
+def check_transformers(directory: Path, source: ModelSource, expected: ExportReference) -> float:
     """Open the directory with transformers alone; the largest relative difference of its vectors.
 
     Raises:
@@ -61,11 +61,11 @@ def check_transformers(directory: Path, source: ModelSource, expected: Expected)
     """
     encoder = open_encoder(directory, source)
     tokenizer = open_tokenizer(directory, source)
-    found = torch.cat([vectors_of(encoder, tokenised(tokenizer, [text])) for text in PROBES])
-    return require_expected(found, expected, f"transformers opens {directory}")
+    found = torch.cat([encode_batch(encoder, tokenize_padded(tokenizer, [text])) for text in PROBES])
+    return require_match(found, expected, f"transformers opens {directory}")
 
 
-def check_sentence_transformers(directory: Path, source: ModelSource, expected: Expected) -> float:
+def check_sentence_transformers(directory: Path, source: ModelSource, expected: ExportReference) -> float:
     """Open the directory with sentence-transformers; the largest relative difference of its vectors.
 
     Raises:
@@ -98,11 +98,11 @@ def check_sentence_transformers(directory: Path, source: ModelSource, expected: 
             f"sentence-transformers opens {directory} for texts of {length} tokens, not {expected.max_length}"
         )
     found = torch.as_tensor(vectors).float().cpu()
-    return require_expected(found, expected, f"sentence-transformers opens {directory}")
+    return require_match(found, expected, f"sentence-transformers opens {directory}")
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class AdapterBase:
     """The model that an adapter was trained on.
 
     Attributes:
@@ -118,7 +118,7 @@ class Base:
     load_in_4bit: bool = False
 
 
-def check_adapter(directory: Path, base: Base, source: ModelSource, expected: Expected) -> float:
+def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, expected: ExportReference) -> float:
     """Put the adapter on its base by PEFT; the largest relative difference of its vectors.
 
     Args:
@@ -130,8 +130,8 @@ def check_adapter(directory: Path, base: Base, source: ModelSource, expected: Ex
     Raises:
         CheckpointError: PEFT cannot open it, not all of it fits, or its vectors are others.
     """
-    encoder = assemble(base.source)
-    encoder.load_state_dict(initialise(base.source, base.seed))
+    encoder = assemble_encoder(base.source)
+    encoder.load_state_dict(full_state_dict(base.source, base.seed))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -142,13 +142,13 @@ def check_adapter(directory: Path, base: Base, source: ModelSource, expected: Ex
         raise CheckpointError(f"PEFT cannot open {directory}: {type(error).__name__}: {error}") from error
     assert source.directory is not None
     tokenizer = open_tokenizer(source.directory, source)
-    found = torch.cat([vectors_of(encoder.eval(), tokenised(tokenizer, [text])) for text in PROBES])
+    found = torch.cat([encode_batch(encoder.eval(), tokenize_padded(tokenizer, [text])) for text in PROBES])
     if base.load_in_4bit:
         return 0.0  # beside it the base is not what it was trained beside: nothing to compare but that it can be opened
     if base.rounded:
-        rounding = tolerance_of(torch.bfloat16, exact_encoder=True)
+        rounding = export_tolerance(torch.bfloat16, exact_encoder=True)
         expected = replace(expected, tolerance=max(expected.tolerance, rounding))
-    return require_expected(found, expected, f"PEFT opens {directory}")
+    return require_match(found, expected, f"PEFT opens {directory}")
 
 
 def open_encoder(directory: Path, source: ModelSource) -> Encoder:
@@ -170,10 +170,10 @@ def open_encoder(directory: Path, source: ModelSource) -> Encoder:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         for name in report[kind]:
             raise CheckpointError(f"transformers opens {directory}, and reports {kind.replace('_', ' ')}: {name}")
-    return with_heads(backbone, source)
+    return add_heads(backbone, source)
 
 
-def with_heads(backbone: nn.Module, source: ModelSource) -> Encoder:
+def add_heads(backbone: nn.Module, source: ModelSource) -> Encoder:
     """An encoder of a backbone and a directory's pooling, dense heads and normalisation."""
     heads = []
     for facts in source.dense:
@@ -200,12 +200,12 @@ def open_tokenizer(directory: Path, source: ModelSource) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def tokenised(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
+def tokenize_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
     """Texts as one padded batch [N, L], cut to the model's length."""
     return tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
 
 
-def vectors_of(encoder: Encoder, batch: BatchEncoding) -> Tensor:
+def encode_batch(encoder: Encoder, batch: BatchEncoding) -> Tensor:
     """Vectors [N, D] of a batch."""
     with torch.no_grad():
         vectors: Tensor = encoder(batch["input_ids"], batch["attention_mask"])

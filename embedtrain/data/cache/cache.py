@@ -20,7 +20,7 @@ from embedtrain.errors import DataError
 # A part of every key: raised whenever files of the cache change their meaning.
 FORMAT = 2
 # Smaller arrays are read, not mapped: a thousand small sources would need as many maps and open files.
-SMALLEST_MAP = 1 << 14
+MIN_MAPPED_BYTES = 1 << 14
 
 
 def silent(phase: str, done: int, total: int) -> None:
@@ -34,12 +34,12 @@ class Cache:
     Attributes:
         directory: one folder in it for each thing that is kept, named after a digest of what it was made from.
         keep: rows and tokens, or only where each row begins in its file.
-        told: called with a phase ("reading train-en"), how many of its parts are done, and of how many.
+        progress: called with a phase ("reading train-en"), how many of its parts are done, and of how many.
     """
 
     directory: Path
     keep: DataCache = DataCache.tokens
-    told: Callable[[str, int, int], None] = silent
+    progress: Callable[[str, int, int], None] = silent
 
 
 def cache_directory(option: str | None) -> Path:
@@ -52,19 +52,19 @@ def cache_directory(option: str | None) -> Path:
     return (Path(home) if home else Path("~/.cache").expanduser()) / "embedtrain"
 
 
-def digest_of(value: Any) -> str:
+def json_digest(value: Any) -> str:
     """A digest of anything that JSON can say, 32 hexadecimal digits; the order of an object's keys does not matter."""
     told = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
-def write_facts(path: Path, facts: Any) -> None:
+def write_metadata(path: Path, facts: Any) -> None:
     """Write small facts as JSON."""
     path.write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8", errors="surrogatepass")
 
 
-def read_facts(path: Path) -> Any:
-    """What `write_facts` wrote."""
+def read_metadata(path: Path) -> Any:
+    """What `write_metadata` wrote."""
     return json.loads(path.read_text(encoding="utf-8", errors="surrogatepass"))
 
 
@@ -81,7 +81,7 @@ def mapped(path: Path, dtype: Any) -> NDArray[Any]:
     A map stays valid when its file is deleted.
     """
     kind = np.dtype(dtype)
-    if path.stat().st_size >= SMALLEST_MAP:
+    if path.stat().st_size >= MIN_MAPPED_BYTES:
         # As a plain array: indexing a memmap makes a memmap, which is slower.
         return np.memmap(path, dtype=kind, mode="r").view(np.ndarray)
     return np.frombuffer(path.read_bytes(), dtype=kind)  # read-only, since bytes are

@@ -10,21 +10,23 @@ import numpy as np
 import pyarrow as pa
 
 from embedtrain.config.recipe import OnError
-from embedtrain.data.cache.cache import FORMAT, Cache, digest_of, mapped, read_facts, write_array, write_facts
-from embedtrain.data.cache.file_changes import Unchanged
+from embedtrain.data.cache.cache import FORMAT, Cache, json_digest, mapped, read_metadata, write_array, write_metadata
+from embedtrain.data.cache.file_changes import SourceVersion
 from embedtrain.data.cache.shared_build import JOINED, Build, Task
 from embedtrain.data.keys import text_key
 from embedtrain.data.sources.kinds import Part
-from embedtrain.data.sources.problems import BadRow, shortened
-from embedtrain.data.sources.reading import Reading
+from embedtrain.data.sources.problems import BadRow, shorten
+from embedtrain.data.sources.reading import SourceReader
 from embedtrain.errors import DataError
 
 DOCUMENTS_A_BATCH = 4096
-CHARACTERS_A_BATCH = 1 << 24
+CHARACTERS_PER_BATCH = 1 << 24
 _SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string()), ("line", pa.int64())])
 
 
-def documents_build(reading: Reading, content: Unchanged | Mapping[str, Any], on_error: OnError, cache: Cache) -> Build:
+def documents_build(
+    reading: SourceReader, content: SourceVersion | Mapping[str, Any], on_error: OnError, cache: Cache
+) -> Build:
     """How the corpus of a source is brought into the cache.
 
     Args:
@@ -36,8 +38,8 @@ def documents_build(reading: Reading, content: Unchanged | Mapping[str, Any], on
     The tasks raise DataError: a document that cannot be read, two of one id, with their lines, or a file that is
     changed meanwhile.
     """
-    unchanged = content if isinstance(content, Unchanged) else Unchanged(reading, content)
-    directory = cache.directory / f"documents-{digest_of([FORMAT, unchanged.content['documents'], on_error.value])}"
+    unchanged = content if isinstance(content, SourceVersion) else SourceVersion(reading, content)
+    directory = cache.directory / f"documents-{json_digest([FORMAT, unchanged.content['documents'], on_error.value])}"
     tasks: dict[str, Task] = {
         f"part-{number:05}": partial(_write_part, reading, part, on_error, unchanged)
         for number, part in enumerate(reading.document_parts)
@@ -46,17 +48,17 @@ def documents_build(reading: Reading, content: Unchanged | Mapping[str, Any], on
         directory,
         lambda: tasks,
         partial(_join, directory, list(tasks), reading.document_parts, unchanged),
-        told=partial(cache.told, f"reading documents of {reading.name}"),
+        progress=partial(cache.progress, f"reading documents of {reading.name}"),
     )
 
 
-def _write_part(reading: Reading, part: Part, on_error: OnError, unchanged: Unchanged, path: Path) -> None:
+def _write_part(reading: SourceReader, part: Part, on_error: OnError, unchanged: SourceVersion, path: Path) -> None:
     path.mkdir()
     with unchanged.during([part]):
         _write_documents(reading, part, on_error, path)
 
 
-def _write_documents(reading: Reading, part: Part, on_error: OnError, path: Path) -> None:
+def _write_documents(reading: SourceReader, part: Part, on_error: OnError, path: Path) -> None:
     keys, rows = array("q"), list[int]()
     pending: list[tuple[str, str, int]] = []
     characters = 0
@@ -72,21 +74,21 @@ def _write_documents(reading: Reading, part: Part, on_error: OnError, path: Path
         for line, document in reading.document_rows(part):
             if isinstance(document, BadRow):
                 if on_error == OnError.stop:
-                    raise DataError(f"{part.place(line)}: {document}")
+                    raise DataError(f"{part.location(line)}: {document}")
                 continue
             pending.append((*document, line))
             keys.append(text_key(document[0]))
             characters += len(document[1])
-            if len(pending) >= DOCUMENTS_A_BATCH or characters >= CHARACTERS_A_BATCH:
+            if len(pending) >= DOCUMENTS_A_BATCH or characters >= CHARACTERS_PER_BATCH:
                 flush()
                 characters = 0
         if pending:
             flush()
     write_array(path / "keys.bin", np.frombuffer(keys, dtype=np.int64))
-    write_facts(path / "facts.json", rows)
+    write_metadata(path / "facts.json", rows)
 
 
-def _join(directory: Path, names: Sequence[str], parts: Sequence[Part], unchanged: Unchanged, path: Path) -> None:
+def _join(directory: Path, names: Sequence[str], parts: Sequence[Part], unchanged: SourceVersion, path: Path) -> None:
     """Sort the keys of all ids, with the documents' numbers beside them, and refuse an id that stands twice."""
     unchanged.require(directory, names)
     path.mkdir()
@@ -95,7 +97,7 @@ def _join(directory: Path, names: Sequence[str], parts: Sequence[Part], unchange
     keys = keys[order]
     write_array(path / "keys.bin", keys)
     write_array(path / "places.bin", order)
-    write_facts(path / "facts.json", [(name, read_facts(directory / name / "facts.json")) for name in names])
+    write_metadata(path / "facts.json", [(name, read_metadata(directory / name / "facts.json")) for name in names])
     same = np.flatnonzero(keys[1:] == keys[:-1])
     if not len(same):
         return
@@ -104,8 +106,8 @@ def _join(directory: Path, names: Sequence[str], parts: Sequence[Part], unchange
     for at in same[np.argsort(order[same + 1])].tolist():
         (one, part, line), (other, other_part, other_line) = (store.document(int(order[i])) for i in (at, at + 1))
         if one == other:
-            first, second = parts[part].place(line), parts[other_part].place(other_line)
-            raise DataError(f"{second}: the document id {shortened(one)} stands there already in {first}")
+            first, second = parts[part].location(line), parts[other_part].location(other_line)
+            raise DataError(f"{second}: the document id {shorten(one)} stands there already in {first}")
 
 
 class DocumentStore:
@@ -118,7 +120,7 @@ class DocumentStore:
 
     def __init__(self, directory: Path, joined: Path | None = None) -> None:
         joined = joined or directory / JOINED
-        facts = [(str(name), list(map(int, rows))) for name, rows in read_facts(joined / "facts.json")]
+        facts = [(str(name), list(map(int, rows))) for name, rows in read_metadata(joined / "facts.json")]
         self._keys, self._places = (mapped(joined / f"{name}.bin", np.int64) for name in ("keys", "places"))
         self._readers = [
             pa.ipc.open_file(pa.memory_map(str(directory / name / "documents.arrow"))) for name, _ in facts

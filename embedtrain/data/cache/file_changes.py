@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embedtrain.data.sources.kinds import Kind, Part
-from embedtrain.data.sources.reading import Reading
-from embedtrain.data.sources.streams import changed, version_of
+from embedtrain.data.sources.kinds import Part, PartKind
+from embedtrain.data.sources.reading import SourceReader
+from embedtrain.data.sources.streams import file_changed_error, file_version
 from embedtrain.errors import EmbedtrainError
 
 
-class Unchanged:
+class SourceVersion:
     """What the files of a source were when its key was made.
 
     Args:
@@ -26,7 +26,7 @@ class Unchanged:
         DataError: a file of the source is gone or cannot be read.
     """
 
-    def __init__(self, reading: Reading, content: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, reading: SourceReader, content: Mapping[str, Any] | None = None) -> None:
         self._reading = reading
         self._versions = self._all_versions()  # before their content is asked for: a change in between must show
         self.content = reading.content() if content is None else content
@@ -83,16 +83,16 @@ class Unchanged:
         for key, parts in (("parts", self._reading.parts), ("documents", self._reading.document_parts)):
             for part, first, found in zip(parts, self.content[key], now[key], strict=True):
                 if found != first:
-                    raise changed(part.name)
+                    raise file_changed_error(part.name)
 
 
 def _require_equal(parts: Sequence[Part], versions: Sequence[object], error: Exception | None = None) -> None:
     for part, version in zip(parts, versions, strict=True):
         if _version_of(part) != version:
-            raise changed(part.name) from error
+            raise file_changed_error(part.name) from error
 
 
 def _version_of(part: Part) -> object:
     """What changes when a file of the part is written again; nothing does of data sets and what lies elsewhere."""
     # The time of a folder changes with any file in it, such as a lock.
-    return None if part.kind is Kind.hub else [version_of(file.name) for file in part.tables or (part,)]
+    return None if part.kind is PartKind.hub else [file_version(file.name) for file in part.tables or (part,)]

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import Needs
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import Cache, allow_open_files
-from embedtrain.data.cache.row_requirements import check_even, check_sources
-from embedtrain.data.cache.row_store import StoredRows
+from embedtrain.data.cache.row_requirements import check_equal_counts, check_sources
+from embedtrain.data.cache.row_store import CachedRows
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.shared_build import build, is_complete
 from embedtrain.data.cache.source_report import SourceReport
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
 from embedtrain.data.sources.reading import open_sources
 from embedtrain.data.sources.sources import source_names
 from embedtrain.errors import ConfigError, DataError
@@ -23,7 +23,7 @@ __all__ = ["SourceReport", "read_sources"]
 def read_sources(
     sources: Sequence[TrainSource],
     on_error: OnError,
-    needs: Needs | Sequence[Needs] = TEXTS_ALONE,
+    needs: RowRequirements | Sequence[RowRequirements] = TEXTS_ONLY,
     cache: Cache | None = None,
     *,
     losses: Sequence[int] | None = None,
@@ -49,14 +49,14 @@ def read_sources(
     """
     if not sources:
         raise ConfigError("data.train is empty: name at least one file, folder or Hub data set to train on")
-    each = [needs] * len(sources) if isinstance(needs, Needs) else list(needs)
+    each = [needs] * len(sources) if isinstance(needs, RowRequirements) else list(needs)
     check_sources(sources, each)
     temporary = None
     if cache is None:
         temporary = tempfile.TemporaryDirectory(prefix="embedtrain-", ignore_cleanup_errors=True)
         cache = Cache(directory=Path(temporary.name))
     readings = open_sources(sources, source_names(sources), each)
-    wanted = [StoredRows(reading, on_error, cache) for reading in readings]
+    wanted = [CachedRows(reading, on_error, cache) for reading in readings]
     new = [one for one in wanted if not is_complete(one.directory)]
     build([one.documents for one in new if one.documents is not None])
     build([one.build for one in new])
@@ -66,7 +66,7 @@ def read_sources(
         of_loss = [one for i, one in enumerate(wanted) if losses is None or losses[i] == loss]
         _check_widths([one.first_vector() for one in of_loss])
     for one in dict.fromkeys(each):
-        check_even(one, [store.report.counts() for store, its in zip(stores, each, strict=True) if its == one])
+        check_equal_counts(one, [store.report.counts() for store, its in zip(stores, each, strict=True) if its == one])
     return stores
 
 

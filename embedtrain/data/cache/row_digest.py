@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.row_table import SINGLE
+from embedtrain.data.cache.row_table import SCALAR_COLUMNS
 
 # A row's digest is a digit of a number in base _BASE modulo the prime _PRIME, as in Karp and Rabin, "Efficient
 # randomized pattern-matching algorithms" (1987): the numbers of two pieces give that of both together.
@@ -97,7 +97,7 @@ def _beside(name: str, value: Any) -> bytes:
     """One more value of a row, that says by itself where it ends; nothing where the row has none."""
     if value is None or value == ():
         return b""
-    if name in SINGLE:
+    if name in SCALAR_COLUMNS:
         parts = [str(value).encode("utf-8", "surrogatepass")]
     elif name.endswith("_ids"):
         parts = [text.encode("utf-8", "surrogatepass") for text in value]

@@ -13,31 +13,31 @@ import numpy as np
 import pyarrow as pa
 
 from embedtrain.config.recipe import DataCache, OnError
-from embedtrain.data.cache.cache import read_facts, write_array, write_facts
+from embedtrain.data.cache.cache import read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_digest import RowDigest
 from embedtrain.data.cache.row_requirements import RowCheck
-from embedtrain.data.cache.row_table import BESIDES, TEXTS, ArrowFile, Stretch
-from embedtrain.data.cache.source_report import Findings
-from embedtrain.data.sources.layouts.layout import Documents, Layout
+from embedtrain.data.cache.row_table import EXTRA_COLUMNS, TEXTS, ArrowFile, RowRange
+from embedtrain.data.cache.source_report import RowStatistics
+from embedtrain.data.sources.layouts.layout import DocumentLookup, RowLayout
 from embedtrain.data.sources.pieces import Piece
 from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.reading import Reading
+from embedtrain.data.sources.reading import SourceReader
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError, DataError
 
 # Small enough that offsets of 32 bits always do and that little is held while a batch is built.
-ROWS_A_BATCH = 4096
-CHARACTERS_A_BATCH = 1 << 24
+ROWS_PER_BATCH = 4096
+CHARACTERS_PER_BATCH = 1 << 24
 COUNTS = ("num_positives", "num_negatives", "most_negatives")
-PLACES = ("offsets", "lines")
-TEXT_COLUMNS = ("query", "positives", "negatives")
+OFFSETS_AND_LINES = ("offsets", "lines")
+TEXT_NAMES = ("query", "positives", "negatives")
 
 
 def write_piece(
-    reading: Reading,
-    layout: Layout,
+    reading: SourceReader,
+    layout: RowLayout,
     piece: Piece,
-    documents: Documents | None,
+    documents: DocumentLookup | None,
     on_error: OnError,
     keep: DataCache,
     path: Path,
@@ -58,7 +58,7 @@ def write_piece(
         ConfigError: rows of this kind of file cannot be read again by where they begin.
     """
     path.mkdir()
-    rows, check, findings = reading.rows(piece, layout, documents), RowCheck(reading.needs), Findings()
+    rows, check, findings = reading.rows(piece, layout, documents), RowCheck(reading.needs), RowStatistics()
     part = reading.parts.index(piece.part)
     with _Writer(path, keep) as writer:
         for line, read in rows:
@@ -68,8 +68,8 @@ def write_piece(
                 texts = check(read)
             except BadRow as bad:
                 if on_error == OnError.stop:
-                    place = piece.part.place(reading.lines_before(piece) + line)
-                    raise DataError(f"{place}: {bad}") from None
+                    location = piece.part.location(reading.lines_before(piece) + line)
+                    raise DataError(f"{location}: {bad}") from None
                 findings.skip(part, line, str(bad))
                 continue
             if keep == DataCache.offsets and rows.offset is None:
@@ -83,7 +83,7 @@ def write_piece(
             writer.add(texts, line, rows.offset)
     findings.found, findings.ignored = list(rows.layout.found), list(rows.layout.ignored)
     facts = {"part": part, "lines": rows.lines, "beside": sorted(writer.beside), "files": writer.files}
-    write_facts(path / "facts.json", facts | {"digest": writer.digest.value, "findings": asdict(findings)})
+    write_metadata(path / "facts.json", facts | {"digest": writer.digest.value, "findings": asdict(findings)})
 
 
 class _Writer:
@@ -97,7 +97,7 @@ class _Writer:
         self._pending: list[tuple[Texts, int]] = []
         self._pending_characters = 0
         self._counts = {name: array("i") for name in COUNTS}
-        self._places = {name: array("q") for name in PLACES}
+        self._places = {name: array("q") for name in OFFSETS_AND_LINES}
         self._file: pa.NativeFile | None = None
         self._writer: pa.RecordBatchFileWriter | None = None
         self._names: list[str] = []  # of BESIDES, in the file
@@ -127,19 +127,19 @@ class _Writer:
         self._pending.append((texts, line))
         self._pending_characters += len(texts.query) + sum(map(len, texts.positives + texts.negatives))
         self._pending_characters += 4 * sum(map(len, texts.vectors))
-        if len(self._pending) >= ROWS_A_BATCH or self._pending_characters >= CHARACTERS_A_BATCH:
+        if len(self._pending) >= ROWS_PER_BATCH or self._pending_characters >= CHARACTERS_PER_BATCH:
             self._flush()
 
     def _flush(self) -> None:
         if not self._pending:
             return
         besides = {}
-        for name in BESIDES:
+        for name in EXTRA_COLUMNS:
             values = [getattr(texts, name) for texts, _ in self._pending]
             if any(value is not None and value != () for value in values):
                 besides[name] = values
         self.beside.update(besides)
-        texts = [pa.array([getattr(row, name) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_COLUMNS]
+        texts = [pa.array([getattr(row, name) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_NAMES]
         self.digest.add(texts, besides)
         if self._keep == DataCache.tokens:
             self._write_batch(texts, besides)
@@ -163,7 +163,7 @@ class _Writer:
         name = f"{len(self.files)}.arrow"
         self.files.append((name, [], []))
         self._file = pa.OSFile(str(self._path / name), "wb")
-        self._writer = pa.ipc.new_file(self._file, pa.schema([*TEXTS.items(), *((n, BESIDES[n]) for n in names)]))
+        self._writer = pa.ipc.new_file(self._file, pa.schema([*TEXTS.items(), *((n, EXTRA_COLUMNS[n]) for n in names)]))
 
     def _close(self) -> None:
         try:
@@ -177,15 +177,15 @@ class _Writer:
 
 def _column(name: str, values: list[Any] | None, count: int) -> pa.Array:
     if values is None:
-        return pa.nulls(count, BESIDES[name])
+        return pa.nulls(count, EXTRA_COLUMNS[name])
     if name == "vectors":  # numpy's arrays are converted whole, others number by number
         values = [[np.asarray(vector, dtype=np.float32) for vector in vectors] for vectors in values]
-    return pa.array(values, type=BESIDES[name])
+    return pa.array(values, type=EXTRA_COLUMNS[name])
 
 
 def join_pieces(
-    reading: Reading,
-    layout: Layout,
+    reading: SourceReader,
+    layout: RowLayout,
     directory: Path,
     names: Sequence[str],
     on_error: OnError,
@@ -207,21 +207,21 @@ def join_pieces(
         DataError: a part without rows, no row at all, or a teacher's vectors of several widths.
     """
     path.mkdir()
-    findings, beside, digest = Findings(), set[str](), RowDigest()
-    stretches: list[Stretch] = []
+    findings, beside, digest = RowStatistics(), set[str](), RowDigest()
+    row_ranges: list[RowRange] = []
     files: list[ArrowFile] = []
     pieces: list[list[tuple[str, dict[str, Any]]]] = [[] for _ in reading.parts]
     for name in names:
-        piece = read_facts(directory / name / "facts.json")
+        piece = read_metadata(directory / name / "facts.json")
         pieces[piece["part"]].append((name, piece))
     for part, its_pieces in enumerate(pieces):
         lines, empty = 0, True
         for name, piece in its_pieces:
-            one = Findings.of(piece["findings"]).after(lines)
+            one = RowStatistics.of(piece["findings"]).after(lines)
             empty &= not (one.num_rows or one.num_skipped)
             _check_width(reading, findings, one)
             if one.num_rows:
-                stretches.append(Stretch(findings.num_rows, part, lines))
+                row_ranges.append(RowRange(findings.num_rows, part, lines))
                 files += [ArrowFile(f"{name}/{file}", *counts) for file, *counts in piece["files"]]
                 beside.update(piece["beside"])
             findings.join(one)
@@ -235,7 +235,10 @@ def join_pieces(
         first = findings.report(reading.name, "", reading.parts, None, cached=False).problems
         skipped = f" ({findings.num_skipped:,} skipped, the first: {first[0]})" if first else ""
         raise DataError(f"{reading.source.path}: no row that can be trained on{skipped}")
-    arrays = [*COUNTS[: 3 if "most_negatives" in beside else 2], *(() if keep == DataCache.tokens else PLACES)]
+    arrays = [
+        *COUNTS[: 3 if "most_negatives" in beside else 2],
+        *(() if keep == DataCache.tokens else OFFSETS_AND_LINES),
+    ]
     for array_name in arrays:
         with (path / f"{array_name}.bin").open("wb") as joined:
             for name in names:
@@ -245,17 +248,17 @@ def join_pieces(
     told.found.update(dict.fromkeys(findings.found))
     facts = {
         "layout": told.told(),
-        "stretches": [astuple(stretch) for stretch in stretches],
+        "stretches": [astuple(stretch) for stretch in row_ranges],
         "files": [astuple(file) for file in files],
         "beside": sorted(beside),
         "content": str(digest),
         "findings": asdict(findings),
     }
-    write_facts(path / "facts.json", facts)
+    write_metadata(path / "facts.json", facts)
 
 
-def _check_width(reading: Reading, before: Findings, one: Findings) -> None:
+def _check_width(reading: SourceReader, before: RowStatistics, one: RowStatistics) -> None:
     if before.width and one.width and before.width[0] != one.width[0]:
         width, part, line = one.width
-        place = reading.parts[part].place(line)
-        raise DataError(f"{place}: a vector of {width} numbers, where those before have {before.width[0]}")
+        location = reading.parts[part].location(line)
+        raise DataError(f"{location}: a vector of {width} numbers, where those before have {before.width[0]}")

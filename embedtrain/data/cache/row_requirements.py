@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.row_requirements import Needs, Scores
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources.problems import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class NegativeCounts:
     """How many hard negatives the rows of one source have."""
 
     source: str  # its name in messages
@@ -21,7 +21,7 @@ class Counts:
     one_text: bool  # its rows are one text each, without documents
 
 
-def check_sources(sources: Sequence[TrainSource], needs: Sequence[Needs]) -> None:
+def check_sources(sources: Sequence[TrainSource], needs: Sequence[RowRequirements]) -> None:
     """Refuse what no row can be, and options of sources that leave out what the loss needs.
 
     Args:
@@ -44,12 +44,12 @@ def check_sources(sources: Sequence[TrainSource], needs: Sequence[Needs]) -> Non
             )
 
 
-def _check_needs(needs: Needs) -> None:
+def _check_needs(needs: RowRequirements) -> None:
     asked = {
         "a class": needs.label,
-        "scores of documents": needs.scores != Scores.none,
+        "scores of documents": needs.scores != ScoreRequirement.none,
         "a teacher's vectors": needs.vectors,
-        "documents": needs.label and needs.documents and needs.scores == Scores.none,
+        "documents": needs.label and needs.documents and needs.scores == ScoreRequirement.none,
     }
     wanted = [what for what, is_asked in asked.items() if is_asked]
     if len(wanted) > 1:
@@ -66,7 +66,7 @@ class RowCheck:
         needs: what the loss asks of them.
     """
 
-    def __init__(self, needs: Needs) -> None:
+    def __init__(self, needs: RowRequirements) -> None:
         self._needs = needs
         self._width: int | None = None
 
@@ -84,7 +84,7 @@ class RowCheck:
                 hint = "" if self._needs.range.whole else "; `score_scale` of a source divides its scores"
                 raise BadRow(f"loss={self._needs.loss} needs scores that are {self._needs.range}, not {score:g}{hint}")
         self._check_width(texts)
-        if self._needs.scores == Scores.pairs and not texts.positive_scores:
+        if self._needs.scores == ScoreRequirement.pairs and not texts.positive_scores:
             ones, zeros = (1.0,) * len(texts.positives), (0.0,) * len(texts.negatives)
             return replace(texts, positive_scores=ones, negative_scores=zeros)
         return texts
@@ -98,7 +98,7 @@ class RowCheck:
         self._width = width  # only now: a bad row that is passed over decides nothing
 
 
-def check_even(needs: Needs, counts: Sequence[Counts]) -> None:
+def check_equal_counts(needs: RowRequirements, counts: Sequence[NegativeCounts]) -> None:
     """Refuse rows of different numbers of documents, where the loss needs as many in every row.
 
     Args:
@@ -108,7 +108,7 @@ def check_even(needs: Needs, counts: Sequence[Counts]) -> None:
     Raises:
         ConfigError: the rows of one source, or of two, differ; the text says what would make them equal.
     """
-    if not needs.even:
+    if not needs.same_num_documents:
         return
     same = f"and loss={needs.loss} needs the same number in every row"
     for one in counts:

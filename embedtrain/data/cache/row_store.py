@@ -9,27 +9,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.config.recipe import DataCache, OnError
-from embedtrain.data.cache.cache import FORMAT, Cache, digest_of, mapped, read_facts
+from embedtrain.data.cache.cache import FORMAT, Cache, json_digest, mapped, read_metadata
 from embedtrain.data.cache.documents import DocumentStore, documents_build
-from embedtrain.data.cache.file_changes import Unchanged
+from embedtrain.data.cache.file_changes import SourceVersion
 from embedtrain.data.cache.row_files import join_pieces, write_piece
 from embedtrain.data.cache.row_requirements import RowCheck
-from embedtrain.data.cache.row_table import ArrowFile, ArrowRows, FileRows, RowStore, Stretch
+from embedtrain.data.cache.row_table import ArrowFile, ArrowRows, FileRows, RowRange, RowStore
 from embedtrain.data.cache.shared_build import COMPLETE, JOINED, Build, Task, build
-from embedtrain.data.cache.source_report import Findings, SourceReport
-from embedtrain.data.sources.layouts.layout import Layout
+from embedtrain.data.cache.source_report import RowStatistics, SourceReport
+from embedtrain.data.sources.layouts.layout import RowLayout
 from embedtrain.data.sources.pieces import Piece
 from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.reading import Reading
-from embedtrain.data.sources.streams import changed
+from embedtrain.data.sources.reading import SourceReader
+from embedtrain.data.sources.streams import file_changed_error
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
 
 PIECE_BYTES = 64 << 20
-MOST_PIECES = 1024  # of a source: each is a file that stays open
+MAX_PIECES = 1024  # of a source: each is a file that stays open
 
 
-class StoredRows:
+class CachedRows:
     """One source's rows as they are to be kept.
 
     Args:
@@ -47,16 +47,18 @@ class StoredRows:
         DataError: a file of the source is gone or cannot be read.
     """
 
-    def __init__(self, reading: Reading, on_error: OnError, cache: Cache) -> None:
+    def __init__(self, reading: SourceReader, on_error: OnError, cache: Cache) -> None:
         self._reading, self._on_error, self._keep = reading, on_error, cache.keep
-        self._unchanged = Unchanged(reading)
-        self.key = digest_of([FORMAT, self._unchanged.content, on_error.value, cache.keep.value])
+        self._unchanged = SourceVersion(reading)
+        self.key = json_digest([FORMAT, self._unchanged.content, on_error.value, cache.keep.value])
         self.directory = cache.directory / f"rows-{self.key}"
         self.documents = None
         if reading.document_parts:
             self.documents = documents_build(reading, self._unchanged, on_error, cache)
-        self.build = Build(self.directory, self._tasks, self._join, told=partial(cache.told, f"reading {reading.name}"))
-        self._layout: Layout | None = None
+        self.build = Build(
+            self.directory, self._tasks, self._join, progress=partial(cache.progress, f"reading {reading.name}")
+        )
+        self._layout: RowLayout | None = None
         self._names: list[str] = []
 
     def open(self, number: int, keeps: Any, *, cached: bool) -> RowStore:
@@ -66,7 +68,7 @@ class StoredRows:
             DataError: they are gone, or all pairs would be alike to the loss.
         """
         facts = self._facts(f"{JOINED}/facts.json")
-        stretches = [Stretch(*stretch) for stretch in facts["stretches"]]
+        row_ranges = [RowRange(*stretch) for stretch in facts["stretches"]]
         files = [ArrowFile(*file) for file in facts["files"]]
         has_limits = "most_negatives" in facts["beside"]
         return RowStore(
@@ -76,8 +78,8 @@ class StoredRows:
             source=number,
             report=self._report(facts, cached=cached),
             files=[part.name for part in self._reading.parts],
-            stretches=stretches,
-            rows=ArrowRows(self.directory, files) if self._keep == DataCache.tokens else self._file_rows(stretches),
+            row_ranges=row_ranges,
+            rows=ArrowRows(self.directory, files) if self._keep == DataCache.tokens else self._file_rows(row_ranges),
             beside=frozenset(facts["beside"]),
             num_positives=self._array("num_positives", np.int32),
             num_negatives=self._array("num_negatives", np.int32),
@@ -91,17 +93,17 @@ class StoredRows:
 
     def first_vector(self) -> tuple[int, str] | None:
         """The width of the first row's vectors that has some, and where it is."""
-        width = Findings.of(self._facts(f"{JOINED}/facts.json")["findings"]).width
-        return width and (width[0], self._reading.parts[width[1]].place(width[2]))
+        width = RowStatistics.of(self._facts(f"{JOINED}/facts.json")["findings"]).width
+        return width and (width[0], self._reading.parts[width[1]].location(width[2]))
 
     def _tasks(self) -> Mapping[str, Task]:
         reading = self._reading
         documents = self._open_documents()
         with self._unchanged.during(reading.parts):  # else the pieces here would be other ones than elsewhere
-            layout = self._layout = reading.recognise(self._on_error)
+            layout = self._layout = reading.detect_layout(self._on_error)
             pieces = reading.pieces(PIECE_BYTES)
-            if len(pieces) > MOST_PIECES:
-                pieces = reading.pieces(PIECE_BYTES * -(-len(pieces) // MOST_PIECES))
+            if len(pieces) > MAX_PIECES:
+                pieces = reading.pieces(PIECE_BYTES * -(-len(pieces) // MAX_PIECES))
 
         def task(piece: Piece) -> Task:
             def write(path: Path) -> None:
@@ -125,16 +127,18 @@ class StoredRows:
         build([self.documents])
         return DocumentStore(self.documents.directory)
 
-    def _file_rows(self, stretches: list[Stretch]) -> FileRows:
-        return FileRows(self._array("offsets", np.int64), self._array("lines", np.int64), self._read_again(), stretches)
+    def _file_rows(self, row_ranges: list[RowRange]) -> FileRows:
+        return FileRows(
+            self._array("offsets", np.int64), self._array("lines", np.int64), self._read_again(), row_ranges
+        )
 
-    def _read_again(self) -> "_ReadAgain":
-        layout = self._layout or self._reading.recognise(self._on_error)
-        return _ReadAgain(self._reading, layout, self._open_documents())
+    def _read_again(self) -> "_RowReader":
+        layout = self._layout or self._reading.detect_layout(self._on_error)
+        return _RowReader(self._reading, layout, self._open_documents())
 
     def _report(self, facts: dict[str, Any], *, cached: bool) -> SourceReport:
         reading = self._reading
-        report = Findings.of(facts["findings"]).report(
+        report = RowStatistics.of(facts["findings"]).report(
             reading.name, facts["layout"], reading.parts, reading.source.negatives, cached=cached
         )
         if report.num_unscored == report.num_rows and report.counts().most == 0:
@@ -153,7 +157,7 @@ class StoredRows:
 
     def _facts(self, name: str) -> Any:
         try:
-            return read_facts(self.directory / name)
+            return read_metadata(self.directory / name)
         except OSError as error:
             raise self._gone(error) from error
 
@@ -164,10 +168,10 @@ class StoredRows:
         )
 
 
-class _ReadAgain:
+class _RowReader:
     """Reads a row of a source again, by its part and the byte at which it begins."""
 
-    def __init__(self, reading: Reading, layout: Layout, documents: DocumentStore | None) -> None:
+    def __init__(self, reading: SourceReader, layout: RowLayout, documents: DocumentStore | None) -> None:
         self._reading, self._layout, self._documents = reading, layout, documents
 
     def __call__(self, part: int, offset: int) -> Texts:
@@ -176,4 +180,4 @@ class _ReadAgain:
         try:
             return RowCheck(self._reading.needs)(texts)
         except BadRow as bad:
-            raise changed(where.name) from bad
+            raise file_changed_error(where.name) from bad

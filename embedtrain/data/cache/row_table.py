@@ -23,7 +23,7 @@ TEXTS = {
     "line": pa.int64(),  # of the piece that the row was read in
 }
 # What only some rows have: a file has those of these columns that any of its rows has.
-BESIDES = {
+EXTRA_COLUMNS = {
     "positive_scores": pa.list_(pa.float32()),
     "negative_scores": pa.list_(pa.float32()),
     "positive_ids": pa.list_(pa.string()),
@@ -34,12 +34,12 @@ BESIDES = {
     "document_instruction": pa.string(),
     "most_negatives": pa.int32(),
 }
-BATCHES_AT_HAND = 4096  # their places in the map, not their rows
-SINGLE = {"label", "instruction", "document_instruction", "most_negatives"}  # one value, or none
+MAX_OPEN_BATCHES = 4096  # their places in the map, not their rows
+SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "most_negatives"}  # one value, or none
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class RowRange:
     """Rows from `start` on come from this part of the source, until the next stretch.
 
     Attributes:
@@ -92,7 +92,7 @@ class ArrowRows:
         self._starts = np.cumsum([0, *(rows for file in files for rows in file.rows)], dtype=np.int64)
         self.batch_bytes = np.array([size for file in files for size in file.num_bytes], dtype=np.int64)
         # Looking up a batch asks the system to read all of it ahead, and takes ten times as long as one row of it.
-        self.batch = functools.lru_cache(BATCHES_AT_HAND)(self._batch)
+        self.batch = functools.lru_cache(MAX_OPEN_BATCHES)(self._batch)
 
     @property
     def batch_starts(self) -> NDArray[np.int64]:
@@ -121,7 +121,7 @@ class ArrowRows:
 
 
 def _python_value(name: str, value: Any) -> Any:
-    if name in SINGLE:
+    if name in SCALAR_COLUMNS:
         return value.as_py()
     if not value.is_valid:
         return ()
@@ -138,17 +138,17 @@ class FileRows:
         offsets: int64 [R], the byte of its file at which each row's line begins.
         lines: int64 [R], its line in the piece it was read in.
         read: the row of a part at a byte.
-        stretches: which rows come from which part.
+        row_ranges: which rows come from which part.
     """
 
     offsets: NDArray[np.int64]
     lines: NDArray[np.int64]
     read: Callable[[int, int], Texts]
-    stretches: Sequence[Stretch]
+    row_ranges: Sequence[RowRange]
 
     def row(self, row: int) -> tuple[Texts, int]:
         """See Rows."""
-        stretch = self.stretches[bisect.bisect_right(self.stretches, row, key=lambda one: one.start) - 1]
+        stretch = self.row_ranges[bisect.bisect_right(self.row_ranges, row, key=lambda one: one.start) - 1]
         return self.read(stretch.part, int(self.offsets[row])), int(self.lines[row])
 
 
@@ -163,7 +163,7 @@ class RowStore(Sequence[Example]):
         source: which source of `data.train`.
         report: what was found.
         files: of the source's parts, as messages show them.
-        stretches: which rows come from which part.
+        row_ranges: which rows come from which part.
         rows: the rows themselves.
         beside: which columns of BESIDES any row has.
         num_positives: int32 [R]; 0 for rows of one text.
@@ -178,7 +178,7 @@ class RowStore(Sequence[Example]):
     source: int
     report: SourceReport
     files: Sequence[str]
-    stretches: Sequence[Stretch]
+    row_ranges: Sequence[RowRange]
     rows: ArrowRows | FileRows
     beside: frozenset[str]
     num_positives: NDArray[np.int32]
@@ -193,7 +193,7 @@ class RowStore(Sequence[Example]):
         if not 0 <= row < len(self):
             raise IndexError(row)
         texts, line = self.rows.row(row)
-        stretch = self.stretches[bisect.bisect_right(self.stretches, row, key=lambda one: one.start) - 1]
+        stretch = self.row_ranges[bisect.bisect_right(self.row_ranges, row, key=lambda one: one.start) - 1]
         return Example(
             texts.query,
             texts.positives,

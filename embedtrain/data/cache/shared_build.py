@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from filelock import FileLock, Timeout
 
-from embedtrain.data.cache.cache import cannot_write, read_facts, write_facts
+from embedtrain.data.cache.cache import cannot_write, read_metadata, write_metadata
 from embedtrain.errors import DataError, EmbedtrainError
 
 Task: TypeAlias = Callable[[Path], None]  # writes one file or folder at the path it is given
@@ -43,20 +43,20 @@ class Build:
             Called only where the folder is not complete.
         join: writes the folder `joined` from what the tasks wrote, which lies in `directory` by then.
         keep: whether what the tasks wrote stays once it is joined.
-        told: how many tasks are done, by whomever, and of how many.
+        progress: how many tasks are done, by whomever, and of how many.
     """
 
     directory: Path
     tasks: Callable[[], Mapping[str, Task]]
     join: Task
     keep: bool = True
-    told: Callable[[int, int], None] = lambda done, total: None
+    progress: Callable[[int, int], None] = lambda done, total: None
 
 
 def is_complete(directory: Path) -> bool:
     """Whether the folder holds all that was built, each file as long as it was written."""
     try:
-        sizes = read_facts(directory / COMPLETE)["files"]
+        sizes = read_metadata(directory / COMPLETE)["files"]
         return all((directory / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
@@ -125,7 +125,7 @@ class _Builder:
                 raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise cannot_write(self._directory, error) from error
-            self._lose_patience()  # somebody deleted the folder, or a part of it, while it was being built
+            self._count_attempt()  # somebody deleted the folder, or a part of it, while it was being built
             return _State.worked
 
     def _step(self) -> _State:
@@ -214,7 +214,7 @@ class _Builder:
     def _write_complete(self, names: list[str], path: Path) -> None:
         kept = names if self._wanted.keep else [JOINED]
         files = [file for name in kept for file in _files(self._directory / name)]
-        write_facts(path, {"files": {str(file.relative_to(self._directory)): file.stat().st_size for file in files}})
+        write_metadata(path, {"files": {str(file.relative_to(self._directory)): file.stat().st_size for file in files}})
 
     def _finish(self) -> _State:
         if not is_complete(self._directory):
@@ -230,7 +230,7 @@ class _Builder:
 
     def _remove_damaged(self) -> None:
         """Remove everything where a complete folder is no longer whole: what else is damaged nobody knows."""
-        self._lose_patience()
+        self._count_attempt()
         with self._lock(COMPLETE):
             if is_complete(self._directory):
                 return
@@ -243,7 +243,7 @@ class _Builder:
                 else:
                     path.unlink(missing_ok=True)
 
-    def _lose_patience(self) -> None:
+    def _count_attempt(self) -> None:
         self._attempts -= 1
         if not self._attempts:
             raise DataError(
@@ -254,7 +254,7 @@ class _Builder:
     def _tell(self, done: int, total: int) -> None:
         if done != self._told:
             self._told = done
-            self._wanted.told(done, total)
+            self._wanted.progress(done, total)
 
 
 def _files(path: Path) -> list[Path]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embedtrain.data.cache.row_requirements import Counts
+from embedtrain.data.cache.row_requirements import NegativeCounts
 from embedtrain.data.sources.kinds import Part
 from embedtrain.data.types import Texts
 
-PROBLEMS_TOLD = 3
+MAX_PROBLEMS_SHOWN = 3
 
 
 @dataclass
@@ -49,10 +49,12 @@ class SourceReport:
             said.append("cached")
         return "; ".join(said)
 
-    def counts(self) -> Counts:
+    def counts(self) -> NegativeCounts:
         """Of the negatives that a step uses of its rows."""
         used = self.most_negatives if self.negatives_used is None else self.negatives_used
-        return Counts(self.name, min(self.fewest_negatives, used), min(self.most_negatives, used), self.one_text)
+        return NegativeCounts(
+            self.name, min(self.fewest_negatives, used), min(self.most_negatives, used), self.one_text
+        )
 
     def _files(self) -> str:
         # Their names, since a folder may hold files that were not meant, such as a test split.
@@ -72,7 +74,7 @@ class SourceReport:
 
 
 @dataclass
-class Findings:
+class RowStatistics:
     """What was counted in one piece of a source, or in all of them; places are numbers, so that files may move.
 
     Attributes:
@@ -105,16 +107,16 @@ class Findings:
     def skip(self, part: int, line: int, problem: str) -> None:
         """Count one more row that cannot be used, or an empty part where the line is 0."""
         self.num_skipped += 1
-        if len(self.problems) < PROBLEMS_TOLD:
+        if len(self.problems) < MAX_PROBLEMS_SHOWN:
             self.problems.append((part, line, problem))
 
-    def after(self, lines: int) -> "Findings":
+    def after(self, lines: int) -> "RowStatistics":
         """The same with its lines counted from so many lines before."""
         problems = [(part, lines + line, problem) for part, line, problem in self.problems]
         width = self.width and (self.width[0], self.width[1], lines + self.width[2])
         return replace(self, problems=problems, width=width)
 
-    def join(self, after: "Findings") -> None:
+    def join(self, after: "RowStatistics") -> None:
         """Add what was counted in the piece that comes next."""
         if after.num_rows:
             least = after.fewest_negatives
@@ -125,11 +127,11 @@ class Findings:
             setattr(self, name, getattr(self, name) + getattr(after, name))
         self.found = list(dict.fromkeys([*self.found, *after.found]))
         self.ignored = list(dict.fromkeys([*self.ignored, *after.ignored]))
-        self.problems = [*self.problems, *after.problems][:PROBLEMS_TOLD]
+        self.problems = [*self.problems, *after.problems][:MAX_PROBLEMS_SHOWN]
         self.width = self.width or after.width
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> "Findings":
+    def of(cls, facts: dict[str, Any]) -> "RowStatistics":
         """What `dataclasses.asdict` made, back from JSON."""
         problems = [(int(part), int(line), str(what)) for part, line, what in facts["problems"]]
         width = None if facts["width"] is None else tuple(facts["width"])
@@ -159,4 +161,4 @@ class Findings:
 
 def place_of(part: Part, line: int) -> str:
     """Where a row is, for messages; line 0 is the whole part."""
-    return part.place(line) if line else part.name
+    return part.location(line) if line else part.name

@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.cache import mapped
 from embedtrain.data.cache.row_table import ArrowRows, RowStore
 from embedtrain.data.keys import asked, text_key
-from embedtrain.data.prompts import prompt_of
+from embedtrain.data.prompts import make_prompt
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Prompt
 
-ROWS_A_PART = 1 << 14
-BYTES_A_PART = 64 << 20
+ROWS_PER_PART = 1 << 14
+BYTES_PER_PART = 64 << 20
 # What a tokenizer holds of each text while it works is many times the text.
-TEXTS_AT_ONCE = 1024
-CHARACTERS_AT_ONCE = 1 << 21
+TEXTS_PER_CALL = 1024
+CHARACTERS_PER_CALL = 1 << 21
 BLOCK = 1 << 20
 
 
@@ -54,7 +54,7 @@ def parts_of_rows(rows: ArrowRows) -> list[range]:
     start, num_rows, num_bytes = 0, 0, 0
     for batch, (count, size) in enumerate(zip(np.diff(rows.batch_starts), rows.batch_bytes, strict=True)):
         num_rows, num_bytes = num_rows + int(count), num_bytes + int(size)
-        if num_rows >= ROWS_A_PART or num_bytes >= BYTES_A_PART:
+        if num_rows >= ROWS_PER_PART or num_bytes >= BYTES_PER_PART:
             parts.append(range(start, batch + 1))
             start, num_rows, num_bytes = batch + 1, 0, 0
     if start < len(rows.batch_bytes):
@@ -64,7 +64,7 @@ def parts_of_rows(rows: ArrowRows) -> list[range]:
 
 def value_type(tokenizer: TextTokenizer) -> Any:
     """The smallest type of number that all token ids fit, and those below 0 where prompts do not count."""
-    return np.uint16 if tokenizer.include_prompt and tokenizer.highest_id <= np.iinfo(np.uint16).max else np.int32
+    return np.uint16 if tokenizer.include_prompt and tokenizer.max_token_id <= np.iinfo(np.uint16).max else np.int32
 
 
 def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, wording: Wording, path: Path) -> None:
@@ -110,11 +110,11 @@ def _texts(batch: pa.RecordBatch, wording: Wording) -> Iterator[tuple[str, _Kind
     documents: dict[str | None, _Kind] = {}
 
     def kind_of_query(instruction: str | None) -> _Kind:
-        prompt = prompt_of(instruction, wording.query_prompt, wording.instruction_format)
+        prompt = make_prompt(instruction, wording.query_prompt, wording.instruction_format)
         return _Kind(prompt, wording.query_max_length, instruction or None)
 
     def kind_of_document(instruction: str | None) -> _Kind:
-        prompt = prompt_of(instruction, wording.document_prompt, wording.instruction_format)
+        prompt = make_prompt(instruction, wording.document_prompt, wording.instruction_format)
         return _Kind(prompt, wording.document_max_length)
 
     texts = (columns[name].to_pylist() for name in ("query", "positives", "negatives"))
@@ -193,7 +193,7 @@ def _at_once(texts: Sequence[str]) -> Iterator[list[str]]:
     some: list[str] = []
     characters = 0
     for text in texts:
-        if some and (len(some) == TEXTS_AT_ONCE or characters + len(text) > CHARACTERS_AT_ONCE):
+        if some and (len(some) == TEXTS_PER_CALL or characters + len(text) > CHARACTERS_PER_CALL):
             yield some
             some, characters = [], 0
         some.append(text)

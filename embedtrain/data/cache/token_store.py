@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, digest_of, mapped
+from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, json_digest, mapped
 from embedtrain.data.cache.row_table import ArrowRows, RowStore
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
 from embedtrain.data.cache.token_files import Wording, gathered, join_parts, parts_of_rows, value_type, write_part
-from embedtrain.data.prompts import prompts_of
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import DataError
 
-__all__ = ["TokenStore", "Wanted", "prepare_all", "prepare_tokens", "prompts_of"]
+__all__ = ["TokenStore", "Wanted", "prepare_all", "prepare_tokens"]
 
 _NUM_FILES = 4
 
@@ -145,14 +144,14 @@ class _Tokens:
         decides: dict[str, Any] = vars(self._wording) | {"rows": self._source.key, "tokenizer": tokenizer.fingerprint}
         if not self._source.beside & {"instruction", "document_instruction"}:
             del decides["instruction_format"]
-        self.directory = cache.directory / f"tokens-{digest_of([FORMAT, decides])}"
+        self.directory = cache.directory / f"tokens-{json_digest([FORMAT, decides])}"
         self._names: list[str] = []
         self.build = Build(
             self.directory,
             self._tasks,
             self._join,
             keep=False,
-            told=partial(cache.told, f"tokenising {self._source.report.name}"),
+            progress=partial(cache.progress, f"tokenising {self._source.report.name}"),
         )
 
     def _tasks(self) -> Mapping[str, Task]:

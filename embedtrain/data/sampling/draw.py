@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.sampling.permutation import below, bits, keys_of
+from embedtrain.data.sampling.permutation import make_keys, random_below, random_bits
 
 # What the key is for: `order` takes other numbers from the same seed.
 _DRAW = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Selection:
     """What is taken of each row.
 
     Attributes:
@@ -37,7 +37,7 @@ def draw(
     most: int | NDArray[np.int64] | None,
     places: NDArray[np.int64],
     seed: int,
-) -> Drawn:
+) -> Selection:
     """One positive of each row, and at most so many of its negatives, each as likely as any other.
 
     No negative is drawn twice: one given twice would weigh twice in the loss. Where all fit they are taken in
@@ -54,8 +54,8 @@ def draw(
     limits = np.broadcast_to(np.asarray(-1 if most is None else most, dtype=np.int64), num_negatives.shape)
     has = np.where(num_positives > 0, num_negatives, 0)
     counts = np.where(limits < 0, has, np.minimum(has, limits))
-    keys = keys_of(seed, _DRAW, places)
-    positive = np.where(num_positives > 0, below(bits(keys, 0), np.maximum(num_positives, 1)), -1)
+    keys = make_keys(seed, _DRAW, places)
+    positive = np.where(num_positives > 0, random_below(random_bits(keys, 0), np.maximum(num_positives, 1)), -1)
 
     owners = np.repeat(np.arange(len(counts)), counts)
     negatives = _numbered(counts)
@@ -64,12 +64,12 @@ def draw(
         # Of each of these rows the negatives with the smallest hashes. Sorting leaves a row's candidates where
         # they stood as a block, so that their numbers before are their ranks after.
         of, ranks = np.repeat(chosen, has[chosen]), _numbered(has[chosen])
-        hashes = bits(keys[of], ranks + 1)
+        hashes = random_bits(keys[of], ranks + 1)
         # Row and hash in one number: seven times faster than `lexsort`, for rows are in order as they are.
         row, rest = of.astype(np.uint64) << np.uint64(40), hashes >> np.uint64(24)
         order = np.argsort(row | rest, kind="stable")
         negatives[(counts < has)[owners]] = ranks[order[ranks < counts[of]]]
-    return Drawn(positive, negatives, owners, counts)
+    return Selection(positive, negatives, owners, counts)
 
 
 def _numbered(counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.sampling.permutation import MOST, bits, permute
+from embedtrain.data.sampling.permutation import MAX_SIZE, permute, random_bits
 
 # An epoch is a line of 2^40 cells, so that a cell holds about one item at most. Products of an item's number with a
 # cell's have 80 bits and are taken in two halves of 20.
@@ -31,11 +31,11 @@ class Interleaving:
     def __init__(self, counts: Sequence[int] | NDArray[np.int64], key: int) -> None:
         self.counts = np.asarray(counts, dtype=np.int64)
         self.total = int(self.counts.sum())
-        assert self.total <= MOST
+        assert self.total <= MAX_SIZE
         number = len(self.counts)
         every = np.arange(number, dtype=np.int64)
         strata = permute(every, max(1, number), key)
-        jitter = (bits(key, every) >> np.uint64(64 - 2 * _HALF)).astype(np.int64)
+        jitter = (random_bits(key, every) >> np.uint64(64 - 2 * _HALF)).astype(np.int64)
         self._offsets = (strata * _CELLS + jitter) // max(1, number)
 
     def before(self, t: int) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from embedtrain.errors import ConfigError
 _GRID = 2**40
 
 
-def rows_of_an_epoch(
+def rows_per_source_of_epoch(
     sizes: Sequence[int],
     weights: Sequence[float],
     *,

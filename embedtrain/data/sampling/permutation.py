@@ -18,7 +18,7 @@ Words: TypeAlias = NDArray[np.uint64]
 Whole: TypeAlias = NDArray[np.int64]
 
 # The largest range that is permuted: more rows than any source has.
-MOST = 2**40
+MAX_SIZE = 2**40
 
 _ROUNDS = 12
 _WORD = 2**64
@@ -29,21 +29,21 @@ _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 _ONE = np.uint64(1)
 
 
-def key_of(*numbers: int) -> int:
+def make_key(*numbers: int) -> int:
     """One key, 0 to 2^64 - 1, of several whole numbers; another one for another order or another count of them.
 
     Args:
         numbers: below 2^64 each.
     """
-    return int(bits(_START, *numbers)[0])
+    return int(random_bits(_START, *numbers)[0])
 
 
-def keys_of(*numbers: int | Whole) -> Words:
-    """`key_of` of each tuple of numbers: uint64 [N], arrays being int64 [N]."""
-    return bits(_START, *numbers)
+def make_keys(*numbers: int | Whole) -> Words:
+    """`make_key` of each tuple of numbers: uint64 [N], arrays being int64 [N]."""
+    return random_bits(_START, *numbers)
 
 
-def bits(key: int | Words, *counters: int | Whole) -> Words:
+def random_bits(key: int | Words, *counters: int | Whole) -> Words:
     """64 random bits for each tuple of counters: uint64 [N], N the length of the arrays among the arguments.
 
     Args:
@@ -56,16 +56,16 @@ def bits(key: int | Words, *counters: int | Whole) -> Words:
     return state
 
 
-def uniform(key: int | Words, *counters: int | Whole) -> NDArray[np.float64]:
-    """A random number in [0, 1) for each tuple of counters, as `bits`: float64 [N]."""
-    return (bits(key, *counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def random_uniform(key: int | Words, *counters: int | Whole) -> NDArray[np.float64]:
+    """A random number in [0, 1) for each tuple of counters, as `random_bits`: float64 [N]."""
+    return (random_bits(key, *counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def below(random: Words, limits: int | Whole) -> Whole:
+def random_below(random: Words, limits: int | Whole) -> Whole:
     """A random whole number from 0 to limit - 1 out of random bits: int64 [N].
 
     Args:
-        random: uint64 [N], of `bits`.
+        random: uint64 [N], of `random_bits`.
         limits: above 0, at most 2^24; a number or int64 [N]. One number is likelier than another by 2^-16 at most.
     """
     return _scaled(random, _words(limits)).astype(np.int64)
@@ -85,7 +85,7 @@ def permute(places: Whole, n: int | Whole, key: int | Words) -> Whole:
     sizes, keys = _words(n), _words(key)
     if not places.size:
         return np.empty(0, dtype=np.int64)
-    assert int(sizes.max()) <= MOST
+    assert int(sizes.max()) <= MAX_SIZE
     assert int(places.min()) >= 0
     assert bool((places.astype(np.uint64) < sizes).all())
     left_base = _left_base(sizes)
@@ -114,7 +114,7 @@ def _left_base(sizes: Words) -> Words:
 def _feistel(values: Words, left_base: Words, right_base: Words, keys: Words) -> Words:
     left, right = np.divmod(values, right_base)
     for number in range(_ROUNDS):
-        random = bits(keys, number)
+        random = random_bits(keys, number)
         if number % 2 == 0:
             left = _added(left, _scaled(_mixed(random + (right + _ONE) * _STEP), left_base), left_base)
         else:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.data.sampling.interleave import Interleaving
-from embedtrain.data.sampling.permutation import MOST, bits, key_of, keys_of, permute
+from embedtrain.data.sampling.permutation import MAX_SIZE, make_key, make_keys, permute, random_bits
 from embedtrain.errors import ConfigError
 
 # What a key is for, so that no two uses of the seed share random numbers.
@@ -82,7 +82,7 @@ class BatchPlan:
         self.rows_per_epoch = sum(rows_per_source)
         if self.rows_per_epoch == 0:
             raise ConfigError("data.train: an epoch holds no rows: raise a source's weight")
-        if max(self.rows_per_epoch, *sizes) > MOST:
+        if max(self.rows_per_epoch, *sizes) > MAX_SIZE:
             raise ConfigError(f"data.train: an epoch of {self.rows_per_epoch:,} rows is too long: lower the weights")
         self.sizes = np.array(sizes, dtype=np.int64)
         self.rows_per_source = np.array(rows_per_source, dtype=np.int64)
@@ -113,18 +113,18 @@ class BatchPlan:
 
     def _mixed(self, k: int, epoch: int, step: int) -> PlannedBatch:
         start, stop = (_even_start(self.rows_per_epoch, self.steps_per_epoch, at) for at in (step, step + 1))
-        order = Interleaving(self.rows_per_source, key_of(self.seed, _SOURCES, epoch))
+        order = Interleaving(self.rows_per_source, make_key(self.seed, _SOURCES, epoch))
         before = order.before(start)
         counts = order.before(stop) - before
         sources = np.repeat(np.arange(len(counts)), counts)
         places = np.arange(stop - start) - np.repeat(np.cumsum(counts) - counts - before, counts)
         rows = self._rows(sources, epoch * self.rows_per_source[sources] + places)
         # Else the rows stood source by source, and ranks would get sources of their own.
-        shuffled = np.argsort(bits(key_of(self.seed, _BATCH, k), np.arange(stop - start)), kind="stable")
+        shuffled = np.argsort(random_bits(make_key(self.seed, _BATCH, k), np.arange(stop - start)), kind="stable")
         return PlannedBatch(k, None, sources[shuffled], rows[shuffled], epoch * self.rows_per_epoch + start)
 
     def _of_one_source(self, k: int, epoch: int, step: int) -> PlannedBatch:
-        order = Interleaving(self._batches, key_of(self.seed, _SOURCES, epoch))
+        order = Interleaving(self._batches, make_key(self.seed, _SOURCES, epoch))
         before = order.before(step)
         source = int(np.argmax(order.before(step + 1) - before))
         rows, batches, at = (int(values[source]) for values in (self.rows_per_source, self._batches, before))
@@ -138,7 +138,7 @@ class BatchPlan:
         """The rows at these places in their sources' endless streams."""
         sizes = self.sizes[sources]
         passes, within = np.divmod(places, sizes)
-        return permute(within, sizes, keys_of(self.seed, _ROWS, sources, passes))
+        return permute(within, sizes, make_keys(self.seed, _ROWS, sources, passes))
 
 
 def _even_start(rows: int, parts: int, at: int) -> int:

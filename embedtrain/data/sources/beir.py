@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from embedtrain.data.sources.kinds import Kind, Part
+from embedtrain.data.sources.kinds import Part, PartKind
 from embedtrain.data.sources.problems import BadRow, counted, not_utf8, told
 from embedtrain.data.sources.streams import lines_of
 from embedtrain.errors import DataError
@@ -47,11 +47,11 @@ def judged_rows(part: Part, read: Callable[[Part], RawRows]) -> RawRows:
 
     def rows() -> RawRows:
         for i, (line, documents, scores) in enumerate(table.by_query()):
-            place = places[i].as_py()
-            if place is None:
+            location = places[i].as_py()
+            if location is None:
                 yield line, BadRow(f'query "{names[i]}" is not in {queries.name}')
                 continue
-            yield line, _row(names[i].as_py(), texts[place].as_py(), documents, scores)
+            yield line, _row(names[i].as_py(), texts[location].as_py(), documents, scores)
 
     yield from heapq.merge(rows(), table.problems, key=lambda row: row[0])
 
@@ -86,7 +86,7 @@ class _Judgements:
         self.problems: list[tuple[int, dict[str, Any] | BadRow]] = []
         chunks: list[pa.RecordBatch] = []
         held: list[tuple[int, Judgement]] = []
-        for line, judgement in _tsv_judgements(part.name) if part.kind is Kind.tsv else _judgements(read(part)):
+        for line, judgement in _tsv_judgements(part.name) if part.kind is PartKind.tsv else _judgements(read(part)):
             if isinstance(judgement, BadRow):
                 self.problems.append((line, judgement))
                 continue
@@ -179,7 +179,7 @@ def _queries(part: Part, read: Callable[[Part], RawRows]) -> tuple[pa.Array, pa.
             else:
                 problem = BadRow(f'a query needs "_id" and "text", and this row has: {", ".join(row) or "nothing"}')
         if problem is not None:
-            raise DataError(f"{part.place(line)}: {problem}")
+            raise DataError(f"{part.location(line)}: {problem}")
         if len(held) == _AT_ONCE:
             ids.append(pa.array([name for name, _ in held], pa.large_string()))
             texts.append(pa.array([text for _, text in held], pa.large_string()))

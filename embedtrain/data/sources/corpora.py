@@ -6,7 +6,7 @@ from typing import Any
 
 from embedtrain.data.sources import values
 from embedtrain.data.sources.files import raw_rows
-from embedtrain.data.sources.kinds import Kind, Part, path_of
+from embedtrain.data.sources.kinds import Part, PartKind, path_of
 from embedtrain.data.sources.problems import BadRow
 
 _ROWS_LOOKED_AT = 16
@@ -56,7 +56,7 @@ def document_rows(part: Part) -> Iterator[tuple[int, tuple[str, str] | BadRow]]:
             yield line, row
             continue
         try:
-            yield line, _document(row, from_cells=part.kind in (Kind.csv, Kind.tsv))
+            yield line, _document(row, from_cells=part.kind in (PartKind.csv, PartKind.tsv))
         except BadRow as bad:
             yield line, bad
 

@@ -35,7 +35,7 @@ _VERSIONS = (
 )
 
 
-def digest_of_file(name: str) -> str:
+def file_digest(name: str) -> str:
     """A hexadecimal digest of a file's content.
 
     Up to 64 MiB are read whole (BLAKE2b). Of a larger file size, time of change, and 18 blocks of 1 MiB count.

@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 
 from embedtrain.data.sources.beir import judged_rows
 from embedtrain.data.sources.json_lists import json_list_rows
-from embedtrain.data.sources.kinds import Kind, Part
-from embedtrain.data.sources.problems import BadRow, json_problem, not_utf8, shortened, told
+from embedtrain.data.sources.kinds import Part, PartKind
+from embedtrain.data.sources.problems import BadRow, json_problem, not_utf8, shorten, told
 from embedtrain.data.sources.separated import PlainTsv, table_rows
 from embedtrain.data.sources.streams import lines_of
 from embedtrain.data.sources.tables import arrow_rows, dataset_rows, open_dataset, parquet_rows
 
-__all__ = ["BadRow", "RawRow", "json_row", "json_rows", "lines_of", "not_utf8", "raw_rows", "shortened", "table_rows"]
+__all__ = ["BadRow", "RawRow", "json_row", "json_rows", "lines_of", "not_utf8", "raw_rows", "shorten", "table_rows"]
 
 RawRow: TypeAlias = tuple[int, dict[str, Any] | BadRow]
 
@@ -32,22 +32,22 @@ def raw_rows(part: Part, *, subset: str | None, split: str, columns: list[str] |
         DataError: the file as a whole cannot be read: missing, damaged, cut short, without a header.
     """
     match part.kind:
-        case Kind.jsonl:
+        case PartKind.jsonl:
             return json_rows(part.name)
-        case Kind.json:
+        case PartKind.json:
             return json_list_rows(part.name, _DECODER)
-        case Kind.csv:
+        case PartKind.csv:
             return table_rows(part.name, csv.excel)
-        case Kind.tsv:
+        case PartKind.tsv:
             return table_rows(part.name, PlainTsv)
-        case Kind.parquet:
+        case PartKind.parquet:
             return parquet_rows(part.name, columns)
-        case Kind.arrow:
+        case PartKind.arrow:
             return arrow_rows(part.name, columns)
-        case Kind.hub:
+        case PartKind.hub:
             data = open_dataset(part, subset, split)
             return dataset_rows(data, part.name, columns)
-        case Kind.beir:
+        case PartKind.beir:
             return judged_rows(part, lambda table: raw_rows(table, subset=subset, split=split, columns=None))
 
 
@@ -67,7 +67,7 @@ def json_row(line: bytes) -> dict[str, Any] | BadRow:
     except UnicodeDecodeError as error:
         return BadRow(not_utf8(line, error.start))
     except json.JSONDecodeError as error:
-        return BadRow(f"broken JSON: {json_problem(error)} at column {error.colno}: {shortened(error.doc)}")
+        return BadRow(f"broken JSON: {json_problem(error)} at column {error.colno}: {shorten(error.doc)}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         return BadRow(f"JSON that cannot be read ({error})")
     if isinstance(row, dict):

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from embedtrain.data.sources.kinds import Kind, Part
-from embedtrain.data.sources.problems import first_line
+from embedtrain.data.sources.kinds import Part, PartKind
+from embedtrain.data.sources.problems import describe_error
 from embedtrain.errors import DataError
 
 T = TypeVar("T")
@@ -39,10 +39,10 @@ def judged_part(name: str, split: str, revision: str | None = None) -> Part:
         raise DataError(f"{name}: {of_judgements} holds no judgements of split={split}, only of {', '.join(there)}")
 
     def table(config: str, split: str) -> Part:
-        return Part(name, Kind.hub, subset=config, split=split, revision=revision)
+        return Part(name, PartKind.hub, subset=config, split=split, revision=revision)
 
     texts = [table(config, _only_split(name, config, splits_of(config))) for config in ("queries", "corpus")]
-    return Part(name, Kind.beir, tables=(table(of_judgements, split), *texts))
+    return Part(name, PartKind.beir, tables=(table(of_judgements, split), *texts))
 
 
 def _only_split(name: str, config: str, splits: Sequence[str]) -> str:
@@ -59,5 +59,5 @@ def _ask(name: str, question: Callable[[], Sequence[T]]) -> list[T]:
         return list(question())
     except Exception as error:  # the library raises dozens of types
         raise DataError(
-            f"{name}: neither a file here nor a data set that can be opened ({first_line(error)})"
+            f"{name}: neither a file here nor a data set that can be opened ({describe_error(error)})"
         ) from error

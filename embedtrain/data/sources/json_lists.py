@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from embedtrain.data.sources.problems import BadRow, json_problem, not_utf8, shortened, told
+from embedtrain.data.sources.problems import BadRow, json_problem, not_utf8, shorten, told
 from embedtrain.data.sources.streams import lines_of
 from embedtrain.errors import DataError
 
@@ -120,4 +120,4 @@ def _broken(name: str, text: str, error: Exception, place: int) -> DataError:
     at = error.pos if isinstance(error, json.JSONDecodeError) else place
     what = json_problem(error) if isinstance(error, json.JSONDecodeError) else str(error)
     line = text.count("\n", 0, at) + 1
-    return DataError(f"{name}:{line}: broken JSON: {what}: {shortened(text[max(0, at - 20) : at + 20])}")
+    return DataError(f"{name}:{line}: broken JSON: {what}: {shorten(text[max(0, at - 20) : at + 20])}")

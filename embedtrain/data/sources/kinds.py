@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 
-class Kind(Enum):
+class PartKind(Enum):
     """How a part of a source is stored."""
 
     jsonl = "JSONL"
@@ -21,20 +21,20 @@ class Kind(Enum):
 
 
 KIND_OF_SUFFIX = {
-    ".jsonl": Kind.jsonl,
-    ".json": Kind.jsonl,
-    ".csv": Kind.csv,
-    ".tsv": Kind.tsv,
-    ".parquet": Kind.parquet,
-    ".arrow": Kind.arrow,
-    ".feather": Kind.arrow,
+    ".jsonl": PartKind.jsonl,
+    ".json": PartKind.jsonl,
+    ".csv": PartKind.csv,
+    ".tsv": PartKind.tsv,
+    ".parquet": PartKind.parquet,
+    ".arrow": PartKind.arrow,
+    ".feather": PartKind.arrow,
 }
 PACKED_SUFFIXES = (".gz", ".zst")
-_PACKED_KINDS = (Kind.jsonl, Kind.csv, Kind.tsv)  # that are read packed as well
+_PACKED_KINDS = (PartKind.jsonl, PartKind.csv, PartKind.tsv)  # that are read packed as well
 # A folder may also hold configuration in .json files, so there only .jsonl counts.
 SUFFIXES_IN_FOLDERS = [suffix for suffix in KIND_OF_SUFFIX if suffix != ".json"]
 SUFFIXES_TOLD = ".jsonl, .json, .csv and .tsv (each also with .gz or .zst), .parquet, .arrow and .feather"
-_WITHOUT_LINES = (Kind.parquet, Kind.arrow, Kind.hub)
+_WITHOUT_LINES = (PartKind.parquet, PartKind.arrow, PartKind.hub)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,20 @@ class Part:
     """
 
     name: str
-    kind: Kind
+    kind: PartKind
     subset: str | None = None
     split: str | None = None
     revision: str | None = None
     tables: tuple["Part", ...] = ()
 
-    def place(self, line: int) -> str:
+    def location(self, line: int) -> str:
         """Where a row is, for messages: `path:line`, or `path: row N` where a file has no lines.
 
         Of a list in a file of one JSON value it is `path: element N`.
         """
         if self.tables:
-            return self.tables[0].place(line)
-        if self.kind is Kind.json:
+            return self.tables[0].location(line)
+        if self.kind is PartKind.json:
             return f"{self.name}: element {line}"
         return f"{self.name}: row {line}" if self.kind in _WITHOUT_LINES else f"{self.name}:{line}"
 

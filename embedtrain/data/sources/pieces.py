@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.config.recipe import TrainSource
-from embedtrain.data.sources.digests import digest_of_file
+from embedtrain.data.sources.digests import file_digest
 from embedtrain.data.sources.files import json_row, raw_rows
-from embedtrain.data.sources.kinds import Kind, Part
+from embedtrain.data.sources.kinds import Part, PartKind
 from embedtrain.data.sources.problems import BadRow
 from embedtrain.data.sources.streams import Packing, lines_before, lines_between, packing_of, size_to_cut
 from embedtrain.data.sources.tables import (
@@ -50,7 +50,7 @@ class RawLine:
     offset: int | None = None
 
 
-class Parts:
+class PartReader:
     """The parts of one source, opened as its options say.
 
     Args:
@@ -69,13 +69,13 @@ class Parts:
         """
         starts: Sequence[int]
         match part.kind:
-            case Kind.jsonl:
+            case PartKind.jsonl:
                 starts = range(0, size_to_cut(part.name) or 1, piece_bytes)
-            case Kind.parquet:
+            case PartKind.parquet:
                 starts = _starts(parquet_sizes(part.name), piece_bytes)
-            case Kind.arrow:
+            case PartKind.arrow:
                 starts = _starts(arrow_sizes(part.name), piece_bytes)
-            case Kind.hub:
+            case PartKind.hub:
                 data = self._dataset(part)
                 row_bytes = max(1, data.data.nbytes // max(1, len(data)))
                 starts = range(0, len(data) or 1, max(1, piece_bytes // row_bytes))
@@ -90,7 +90,7 @@ class Parts:
             DataError: the piece cannot be read as a whole.
         """
         part = piece.part
-        if part.kind is not Kind.jsonl:
+        if part.kind is not PartKind.jsonl:
             yield from (RawLine(number, row) for number, row in self._rows(piece))
             return
         has_offsets = packing_of(part.name) is Packing.plain
@@ -106,11 +106,11 @@ class Parts:
         if piece.start == 0:
             return 0
         match piece.part.kind:
-            case Kind.jsonl:
+            case PartKind.jsonl:
                 return lines_before(piece.part.name, piece.start)
-            case Kind.parquet:
+            case PartKind.parquet:
                 return sum(rows for rows, _ in parquet_sizes(piece.part.name)[: piece.start])
-            case Kind.arrow:
+            case PartKind.arrow:
                 return sum(rows for rows, _ in arrow_sizes(piece.part.name)[: piece.start])
             case _:
                 return piece.start
@@ -123,20 +123,20 @@ class Parts:
         """
         if part.tables:
             return [part.kind.name, *(digest for table in part.tables[:2] for digest in self.digests(table))]
-        if part.kind is not Kind.hub:
-            return [part.kind.name, digest_of_file(part.name)]
+        if part.kind is not PartKind.hub:
+            return [part.kind.name, file_digest(part.name)]
         data = self._dataset(part)
-        files = [digest_of_file(file["filename"]) for file in data.cache_files]
+        files = [file_digest(file["filename"]) for file in data.cache_files]
         return [part.kind.name, *(files or [str(data._fingerprint)])]
 
     def _rows(self, piece: Piece) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
         part, source = piece.part, self._source
         match part.kind:
-            case Kind.parquet:
+            case PartKind.parquet:
                 return parquet_rows(part.name, source.columns, piece.start, piece.stop)
-            case Kind.arrow:
+            case PartKind.arrow:
                 return arrow_rows(part.name, source.columns, piece.start, piece.stop)
-            case Kind.hub:
+            case PartKind.hub:
                 return dataset_rows(self._dataset(part), part.name, source.columns, piece.start, piece.stop)
             case _:
                 return raw_rows(part, subset=source.subset, split=source.split, columns=source.columns)

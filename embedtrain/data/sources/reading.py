@@ -5,23 +5,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import Needs
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.sources.corpora import document_rows
 from embedtrain.data.sources.files import json_row
-from embedtrain.data.sources.kinds import Kind, Part
+from embedtrain.data.sources.kinds import Part, PartKind
 from embedtrain.data.sources.layouts.choose import choose_layout
-from embedtrain.data.sources.layouts.layout import Documents, Layout
-from embedtrain.data.sources.pieces import Parts, Piece
+from embedtrain.data.sources.layouts.layout import DocumentLookup, RowLayout
+from embedtrain.data.sources.pieces import PartReader, Piece
 from embedtrain.data.sources.problems import BadRow, counted
-from embedtrain.data.sources.sources import find
-from embedtrain.data.sources.streams import changed, line_at, version_of
+from embedtrain.data.sources.sources import find_parts
+from embedtrain.data.sources.streams import file_changed_error, file_version, line_at
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
 
-__all__ = ["Documents", "Piece", "PieceRows", "Reading", "open_sources", "row_at"]
+__all__ = ["DocumentLookup", "Piece", "PieceRows", "SourceReader", "open_sources", "row_at"]
 
 FORMAT_VERSION = 2  # of what readers make of files; another one makes every cache be built anew
-_WITH_SCHEMA = (Kind.csv, Kind.tsv, Kind.parquet, Kind.arrow, Kind.hub)
+_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
 
 
 class PieceRows:
@@ -37,7 +37,7 @@ class PieceRows:
     """
 
     def __init__(
-        self, parts: Parts, piece: Piece, layout: Layout, documents: Documents | None, score_scale: float
+        self, parts: PartReader, piece: Piece, layout: RowLayout, documents: DocumentLookup | None, score_scale: float
     ) -> None:
         self.piece, self.layout, self.lines = piece, layout, 0
         self.offset: int | None = None
@@ -59,7 +59,7 @@ class PieceRows:
             yield line.number, texts
 
 
-class Reading:
+class SourceReader:
     """One source of training rows, found, but not read yet.
 
     Args:
@@ -76,12 +76,12 @@ class Reading:
         ConfigError: options of the source that contradict each other.
     """
 
-    def __init__(self, source: TrainSource, name: str, needs: Needs) -> None:
+    def __init__(self, source: TrainSource, name: str, needs: RowRequirements) -> None:
         self.source, self.name, self.needs = source, name, needs
-        found = find(source)
+        found = find_parts(source)
         self.parts, self.document_parts = found.parts, found.document_parts
-        self._opened = Parts(source)
-        self._versions = {part: version_of(part.name) for part in self.parts if part.kind is Kind.jsonl}
+        self._opened = PartReader(source)
+        self._versions = {part: file_version(part.name) for part in self.parts if part.kind is PartKind.jsonl}
 
     def content(self) -> dict[str, Any]:
         """What decides which rows come out, as JSON: digests of the parts, and the options that readers look at.
@@ -109,11 +109,11 @@ class Reading:
                 "range": repr(needs.range),
                 "label": needs.label,
                 "vectors": needs.vectors,
-                "even": needs.even,
+                "even": needs.same_num_documents,
             },
         }
 
-    def recognise(self, on_error: OnError) -> Layout:
+    def detect_layout(self, on_error: OnError) -> RowLayout:
         """The layout that the options ask for, or else the one that the first usable row shows.
 
         Where `on_error` is skip, unusable rows before it are passed over: whoever reads the rows meets them again.
@@ -126,7 +126,7 @@ class Reading:
         for part, line, row in self._rows_and_empty_parts():
             try:
                 if isinstance(row, BadRow):
-                    raise DataError(f"{part.place(line) if line else part.name}: {row}")
+                    raise DataError(f"{part.location(line) if line else part.name}: {row}")
                 return choose_layout(self.source, part.kind, row, self.needs)
             except DataError as error:
                 all_alike = part.kind in _WITH_SCHEMA and not isinstance(row, BadRow)
@@ -146,12 +146,12 @@ class Reading:
         """
         return [piece for part in self.parts for piece in self._opened.cut(part, piece_bytes)]
 
-    def rows(self, piece: Piece, layout: Layout, documents: Documents | None = None) -> PieceRows:
+    def rows(self, piece: Piece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
         """The rows of one piece.
 
         Args:
             piece: one of `pieces`.
-            layout: what `recognise` returned; it stays as it is.
+            layout: what `detect_layout` returned; it stays as it is.
             documents: those of `document_parts`, where there are any.
         """
         return PieceRows(self._opened, piece, copy.deepcopy(layout), documents, self.source.score_scale)
@@ -164,25 +164,25 @@ class Reading:
         """
         return self._opened.lines_before(piece)
 
-    def texts_at(self, part: Part, offset: int, layout: Layout, documents: Documents | None = None) -> Texts:
+    def texts_at(self, part: Part, offset: int, layout: RowLayout, documents: DocumentLookup | None = None) -> Texts:
         """The row whose line begins at a byte of a part of plain JSONL, read again.
 
         Args:
             part: one of `parts`.
             offset: what `PieceRows.offset` was at that row.
-            layout: what `recognise` returned.
+            layout: what `detect_layout` returned.
             documents: as in `rows`.
 
         Raises:
             DataError: the file was changed since it was found, or is gone.
         """
         row = row_at(part, offset)
-        if version_of(part.name) != self._versions[part]:
-            raise changed(part.name)
+        if file_version(part.name) != self._versions[part]:
+            raise file_changed_error(part.name)
         try:
             return layout.texts(row, documents).scaled(self.source.score_scale)
         except BadRow as bad:
-            raise changed(part.name) from bad
+            raise file_changed_error(part.name) from bad
 
     def document_rows(self, part: Part) -> Iterator[tuple[int, tuple[str, str] | BadRow]]:
         """The corpus's documents in one of `document_parts`: (line, (id, text)).
@@ -211,15 +211,17 @@ def row_at(part: Part, offset: int) -> dict[str, Any]:
     """
     row = json_row(line_at(part.name, offset))
     if isinstance(row, BadRow):
-        raise changed(part.name) from row
+        raise file_changed_error(part.name) from row
     return row
 
 
-def open_sources(sources: Sequence[TrainSource], names: Sequence[str], needs: Sequence[Needs]) -> list[Reading]:
+def open_sources(
+    sources: Sequence[TrainSource], names: Sequence[str], needs: Sequence[RowRequirements]
+) -> list[SourceReader]:
     """All sources, found.
 
     Raises:
         DataError: as Reading.
         ConfigError: as Reading.
     """
-    return [Reading(*each) for each in zip(sources, names, needs, strict=True)]
+    return [SourceReader(*each) for each in zip(sources, names, needs, strict=True)]

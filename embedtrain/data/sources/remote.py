@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from embedtrain.data.sources.problems import first_line
+from embedtrain.data.sources.problems import describe_error
 from embedtrain.errors import DataError
 
 
@@ -38,7 +38,7 @@ def file_system(url: str) -> tuple[AbstractFileSystem, str]:
             f"{url}: {protocol}:// needs a package that is not installed: pip install {_package(error)}"
         ) from error
     except ValueError as error:
-        raise DataError(f"{url}: no file system is known for {protocol}:// ({first_line(error)})") from error
+        raise DataError(f"{url}: no file system is known for {protocol}:// ({describe_error(error)})") from error
     except Exception as error:  # each file system raises its own: credentials, names of hosts
         raise unreachable(url, error) from error
     return found, str(path)
@@ -79,7 +79,7 @@ def unreachable(url: str, error: Exception) -> DataError:
         error = cause  # fsspec says of a server that does not answer that the file is not there
     if isinstance(error, FileNotFoundError):
         return DataError(f"{url}: no such file or folder")
-    return DataError(f"{url}: cannot be read ({first_line(error)})")
+    return DataError(f"{url}: cannot be read ({describe_error(error)})")
 
 
 def _package(error: BaseException | None) -> str:

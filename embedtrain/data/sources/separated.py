@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from embedtrain.data.sources.problems import BadRow, counted, not_utf8, shortened
+from embedtrain.data.sources.problems import BadRow, counted, not_utf8, shorten
 from embedtrain.data.sources.streams import lines_of
 from embedtrain.errors import DataError
 
@@ -53,7 +53,7 @@ def table_rows(path: Path | str, dialect: type[csv.Dialect]) -> Iterator[tuple[i
                     f"{path}:{first}: lines {first} to {lines.number} make one row, for what lies between quotation "
                     f"marks is one cell, and it has {problem}: mend the quotation marks"
                 )
-            yield first, BadRow(wrong or f"{problem}: {shortened(cells)}")
+            yield first, BadRow(wrong or f"{problem}: {shorten(cells)}")
         elif wrong:
             yield first, BadRow(wrong)
         else:
@@ -117,7 +117,7 @@ def _header(path: Path | str, cells: list[str], problem: str) -> list[str]:
     if problem:
         raise DataError(f"{path}:1: {problem}")
     if len(set(cells)) < len(cells):
-        raise DataError(f"{path}:1: the header names a column twice: {shortened(cells)}")
+        raise DataError(f"{path}:1: the header names a column twice: {shorten(cells)}")
     if "" in cells:
         raise DataError(
             f"{path}:1: column {cells.index('') + 1} of the header has no name: "

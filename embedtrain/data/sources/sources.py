@@ -15,8 +15,8 @@ from embedtrain.data.sources.kinds import (
     KIND_OF_SUFFIX,
     SUFFIXES_IN_FOLDERS,
     SUFFIXES_TOLD,
-    Kind,
     Part,
+    PartKind,
     may_be_hub_id,
     path_of,
     saved_to_disk,
@@ -30,14 +30,14 @@ __all__ = [
     "KIND_OF_SUFFIX",
     "SUFFIXES_IN_FOLDERS",
     "SUFFIXES_TOLD",
-    "Found",
-    "Kind",
     "Part",
-    "expand",
-    "find",
+    "PartKind",
+    "SourceParts",
+    "expand_sources",
+    "find_parts",
     "may_be_hub_id",
     "no_in_batch_negatives",
-    "parts_of",
+    "resolve_parts",
     "source_names",
     "stem_of",
     "suffix_of",
@@ -48,14 +48,14 @@ NO_IN_BATCH_NEGATIVES = "no_in_batch_neg"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SourceParts:
     """What a source's path means: the parts that hold its rows, and those of the corpus that rows name documents of."""
 
     parts: list[Part]
     document_parts: list[Part]
 
 
-def expand(sources: Sequence[TrainSource]) -> list[TrainSource]:
+def expand_sources(sources: Sequence[TrainSource]) -> list[TrainSource]:
     """The sources, those of `each_file` as one of each of their files, named after it, the other options as they are.
 
     Raises:
@@ -69,13 +69,13 @@ def expand(sources: Sequence[TrainSource]) -> list[TrainSource]:
                 no_in_batch_negatives(source)
             expanded.append(source)
             continue
-        parts = parts_of(source)
-        if parts[0].kind in (Kind.hub, Kind.beir):
+        parts = resolve_parts(source)
+        if parts[0].kind in (PartKind.hub, PartKind.beir):
             raise ConfigError(
                 f"{source.path}: each_file=true asks for a source of each file, and this is one "
                 f"{parts[0].kind.value}: leave it out"
             )
-        found = find(source, parts)
+        found = find_parts(source, parts)
         for part in found.parts:
             name = stem_of(path_of(part.name))
             name = name if source.name is None else f"{source.name}-{name}"
@@ -94,7 +94,7 @@ def no_in_batch_negatives(source: TrainSource) -> bool:
         return False
     marked: list[str] = []
     plain: list[str] = []
-    for part in parts_of(source):
+    for part in resolve_parts(source):
         path = path_of(part.name)
         names = [stem_of(path), *(parent.name for parent in path.parents)]
         (marked if any(name.endswith(NO_IN_BATCH_NEGATIVES) for name in names) else plain).append(part.name)
@@ -130,28 +130,28 @@ def source_names(sources: Sequence[TrainSource]) -> list[str]:
     return [names[place] for place in range(len(sources))]
 
 
-def find(source: TrainSource, parts: list[Part] | None = None) -> Found:
+def find_parts(source: TrainSource, parts: list[Part] | None = None) -> SourceParts:
     """The parts that hold a source's rows, and its corpus, if its rows name documents by id.
 
     The corpus is `documents`, else what is called corpus... beside the rows.
 
     Args:
         source: an element of `data.train`.
-        parts: what `parts_of` says of it, if that is known.
+        parts: what `resolve_parts` says of it, if that is known.
 
     Raises:
-        DataError: as `parts_of`; or rows name documents and there is no corpus.
-        ConfigError: as `parts_of`; or `documents` of rows that hold their texts.
+        DataError: as `resolve_parts`; or rows name documents and there is no corpus.
+        ConfigError: as `resolve_parts`; or `documents` of rows that hold their texts.
     """
-    parts = parts or parts_of(source)
-    if parts[0].kind is Kind.beir:
+    parts = parts or resolve_parts(source)
+    if parts[0].kind is PartKind.beir:
         if source.documents is not None:
             raise ConfigError(f"{source.path}: documents={source.documents} has no use with a BEIR folder's own corpus")
-        return Found(parts, [parts[0].tables[2]])
+        return SourceParts(parts, [parts[0].tables[2]])
     if source.documents is None and source.format not in (DataFormat.auto, DataFormat.tevatron):
-        return Found(parts, [])
+        return SourceParts(parts, [])
     if source.columns is not None and source.documents is None:
-        return Found(parts, [])
+        return SourceParts(parts, [])
     own_corpus = set(corpora.beside(parts, "corpus", [part.name for part in parts]))
     rows = [part for part in parts if part.name not in own_corpus]
     if not corpora.any_names_documents(rows, subset=source.subset, split=source.split):
@@ -159,23 +159,23 @@ def find(source: TrainSource, parts: list[Part] | None = None) -> Found:
             raise ConfigError(
                 f"{source.path}: documents={source.documents} has no use: rows hold their documents' texts themselves"
             )
-        return Found(parts, [])
+        return SourceParts(parts, [])
     if source.documents is None:
         corpus = _corpus_beside(rows[0])
     else:
-        corpus = parts_of(TrainSource(path=source.documents, revision=source.documents_revision))
+        corpus = resolve_parts(TrainSource(path=source.documents, revision=source.documents_revision))
     if not corpus:
         raise DataError(
             f"{source.path}: rows name documents by id, and there is no corpus beside them: "
             f"write data.train=[{{path: {source.path}, documents: FILE}}], "
             "where FILE is the file, folder or Hub data set that holds their texts"
         )
-    return Found(rows, corpus)
+    return SourceParts(rows, corpus)
 
 
 def _corpus_beside(part: Part) -> list[Part]:
     """The files called corpus... in a part's folder, or else those of a folder called so."""
-    if part.kind is Kind.hub:
+    if part.kind is PartKind.hub:
         return []
     folder = part.name[: part.name.rindex("/") + 1] if "/" in part.name else ""
     pattern = f"{folder if is_url(folder) else glob.escape(folder)}corpus*"
@@ -198,7 +198,7 @@ def _corpus_path(parts: list[Part]) -> str | None:
     return folder if path_of(folder).name.startswith("corpus") else None
 
 
-def parts_of(source: TrainSource) -> list[Part]:
+def resolve_parts(source: TrainSource) -> list[Part]:
     """The files, in sorted order, or the Hub data set that a source's path means.
 
     A file is taken as its name's ending says. A folder means all data files below it, whatever their
@@ -236,7 +236,7 @@ def parts_of(source: TrainSource) -> list[Part]:
         raise DataError(f"{source.path}: no such file or folder")
     if source.format == DataFormat.beir:
         return [judged_part(path, source.split, source.revision)]
-    return [Part(source.path, Kind.hub, revision=source.revision)]
+    return [Part(source.path, PartKind.hub, revision=source.revision)]
 
 
 def _part_of_file(name: str) -> Part:
@@ -244,7 +244,7 @@ def _part_of_file(name: str) -> Part:
     if suffix is None:
         raise DataError(f"{name}: this kind of file is not read as training rows; what is read: {SUFFIXES_TOLD}")
     if suffix == ".json" and is_json_list(name):
-        return Part(name, Kind.json)
+        return Part(name, PartKind.json)
     return Part(name, KIND_OF_SUFFIX[suffix])
 
 
@@ -256,7 +256,7 @@ def _parts_of_folder(folder: str, source: TrainSource) -> list[Part]:
     if source.format == DataFormat.beir:
         return [judged_part(folder, source.split)]
     if not is_url(folder) and (_asks_for_part(source) or _is_hub_folder(Path(folder))):
-        return [Part(folder, Kind.hub)]
+        return [Part(folder, PartKind.hub)]
     parts = [_part_of_file(name) for name in found]
     if not parts:
         raise DataError(f"{source.path}: this folder holds no training files; what is read: {SUFFIXES_TOLD}")
@@ -292,7 +292,7 @@ def _beir_part(folder: str, files: Sequence[str], source: TrainSource) -> Part |
         if len(names) > 1:
             raise DataError(f"{source.path}: {names[0]} and {names[1]} are both called {stem_of(path_of(names[0]))}")
     tables = [_part_of_file(name) for (name,) in chosen]
-    return Part(tables[0].name, Kind.beir, tables=tuple(tables))
+    return Part(tables[0].name, PartKind.beir, tables=tuple(tables))
 
 
 def _by_stem(files: Sequence[str], folder: Path) -> dict[str, list[str]]:

@@ -93,7 +93,7 @@ def size_to_cut(name: str) -> int | None:
         return size_of(name) if file.seekable() else None
 
 
-def version_of(name: str) -> object:
+def file_version(name: str) -> object:
     """What changes when a file here is written again: equal versions are the same file; None where nobody says."""
     try:
         status = os.stat(name)
@@ -174,11 +174,11 @@ def line_at(name: str, start: int) -> bytes:
     except Exception as error:
         raise _unreadable(name, error) from error
     if before != b"\n" or not line:
-        raise changed(name)
+        raise file_changed_error(name)
     return line.removeprefix(b"\xef\xbb\xbf") if start == 0 else line
 
 
-def changed(name: str) -> DataError:
+def file_changed_error(name: str) -> DataError:
     """The sentence about a file that is not what it was when its rows were found."""
     return DataError(f"{name}: was changed after its rows were read: start again, and leave it as it is meanwhile")
 

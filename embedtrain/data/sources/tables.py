@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embedtrain.data.sources.kinds import Part, saved_to_disk
-from embedtrain.data.sources.problems import BadRow, first_line, not_utf8
+from embedtrain.data.sources.problems import BadRow, describe_error, not_utf8
 from embedtrain.data.sources.remote import is_url, open_url, unreachable
 from embedtrain.errors import DataError
 
@@ -89,7 +89,7 @@ def dataset_rows(
     try:
         yield from _numbered(batch for table in data.iter(batch_size=ROWS_AT_ONCE) for batch in table.to_batches())
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{name}: its data cannot be read: {first_line(error)}") from error
+        raise DataError(f"{name}: its data cannot be read: {describe_error(error)}") from error
 
 
 @contextmanager

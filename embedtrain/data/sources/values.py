@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from embedtrain.data.sources.problems import BadRow, counted, shortened, told
+from embedtrain.data.sources.problems import BadRow, counted, shorten, told
 from embedtrain.data.types import Texts
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ def _encodable(value: str, what: str) -> str:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             around = value[max(0, error.start - 10) : error.start + 10]
-            raise BadRow(f"{what} holds half a character (a lone surrogate): {shortened(around)}") from None
+            raise BadRow(f"{what} holds half a character (a lone surrogate): {shorten(around)}") from None
     return value
 
 
@@ -152,7 +152,7 @@ def number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow(f"{what} must be a number, not {told(value)}")
     if not abs(value) <= LARGEST_NUMBER:
-        raise BadRow(f"{what} must be a finite number, not {shortened(value)}")
+        raise BadRow(f"{what} must be a finite number, not {shorten(value)}")
     return float(value)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Activity:
     """What the main thread is doing.
 
     Attributes:
@@ -24,19 +24,19 @@ class Note:
     since: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
-        return described(self.what, self.step)
+        return describe_activity(self.what, self.step)
 
 
-def described(what: str, step: int | None) -> str:
+def describe_activity(what: str, step: int | None) -> str:
     """Words for it: "training, step 13"."""
     return what if step is None else f"{what}, step {step}"
 
 
 # A process does one thing, as it has one main thread; a list, for a name cannot be set from within a function.
-_now = [Note()]
+_now = [Activity()]
 
 
-def current() -> Note:
+def current_activity() -> Activity:
     """What the main thread is doing; any thread may ask."""
     return _now[0]
 
@@ -50,11 +50,11 @@ def note(what: str, step: int | None = None) -> None:
     """
     if threading.current_thread() is threading.main_thread():
         before = _now[0]
-        _now[0] = Note(what, before.step if step is None else step, before.number + 1)
+        _now[0] = Activity(what, before.step if step is None else step, before.number + 1)
 
 
 @contextlib.contextmanager
-def noted(what: str) -> Iterator[None]:
+def activity(what: str) -> Iterator[None]:
     """Note what the block does, and afterwards what was being done before it.
 
     Not after an error: what was being done when it arose is what one wants to know.

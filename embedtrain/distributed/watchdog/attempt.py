@@ -13,13 +13,13 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from embedtrain.distributed.watchdog.peers import names_of
+from embedtrain.distributed.watchdog.peers import format_ranks
 from embedtrain.errors import LostContact
 
 _POLL = 0.05  # seconds
 
 
-def agree(store: Store, rank: int, size: int, timeout: float) -> str:
+def agree_on_attempt(store: Store, rank: int, size: int, timeout: float) -> str:
     """A name that the processes of this attempt have in common, and no others. Every rank must call it.
 
     A rank says that it is there, under a name of its own; the first rank answers each one that it has not answered yet,
@@ -56,7 +56,7 @@ def agree(store: Store, rank: int, size: int, timeout: float) -> str:
                     store.set(f"attempt/for/{its}", me)
                     answered.add(its)
         if waited_for and time.monotonic() > until:
-            raise _late(names_of(sorted(waited_for)), rank, timeout)
+            raise _late(format_ranks(sorted(waited_for)), rank, timeout)
         time.sleep(_POLL)
     return me
 

@@ -18,12 +18,12 @@ _WITHIN = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A rank's sign of life.
 
     Attributes:
         count: beats so far.
-        number: notes made so far, see `Note`.
+        number: notes made so far, see `Activity`.
         what: it does.
         step: the optimiser step.
         seconds: for how long it has been doing it.
@@ -44,18 +44,18 @@ class Failure:
 
     Attributes:
         text: one sentence for the user.
-        speaker: the rank that says it.
+        reporting_rank: the rank that says it.
         code: what every rank ends with.
         hanging: ranks that do not answer; they say where they were, once they can.
     """
 
     text: str
-    speaker: int
+    reporting_rank: int
     code: int = 1
     hanging: tuple[int, ...] = ()
 
 
-class Board:
+class HeartbeatStore:
     """Where beats and the first failure are read and written; any thread may.
 
     Once the store has failed it is left alone: torch prints a trace each time. While it does not answer nothing more is
@@ -65,36 +65,36 @@ class Board:
         store: a connection that no collective uses.
         rank: this one.
         size: how many there are.
-        speaks_alone: whether this rank speaks where the store is gone and nothing can be agreed on.
+        reports_alone: whether this rank speaks where the store is gone and nothing can be agreed on.
 
     Attributes:
-        is_gone: whether the store has failed, for good.
+        is_lost: whether the store has failed, for good.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, speaks_alone: bool) -> None:
-        self._store, self.rank, self._speaks_alone = store, rank, speaks_alone
+    def __init__(self, store: Store, rank: int, size: int, *, reports_alone: bool) -> None:
+        self._store, self.rank, self._speaks_alone = store, rank, reports_alone
         self._others = [other for other in range(size) if other != rank]
-        self.is_gone = False
+        self.is_lost = False
         self._late: Future[object] | None = None  # asked, and not answered in time
         self._asked: queue.SimpleQueue[tuple[Callable[[Store], object], Future[object]]] = queue.SimpleQueue()
         threading.Thread(target=self._ask_one_by_one, name="board", daemon=True).start()
 
     @property
-    def is_silent(self) -> bool:
+    def is_unresponsive(self) -> bool:
         """Whether the store is waited for: its host is out of reach, or very slow."""
         return self._late is not None and not self._late.done()
 
-    def publish(self, beat: Beat) -> None:
+    def publish(self, beat: Heartbeat) -> None:
         """Replace this rank's beat."""
         self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(asdict(beat))))
 
-    def beats(self) -> dict[int, Beat] | None:
+    def heartbeats(self) -> dict[int, Heartbeat] | None:
         """The other ranks' latest; None where the store is gone or silent."""
 
-        def read(store: Store) -> dict[int, Beat]:
+        def read(store: Store) -> dict[int, Heartbeat]:
             there = [rank for rank in self._others if store.check([f"beat/{rank}"])]
             texts = store.multi_get([f"beat/{rank}" for rank in there]) if there else []
-            return {rank: Beat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+            return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
 
         return self._ask(read)
 
@@ -102,14 +102,14 @@ class Board:
         """The first failure, if there is one."""
         return self._ask(lambda store: _failure_of(store.get("failure")) if store.check(["failure"]) else None)
 
-    def claim(self, failure: Failure) -> Failure:
+    def claim_failure(self, failure: Failure) -> Failure:
         """Publish a failure, unless there is one; the one that counts."""
         text = json.dumps(asdict(failure))
         counts = self._ask(lambda store: _failure_of(store.compare_set("failure", "", text)))
-        return counts or (failure if self._speaks_alone else replace(failure, speaker=-1))
+        return counts or (failure if self._speaks_alone else replace(failure, reporting_rank=-1))
 
     def _ask(self, ask: Callable[[Store], Answer]) -> Answer | None:
-        if self.is_gone or self.is_silent:
+        if self.is_lost or self.is_unresponsive:
             return None
         answer: Future[Answer] = Future()
         self._asked.put((ask, answer))  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class Board:
         except TimeoutError:
             self._late = answer  # type: ignore[assignment]
         except RuntimeError:
-            self.is_gone = True
+            self.is_lost = True
         return None
 
     def _ask_one_by_one(self) -> None:

@@ -20,7 +20,7 @@ _AT_MOST = 180.0
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
-def leave_behind() -> None:
+def start_launcher_reaper() -> None:
     """Have this process's launcher ended if it hangs once its ranks are gone.
 
     One that may start them again is left alone: it goes on when the other host is back.

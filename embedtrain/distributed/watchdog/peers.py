@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
-class LocalPeers:
+class LocalProcesses:
     """The processes of the other ranks on this node, which can be looked at.
 
     Args:
@@ -74,7 +74,7 @@ class LocalPeers:
             self._processes[rank] = process
 
 
-def hosts_of(store: Store, rank: int, size: int) -> list[str]:
+def hosts_by_rank(store: Store, rank: int, size: int) -> list[str]:
     """The host of every rank, in rank order, once all have said who they are. Every rank must ask.
 
     The first rank collects: that all ranks did would be as many questions as the square of their number.
@@ -85,7 +85,7 @@ def hosts_of(store: Store, rank: int, size: int) -> list[str]:
     return list(json.loads(store.get("hosts")))
 
 
-def names_of(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+def format_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Ranks in words: "rank 1 on node7", "ranks 1, 2 on node7, ranks 8, 9 on node8".
 
     Args:

@@ -17,11 +17,11 @@ from signal import Signals
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from embedtrain.distributed.signals import INTERRUPTED, exit_code
-from embedtrain.distributed.watchdog.activity import current, described
-from embedtrain.distributed.watchdog.heartbeats import Beat, Board, Failure
-from embedtrain.distributed.watchdog.launcher import leave_behind
-from embedtrain.distributed.watchdog.peers import LocalPeers, hosts_of, names_of
+from embedtrain.distributed.signals import EXIT_INTERRUPTED, exit_code
+from embedtrain.distributed.watchdog.activity import current_activity, describe_activity
+from embedtrain.distributed.watchdog.heartbeats import Failure, Heartbeat, HeartbeatStore
+from embedtrain.distributed.watchdog.launcher import start_launcher_reaper
+from embedtrain.distributed.watchdog.peers import LocalProcesses, format_ranks, hosts_by_rank
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
 
 BEAT = 1.0  # seconds
@@ -33,7 +33,7 @@ _SILENT = 10.0  # seconds without a beat after which a rank that is waited for t
 _CLOSING = 90.0  # seconds that files and trackers take to be closed at most
 
 
-class Watch:
+class Watchdog:
     """This rank's part in watching over all of them.
 
     Args:
@@ -42,14 +42,18 @@ class Watch:
         size: how many there are.
         local: the ranks of this node.
         patience: seconds that ranks wait for each other.
-        hosted: whether one of the ranks, the first, holds the store, which then ends with it.
+        store_on_rank_0: whether one of the ranks, the first, holds the store, which then ends with it.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, local: range, patience: float, *, hosted: bool) -> None:
-        self.rank, self.size, self.patience, self.hosted = rank, size, patience, hosted
-        self.goes_on: Callable[[], str] = str  # ends a message: from where the same command goes on, if that is known
-        self._board = Board(store, rank, size, speaks_alone=rank in {1, local.start})
-        self._peers = LocalPeers(store, rank, local)
+    def __init__(
+        self, store: Store, rank: int, size: int, local: range, patience: float, *, store_on_rank_0: bool
+    ) -> None:
+        self.rank, self.size, self.patience, self.store_on_rank_0 = rank, size, patience, store_on_rank_0
+        self.resume_hint: Callable[[], str] = (
+            str  # ends a message: from where the same command goes on, if that is known
+        )
+        self._board = HeartbeatStore(store, rank, size, reports_alone=rank in {1, local.start})
+        self._peers = LocalProcesses(store, rank, local)
         self._store, self._hosts = store, list[str]()
         self.silence = patience  # seconds after which a rank without a sign of life is gone, whatever is being done
         self._seen: dict[int, tuple[int, float]] = {}  # the count of each rank's beats, and when it was first seen
@@ -66,10 +70,10 @@ class Watch:
         self._publish()
         self._thread.start()
 
-    def meet(self) -> None:
+    def learn_hosts(self) -> None:
         """Learn where the ranks are, once all have said so, and look for the processes of those on this host."""
         self._peers.gone()
-        self._hosts = hosts_of(self._store, self.rank, self.size)
+        self._hosts = hosts_by_rank(self._store, self.rank, self.size)
 
     def close(self) -> None:
         """Leave in peace."""
@@ -106,23 +110,23 @@ class Watch:
         if self._left:  # the main thread is about to end the process, with the code of what happened
             time.sleep(LOOK + GRACE)
             return 1
-        doing = current()
+        doing = current_activity()
         self._left = "lost"
         failure = self._found()
         if failure is None:
             text = f"stopped by {asked.name} (rank {self.rank}) while {doing}: the same command goes on"
-            failure = self._board.claim(Failure(text, self.rank, exit_code(asked)))
+            failure = self._board.claim_failure(Failure(text, self.rank, exit_code(asked)))
         self._leave("lost")
         self._say(failure)
         return failure.code
 
     def _explained(self, lost: LostContact) -> LostContact:
         self._leave("lost")
-        what = described(lost.what, current().step) if lost.what else str(current())
-        failure = self._find(what) or self._board.claim(self._cut_off(what, lost))
+        what = describe_activity(lost.what, current_activity().step) if lost.what else str(current_activity())
+        failure = self._find(what) or self._board.claim_failure(self._cut_off(what, lost))
         self._linger()
         explained = LostContact(lost.reason, lost.what, said=failure.text)
-        explained.told_by, explained.exit_code = failure.speaker, failure.code
+        explained.reporting_rank, explained.exit_code = failure.reporting_rank, failure.code
         return explained
 
     def _tell(self, error: BaseException) -> None:
@@ -132,15 +136,15 @@ class Watch:
             self._await_failure(_LET_THE_CAUSE_SPEAK)
         elif of_user and self.rank:
             self._await_failure(_LET_THE_FIRST_SPEAK)
-        text = f"{self._names([self.rank])} failed while {current()}: {type(error).__name__}: {error}"
+        text = f"{self._names([self.rank])} failed while {current_activity()}: {type(error).__name__}: {error}"
         said = str(error) if of_user else text + self._ending()
-        failure = self._board.claim(
-            Failure(said, self.rank, INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+        failure = self._board.claim_failure(
+            Failure(said, self.rank, EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
         )
         self._leave("failed")
         if isinstance(error, EmbedtrainError):
-            error.told_by, error.exit_code = failure.speaker, failure.code
-        elif failure.speaker == self.rank:
+            error.reporting_rank, error.exit_code = failure.reporting_rank, failure.code
+        elif failure.reporting_rank == self.rank:
             error.add_note(f"error: {failure.text}")
         self._linger()
 
@@ -150,28 +154,30 @@ class Watch:
         Args:
             what: was being done, by all ranks.
         """
-        began, before = time.monotonic(), self._board.beats()
+        began, before = time.monotonic(), self._board.heartbeats()
         while time.monotonic() - began < LOOK:
             failure = self._board.failure() or self._found(what)
             if failure is not None:
                 return failure
             time.sleep(0.1)
-        after = self._board.beats()
+        after = self._board.heartbeats()
         if after is None:
             return None
         there = {rank: beat for rank, beat in after.items() if not beat.left and rank != self.rank}
         earlier = {rank: beat.count for rank, beat in (before or {}).items()}
         silent = [rank for rank, beat in there.items() if beat.count == earlier.get(rank)]
         if silent:
-            return self._board.claim(self._no_sign(silent, what, LOOK))
+            return self._board.claim_failure(self._no_sign(silent, what, LOOK))
         late = self._hang(there)
-        return None if late is None else self._board.claim(late)
+        return None if late is None else self._board.claim_failure(late)
 
     def _found(self, what: str | None = None) -> Failure | None:
         """A failure that is certain at once: a process of this node has ended without a word, or the store has."""
         gone = self._gone()
         return (
-            self._board.claim(self._failure(f"{self._names(gone)} ended while {what or current()}", gone))
+            self._board.claim_failure(
+                self._failure(f"{self._names(gone)} ended while {what or current_activity()}", gone)
+            )
             if gone
             else None
         )
@@ -180,12 +186,12 @@ class Watch:
         """Ranks that have ended without saying so."""
         gone = self._peers.gone()
         # All beats are read only where a process is missing: ranks that each did so every second would drown the store.
-        beats = self._board.beats() if gone else {}
-        if self._board.is_gone:  # with the store nothing can be known of the others
-            return [0] if self.hosted and not self._peers.runs(0) else []
-        if beats is None:  # it does not answer for the moment: who is gone may have said so
+        heartbeats = self._board.heartbeats() if gone else {}
+        if self._board.is_lost:  # with the store nothing can be known of the others
+            return [0] if self.store_on_rank_0 and not self._peers.runs(0) else []
+        if heartbeats is None:  # it does not answer for the moment: who is gone may have said so
             return []
-        return [rank for rank in gone if rank not in beats or not beats[rank].left]
+        return [rank for rank in gone if rank not in heartbeats or not heartbeats[rank].left]
 
     def _no_sign(self, silent: list[int], what: str, seconds: float) -> Failure:
         signs = f"no sign of life for {seconds:.0f} s{self._peers.told(silent)}"
@@ -193,12 +199,12 @@ class Watch:
         which = f"ended or hangs{', or the network is out' if away else ''}"
         return self._failure(f"{self._names(silent)} {which} ({signs}) while {what}", silent)
 
-    def _hang(self, late: dict[int, Beat]) -> Failure | None:
+    def _hang(self, late: dict[int, Heartbeat]) -> Failure | None:
         if not late:
             return None
         first = next(iter(late.values()))
         which = "hangs: alive, but has" if len(late) == 1 else "hang: alive, but the first has"
-        doing = described(first.what, first.step)
+        doing = describe_activity(first.what, first.step)
         return self._failure(
             f"{self._names(list(late))} {which} been in {doing}, for {first.seconds:.0f} s", list(late)
         )
@@ -206,14 +212,14 @@ class Watch:
     def _cut_off(self, what: str, lost: LostContact | None = None) -> Failure:
         """Nobody is found to be gone or late: then it is this rank that is, or the network."""
         me = self._names([self.rank])
-        if self._board.is_silent:
+        if self._board.is_unresponsive:
             there = os.environ.get("MASTER_ADDR", "another host")
             out = f"the network between them is out, or that host{f' ({lost.reason})' if lost else ''}"
             return self._failure(f"{me} lost contact with {there} while {what}: {out}", [])
         return self._failure(f"{me}: {lost or 'another rank is gone'}", [])
 
     def _names(self, ranks: Sequence[int]) -> str:
-        return names_of(ranks, self._hosts)
+        return format_ranks(ranks, self._hosts)
 
     def _failure(self, text: str, ranks: list[int]) -> Failure:
         return Failure(text + self._ending(), self.rank, hanging=tuple(ranks))
@@ -229,7 +235,7 @@ class Watch:
 
     def _look(self, found: "queue.SimpleQueue[str]") -> None:
         with contextlib.suppress(OSError):
-            text = self.goes_on()
+            text = self.resume_hint()
             found.put(f"; {text}" if text else "")
 
     # What follows runs in the thread.
@@ -249,21 +255,21 @@ class Watch:
                 trouble = None
                 failure = self._behind(now)
                 if failure is not None:
-                    self._end(self._board.claim(failure))
+                    self._end(self._board.claim_failure(failure))
                 continue
             trouble = trouble or now
             if now - trouble > GRACE and not self._left:
                 self._leave("lost")
-                self._end(failure or self._find(str(current())) or self._cut_off(str(current())))
+                self._end(failure or self._find(str(current_activity())) or self._cut_off(str(current_activity())))
 
     def _behind(self, now: float) -> Failure | None:
         """Whether ranks hang that this one has waited for longer than ranks wait, or some have long been silent.
 
         A collective of gloo ends by itself then; of NCCL's one does not know whom it waited for.
         """
-        doing = current()
+        doing = current_activity()
         waited_long = now - doing.since > self.patience + LOOK
-        if self._board.is_silent:
+        if self._board.is_unresponsive:
             self._silent_since = self._silent_since or now
             too_long = waited_long or now - self._silent_since > self.silence
             return self._cut_off(str(doing)) if too_long else None
@@ -272,19 +278,19 @@ class Watch:
         if not waited_long and (self.rank or now < self._look_at):
             return None
         self._look_at = now + LOOK
-        beats = self._board.beats()
-        if beats is None:
+        heartbeats = self._board.heartbeats()
+        if heartbeats is None:
             return self._cut_off(str(doing)) if waited_long else None
-        for rank, beat in beats.items():
+        for rank, beat in heartbeats.items():
             if self._seen.get(rank, (-1, 0.0))[0] != beat.count:
                 self._seen[rank] = beat.count, now
         limit = _SILENT if waited_long else self.silence
-        quiet = {rank: now - self._seen[rank][1] for rank, beat in beats.items() if not beat.left}
+        quiet = {rank: now - self._seen[rank][1] for rank, beat in heartbeats.items() if not beat.left}
         if max(quiet.values(), default=0.0) > limit:
             # Ranks that were lost together have not all spoken last in the same second.
             silent = [rank for rank, seconds in quiet.items() if seconds > max(limit - LOOK, limit / 2)]
             return self._no_sign(silent, str(doing), limit)
-        late = {rank: beat for rank, beat in beats.items() if beat.number < doing.number and not beat.left}
+        late = {rank: beat for rank, beat in heartbeats.items() if beat.number < doing.number and not beat.left}
         return self._hang(late) if waited_long else None
 
     def _end(self, failure: Failure) -> None:
@@ -298,21 +304,21 @@ class Watch:
         os._exit(failure.code)
 
     def _say(self, failure: Failure) -> None:
-        if failure.speaker == self.rank:
+        if failure.reporting_rank == self.rank:
             print(("error: " if failure.code == 1 else "") + failure.text, file=sys.stderr, flush=True)
 
     def _publish(self) -> None:
         self._beats += 1
-        doing = current()
+        doing = current_activity()
         seconds = time.monotonic() - doing.since
-        self._board.publish(Beat(self._beats, doing.number, doing.what, doing.step, seconds, self._left))
+        self._board.publish(Heartbeat(self._beats, doing.number, doing.what, doing.step, seconds, self._left))
 
     def _leave(self, how: str) -> None:
         self._left = how
         self._publish()
-        if how != "done" and self._is_first_here and self._board.is_silent:
+        if how != "done" and self._is_first_here and self._board.is_unresponsive:
             self._is_first_here = False  # once
-            leave_behind()
+            start_launcher_reaper()
 
     def _await_failure(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -322,8 +328,8 @@ class Watch:
     def _linger(self) -> None:
         """Stay until the others have read why the run ends, where the store ends with this process."""
         until = time.monotonic() + GRACE
-        while self.hosted and self.rank == 0 and time.monotonic() < until:
-            beats, gone = self._board.beats() or {}, self._peers.gone()
-            if all(beat.left for rank, beat in beats.items() if rank not in gone):
+        while self.store_on_rank_0 and self.rank == 0 and time.monotonic() < until:
+            heartbeats, gone = self._board.heartbeats() or {}, self._peers.gone()
+            if all(beat.left for rank, beat in heartbeats.items() if rank not in gone):
                 return
             time.sleep(0.1)

@@ -13,17 +13,17 @@ from typing import Any
 
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World
-from embedtrain.evaluate.mteb.model import PORTION, ShardedModel
-from embedtrain.evaluate.mteb.settings import Settings, settings_of
-from embedtrain.evaluate.mteb.work import Begin, SharedWork
-from embedtrain.inference.encode import SentenceEncoder, Told
-from embedtrain.inference.vector_cache import StoredVectors
+from embedtrain.evaluate.mteb.model import MAX_CHARACTERS, ShardedModel
+from embedtrain.evaluate.mteb.settings import MtebSettings, read_settings
+from embedtrain.evaluate.mteb.work import CommandChannel, StartTask
+from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
+from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.models.source import ModelSource
 from embedtrain.tracking.console import Console
 
 
 @dataclass
-class Outcome:
+class TaskResults:
     """What came out of some tasks, the same on every rank.
 
     Attributes:
@@ -46,16 +46,16 @@ def run_tasks(
     identity: Mapping[str, Any],
     folder: Path,
     index: IndexConfig | None = None,
-    stored: StoredVectors | None = None,
-    portion: int = PORTION,
-    told: Told | None = None,
-) -> Outcome:
+    vector_cache: VectorCache | None = None,
+    max_characters: int = MAX_CHARACTERS,
+    progress: ProgressCallback | None = None,
+) -> TaskResults:
     """Run tasks one after another. A collective; all but rank 0 only do as it says.
 
     What mteb finds in its files is not run again. A task that fails is told of, and the others still run.
 
     Args:
-        tasks: from `find_tasks`; only rank 0's count.
+        tasks: from `resolve_tasks`; only rank 0's count.
         encoder: the live model.
         world: the ranks.
         console: where rank 0 says how far it is.
@@ -64,9 +64,9 @@ def run_tasks(
         identity: what decides about the model's vectors; results of another model of the same name are not taken.
         folder: where mteb's files are: `results/MODEL/REVISION/TASK.json`.
         index: how documents' vectors are kept while they are searched.
-        stored: where they are kept on disk.
-        portion: characters of the texts that all ranks hold at a time.
-        told: called as `SentenceEncoder.told` is, with the name of the task before what is being encoded.
+        vector_cache: where they are kept on disk.
+        max_characters: characters of the texts that all ranks hold at a time.
+        progress: called as `SentenceEncoder.progress` is, with the name of the task before what is being encoded.
 
     Raises:
         TrainingError: on every rank, if a vector is not finite on any.
@@ -74,23 +74,23 @@ def run_tasks(
         FailedElsewhere: on the other ranks, if rank 0 failed on its own.
     """
     index = index or IndexConfig()
-    with world.together("reading the model's settings for mteb"):
-        settings = settings_of(source)
+    with world.fail_together("reading the model's settings for mteb"):
+        settings = read_settings(source)
     if settings.note:
         console.warn(settings.note)
     unit = settings.similarity == "cosine"
-    if stored is not None and not unit:
-        stored = StoredVectors(stored.directory, {**stored.identity, "similarity": settings.similarity})
-    work = SharedWork(encoder, world, index, unit=unit, stored=stored)
-    outcome = Outcome()
+    if vector_cache is not None and not unit:
+        vector_cache = VectorCache(vector_cache.directory, {**vector_cache.identity, "similarity": settings.similarity})
+    work = CommandChannel(encoder, world, index, unit=unit, vector_cache=vector_cache)
+    outcome = TaskResults()
     if world.is_main:
         try:
             meta = _meta(name, identity, settings, encoder)
-            model = ShardedModel(work, settings, meta, portion=portion)
+            model = ShardedModel(work, settings, meta, max_characters=max_characters)
             for task in tasks:
-                work.do(Begin(task.metadata.name))
-                if told is not None:
-                    encoder.told = functools.partial(_tell, told, task.metadata.name)
+                work.do(StartTask(task.metadata.name))
+                if progress is not None:
+                    encoder.progress = functools.partial(_prefixed_progress, progress, task.metadata.name)
                 with console.phase(f"running {task.metadata.name}"):
                     figures, failed = _run(task, model, folder, work)
                 outcome.figures |= figures
@@ -106,12 +106,12 @@ def run_tasks(
     return world.broadcast(outcome)
 
 
-def _tell(told: Told, task: str, what: str, done: int, total: int) -> None:
-    told(f"{task}: {what}", done, total)
+def _prefixed_progress(progress: ProgressCallback, task: str, what: str, done: int, total: int) -> None:
+    progress(f"{task}: {what}", done, total)
 
 
 def _run(
-    task: Any, model: ShardedModel, folder: Path, work: SharedWork
+    task: Any, model: ShardedModel, folder: Path, work: CommandChannel
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Figures of a task, and sentences about what failed."""
     import mteb
@@ -129,19 +129,21 @@ def _run(
                 show_progress_bar=False,
             )
     except Exception as error:  # whatever a data set, scikit-learn or mteb itself may raise
-        if not work.in_step:  # it is not about this task alone: vectors that are not finite, no memory, a rank is gone
+        if not work.in_sync:  # it is not about this task alone: vectors that are not finite, no memory, a rank is gone
             raise
         reason = textwrap.shorten(str(error) or "no reason given", 300, placeholder=" ...")
-        what = "failed" if task.data_loaded else _cannot_be_had(task)
+        what = "failed" if task.data_loaded else _dataset_unavailable(task)
         task.unload_data()
         return {}, [f"mteb task {name}: {what} ({type(error).__name__}: {reason})"]
     figures: dict[str, dict[str, float]] = {}
     for result in done.task_results:
-        figures |= _figures(result, task.metadata.main_score)
-    return figures, [f"mteb task {name}: {_cannot_be_had(task)} ({one.exception})" for one in done.exceptions or []]
+        figures |= _metrics(result, task.metadata.main_score)
+    return figures, [
+        f"mteb task {name}: {_dataset_unavailable(task)} ({one.exception})" for one in done.exceptions or []
+    ]
 
 
-def _figures(result: Any, metric: str) -> dict[str, dict[str, float]]:
+def _metrics(result: Any, metric: str) -> dict[str, dict[str, float]]:
     """Main scores of a task: all in one, and each of its subsets and splits where there are several."""
     parts = [(split, part) for split, rows in result.scores.items() for part in rows]
     parts = [(split, part) for split, part in parts if part.get("main_score") is not None]
@@ -155,17 +157,17 @@ def _figures(result: Any, metric: str) -> dict[str, dict[str, float]]:
     return figures
 
 
-def _cannot_be_had(task: Any) -> str:
+def _dataset_unavailable(task: Any) -> str:
     return f"its data set {(task.metadata.dataset or {}).get('path', 'of its own')} cannot be had"
 
 
-def _meta(name: str, identity: Mapping[str, Any], settings: Settings, encoder: SentenceEncoder) -> Any:
+def _meta(name: str, identity: Mapping[str, Any], settings: MtebSettings, encoder: SentenceEncoder) -> Any:
     """Who the model is to mteb. Its revision changes with whatever changes its vectors."""
     from mteb.models.model_meta import ModelMeta, ScoringFunction
 
-    told = {**identity, "prompts": dict(settings.prompts), "max_length": encoder.tokenizer.max_length}
-    told |= {"tokenizer": encoder.tokenizer.fingerprint, "similarity": settings.similarity}
-    digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+    progress = {**identity, "prompts": dict(settings.prompts), "max_length": encoder.tokenizer.max_length}
+    progress |= {"tokenizer": encoder.tokenizer.fingerprint, "similarity": settings.similarity}
+    digest = hashlib.blake2b(json.dumps(progress, sort_keys=True).encode(), digest_size=16).hexdigest()
     path = Path(name).expanduser()
     # mteb's names are `organisation/model`; a directory is told by its own name and that of the folder around it.
     known_as = "/".join(path.resolve().parts[-2:]) if path.exists() else name

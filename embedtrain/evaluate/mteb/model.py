@@ -10,12 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.evaluate.mteb.settings import Settings
-from embedtrain.evaluate.mteb.work import AddDocuments, Encode, NewIndex, Score, Search, SharedWork
+from embedtrain.evaluate.mteb.settings import MtebSettings
+from embedtrain.evaluate.mteb.work import (
+    AddDocuments,
+    CommandChannel,
+    EncodeTexts,
+    NewIndex,
+    ScoreDocuments,
+    SearchDocuments,
+)
 from embedtrain.inference.index import trec_order
 
 # Characters of the texts that all ranks hold at a time.
-PORTION = 1 << 24
+MAX_CHARACTERS = 1 << 24
 # Queries at a time, so that an order stays small however many there are.
 _QUERIES = 8192
 
@@ -27,12 +34,14 @@ class ShardedModel:
         work: what the ranks share.
         settings: prompts and similarity.
         meta: mteb's ModelMeta, under whose name results are kept.
-        portion: characters of the texts that all ranks hold at a time.
+        max_characters: characters of the texts that all ranks hold at a time.
     """
 
-    def __init__(self, work: SharedWork, settings: Settings, meta: Any, *, portion: int = PORTION) -> None:
+    def __init__(
+        self, work: CommandChannel, settings: MtebSettings, meta: Any, *, max_characters: int = MAX_CHARACTERS
+    ) -> None:
         self.mteb_model_meta = meta
-        self._work, self._settings, self._portion = work, settings, portion
+        self._work, self._settings, self._portion = work, settings, max_characters
         self._corpus: Any = None
 
     def encode(
@@ -41,9 +50,9 @@ class ShardedModel:
         """Vectors of all texts, float32 [n, D], as the model gives them."""
         prompt = self._prompt(task_metadata, prompt_type)
         vectors: list[Tensor] = [
-            self._work.do(Encode(texts, prompt)).cpu() for texts in _portions(_texts(inputs), self._portion)
+            self._work.do(EncodeTexts(texts, prompt)).cpu() for texts in _text_batches(_texts(inputs), self._portion)
         ]
-        return np.concatenate([part.numpy() for part in vectors or [self._work.do(Encode([], prompt)).cpu()]])
+        return np.concatenate([part.numpy() for part in vectors or [self._work.do(EncodeTexts([], prompt)).cpu()]])
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
         """Similarity of all pairs, [n, m]."""
@@ -91,7 +100,7 @@ class ShardedModel:
         for start in range(0, len(names), _QUERIES):
             some, of = asked[start : start + _QUERIES], names[start : start + _QUERIES]
             if top_ranked is None:
-                ranking = self._work.do(Search(some, prompt, top_k))
+                ranking = self._work.do(SearchDocuments(some, prompt, top_k))
                 best: Iterable[tuple[list[int], list[float]]] = zip(
                     ranking.documents.tolist(), ranking.scores.tolist(), strict=True
                 )
@@ -113,9 +122,9 @@ class ShardedModel:
     def _fill(self, texts: Iterator[str], prompt: str, ids: Sequence[str]) -> None:
         self._work.do(NewIndex(trec_order(ids).numpy()))
         first = 0
-        for portion in _portions(texts, self._portion):
-            self._work.do(AddDocuments(portion, prompt, first))
-            first += len(portion)
+        for max_characters in _text_batches(texts, self._portion):
+            self._work.do(AddDocuments(max_characters, prompt, first))
+            first += len(max_characters)
 
     def _ranked(
         self, queries: list[str], prompt: str, candidates: list[Sequence[str]], ids: Sequence[str], top_k: int
@@ -125,7 +134,7 @@ class ShardedModel:
         table = np.full((len(queries), max(map(len, candidates), default=0)), -1, dtype=np.int64)
         for row, documents in enumerate(candidates):
             table[row, : len(documents)] = [number[document] for document in documents]
-        scores = self._work.do(Score(queries, prompt, table)).tolist()
+        scores = self._work.do(ScoreDocuments(queries, prompt, table)).tolist()
         for documents, row, of in zip(candidates, scores, table.tolist(), strict=True):
             pairs = sorted(zip(row, documents, of, strict=False), key=lambda pair: pair[:2], reverse=True)[:top_k]
             yield [document for _, _, document in pairs], [score for score, _, _ in pairs]
@@ -143,15 +152,15 @@ def _texts(batches: Iterable[Mapping[str, list[str]]]) -> Iterator[str]:
         yield from batch["text"]
 
 
-def _portions(texts: Iterator[str], size: int) -> Iterator[list[str]]:
+def _text_batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
     """Texts of at most `size` characters together, or a single longer one."""
-    portion: list[str] = []
+    max_characters: list[str] = []
     held = 0
     for text in texts:
-        if portion and held + len(text) > size:
-            yield portion
-            portion, held = [], 0
-        portion.append(text)
+        if max_characters and held + len(text) > size:
+            yield max_characters
+            max_characters, held = [], 0
+        max_characters.append(text)
         held += len(text)
-    if portion:
-        yield portion
+    if max_characters:
+        yield max_characters

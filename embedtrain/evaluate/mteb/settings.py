@@ -13,7 +13,7 @@ _FILE = "config_sentence_transformers.json"
 
 
 @dataclass(frozen=True)
-class Settings:
+class MtebSettings:
     """What sentence-transformers would read from the directory as well.
 
     Attributes:
@@ -29,7 +29,7 @@ class Settings:
     note: str = ""
 
 
-def settings_of(source: ModelSource) -> Settings:
+def read_settings(source: ModelSource) -> MtebSettings:
     """Read what the model's directory says beside what its source says.
 
     Raises:
@@ -39,9 +39,9 @@ def settings_of(source: ModelSource) -> Settings:
     default = source.prompts.get(str(said.get("default_prompt_name")), "")
     similarity = said.get("similarity_fn_name") or "cosine"
     if similarity in ("cosine", "dot"):
-        return Settings(source.prompts, default, similarity)
+        return MtebSettings(source.prompts, default, similarity)
     note = f"the model's similarity is {similarity}; texts are compared by cosine all the same"
-    return Settings(source.prompts, default, "cosine", note)
+    return MtebSettings(source.prompts, default, "cosine", note)
 
 
 def _said(source: ModelSource) -> dict[str, Any]:

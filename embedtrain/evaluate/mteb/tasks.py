@@ -10,12 +10,12 @@ from typing import Any
 from embedtrain.errors import ConfigError
 
 
-def find_tasks(names: Sequence[str], taken: Sequence[str] = ()) -> list[Any]:
+def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> list[Any]:
     """The tasks that are meant, in this order, each once.
 
     Args:
         names: of tasks, as `mteb.get_task` knows them, or of benchmarks, as `mteb.get_benchmark` does.
-        taken: names that figures are reported under already.
+        reserved_names: names that figures are reported under already.
 
     Raises:
         ConfigError: mteb is not installed, there is no task of such a name, it is not about texts alone,
@@ -43,7 +43,7 @@ def find_tasks(names: Sequence[str], taken: Sequence[str] = ()) -> list[Any]:
                 + (f"; did you mean {' or '.join(near)}?" if near else "; `mteb available-tasks` lists its tasks")
             )
     for task in found:
-        if task.metadata.name in taken:
+        if task.metadata.name in reserved_names:
             raise ConfigError(
                 f"mteb: {task.metadata.name} is the name of an evaluation set too; "
                 f"write {{path: ..., name: ...}} in sets for another"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.data.sources.problems import shortened
+from embedtrain.data.sources.problems import shorten
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.rows import Row, Table, field_of, name_of, text_field, text_of
 from embedtrain.evaluation.types import ClassificationSet, ClusteringSet
@@ -85,7 +85,7 @@ def read_clustering(name: str, rows: Iterable[Row], experiments: int) -> Cluster
                 raise DataError(f"{where}: {of_label} is an empty list")
             continue
         if not isinstance(label, list) or len(label) != len(text):
-            raise DataError(f"{where}: {len(text)} texts need a list of as many labels, and this is {shortened(label)}")
+            raise DataError(f"{where}: {len(text)} texts need a list of as many labels, and this is {shorten(label)}")
         groups.append(range(len(texts), len(texts) + len(text)))
         texts += [text_of(one, (of_text,), where) for one in text]
         labels += [(_label(one, of_label, where),) for one in label]
@@ -108,7 +108,7 @@ def _label(value: Any, name: str, where: str) -> Label:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, str | int) or value == "":
-        raise DataError(f"{where}: {name} must be a whole number or a text, not {shortened(value)}")
+        raise DataError(f"{where}: {name} must be a whole number or a text, not {shorten(value)}")
     return int(value) if isinstance(value, bool) else value
 
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.sources.kinds import Kind
+from embedtrain.data.sources.kinds import PartKind
 from embedtrain.data.sources.streams import size_of
 from embedtrain.data.sources.tables import open_dataset
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.corpus_store import stored_corpus
-from embedtrain.evaluation.readers.rows import Table, id_field, text_field, without_bars
+from embedtrain.evaluation.readers.rows import Table, id_field, no_progress_bars, text_field
 from embedtrain.evaluation.types import Corpus
 
 ID = ("_id", "id")
@@ -56,8 +56,8 @@ def document_of(fields: Mapping[str, Any], where: str) -> tuple[str, str]:
 
 def _num_bytes(table: Table) -> int:
     part = table.part
-    if part.kind is Kind.hub:
-        with without_bars():
+    if part.kind is PartKind.hub:
+        with no_progress_bars():
             return int(open_dataset(part, None, "train").data.nbytes)
     packed = part.name.lower().endswith((".gz", ".zst", ".parquet"))
     return (size_of(part.name) or 0) * (_PACKED if packed else 1)

@@ -10,12 +10,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embedtrain.config.recipe import TrainSource
-from embedtrain.data.cache.cache import FORMAT, Cache, digest_of, mapped, read_facts, write_array, write_facts
+from embedtrain.data.cache.cache import FORMAT, Cache, json_digest, mapped, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build
 from embedtrain.data.keys import text_keys
-from embedtrain.data.sources.pieces import Parts, Piece
+from embedtrain.data.sources.pieces import PartReader, Piece
 from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.streams import changed, version_of
+from embedtrain.data.sources.streams import file_changed_error, file_version
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.mapped_texts import MappedTexts
 from embedtrain.evaluation.readers.rows import Table
@@ -41,10 +41,10 @@ def stored_corpus(table: Table, document_of: DocumentOf, cache: Cache) -> Corpus
         DataError: as `read_documents`; or the cache cannot be written, or the table is changed meanwhile.
     """
     part = table.part
-    parts = Parts(TrainSource(path=part.name, subset=part.subset, split=part.split or "train"))
-    version = version_of(part.name)
+    parts = PartReader(TrainSource(path=part.name, subset=part.subset, split=part.split or "train"))
+    version = file_version(part.name)
     told = [FORMAT, "corpus", part.subset, part.split, PIECE_BYTES, parts.digests(part)]
-    directory = cache.directory / f"corpus-{digest_of(told)}"
+    directory = cache.directory / f"corpus-{json_digest(told)}"
     names: list[str] = []
 
     def tasks() -> Mapping[str, Task]:
@@ -58,12 +58,12 @@ def stored_corpus(table: Table, document_of: DocumentOf, cache: Cache) -> Corpus
     def join(path: Path) -> None:
         _join(directory, names, table, version, path)
 
-    build([Build(directory, tasks, join, told=partial(cache.told, f"reading {table.name}"))])
+    build([Build(directory, tasks, join, progress=partial(cache.progress, f"reading {table.name}"))])
     return _opened(directory)
 
 
 def _write_piece(
-    table: Table, parts: Parts, piece: Piece, document_of: DocumentOf, version: object, path: Path
+    table: Table, parts: PartReader, piece: Piece, document_of: DocumentOf, version: object, path: Path
 ) -> None:
     path.mkdir()
     before = parts.lines_before(piece)
@@ -126,12 +126,12 @@ def _join(directory: Path, names: Sequence[str], table: Table, version: object, 
                 raise DataError(f"{table.name}:{line}: the id {name} stands for another text before")
             again.append(number)
     write_array(path / "again.bin", np.array(sorted(again), dtype=np.int64))
-    write_facts(path / "facts.json", list(names))
+    write_metadata(path / "facts.json", list(names))
 
 
 def _opened(directory: Path) -> Corpus:
     joined = directory / JOINED
-    columns = _columns(directory, [str(name) for name in read_facts(joined / "facts.json")])
+    columns = _columns(directory, [str(name) for name in read_metadata(joined / "facts.json")])
     again = mapped(joined / "again.bin", np.int64)
     rows = np.delete(np.arange(len(columns["id"]), dtype=np.int64), again) if len(again) else None
     return Corpus(MappedTexts(columns["id"], rows), MappedTexts(columns["text"], rows))
@@ -144,5 +144,5 @@ def _columns(directory: Path, names: Sequence[str]) -> pa.Table:
 
 
 def _require_unchanged(table: Table, version: object) -> None:
-    if version_of(table.part.name) != version:
-        raise changed(table.part.name)
+    if file_version(table.part.name) != version:
+        raise file_changed_error(table.part.name)

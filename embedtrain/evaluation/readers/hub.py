@@ -12,13 +12,13 @@ from typing import TypeVar
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.sources.kinds import Kind, Part
-from embedtrain.data.sources.problems import first_line
+from embedtrain.data.sources.kinds import Part, PartKind
+from embedtrain.data.sources.problems import describe_error
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.readers.corpus import read_documents
 from embedtrain.evaluation.readers.reranking import with_candidates
 from embedtrain.evaluation.readers.retrieval import assemble, read_queries
-from embedtrain.evaluation.readers.rows import Row, Table, field_of, id_field, id_of, without_bars
+from embedtrain.evaluation.readers.rows import Row, Table, field_of, id_field, id_of, no_progress_bars
 from embedtrain.evaluation.readers.tables import Tables, choose_split
 from embedtrain.evaluation.readers.trec import QUERY_ID
 from embedtrain.evaluation.types import RetrievalSet
@@ -65,7 +65,7 @@ class Repository:
 
     def table(self, config: str, split: str) -> Table:
         """One split of a configuration."""
-        part = Part(self.path, Kind.hub, subset=config, split=split, revision=self.revision)
+        part = Part(self.path, PartKind.hub, subset=config, split=split, revision=self.revision)
         return Table(f"{self.path} ({config}, {split})", part)
 
     def part(self, config: str, part: str, split: str) -> Table:
@@ -235,8 +235,8 @@ def _candidates(rows: Iterable[Row]) -> dict[str, list[str]]:
 def _ask(path: str, question: Callable[[], T]) -> T:
     """Put a question to `datasets`, quietly; whatever it raises becomes one sentence."""
     try:
-        with without_bars():
+        with no_progress_bars():
             return question()
     # The library raises dozens of types, of its own, of fsspec, of requests and of pyarrow.
     except Exception as error:
-        raise DataError(f"{path} cannot be loaded as a data set: {first_line(error)}") from error
+        raise DataError(f"{path} cannot be loaded as a data set: {describe_error(error)}") from error

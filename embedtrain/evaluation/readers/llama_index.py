@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from embedtrain.data.sources.problems import shortened
+from embedtrain.data.sources.problems import shorten
 from embedtrain.data.sources.streams import lines_of
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.retrieval import assemble
@@ -58,7 +58,7 @@ def _object(data: bytes) -> dict[str, Any] | None:
 
 def _texts(value: Any, where: str) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise DataError(f"{where} must be an object of texts by id, not {shortened(value)}")
+        raise DataError(f"{where} must be an object of texts by id, not {shorten(value)}")
     if not value:
         raise DataError(f"{where} is empty")
     return {key: text_of(text, (key,), where) for key, text in value.items()}
@@ -66,9 +66,9 @@ def _texts(value: Any, where: str) -> dict[str, str]:
 
 def _judgements(value: Any, where: str) -> Iterator[Row]:
     if not isinstance(value, dict):
-        raise DataError(f"{where} must be an object of lists of ids, not {shortened(value)}")
+        raise DataError(f"{where} must be an object of lists of ids, not {shorten(value)}")
     for query, documents in value.items():
         if not isinstance(documents, list):
-            raise DataError(f"{where}: {query} must have a list of ids, not {shortened(documents)}")
+            raise DataError(f"{where}: {query} must have a list of ids, not {shorten(documents)}")
         for document in documents:
             yield where, {QUERY_ID[0]: query, DOCUMENT_ID[0]: document, GAIN[0]: 1}

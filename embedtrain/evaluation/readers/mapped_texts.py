@@ -65,13 +65,13 @@ class MappedTexts(Sequence[str]):
     def __reduce__(self) -> Any:
         raise TypeError("texts of a mapped file are not sent to other processes, which map it themselves")
 
-    def picked(self, rows: NDArray[np.int64]) -> "MappedTexts":
+    def select_texts(self, rows: NDArray[np.int64]) -> "MappedTexts":
         """Some of the texts, int64 [m] of their numbers, without reading them."""
         return MappedTexts(self._column, rows if self._rows is None else self._rows[rows])
 
 
-def picked(texts: Sequence[str], rows: Sequence[int]) -> Sequence[str]:
+def select_texts(texts: Sequence[str], rows: Sequence[int]) -> Sequence[str]:
     """Some of the texts, by their numbers: those that are mapped stay so."""
     if isinstance(texts, MappedTexts):
-        return texts.picked(np.asarray(rows, dtype=np.int64))
+        return texts.select_texts(np.asarray(rows, dtype=np.int64))
     return [texts[row] for row in rows]

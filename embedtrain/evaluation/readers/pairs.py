@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from embedtrain.data.sources.problems import shortened
+from embedtrain.data.sources.problems import shorten
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.rows import Row, name_of, number_field, text_field
 from embedtrain.evaluation.types import Bitext, LabelledPairs, ScoredPairs
@@ -44,7 +44,7 @@ def read_labelled(name: str, rows: Iterable[Row]) -> LabelledPairs:
         value = fields[column]
         label = value if isinstance(value, bool) else number_field(fields, LABEL, where)
         if label not in (0, 1):
-            raise DataError(f"{where}: {column} must be 0 or 1, not {shortened(value)}")
+            raise DataError(f"{where}: {column} must be 0 or 1, not {shorten(value)}")
         labels.append(int(label))
     return LabelledPairs(name, first, second, labels)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from embedtrain.errors import DataError
-from embedtrain.evaluation.readers.mapped_texts import picked
+from embedtrain.evaluation.readers.mapped_texts import select_texts
 from embedtrain.evaluation.readers.rows import Row, field_of, text_field, text_of
 from embedtrain.evaluation.types import Corpus, RetrievalSet
 
@@ -117,7 +117,7 @@ def with_candidates(
             f"{data.name}: {len(wanted) - len(ids)} candidates of {source} are no documents and are left out "
             f"(the first: {min(wanted.difference(ids))})"
         )
-    documents = Corpus(ids, picked(data.documents.texts, rows))
+    documents = Corpus(ids, select_texts(data.documents.texts, rows))
     return replace(data, documents=documents, candidates=candidates), notes
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from embedtrain.data.sources.files import raw_rows
 from embedtrain.data.sources.json_lists import is_json_list
-from embedtrain.data.sources.kinds import KIND_OF_SUFFIX, SUFFIXES_TOLD, Kind, Part, suffix_of
-from embedtrain.data.sources.problems import BadRow, not_utf8, shortened
+from embedtrain.data.sources.kinds import KIND_OF_SUFFIX, SUFFIXES_TOLD, Part, PartKind, suffix_of
+from embedtrain.data.sources.problems import BadRow, not_utf8, shorten
 from embedtrain.data.sources.streams import lines_of
 from embedtrain.errors import DataError
 
@@ -39,7 +39,7 @@ class Table:
             DataError: the table cannot be read, or a row is not what the file's name claims.
         """
         # Data sets tell of their loading with bars, on every rank.
-        with without_bars() if self.part.kind is Kind.hub else contextlib.nullcontext():
+        with no_progress_bars() if self.part.kind is PartKind.hub else contextlib.nullcontext():
             raw = raw_rows(self.part, subset=None, split="train", columns=None)
         for number, fields in raw:
             where = f"{self.name}:{number}"
@@ -50,7 +50,7 @@ class Table:
     def fields_of(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """The values of a raw row of this table."""
         # A cell without a character is an empty text here: a document may be one.
-        is_cells = self.part.kind in (Kind.csv, Kind.tsv)
+        is_cells = self.part.kind in (PartKind.csv, PartKind.tsv)
         return {name: cell or "" for name, cell in raw.items()} if is_cells else raw
 
     def first(self) -> Row:
@@ -75,7 +75,7 @@ def table_of(path: Path) -> Table:
     if suffix is None:
         raise DataError(f"{path} is no table this reads: its name must end in {SUFFIXES_TOLD}")
     is_list = suffix == ".json" and is_json_list(str(path))
-    return Table(str(path), Part(str(path), Kind.json if is_list else KIND_OF_SUFFIX[suffix]))
+    return Table(str(path), Part(str(path), PartKind.json if is_list else KIND_OF_SUFFIX[suffix]))
 
 
 def text_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -94,7 +94,7 @@ def text_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def without_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """`datasets` without progress bars; afterwards they are as before, since whether they are shown is the caller's."""
     import datasets  # takes a second, and most sets are plain files
 
@@ -124,7 +124,7 @@ def text_of(value: Any, names: Iterable[str], where: str) -> str:
         DataError: it is none, with the names it stands under.
     """
     if not isinstance(value, str):
-        raise DataError(f"{where}: {'/'.join(names)} must be a text, not {shortened(value)}")
+        raise DataError(f"{where}: {'/'.join(names)} must be a text, not {shorten(value)}")
     return _encodable(value, where)
 
 
@@ -144,7 +144,7 @@ def id_of(value: Any, names: Iterable[str], where: str) -> str:
         DataError: it is neither text nor a whole number.
     """
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise DataError(f"{where}: {'/'.join(names)} must be an id (a text or a whole number), not {shortened(value)}")
+        raise DataError(f"{where}: {'/'.join(names)} must be an id (a text or a whole number), not {shorten(value)}")
     return _encodable(str(value), where)
 
 
@@ -161,7 +161,7 @@ def number_field(fields: Mapping[str, Any], names: Iterable[str], where: str) ->
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"{where}: {name} must be a number, not {shortened(value)}")
+        raise DataError(f"{where}: {name} must be a number, not {shorten(value)}")
     return number
 
 

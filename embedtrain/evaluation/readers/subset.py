@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from embedtrain.data.keys import text_key
-from embedtrain.evaluation.readers.mapped_texts import picked
+from embedtrain.evaluation.readers.mapped_texts import select_texts
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
@@ -29,7 +29,9 @@ T = TypeVar("T")
 _KEY = "subset\0"
 
 
-def reduced(data: EvaluationData, subset: int | None, subset_documents: int | None) -> tuple[EvaluationData, list[str]]:
+def take_subset(
+    data: EvaluationData, subset: int | None, subset_documents: int | None
+) -> tuple[EvaluationData, list[str]]:
     """What is left of a set, and notes on it.
 
     Args:
@@ -116,7 +118,7 @@ def _fewer_documents(data: RetrievalSet, count: int) -> RetrievalSet:
     others = np.flatnonzero(~is_judged)
     if count >= len(others):
         return data
-    ids = picked(data.documents.ids, others.tolist())
+    ids = select_texts(data.documents.ids, others.tolist())
     rows = np.concatenate([np.flatnonzero(is_judged), others[_kept(ids, count)]])
     return replace(data, documents=_documents(data.documents, np.sort(rows).tolist()))
 
@@ -152,4 +154,4 @@ def _at(values: Sequence[T], rows: Sequence[int]) -> list[T]:
 
 
 def _documents(documents: Corpus, rows: Sequence[int]) -> Corpus:
-    return Corpus(picked(documents.ids, rows), picked(documents.texts, rows))
+    return Corpus(select_texts(documents.ids, rows), select_texts(documents.texts, rows))

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.data.cache.cache import read_facts
-from embedtrain.data.sources.kinds import SUFFIXES_IN_FOLDERS, Kind, Part, saved_to_disk, stem_of, suffix_of
-from embedtrain.data.sources.problems import first_line
+from embedtrain.data.cache.cache import read_metadata
+from embedtrain.data.sources.kinds import SUFFIXES_IN_FOLDERS, Part, PartKind, saved_to_disk, stem_of, suffix_of
+from embedtrain.data.sources.problems import describe_error
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.readers.classes import CLUSTERED, CLUSTERS, read_classification, read_clustering
 from embedtrain.evaluation.readers.pairs import LABEL, SCORE, has_pair, read_bitext, read_labelled, read_scored
@@ -17,7 +17,7 @@ from embedtrain.evaluation.readers.rows import Table, table_of
 from embedtrain.evaluation.types import EvaluationData
 
 
-def kind_of(table: Table) -> SetKind:
+def detect_kind(table: Table) -> SetKind:
     """The kind of set that a table is.
 
     Raises:
@@ -135,11 +135,12 @@ def tables_in(folder: Path) -> dict[str, Table]:
     if saved_to_disk(folder):
         listed = folder / "dataset_dict.json"
         try:
-            splits = [str(split) for split in read_facts(listed)["splits"]] if listed.is_file() else ["test"]
+            splits = [str(split) for split in read_metadata(listed)["splits"]] if listed.is_file() else ["test"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise DataError(f"{listed} cannot be read as what save_to_disk writes: {first_line(error)}") from error
+            raise DataError(f"{listed} cannot be read as what save_to_disk writes: {describe_error(error)}") from error
         return {
-            split: Table(f"{folder} ({split})", Part(str(folder), Kind.hub, split=split)) for split in sorted(splits)
+            split: Table(f"{folder} ({split})", Part(str(folder), PartKind.hub, split=split))
+            for split in sorted(splits)
         }
     files = sorted(path for path in folder.iterdir() if suffix_of(path) in SUFFIXES_IN_FOLDERS and path.is_file())
     tables: dict[str, Table] = {}
@@ -157,7 +158,7 @@ def read_tables(name: str, config: EvaluationSet, tables: Tables) -> tuple[Evalu
     table, notes = tables.measured, list[str]()
     kind = config.kind
     if kind is SetKind.auto:
-        kind = SetKind.bitext if tables.columns is not None else kind_of(table)
+        kind = SetKind.bitext if tables.columns is not None else detect_kind(table)
     data: EvaluationData
     match kind:
         case SetKind.sts:

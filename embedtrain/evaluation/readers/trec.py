@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
-from embedtrain.data.sources.problems import shortened
+from embedtrain.data.sources.problems import shorten
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.rows import Row, text_lines
 from embedtrain.evaluation.types import RetrievalSet
@@ -59,7 +59,7 @@ def read_run(path: Path) -> dict[str, dict[str, str]]:
         if len(fields) != 6:
             raise DataError(
                 f"{where}: {len(fields)} fields, but a line of a run is query, Q0, document, rank, score, tag: "
-                f"{shortened(line)}"
+                f"{shorten(line)}"
             )
         query, _, document, *_ = fields
         before = run.setdefault(query, {}).setdefault(document, where)

@@ -9,7 +9,7 @@ import torch
 from sklearn.metrics import precision_recall_fscore_support
 from torch import Tensor
 
-from embedtrain.evaluation.tasks.measuring import Measuring, fitting
+from embedtrain.evaluation.tasks.measuring import EvaluationContext, fitting
 from embedtrain.evaluation.types import Bitext
 from embedtrain.inference.encode import EncodedShard
 from embedtrain.inference.exact import unit_vectors
@@ -18,7 +18,7 @@ from embedtrain.inference.index import ShardedIndex
 METRICS = ("f1", "precision", "recall", "accuracy", "accuracy_back", "accuracy_mean")
 
 
-def measure(data: Bitext, measuring: Measuring) -> dict[str, float]:
+def measure(data: Bitext, measuring: EvaluationContext) -> dict[str, float]:
     """Figures of nearest neighbours by cosine, the same floats on every rank. A collective.
 
     From the first sentences to the second, a translation is found where the neighbour is of the same row; precision,
@@ -26,12 +26,12 @@ def measure(data: Bitext, measuring: Measuring) -> dict[str, float]:
     `accuracy_mean` of both directions are those of sentence-transformers' TranslationEvaluator, where another row's
     sentence is as good if it is the same. Of equally near sentences the earlier one counts.
     """
-    vectors = unit_vectors(measuring.raw([*data.first, *data.second]))
+    vectors = unit_vectors(measuring.encode_texts([*data.first, *data.second]))
     first, second = vectors[: len(data.first)], vectors[len(data.first) :]
     forth = _nearest(first, second, measuring)
     back = _nearest(second, first, measuring)
     figures: dict[str, float] = {}
-    with measuring.world.together(f"computing the metrics of {data.name}"), fitting():
+    with measuring.world.fail_together(f"computing the metrics of {data.name}"), fitting():
         if measuring.world.is_main:
             rows = range(len(data.first))
             precision, recall, f1, _ = precision_recall_fscore_support(
@@ -49,7 +49,7 @@ def measure(data: Bitext, measuring: Measuring) -> dict[str, float]:
     return measuring.world.broadcast(figures)
 
 
-def _nearest(queries: Tensor, others: Tensor, measuring: Measuring) -> list[int]:
+def _nearest(queries: Tensor, others: Tensor, measuring: EvaluationContext) -> list[int]:
     """For each of [n, D] the row of [n, D] with the largest inner product. A collective.
 
     Every rank has all vectors; each searches its share of them.

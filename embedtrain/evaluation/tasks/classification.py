@@ -14,7 +14,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from embedtrain.config.evaluation import Classifier
 from embedtrain.errors import DataError
-from embedtrain.evaluation.tasks.measuring import SEED, Measuring, fitting
+from embedtrain.evaluation.tasks.measuring import SEED, EvaluationContext, fitting
 from embedtrain.evaluation.types import ClassificationSet
 
 METRICS = ("accuracy", "f1", "f1_weighted", "precision", "recall")
@@ -28,7 +28,7 @@ def metrics_of_classes(data: ClassificationSet) -> tuple[str, ...]:
     return BINARY_METRICS if len(set(data.labels)) == 2 else METRICS
 
 
-def measure(data: ClassificationSet, measuring: Measuring) -> dict[str, float]:
+def measure(data: ClassificationSet, measuring: EvaluationContext) -> dict[str, float]:
     """Means over experiments, the same floats on every rank. A collective.
 
     Draws, classifier and figures are those of MTEB's AbsTaskClassification; `classifier=knn` is the nearest neighbours
@@ -40,7 +40,7 @@ def measure(data: ClassificationSet, measuring: Measuring) -> dict[str, float]:
     """
     world = measuring.world
     draws: list[NDArray[np.int64]] = []
-    with world.together(f"drawing the texts that {data.name} learns from"):
+    with world.fail_together(f"drawing the texts that {data.name} learns from"):
         train_classes, classes = _numbered(data)
         if len(np.unique(train_classes)) < 2:
             raise DataError(
@@ -49,16 +49,16 @@ def measure(data: ClassificationSet, measuring: Measuring) -> dict[str, float]:
             )
         draws = _draws(train_classes, data.samples_per_label, data.experiments)
     used = np.unique(np.concatenate(draws))
-    encoded = measuring.raw([*(data.train_texts[row] for row in used.tolist()), *data.texts])
+    encoded = measuring.encode_texts([*(data.train_texts[row] for row in used.tolist()), *data.texts])
     figures: dict[str, float] = {}
-    with world.together(f"computing the metrics of {data.name}"), fitting():
+    with world.fail_together(f"computing the metrics of {data.name}"), fitting():
         if world.is_main:
             vectors = encoded.cpu().numpy()
             each = []
             for draw in draws:
                 classifier = _classifier(data.classifier, len(draw))
                 classifier.fit(vectors[np.searchsorted(used, draw)], train_classes[draw])
-                each.append(_figures(classes, classifier.predict(vectors[len(used) :])))
+                each.append(_metrics(classes, classifier.predict(vectors[len(used) :])))
             figures = {metric: float(np.mean([of[metric] for of in each])) for metric in each[0]}
     return world.broadcast(figures)
 
@@ -103,7 +103,7 @@ def _classifier(which: Classifier, num_texts: int) -> LogisticRegression | KNeig
             return KNeighborsClassifier(n_neighbors=min(_NEIGHBOURS, num_texts), metric="cosine")
 
 
-def _figures(classes: NDArray[np.int64], predicted: NDArray[np.int64]) -> dict[str, float]:
+def _metrics(classes: NDArray[np.int64], predicted: NDArray[np.int64]) -> dict[str, float]:
     figures = {
         "accuracy": accuracy_score(classes, predicted),
         "f1": f1_score(classes, predicted, average="macro", zero_division=0.0),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sklearn.cluster import MiniBatchKMeans
 from sklearn.metrics import adjusted_mutual_info_score, v_measure_score
 
-from embedtrain.evaluation.tasks.measuring import SEED, Measuring, fitting
+from embedtrain.evaluation.tasks.measuring import SEED, EvaluationContext, fitting
 from embedtrain.evaluation.types import ClusteringSet
 
 METRICS = ("v_measure", "v_measure_std", "ami")
@@ -20,15 +20,15 @@ METRICS = ("v_measure", "v_measure_std", "ami")
 _DRAWN = 16384
 
 
-def measure(data: ClusteringSet, measuring: Measuring) -> dict[str, float]:
+def measure(data: ClusteringSet, measuring: EvaluationContext) -> dict[str, float]:
     """V-measure (its mean and deviation) and adjusted mutual information, the same on every rank. A collective.
 
     Clusters, draws and figures are those of MTEB: AbsTaskClusteringLegacy where texts come in groups, the bootstrap of
     AbsTaskClustering where they do not. Vectors are taken as the model gives them.
     """
-    encoded = measuring.raw(data.texts)
+    encoded = measuring.encode_texts(data.texts)
     figures: dict[str, float] = {}
-    with measuring.world.together(f"computing the metrics of {data.name}"), fitting():
+    with measuring.world.fail_together(f"computing the metrics of {data.name}"), fitting():
         if measuring.world.is_main:
             vectors = encoded.cpu().numpy()
             found = _drawn(vectors, data) if data.groups is None else _grouped(vectors, data, data.groups)

@@ -15,11 +15,11 @@ from embedtrain.evaluation.types import LoadedSet
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, dtype_of, trec_order
-from embedtrain.inference.vector_cache import StoredVectors
+from embedtrain.inference.vector_cache import VectorCache
 
 
 @dataclass(frozen=True)
-class Measuring:
+class EvaluationContext:
     """One set on one model.
 
     Attributes:
@@ -28,7 +28,7 @@ class Measuring:
         loaded: the set, with its prompts and lengths.
         metrics: which figures are wanted.
         index: how documents' vectors are kept.
-        stored: where documents' vectors are kept on disk, if they are.
+        vector_cache: where documents' vectors are kept on disk, if they are.
         save_runs: a folder for rankings as TREC files, or None.
         run_depth: documents of each query in a run file.
     """
@@ -38,7 +38,7 @@ class Measuring:
     loaded: LoadedSet
     metrics: tuple[str, ...]
     index: IndexConfig
-    stored: StoredVectors | None
+    vector_cache: VectorCache | None
     save_runs: Path | None
     run_depth: int
 
@@ -46,7 +46,7 @@ class Measuring:
         """Unit vectors of queries: float32 [n, D], on every rank. A collective."""
         return unit_vectors(self._encoded(texts, "queries"))
 
-    def raw(self, texts: Sequence[str]) -> Tensor:
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Vectors of texts that are neither queries nor documents, as the model gives them, of whatever length.
 
         They get the prompt and the length of queries. Float32 [n, D], on every rank. A collective.
@@ -66,7 +66,7 @@ class Measuring:
             texts,
             prompt,
             max_length=self.loaded.document_max_length,
-            stored=self.stored,
+            vector_cache=self.vector_cache,
             finish=lambda vectors: unit_vectors(vectors).to(dtype),
         ):
             index.add(block)

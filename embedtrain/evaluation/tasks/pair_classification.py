@@ -3,30 +3,30 @@
 import numpy as np
 from sklearn.metrics import average_precision_score
 
-from embedtrain.evaluation.tasks.measuring import Measuring, fitting
+from embedtrain.evaluation.tasks.measuring import EvaluationContext, fitting
 from embedtrain.evaluation.types import LabelledPairs
 from embedtrain.inference.exact import cosines
 
 METRICS = ("ap", "accuracy", "f1", "precision", "recall", "accuracy_threshold", "f1_threshold")
 
 
-def measure(data: LabelledPairs, measuring: Measuring) -> dict[str, float]:
+def measure(data: LabelledPairs, measuring: EvaluationContext) -> dict[str, float]:
     """Figures of cosines as scores of pairs, the same floats on every rank. A collective.
 
     Average precision is scikit-learn's. Accuracy, and F1 with its precision and recall, are those at the threshold
     that is best for each, as sentence-transformers' BinaryClassificationEvaluator finds it.
     """
-    vectors = measuring.raw([*data.first, *data.second])
+    vectors = measuring.encode_texts([*data.first, *data.second])
     first, second = vectors[: len(data.first)], vectors[len(data.first) :]
     figures: dict[str, float] = {}
-    with measuring.world.together(f"computing the metrics of {data.name}"), fitting():
+    with measuring.world.fail_together(f"computing the metrics of {data.name}"), fitting():
         if measuring.world.is_main:
             # As float32, the cosine of two equal texts is 1 and no neighbour of it: they tie.
-            figures = _figures(cosines(first, second).float().cpu().numpy(), np.asarray(data.labels))
+            figures = _metrics(cosines(first, second).float().cpu().numpy(), np.asarray(data.labels))
     return measuring.world.broadcast(figures)
 
 
-def _figures(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+def _metrics(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     # Seconds to import, which only a process that has such a set should pay.
     from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
 

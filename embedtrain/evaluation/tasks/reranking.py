@@ -6,8 +6,8 @@ Shapes: Q queries, M candidates of the query that has most, D dimensions.
 import torch
 from torch import Tensor
 
-from embedtrain.evaluation.tasks.measuring import Measuring
-from embedtrain.evaluation.tasks.rankings import ranking_figures
+from embedtrain.evaluation.tasks.measuring import EvaluationContext
+from embedtrain.evaluation.tasks.rankings import ranking_metrics
 from embedtrain.evaluation.types import RetrievalSet
 
 METRICS = ("map", "mrr@10", "ndcg@10")
@@ -16,7 +16,7 @@ METRICS = ("map", "mrr@10", "ndcg@10")
 _SCORES_AT_A_TIME = 1 << 22
 
 
-def measure(data: RetrievalSet, measuring: Measuring) -> dict[str, float]:
+def measure(data: RetrievalSet, measuring: EvaluationContext) -> dict[str, float]:
     """Figures of a set with candidates, the same floats on every rank. A collective.
 
     A candidate that is named twice counts once. Only documents that are candidates of some query are encoded.
@@ -45,7 +45,7 @@ def measure(data: RetrievalSet, measuring: Measuring) -> dict[str, float]:
             run.pop(judged[number], None)
         return run
 
-    return ranking_figures(data, found, width, measuring)
+    return ranking_metrics(data, found, width, measuring)
 
 
 def _ranked(ids: list[str], scores: Tensor) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
-from embedtrain.tracking.report.names import Form, written
+from embedtrain.tracking.report.names import NumberFormat, written
 from embedtrain.tracking.report.runs import Series
 
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -39,13 +39,18 @@ class Axis:
         return float(self.at(np.array([value]))[0])
 
 
-def value_axis(values: NDArray[np.float64], start: float, end: float, form: Form) -> Axis:
+def value_axis(values: NDArray[np.float64], start: float, end: float, form: NumberFormat) -> Axis:
     """An axis for finite values; logarithmic where they span so much that all but a few would lie on a line.
 
     Shares and rates never are: how far they lie from nothing is what one wants to see.
     """
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    if form in (Form.plain, Form.small) and low > 0 and high > 200 * low and high > 50 * float(np.median(values)):
+    if (
+        form in (NumberFormat.plain, NumberFormat.small)
+        and low > 0
+        and high > 200 * low
+        and high > 50 * float(np.median(values))
+    ):
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         every = max(1, -(-(last - first) // 5))
         ticks = tuple(10.0**power for power in range(first, last + 1, every))
@@ -74,9 +79,9 @@ def round_numbers(low: float, high: float, count: int) -> tuple[float, ...]:
     return tuple(round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1))
 
 
-def marks(axis: Axis, form: Form) -> list[str]:
+def tick_labels(axis: Axis, form: NumberFormat) -> list[str]:
     """What is written at ticks: as many digits as tell neighbours apart."""
-    return _percent(axis.ticks) if form is Form.share else _numbers(axis.ticks)
+    return _percent(axis.ticks) if form is NumberFormat.share else _numbers(axis.ticks)
 
 
 def _percent(ticks: Sequence[float]) -> list[str]:
@@ -237,7 +242,7 @@ def line_chart(
     lines: Sequence[Line],
     *,
     meaning: str = "",
-    form: Form = Form.plain,
+    form: NumberFormat = NumberFormat.plain,
     most: int = 300,
     steps: tuple[int, int] | None = None,
 ) -> Chart:
@@ -291,14 +296,14 @@ def line_chart(
     return Chart(title, meaning, picture, legend, _table(lines, form), points, "; ".join(remarks))
 
 
-def _frame(x: Axis, y: Axis, form: Form) -> Markup:
+def _frame(x: Axis, y: Axis, form: NumberFormat) -> Markup:
     """Grid lines with their numbers, and the steps below."""
     parts = []
-    for tick, text in zip(y.ticks, marks(y, form), strict=True):
+    for tick, text in zip(y.ticks, tick_labels(y, form), strict=True):
         at = y.place(tick)
         parts.append(element("path", d=f"M{LEFT:g} {at:.1f}H{RIGHT:g}", class_="grid"))
         parts.append(element("text", text, x=LEFT - 6, y=at + 3.5, text_anchor="end"))
-    for tick, text in zip(x.ticks, marks(x, Form.plain), strict=True):
+    for tick, text in zip(x.ticks, tick_labels(x, NumberFormat.plain), strict=True):
         at = x.place(tick)
         anchor = "end" if at > RIGHT - 12 else "start" if at < LEFT + 8 else "middle"
         parts.append(element("text", text, x=at, y=BOTTOM + 16, text_anchor=anchor))
@@ -352,7 +357,7 @@ def _last(series: Series) -> float | None:
     return float(series.finite[-1]) if len(series.finite) else None
 
 
-def _told(series: Series, form: Form) -> str:
+def _told(series: Series, form: NumberFormat) -> str:
     values: NDArray[np.float64] = series.finite
     if not len(values):
         return "no finite value"
@@ -363,7 +368,7 @@ def _told(series: Series, form: Form) -> str:
     return f"{where}, lowest {low}, highest {high}"
 
 
-def _table(lines: Sequence[Line], form: Form) -> Table:
+def _table(lines: Sequence[Line], form: NumberFormat) -> Table:
     courses = [dict(zip(line.series.steps.tolist(), line.series.values.tolist(), strict=True)) for line in lines]
     steps = sorted(set().union(*courses))
     rows = [

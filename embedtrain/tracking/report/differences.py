@@ -50,7 +50,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     return _differing([dict(_flat(run.recipe)) for run in runs])
 
 
-def other_versions(runs: Sequence[Run]) -> list[Difference]:
+def version_differences(runs: Sequence[Run]) -> list[Difference]:
     """What differs between the libraries and machines that runs were made with."""
     found = []
     for run in runs:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embedtrain.tracking.report.chart import Chart, Line, line_chart
-from embedtrain.tracking.report.names import Form, written
+from embedtrain.tracking.report.names import NumberFormat, written
 from embedtrain.tracking.report.runs import Run, Series
 
 _MEAN = "mean"  # what the means over sets are reported under
@@ -25,7 +25,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class SetFigures:
+class EvaluationSection:
     """One evaluation set: what is plotted first, the other plots, and for each metric a cell for each run."""
 
     name: str
@@ -35,7 +35,7 @@ class SetFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class MainFigure:
+class MainMetric:
     """The figure a run is known by: what it is, and its value before and after."""
 
     name: str
@@ -45,7 +45,7 @@ class MainFigure:
     direction: str
 
 
-def sets_of(runs: Sequence[Run]) -> list[SetFigures]:
+def evaluation_sections(runs: Sequence[Run]) -> list[EvaluationSection]:
     """All evaluation sets of all runs, the mean first."""
     names = list(dict.fromkeys(name for run in runs for name in run.evaluations))
     names.sort(key=lambda name: name != _MEAN)
@@ -56,11 +56,11 @@ def sets_of(runs: Sequence[Run]) -> list[SetFigures]:
         some = [(metric, chart) for metric, chart in zip(metrics, charts, strict=True) if chart is not None]
         if some:
             rows = tuple((metric, tuple(_cell(run, name, metric) for run in runs)) for metric, _ in some)
-            found.append(SetFigures(name, some[0][1], tuple(chart for _, chart in some[1:]), rows))
+            found.append(EvaluationSection(name, some[0][1], tuple(chart for _, chart in some[1:]), rows))
     return found
 
 
-def main_figure(run: Run) -> MainFigure | None:
+def main_metric(run: Run) -> MainMetric | None:
     """By what the best step is chosen where that is asked for, else the mean's or the first set's main metric."""
     best = run.option("checkpoint", "best")
     name, _, metric = best.partition("/") if isinstance(best, str) else ("", "", "")
@@ -75,7 +75,7 @@ def main_figure(run: Run) -> MainFigure | None:
     after = float(series.finite[-1]) if after is None else after
     before = float(series.finite[0]) if len(series.finite) > 1 else None
     change, direction = _change(before, after)
-    return MainFigure(
+    return MainMetric(
         f"{name} {metric}", None if before is None else written(before), written(after), change, direction
     )
 
@@ -109,7 +109,7 @@ def _cell(run: Run, name: str, metric: str) -> Cell | None:
 
 
 def _at(value: float, step: int) -> str:
-    return f"{written(value, Form.plain)} @ {step:,}"
+    return f"{written(value, NumberFormat.plain)} @ {step:,}"
 
 
 def _value_at(series: Series, step: int) -> float | None:

@@ -11,14 +11,14 @@ from embedtrain.tracking.report.sample import Vectors
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class Projection:
     """Vectors in two dimensions, [n, 2], and which share of their variance that shows."""
 
     points: NDArray[np.float64]
     shown: float
 
 
-def flattened(vectors: Vectors, like: Flat | None = None) -> Flat | None:
+def project(vectors: Vectors, like: Projection | None = None) -> Projection | None:
     """Principal components of all vectors: exact, so the same figures in every run.
 
     Args:
@@ -36,4 +36,4 @@ def flattened(vectors: Vectors, like: Flat | None = None) -> Flat | None:
     if like is not None and like.points.shape == points.shape:
         turned, _ = orthogonal_procrustes(points, like.points)
         points = points @ turned
-    return Flat(points, float(fitted.explained_variance_ratio_.sum()))
+    return Projection(points, float(fitted.explained_variance_ratio_.sum()))

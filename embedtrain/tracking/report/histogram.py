@@ -6,8 +6,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from embedtrain.tracking.report.chart import Axis, element, marks, round_numbers
-from embedtrain.tracking.report.names import Form
+from embedtrain.tracking.report.chart import Axis, element, round_numbers, tick_labels
+from embedtrain.tracking.report.names import NumberFormat
 
 WIDTH, HEIGHT = 380, 170
 LEFT, RIGHT, TOP, BOTTOM = 12.0, 368.0, 8.0, 144.0
@@ -36,7 +36,7 @@ def histogram(
     x = Axis(float(edges[0]), float(edges[-1]), LEFT, RIGHT, _ticks(edges))
     y = Axis(0.0, most, BOTTOM, TOP, ())
     shapes = [element("path", d=f"M{LEFT:g} {BOTTOM:g}H{RIGHT:g}", class_="grid")]
-    for tick, text in zip(x.ticks, marks(x, Form.plain), strict=True):
+    for tick, text in zip(x.ticks, tick_labels(x, NumberFormat.plain), strict=True):
         at = x.place(tick)
         anchor = "end" if at > RIGHT - 10 else "start" if at < LEFT + 10 else "middle"
         shapes.append(element("text", text, x=at, y=BOTTOM + 16, text_anchor=anchor))

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
 from embedtrain.tracking.report.chart import spread
-from embedtrain.tracking.report.sample import Relation, Role, Sample, Vectors
+from embedtrain.tracking.report.sample import PairRelation, Role, Sample, Vectors
 
-Places = NDArray[np.int64]  # [P, 2], numbers of two texts
+PairIndices = NDArray[np.int64]  # [P, 2], numbers of two texts
 
 NEIGHBOURS = 5
 QUERIES_SHOWN = 10
 
 
-class Family(str, Enum):
+class PairFamily(str, Enum):
     """What pairs are told apart by."""
 
     search = "queries and documents"
@@ -29,15 +29,15 @@ class Family(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PairKind:
     """Pairs of one kind: its name in a legend, and their texts."""
 
     name: str
-    pairs: Places
+    pairs: PairIndices
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PairGroup:
     """Pairs of one origin that a good model tells apart.
 
     Attributes:
@@ -49,8 +49,8 @@ class Told:
 
     origin: str
     held_out: bool
-    family: Family
-    kinds: tuple[Kind, ...]
+    family: PairFamily
+    kinds: tuple[PairKind, ...]
 
     def separation(self, vectors: Vectors) -> float | None:
         """The chance that a pair of the first kind is more alike than one of the last (area under the ROC curve)."""
@@ -62,61 +62,61 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NearestDocument:
     """A document that was found: its text's number, its cosine, and whether it is known to answer."""
 
     text: int
     cosine: float
-    relation: Relation | None
+    relation: PairRelation | None
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class QueryResult:
     """The documents nearest to a query, and the rank of the best one that answers it, of how many."""
 
-    nearest: tuple[Found, ...]
+    nearest: tuple[NearestDocument, ...]
     rank: int | None
     among: int
 
 
-def cosines(vectors: Vectors, pairs: Places) -> NDArray[np.float32]:
+def cosines(vectors: Vectors, pairs: PairIndices) -> NDArray[np.float32]:
     """Of pairs [P, 2]: [P]."""
     found = np.einsum("pd,pd->p", vectors.values[pairs[:, 0]], vectors.values[pairs[:, 1]])
     clipped: NDArray[np.float32] = np.clip(found, -1.0, 1.0)  # rounding gives 1.0000001
     return clipped
 
 
-def told_apart(sample: Sample) -> list[Told]:
+def group_pairs(sample: Sample) -> list[PairGroup]:
     """All pairs of the sample, by origin and by what they are told apart by."""
     origins = dict.fromkeys((text.origin, text.held_out) for text in sample.texts)
-    known: dict[tuple[str, bool], dict[Relation, list[tuple[int, int]]]] = {origin: {} for origin in origins}
+    known: dict[tuple[str, bool], dict[PairRelation, list[tuple[int, int]]]] = {origin: {} for origin in origins}
     for pair in sample.pairs:
         text = sample.texts[pair.first]
         known[text.origin, text.held_out].setdefault(pair.relation, []).append((pair.first, pair.second))
     found = []
     for (origin, held_out), pairs in known.items():
         for family, kinds in (
-            (Family.search, _searched(sample, origin, held_out, pairs)),
+            (PairFamily.search, _searched(sample, origin, held_out, pairs)),
             (
-                Family.scored,
+                PairFamily.scored,
                 [
-                    Kind(f"{one.value} score", _places(pairs.get(one, [])))
-                    for one in (Relation.high, Relation.middle, Relation.low)
+                    PairKind(f"{one.value} score", _places(pairs.get(one, [])))
+                    for one in (PairRelation.high, PairRelation.middle, PairRelation.low)
                 ],
             ),
-            (Family.classes, _labelled(sample, origin, held_out, pairs)),
+            (PairFamily.classes, _labelled(sample, origin, held_out, pairs)),
         ):
             there = tuple(kind for kind in kinds if len(kind.pairs))
             if there:
-                found.append(Told(origin, held_out, family, there))
+                found.append(PairGroup(origin, held_out, family, there))
     return found
 
 
 def _searched(
-    sample: Sample, origin: str, held_out: bool, pairs: Mapping[Relation, list[tuple[int, int]]]
-) -> list[Kind]:
+    sample: Sample, origin: str, held_out: bool, pairs: Mapping[PairRelation, list[tuple[int, int]]]
+) -> list[PairKind]:
     """Positives, hard negatives, and each query with every document that nothing is known of."""
-    positives = pairs.get(Relation.positive, [])
+    positives = pairs.get(PairRelation.positive, [])
     if not positives:
         return []
     here = [number for number, text in enumerate(sample.texts) if (text.origin, text.held_out) == (origin, held_out)]
@@ -131,19 +131,19 @@ def _searched(
         for document in documents
         if query != document and (query, document) not in related and same[query] != same[document]
     ]
-    negatives = pairs.get(Relation.negative, [])
+    negatives = pairs.get(PairRelation.negative, [])
     return [
-        Kind("positives", _places(positives)),
-        Kind("negatives judged or given" if held_out else "hard negatives", _places(negatives)),
-        Kind("chance pairs", _places(chance)),
+        PairKind("positives", _places(positives)),
+        PairKind("negatives judged or given" if held_out else "hard negatives", _places(negatives)),
+        PairKind("chance pairs", _places(chance)),
     ]
 
 
 def _labelled(
-    sample: Sample, origin: str, held_out: bool, pairs: Mapping[Relation, list[tuple[int, int]]]
-) -> list[Kind]:
+    sample: Sample, origin: str, held_out: bool, pairs: Mapping[PairRelation, list[tuple[int, int]]]
+) -> list[PairKind]:
     """Pairs with a label, and texts of one class or of two."""
-    same, different = (list(pairs.get(relation, [])) for relation in (Relation.same, Relation.different))
+    same, different = (list(pairs.get(relation, [])) for relation in (PairRelation.same, PairRelation.different))
     here = [
         number
         for number, text in enumerate(sample.texts)
@@ -152,16 +152,16 @@ def _labelled(
     for place, one in enumerate(here):
         for other in here[place + 1 :]:
             (same if sample.texts[one].label == sample.texts[other].label else different).append((one, other))
-    return [Kind("same", _places(same)), Kind("different", _places(different))]
+    return [PairKind("same", _places(same)), PairKind("different", _places(different))]
 
 
-def _places(pairs: Sequence[tuple[int, int]]) -> Places:
+def _places(pairs: Sequence[tuple[int, int]]) -> PairIndices:
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-def shown_queries(sample: Sample) -> list[int]:
+def select_queries(sample: Sample) -> list[int]:
     """Some queries whose neighbours are worth a look: held-out ones where there are any, from every origin in turn."""
-    answered = {pair.first for pair in sample.pairs if pair.relation is Relation.positive}
+    answered = {pair.first for pair in sample.pairs if pair.relation is PairRelation.positive}
     of_origin: dict[str, list[int]] = {}
     held_out = any(sample.texts[number].held_out for number in answered)
     for number in sorted(answered):
@@ -175,7 +175,7 @@ def shown_queries(sample: Sample) -> list[int]:
     return shown[:QUERIES_SHOWN]
 
 
-def answers(sample: Sample, vectors: Vectors, query: int) -> Answers:
+def nearest_documents(sample: Sample, vectors: Vectors, query: int) -> QueryResult:
     """The documents of the query's own set or source that are nearest to it."""
     asked = sample.texts[query]
     documents = np.array(
@@ -190,8 +190,9 @@ def answers(sample: Sample, vectors: Vectors, query: int) -> Answers:
     known = {pair.second: pair.relation for pair in sample.pairs if pair.first == query}
     scores = vectors.values[documents] @ vectors.values[query]
     order = np.lexsort((documents, -scores))
-    ranks = [place for place, at in enumerate(order, 1) if known.get(int(documents[at])) is Relation.positive]
+    ranks = [place for place, at in enumerate(order, 1) if known.get(int(documents[at])) is PairRelation.positive]
     nearest = tuple(
-        Found(int(documents[at]), float(scores[at]), known.get(int(documents[at]))) for at in order[:NEIGHBOURS]
+        NearestDocument(int(documents[at]), float(scores[at]), known.get(int(documents[at])))
+        for at in order[:NEIGHBOURS]
     )
-    return Answers(nearest, ranks[0] if ranks else None, len(documents))
+    return QueryResult(nearest, ranks[0] if ranks else None, len(documents))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Form(str, Enum):
+class NumberFormat(str, Enum):
     """How a value is written."""
 
     plain = "plain"  # four significant digits
@@ -23,72 +23,79 @@ class Group(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class MetricInfo:
     """A figure: heading, what it says in a line, group and form."""
 
     title: str
     meaning: str
     group: Group
-    form: Form = Form.plain
+    form: NumberFormat = NumberFormat.plain
 
 
 _TRAINING, _SPEED = Group.training, Group.speed
-NAMES = {
-    "loss": Named("Loss", "mean over the global batch", _TRAINING),
-    "accuracy": Named(
-        "Accuracy in the batch", "share of queries whose own document scores best", _TRAINING, Form.share
+METRICS = {
+    "loss": MetricInfo("Loss", "mean over the global batch", _TRAINING),
+    "accuracy": MetricInfo(
+        "Accuracy in the batch", "share of queries whose own document scores best", _TRAINING, NumberFormat.share
     ),
-    "positive_similarity": Named("Similarity to the positive", "mean cosine of query and positive", _TRAINING),
-    "hardest_negative_similarity": Named(
+    "positive_similarity": MetricInfo("Similarity to the positive", "mean cosine of query and positive", _TRAINING),
+    "hardest_negative_similarity": MetricInfo(
         "Similarity to the hardest negative", "mean over queries of the highest cosine to a negative", _TRAINING
     ),
-    "false_negatives": Named(
-        "Suspected false negatives", "share of negatives above 95 % of the positive's similarity", _TRAINING, Form.share
+    "false_negatives": MetricInfo(
+        "Suspected false negatives",
+        "share of negatives above 95 % of the positive's similarity",
+        _TRAINING,
+        NumberFormat.share,
     ),
-    "alignment": Named("Alignment", "mean squared distance of query and positive; lower is closer", _TRAINING),
-    "uniformity": Named("Uniformity", "how evenly vectors fill the sphere; lower is more evenly", _TRAINING),
-    "lr": Named("Learning rate", "of the weights", _TRAINING, Form.small),
-    "grad_norm": Named("Gradient norm", "of the whole model, before clipping", _TRAINING),
-    "temperature": Named("Temperature", "that similarities are divided by", _TRAINING),
-    "samples_per_s": Named("Rows per second", "training rows, all ranks together", _SPEED, Form.rate),
-    "tokens_per_s": Named("Tokens per second", "padding not counted, all ranks together", _SPEED, Form.rate),
-    "mfu": Named("Model FLOPs utilisation", "share of the matrix products' rate of the devices", _SPEED, Form.share),
-    "model_tflops": Named("TFLOP/s per rank", "10^12 operations a second for the model itself", _SPEED),
-    "data_wait": Named("Waiting for data", "share of the time of steps", _SPEED, Form.share),
-    "communication": Named("Communication", "share of the time of steps", _SPEED, Form.share),
-    "padding": Named("Padding", "share of computed tokens that are none", _SPEED, Form.share),
-    "memory_gib": Named("Peak memory", "GiB, of the first rank", _SPEED, Form.rate),
+    "alignment": MetricInfo("Alignment", "mean squared distance of query and positive; lower is closer", _TRAINING),
+    "uniformity": MetricInfo("Uniformity", "how evenly vectors fill the sphere; lower is more evenly", _TRAINING),
+    "lr": MetricInfo("Learning rate", "of the weights", _TRAINING, NumberFormat.small),
+    "grad_norm": MetricInfo("Gradient norm", "of the whole model, before clipping", _TRAINING),
+    "temperature": MetricInfo("Temperature", "that similarities are divided by", _TRAINING),
+    "samples_per_s": MetricInfo("Rows per second", "training rows, all ranks together", _SPEED, NumberFormat.rate),
+    "tokens_per_s": MetricInfo(
+        "Tokens per second", "padding not counted, all ranks together", _SPEED, NumberFormat.rate
+    ),
+    "mfu": MetricInfo(
+        "Model FLOPs utilisation", "share of the matrix products' rate of the devices", _SPEED, NumberFormat.share
+    ),
+    "model_tflops": MetricInfo("TFLOP/s per rank", "10^12 operations a second for the model itself", _SPEED),
+    "data_wait": MetricInfo("Waiting for data", "share of the time of steps", _SPEED, NumberFormat.share),
+    "communication": MetricInfo("Communication", "share of the time of steps", _SPEED, NumberFormat.share),
+    "padding": MetricInfo("Padding", "share of computed tokens that are none", _SPEED, NumberFormat.share),
+    "memory_gib": MetricInfo("Peak memory", "GiB, of the first rank", _SPEED, NumberFormat.rate),
 }
-_ORDER = {name: place for place, name in enumerate(NAMES)}
+_ORDER = {name: place for place, name in enumerate(METRICS)}
 
 
-def named(key: str) -> Named:
+def metric_info(key: str) -> MetricInfo:
     """What a logged figure is called; one that is unknown keeps its key, in a group of its own."""
-    found = NAMES.get(key)
+    found = METRICS.get(key)
     if found is not None:
         return found
     if key.startswith("loss/"):
-        return Named(f"Loss of {key.removeprefix('loss/')}", "mean over this source's batches", Group.training)
-    return Named(key, "", Group.other)
+        return MetricInfo(f"Loss of {key.removeprefix('loss/')}", "mean over this source's batches", Group.training)
+    return MetricInfo(key, "", Group.other)
 
 
-def order_of(key: str) -> tuple[int, str]:
+def metric_order(key: str) -> tuple[int, str]:
     """Sorts figures as they are to stand in their group."""
     return _ORDER.get(key.partition("/")[0], len(_ORDER)), key
 
 
-def written(value: float | None, form: Form = Form.plain) -> str:
+def written(value: float | None, form: NumberFormat = NumberFormat.plain) -> str:
     """A value as people read it; `—` where there is none."""
     if value is None or not math.isfinite(value):
         return "—"
     match form:
-        case Form.share:
+        case NumberFormat.share:
             return f"{value:.1%}"
-        case Form.small:
+        case NumberFormat.small:
             return "0" if value == 0 else f"{value:.1e}"
-        case Form.rate:
+        case NumberFormat.rate:
             return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
-        case Form.plain:
+        case NumberFormat.plain:
             if value == 0 or 1e-3 <= abs(value) < 1e5:
                 digits = 4 if abs(value) < 10 else 2 if abs(value) < 1000 else 0
                 return f"{value:,.{digits}f}"

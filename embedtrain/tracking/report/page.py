@@ -15,12 +15,12 @@ from markupsafe import Markup
 
 from embedtrain import __version__
 from embedtrain.tracking.report.chart import Chart
-from embedtrain.tracking.report.differences import differences, options_of, other_versions
-from embedtrain.tracking.report.evaluations import MainFigure, main_figure, sets_of
-from embedtrain.tracking.report.figures import groups_of
-from embedtrain.tracking.report.names import Form, duration, written
+from embedtrain.tracking.report.differences import differences, options_of, version_differences
+from embedtrain.tracking.report.evaluations import MainMetric, evaluation_sections, main_metric
+from embedtrain.tracking.report.figures import metric_sections
+from embedtrain.tracking.report.names import NumberFormat, duration, written
 from embedtrain.tracking.report.runs import Run, Series, Status, read_runs
-from embedtrain.tracking.report.samples import sample_of, shown
+from embedtrain.tracking.report.samples import sample_section, shown
 
 REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
 # Of each the sample's figures are a third of the page.
@@ -29,7 +29,7 @@ _FOLDER = Path(__file__).with_name("page")
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RunSummary:
     """What a run is, in words: one line of the table at the top."""
 
     label: str
@@ -43,7 +43,7 @@ class Head:
     loss: str
     rate: str
     memory: str
-    main: MainFigure | None
+    main: MainMetric | None
     exported: str
 
 
@@ -75,19 +75,19 @@ def render(runs: Sequence[Run]) -> str:
         return len(charts) - 1
 
     style, script = (_own(name) for name in ("page.css", "page.js"))
-    samples = [figures for run in runs[:MOST_SAMPLES] if (figures := sample_of(run)) is not None]
+    samples = [figures for run in runs[:MOST_SAMPLES] if (figures := sample_section(run)) is not None]
     return _template().render(
         title=" · ".join(run.label for run in runs),
         several=len(runs) > 1,
-        heads=[_head(run) for run in runs],
+        heads=[_summarize(run) for run in runs],
         sessions=[(run.label, _sessions(run)) for run in runs],
-        sets=sets_of(runs),
-        groups=groups_of(runs),
+        sets=evaluation_sections(runs),
+        groups=metric_sections(runs),
         samples=samples,
         samples_left_out=len(runs) > MOST_SAMPLES,
         recipes=[(run.label, options_of(run), {str(k): str(v) for k, v in run.versions.items()}) for run in runs],
         different=differences(runs),
-        versions=other_versions(runs),
+        versions=version_differences(runs),
         notes=[note for run in runs for note in run.notes],
         made=time.strftime("%Y-%m-%d %H:%M"),
         by=__version__,
@@ -127,7 +127,7 @@ def _json(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _head(run: Run) -> Head:
+def _summarize(run: Run) -> RunSummary:
     failed = run.sessions[-1].error if run.sessions and run.status is Status.failed else None
     total = run.total_steps
     steps = f"{run.last_step:,}" if not total or total == run.last_step else f"{run.last_step:,} of {total:,}"
@@ -135,7 +135,7 @@ def _head(run: Run) -> Head:
     ranks = ranks or [str(run.versions.get("world_size", "—"))]
     devices = run.sessions[-1].devices if run.sessions else ""
     loss = run.logged.get("loss")
-    return Head(
+    return RunSummary(
         label=run.label,
         directory=str(run.directory),
         status=run.status.value,
@@ -145,9 +145,9 @@ def _head(run: Run) -> Head:
         ranks=f"{', then '.join(ranks)}{f' ({devices})' if devices else ''}",
         duration=duration(run.seconds),
         loss="—" if loss is None or not len(loss.finite) else _course(loss),
-        rate=_median(run.logged.get("samples_per_s"), Form.rate),
+        rate=_median(run.logged.get("samples_per_s"), NumberFormat.rate),
         memory=_highest(run.logged.get("memory_gib")),
-        main=main_figure(run),
+        main=main_metric(run),
         exported="" if run.exported is None else _exported(run, run.exported),
     )
 
@@ -170,7 +170,7 @@ def _course(series: Series) -> str:
     return f"{last:.3g}" if len(series.finite) == 1 else f"{first:.3g} → {last:.3g}"
 
 
-def _median(series: Series | None, form: Form) -> str:
+def _median(series: Series | None, form: NumberFormat) -> str:
     """The middle one: the first steps of a run are slower than all others."""
     if series is None or not len(series.finite):
         return "—"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from embedtrain.errors import DataError
 from embedtrain.tracking.metrics import METRICS_FILE
 from embedtrain.tracking.report.sample import AFTER, BEFORE, Sample, Vectors, read_texts, read_vectors
-from embedtrain.tracking.sessions import SESSIONS_FILE, Session, read_sessions, seconds_of
+from embedtrain.tracking.sessions import SESSIONS_FILE, Session, read_sessions, total_seconds
 
 _LABEL = 80  # characters
 _NO_FIGURES = {"step", "set", "model"}
@@ -147,7 +147,7 @@ def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str])
         _evaluations(rows),
         sessions,
         _status(directory, sessions),
-        seconds_of(sessions, seen),
+        total_seconds(sessions, seen),
         exported if (exported / "modules.json").is_file() else None,
         sample,
         before,

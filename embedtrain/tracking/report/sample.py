@@ -31,7 +31,7 @@ class Role(str, Enum):
     text = "text"
 
 
-class Relation(str, Enum):
+class PairRelation(str, Enum):
     """What is known of two texts."""
 
     positive = "positive"
@@ -74,7 +74,7 @@ class Pair:
 
     first: int
     second: int
-    relation: Relation
+    relation: PairRelation
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def read_texts(directory: Path) -> Sample | None:
         if content["format"] != _FORMAT:
             raise DataError(f"{path} was written by another version of embedtrain (format {content['format']})")
         texts = [_text(one) for one in content["texts"]]
-        pairs = [Pair(int(first), int(second), Relation(known)) for first, second, known in content["pairs"]]
+        pairs = [Pair(int(first), int(second), PairRelation(known)) for first, second, known in content["pairs"]]
         if any(not 0 <= number < len(texts) for pair in pairs for number in (pair.first, pair.second)):
             raise ValueError("a pair of a text that is not there")
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from embedtrain.tracking.report.flat import flattened
+from embedtrain.tracking.report.flat import project
 from embedtrain.tracking.report.histogram import bins_of, histogram, shares
-from embedtrain.tracking.report.likeness import Answers, Family, Told, answers, cosines, shown_queries, told_apart
+from embedtrain.tracking.report.likeness import (
+    PairFamily,
+    PairGroup,
+    QueryResult,
+    cosines,
+    group_pairs,
+    nearest_documents,
+    select_queries,
+)
 from embedtrain.tracking.report.runs import Run
-from embedtrain.tracking.report.sample import Relation, Sample, Vectors
+from embedtrain.tracking.report.sample import PairRelation, Sample, Vectors
 from embedtrain.tracking.report.scatter import scatter
 
 TEXT_SHOWN, SNIPPET = 240, 90
@@ -21,7 +29,7 @@ _TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Snapshot:
     """When the sample was encoded: in words, and the vectors."""
 
     name: str
@@ -58,7 +66,7 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class QueryExample:
     """A query, and for each moment the rank of its best answer in words, and its neighbours."""
 
     text: str
@@ -67,7 +75,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleFigures:
+class SampleSection:
     """All that the page shows of a run's sample."""
 
     label: str
@@ -77,24 +85,24 @@ class SampleFigures:
     separations: tuple[Separation, ...]
     origins: tuple[tuple[str, int], ...]
     maps: tuple[tuple[str, str, Markup], ...]
-    questions: tuple[Question, ...]
+    questions: tuple[QueryExample, ...]
     held_out: bool
 
 
-def sample_of(run: Run) -> SampleFigures | None:
+def sample_section(run: Run) -> SampleSection | None:
     """What a run's sample says; None where there is none with vectors."""
     sample = run.sample
     moments = _moments(run)
     if sample is None or not sample.texts or not moments:
         return None
-    told = told_apart(sample)
+    told = group_pairs(sample)
     colours = _colours(sample)
-    queries = shown_queries(sample)
+    queries = select_queries(sample)
     origins: dict[str, int] = {}
     for (origin, held_out), colour in colours.items():
         name = origin if held_out else f"{origin} (training)"
         origins["others" if colour == MOST_COLOURS - 1 and len(colours) > MOST_COLOURS else name] = colour
-    return SampleFigures(
+    return SampleSection(
         run.label,
         len(sample.texts),
         tuple(moment.name for moment in moments),
@@ -118,12 +126,12 @@ def shown(text: str, length: int = TEXT_SHOWN) -> str:
     return line or "(nothing)"
 
 
-def _moments(run: Run) -> list[Moment]:
+def _moments(run: Run) -> list[Snapshot]:
     found = []
     if run.before is not None:
-        found.append(Moment("before training", run.before))
+        found.append(Snapshot("before training", run.before))
     if run.after is not None:
-        found.append(Moment(f"after step {run.after.step:,}", run.after))
+        found.append(Snapshot(f"after step {run.after.step:,}", run.after))
     if len({moment.vectors.values.shape[1] for moment in found}) > 1:
         return found[-1:]  # of another model
     return found
@@ -136,10 +144,10 @@ def _colours(sample: Sample) -> dict[tuple[str, bool], int]:
     return {origin: min(number, MOST_COLOURS - 1) for number, origin in enumerate(ordered)}
 
 
-def _histograms(told: Sequence[Told], moments: Sequence[Moment]) -> list[Histograms]:
+def _histograms(told: Sequence[PairGroup], moments: Sequence[Snapshot]) -> list[Histograms]:
     found = []
     for held_out in (True, False):
-        for family in Family:
+        for family in PairFamily:
             some = [one for one in told if one.held_out == held_out and one.family is family]
             kinds = list(dict.fromkeys(kind.name for one in some for kind in one.kinds))
             if not kinds:
@@ -160,7 +168,7 @@ def _histograms(told: Sequence[Told], moments: Sequence[Moment]) -> list[Histogr
     return found
 
 
-def _separation(told: Told, moments: Sequence[Moment]) -> Separation:
+def _separation(told: PairGroup, moments: Sequence[Snapshot]) -> Separation:
     kinds = (told.kinds[0], told.kinds[-1])
     means = tuple(
         " / ".join(f"{cosines(moment.vectors, kind.pairs).mean():.3f}" for kind in kinds) for moment in moments
@@ -176,12 +184,12 @@ def _separation(told: Told, moments: Sequence[Moment]) -> Separation:
 
 
 def _maps(
-    sample: Sample, moments: Sequence[Moment], colours: Mapping[tuple[str, bool], int]
+    sample: Sample, moments: Sequence[Snapshot], colours: Mapping[tuple[str, bool], int]
 ) -> list[tuple[str, str, Markup]]:
     snippets = [f"{text.role.value}, {shown(text.origin, 40)}: {shown(text.text, SNIPPET)}" for text in sample.texts]
     found, before = [], None
     for moment in moments:
-        flat = flattened(moment.vectors, before)
+        flat = project(moment.vectors, before)
         if flat is None:
             continue
         picture = scatter(f"Map {moment.name}", sample, flat, colours, snippets)
@@ -190,22 +198,22 @@ def _maps(
     return found
 
 
-def _question(sample: Sample, moments: Sequence[Moment], query: int) -> Question:
+def _question(sample: Sample, moments: Sequence[Snapshot], query: int) -> QueryExample:
     text = sample.texts[query]
-    found = [(moment.name, answers(sample, moment.vectors, query)) for moment in moments]
-    return Question(
+    found = [(moment.name, nearest_documents(sample, moment.vectors, query)) for moment in moments]
+    return QueryExample(
         shown(text.text),
         text.origin if text.held_out else f"{text.origin} (training)",
         tuple((name, _rank(one), _neighbours(sample, one)) for name, one in found),
     )
 
 
-def _rank(found: Answers) -> str:
+def _rank(found: QueryResult) -> str:
     return "no answer in the sample" if found.rank is None else f"best answer at {found.rank} of {found.among}"
 
 
-def _neighbours(sample: Sample, found: Answers) -> tuple[Neighbour, ...]:
-    marks = {Relation.positive: "yes", Relation.negative: "no"}
+def _neighbours(sample: Sample, found: QueryResult) -> tuple[Neighbour, ...]:
+    marks = {PairRelation.positive: "yes", PairRelation.negative: "no"}
     return tuple(
         Neighbour(
             f"{one.cosine:.3f}", marks.get(one.relation, "") if one.relation else "", shown(sample.texts[one.text].text)

@@ -6,15 +6,15 @@ import numpy as np
 from markupsafe import Markup
 
 from embedtrain.tracking.report.chart import element
-from embedtrain.tracking.report.flat import Flat
-from embedtrain.tracking.report.sample import Relation, Role, Sample
+from embedtrain.tracking.report.flat import Projection
+from embedtrain.tracking.report.sample import PairRelation, Role, Sample
 
 SIZE, MARGIN = 560, 14
-_JOINED = (Relation.positive, Relation.high, Relation.same)
+_JOINED = (PairRelation.positive, PairRelation.high, PairRelation.same)
 
 
 def scatter(
-    title: str, sample: Sample, flat: Flat, colours: Mapping[tuple[str, bool], int], snippets: Sequence[str]
+    title: str, sample: Sample, flat: Projection, colours: Mapping[tuple[str, bool], int], snippets: Sequence[str]
 ) -> Markup:
     """One map.
 

@@ -13,7 +13,7 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.data.sources.sources import expand, no_in_batch_negatives, source_names
+from embedtrain.data.sources.sources import expand_sources, no_in_batch_negatives, source_names
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import error_of, line, read, write
 
@@ -233,28 +233,28 @@ def marked(tmp_path: Path) -> Iterator[Path]:
 def test_each_file_is_a_source(marked: Path) -> None:
     source = TrainSource(path=str(marked), each_file=True, weight=0.5, negatives=2)
     files = ["a.jsonl", "b-no_in_batch_neg.jsonl.gz", "c-no_in_batch_neg/a.jsonl"]
-    expanded = expand([source, TrainSource(path=str(marked / "a.jsonl"))])
+    expanded = expand_sources([source, TrainSource(path=str(marked / "a.jsonl"))])
     assert [one.path for one in expanded] == [*(str(marked / file) for file in files), str(marked / "a.jsonl")]
     assert [one.name for one in expanded[:3]] == ["a", "b-no_in_batch_neg", "a"]
     assert source_names(expanded) == ["a", "b-no_in_batch_neg", "a-2", "a-3"]
     assert [(one.weight, one.negatives, one.each_file) for one in expanded[:3]] == [(0.5, 2, False)] * 3
     assert [no_in_batch_negatives(one) for one in expanded] == [False, True, True, False]
     assert len(read_sources(expanded, OnError.stop)) == 4
-    (named, *_) = expand([TrainSource(path=str(marked / "*.jsonl"), each_file=True, name="x")])
+    (named, *_) = expand_sources([TrainSource(path=str(marked / "*.jsonl"), each_file=True, name="x")])
     assert named.name == "x-a"
     with pytest.raises(ConfigError, match="each_file=true asks for a source of each file, and this is one Hub"):
-        expand([TrainSource(path="owner/name", each_file=True)])
+        expand_sources([TrainSource(path="owner/name", each_file=True)])
 
 
 def test_some_files_marked_and_others_not(marked: Path) -> None:
     for path in (marked, marked / "*.jsonl*"):
         with pytest.raises(DataError) as caught:
-            expand([TrainSource(path=str(path))])
+            expand_sources([TrainSource(path=str(path))])
         assert str(caught.value) == (
             f"{path}: {marked}/b-no_in_batch_neg.jsonl.gz is named no_in_batch_neg and {marked}/a.jsonl is not: write "
             "each_file: true, so that each file is a source, or in_batch_negatives: true or false for all of them"
         )
-    assert len(expand([TrainSource(path=str(marked), in_batch_negatives=True)])) == 1
+    assert len(expand_sources([TrainSource(path=str(marked), in_batch_negatives=True)])) == 1
     assert no_in_batch_negatives(TrainSource(path=str(marked / "c-no_in_batch_neg")))
     assert no_in_batch_negatives(TrainSource(path=str(marked / "*neg*")))
     assert not no_in_batch_negatives(TrainSource(path=str(marked / "a.jsonl")))
@@ -265,7 +265,7 @@ def test_each_file_beside_a_corpus(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / f"{name}.jsonl", {"query": name, "positive_document_ids": ["1"]})
     write(tmp_path / "corpus.jsonl", {"docid": "1", "text": "one"})
-    expanded = expand([TrainSource(path=str(tmp_path), each_file=True)])
+    expanded = expand_sources([TrainSource(path=str(tmp_path), each_file=True)])
     assert [Path(one.path).name for one in expanded] == ["a.jsonl", "b.jsonl"]
     stores: Any = read_sources(expanded, OnError.stop)
     assert [store[0].positives for store in stores] == [("one",), ("one",)]
@@ -274,8 +274,8 @@ def test_each_file_beside_a_corpus(tmp_path: Path) -> None:
 def test_flagembeddings_own_folders(shared_data: Path) -> None:
     folder = shared_data / "flagembedding-examples" / "embedder"
     with pytest.raises(DataError, match="each_file: true"):
-        expand([TrainSource(path=str(folder))])
-    expanded = expand([TrainSource(path=str(folder), each_file=True)])
+        expand_sources([TrainSource(path=str(folder))])
+    expanded = expand_sources([TrainSource(path=str(folder), each_file=True)])
     marks = {one.name: no_in_batch_negatives(one) for one in expanded}
     assert [name for name, mark in marks.items() if mark] == [
         "AmazonClassification",

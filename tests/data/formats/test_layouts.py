@@ -8,14 +8,14 @@ import pytest
 
 from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig
 from embedtrain.config.recipe import DataFormat, OnError
-from embedtrain.config.row_requirements import Needs, needs_of
+from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.types import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import error_of, read, write, write_table
 
-PAIRS = needs_of(CoSENTConfig())
-TEACHER = needs_of(DistillScoresConfig())
-CLASSES = Needs(documents=False, label=True, loss="batch_triplet")
+PAIRS = row_requirements(CoSENTConfig())
+TEACHER = row_requirements(DistillScoresConfig())
+CLASSES = RowRequirements(documents=False, label=True, loss="batch_triplet")
 
 ROW = {"query": "q", "pos": ["p"], "neg": ["n", "m"]}
 

@@ -6,21 +6,21 @@ import pytest
 
 from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig, TripletConfig
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import Needs, needs_of
+from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.train_data import load_train_data
 from embedtrain.data.types import Prompt
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import error_of, read, write, write_table
 
-PAIRS = needs_of(CoSENTConfig())
-TEACHER = needs_of(DistillScoresConfig())
-TRIPLET = needs_of(TripletConfig())
-CLASSES = Needs(documents=False, label=True, loss="batch_triplet")
-VECTORS = Needs(documents=False, vectors=True, loss="distill_embeddings")
-TEXTS = Needs(documents=False, loss="orthogonal")
-EVEN = Needs(even=True, loss="GISTEmbedLoss")
-INFONCE = Needs()
+PAIRS = row_requirements(CoSENTConfig())
+TEACHER = row_requirements(DistillScoresConfig())
+TRIPLET = row_requirements(TripletConfig())
+CLASSES = RowRequirements(documents=False, label=True, loss="batch_triplet")
+VECTORS = RowRequirements(documents=False, vectors=True, loss="distill_embeddings")
+TEXTS = RowRequirements(documents=False, loss="orthogonal")
+EVEN = RowRequirements(same_num_documents=True, loss="GISTEmbedLoss")
+INFONCE = RowRequirements()
 
 ROW = {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}
 PAIR = {"sentence1": ["a", "b"], "sentence2": ["c", "d"]}
@@ -176,7 +176,7 @@ def test_as_many_documents_in_every_row(tmp_path: Path) -> None:
     assert [len(store) for store in read_sources([one, one], OnError.stop, EVEN)] == [2, 2]
     single = TrainSource(path=str(write_table(tmp_path / "t.csv", {"text": ["a"]})))
     pair = TrainSource(path=str(write_table(tmp_path / "p.csv", PAIR)))
-    even_texts = Needs(documents=False, even=True, loss="orthogonal")
+    even_texts = RowRequirements(documents=False, same_num_documents=True, loss="orthogonal")
     with pytest.raises(ConfigError, match=r"data\.train: t has rows of one text and p rows of query and document, and"):
         read_sources([pair, single], OnError.stop, even_texts)
 
@@ -190,7 +190,7 @@ def test_as_many_documents_in_every_row(tmp_path: Path) -> None:
         (CLASSES | PAIRS, "a class and scores of documents, and"),
     ],
 )
-def test_losses_that_cannot_share_rows(tmp_path: Path, needs: Needs, what: str) -> None:
+def test_losses_that_cannot_share_rows(tmp_path: Path, needs: RowRequirements, what: str) -> None:
     error = error_of(write(tmp_path / "a.jsonl", ROW), ConfigError, needs=needs)
     assert what in error
     assert error.endswith("and a row cannot hold all of them: leave one of these losses out")

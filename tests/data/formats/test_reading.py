@@ -13,11 +13,11 @@ import pytest
 
 from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import Needs, needs_of
+from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.sources.digests import WHOLE_BYTES
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
 from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.reading import Reading, open_sources, row_at
+from embedtrain.data.sources.reading import SourceReader, open_sources, row_at
 from embedtrain.data.sources.streams import BLOCK
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
@@ -27,14 +27,14 @@ ROW = {"query": "q", "pos": ["p"], "neg": ["n"]}
 SIZES = (1, 7, 64, 1000, 1 << 30)
 
 
-def reading(path: object, needs: Needs = TEXTS_ALONE, **options: Any) -> Reading:
+def reading(path: object, needs: RowRequirements = TEXTS_ONLY, **options: Any) -> SourceReader:
     (one,) = open_sources([TrainSource(path=str(path), **options)], ["name"], [needs])
     return one
 
 
-def all_rows(source: Reading, piece_bytes: int) -> list[tuple[int, Texts | str]]:
+def all_rows(source: SourceReader, piece_bytes: int) -> list[tuple[int, Texts | str]]:
     """Every row and problem with its line in the file, piece by piece."""
-    layout = source.recognise(OnError.skip)
+    layout = source.detect_layout(OnError.skip)
     found: list[tuple[int, Texts | str]] = []
     lines = dict.fromkeys(source.parts, 0)
     for piece in source.pieces(piece_bytes):
@@ -75,7 +75,7 @@ def test_pieces_of_jsonl_are_its_lines_each_once(tmp_path: Path) -> None:
 def test_blank_lines_at_the_end_are_counted(tmp_path: Path) -> None:
     source = reading(write(tmp_path / "a.jsonl", ROW, b"\n\n", ROW, b"\n\n\n"))
     (piece,) = source.pieces(1 << 20)
-    rows = source.rows(piece, source.recognise(OnError.stop))
+    rows = source.rows(piece, source.detect_layout(OnError.stop))
     assert [number for number, _ in rows] == [1, 4]
     assert rows.lines == 7
 
@@ -95,7 +95,7 @@ def test_what_can_only_be_read_from_its_beginning_is_one_piece(tmp_path: Path, n
     source = reading(path)
     (piece,) = source.pieces(10)
     assert (piece.start, piece.stop, source.lines_before(piece)) == (0, None, 0)
-    rows = source.rows(piece, source.recognise(OnError.stop))
+    rows = source.rows(piece, source.detect_layout(OnError.stop))
     assert len(list(rows)) == 50
     assert rows.offset is None
 
@@ -123,19 +123,22 @@ def test_empty_files_are_a_piece_without_rows(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", b"")
     write(tmp_path / "b.jsonl", ROW)
     source = reading(tmp_path)
-    assert [len(list(source.rows(piece, source.recognise(OnError.skip)))) for piece in source.pieces(10)][:2] == [0, 1]
+    assert [len(list(source.rows(piece, source.detect_layout(OnError.skip)))) for piece in source.pieces(10)][:2] == [
+        0,
+        1,
+    ]
     with pytest.raises(DataError, match=r"a\.jsonl: holds no rows"):
-        source.recognise(OnError.stop)
+        source.detect_layout(OnError.stop)
 
 
 def test_recognising_names_the_first_bad_row(tmp_path: Path) -> None:
     source = reading(write(tmp_path / "a.jsonl", b"\n", b"{\n", [1], ROW))
     with pytest.raises(DataError, match=r"a\.jsonl:2: broken JSON"):
-        source.recognise(OnError.stop)
-    assert source.recognise(OnError.skip).told() == "FlagEmbedding rows"
+        source.detect_layout(OnError.stop)
+    assert source.detect_layout(OnError.skip).told() == "FlagEmbedding rows"
     source = reading(write(tmp_path / "a.jsonl", b"{\n", {"x": 1}))
     with pytest.raises(DataError, match=r"that can be trained on \(2 rows skipped, the first: .*:1: broken JSON"):
-        source.recognise(OnError.skip)
+        source.detect_layout(OnError.skip)
 
 
 # Content
@@ -150,13 +153,13 @@ def test_content_is_what_decides_the_rows(tmp_path: Path) -> None:
     (tmp_path / "d").rename(tmp_path / "e")
     folder = tmp_path / "e"
     assert reading(folder).content() == before
-    assert reading(folder, Needs(loss="gist")).content() == before
+    assert reading(folder, RowRequirements(loss="gist")).content() == before
     assert reading(folder, negatives=2, weight=3.0).content() == before
     os.utime(folder / "a.jsonl", (1, 1))
     assert reading(folder).content() == before  # small files are read whole
     for options in ({"columns": ["query", "pos"]}, {"score_scale": 2.0}):
         assert reading(folder, **options).content() != before
-    assert reading(folder, needs_of(CoSENTConfig())).content() != before
+    assert reading(folder, row_requirements(CoSENTConfig())).content() != before
     (folder / "a.jsonl").rename(folder / "c.jsonl")
     assert reading(folder).content() != before  # another order of rows
     (folder / "c.jsonl").rename(folder / "a.jsonl")
@@ -220,7 +223,7 @@ def test_content_of_a_saved_data_set(tmp_path: Path) -> None:
 def test_rows_read_again_are_those_that_were_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROW, {**ROW, "query": "second"})
     source = reading(path)
-    layout = source.recognise(OnError.stop)
+    layout = source.detect_layout(OnError.stop)
     offset = len(line(ROW))
     assert row_at(source.parts[0], offset)["query"] == "second"
     threads_saw: list[str] = []
@@ -258,10 +261,10 @@ def test_a_file_that_goes_between_finding_and_reading(tmp_path: Path, name: str)
     else:
         write_table(path, {"query": ["q"], "pos": ["p" if name == "a.csv" else ["p"]]})
     source = reading(path)
-    layout = source.recognise(OnError.stop)
+    layout = source.detect_layout(OnError.stop)
     (piece,) = source.pieces(1 << 20)
     path.unlink()
-    asked: list[Any] = [source.content, lambda: source.recognise(OnError.skip)]
+    asked: list[Any] = [source.content, lambda: source.detect_layout(OnError.skip)]
     asked.append(lambda: list(source.rows(piece, layout)))
     for ask in asked:
         with pytest.raises(DataError) as caught:

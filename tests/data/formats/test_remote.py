@@ -14,17 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import Needs
-from embedtrain.data.sources.reading import Reading, open_sources
-from embedtrain.data.sources.sources import expand, source_names
+from embedtrain.config.row_requirements import RowRequirements
+from embedtrain.data.sources.reading import SourceReader, open_sources
+from embedtrain.data.sources.sources import expand_sources, source_names
 from embedtrain.errors import ConfigError
 from tests.data.files import error_of, line, read, write, write_table
 
 ROWS = [{"query": f"q{i} é", "pos": ["p" * (i % 9 + 1)]} for i in range(50)]
 
 
-def reading(path: str, **options: Any) -> Reading:
-    (one,) = open_sources([TrainSource(path=path, **options)], ["name"], [Needs()])
+def reading(path: str, **options: Any) -> SourceReader:
+    (one,) = open_sources([TrainSource(path=path, **options)], ["name"], [RowRequirements()])
     return one
 
 
@@ -93,7 +93,7 @@ def test_folders_patterns_and_pieces(memory: str) -> None:
     assert [part.name.rpartition("/")[2] for part in source.parts] == ["a.jsonl", "c.jsonl.zst", "b.jsonl.gz"]
     assert len(reading(f"{memory}/rows/*.jsonl*").parts) == 2
     assert len(reading(f"{memory}/rows/**/*.jsonl*").parts) == 3
-    layout = source.recognise(OnError.stop)
+    layout = source.detect_layout(OnError.stop)
     pieces = [piece for piece in source.pieces(200) if piece.part.name.endswith("a.jsonl")]
     assert len(pieces) > 5
     lines = []
@@ -111,7 +111,7 @@ def test_folders_patterns_and_pieces(memory: str) -> None:
         "rows",
         "a",
     ]
-    expanded = expand([TrainSource(path=f"{memory}/rows", each_file=True)])
+    expanded = expand_sources([TrainSource(path=f"{memory}/rows", each_file=True)])
     assert [one.name for one in expanded] == ["a", "c", "b"]
 
 

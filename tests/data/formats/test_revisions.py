@@ -11,7 +11,7 @@ import pytest
 
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.recipe import TrainSource
-from embedtrain.data.sources.sources import find, parts_of
+from embedtrain.data.sources.sources import find_parts, resolve_parts
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.sets import read_set
 from tests.conftest import ROOT
@@ -142,10 +142,10 @@ def test_what_is_here_has_no_revision(tmp_path):
     write(tmp_path, [{"query": "a", "positive": "b"}])
     for path in (tmp_path, tmp_path / "train.jsonl", tmp_path / "*.jsonl", "https://example.org/train.jsonl"):
         with pytest.raises(ConfigError, match=r"revision=main chooses a version of a Hub data set, and this is none"):
-            parts_of(TrainSource(path=str(path), revision="main"))
+            resolve_parts(TrainSource(path=str(path), revision="main"))
     write(tmp_path / "named", [{"query": "a", "positive_document_ids": ["d"]}])
     with pytest.raises(ConfigError, match="revision=main chooses"):
-        find(TrainSource(path=str(tmp_path / "named"), documents=str(tmp_path), documents_revision="main"))
+        find_parts(TrainSource(path=str(tmp_path / "named"), documents=str(tmp_path), documents_revision="main"))
     for option in ("revision", "qrels_revision"):
         with pytest.raises(ConfigError, match=rf"^{option}=main chooses a version of a Hub data set"):
             read_set(EvaluationSet(path=str(tmp_path), **{option: "main"}))

@@ -15,16 +15,16 @@ from embedtrain.config.losses import (
     TripletConfig,
 )
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import Needs, Scores, needs_of
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.types import Example
 from embedtrain.errors import ConfigError
 from tests.data.files import error_of, read, write, write_table
 
-PAIRS = needs_of(CoSENTConfig())
-TEACHER = needs_of(DistillScoresConfig())
-SOFTMAX = Needs(scores=Scores.teacher, loss="SoftmaxLoss")
-TRIPLET = needs_of(TripletConfig())
+PAIRS = row_requirements(CoSENTConfig())
+TEACHER = row_requirements(DistillScoresConfig())
+SOFTMAX = RowRequirements(scores=ScoreRequirement.teacher, loss="SoftmaxLoss")
+TRIPLET = row_requirements(TripletConfig())
 
 ROW = {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}
 SCORES = {"pos_scores": [9, 8.5], "neg_scores": [-1.5, 0]}
@@ -40,7 +40,7 @@ def scores(examples: list[Example]) -> list[tuple[tuple[float, ...], tuple[float
 
 
 @pytest.mark.parametrize("needs", [PAIRS, TEACHER])
-def test_scores_of_flagembedding_rows(tmp_path: Path, needs: Needs) -> None:
+def test_scores_of_flagembedding_rows(tmp_path: Path, needs: RowRequirements) -> None:
     examples, report = read(write(tmp_path / "a.jsonl", {**ROW, **SCORES}), needs=needs)
     assert scores(examples) == [((9.0, 8.5), (-1.5, 0.0))]
     assert str(report) == "a: FlagEmbedding rows with scores, 1 rows from a.jsonl; 2 negatives a row"
@@ -260,7 +260,10 @@ def test_real_scored_pairs(shared_data: Path) -> None:
 
 
 def test_real_triples_and_a_real_teacher(shared_data: Path) -> None:
-    triples, needs = shared_data / "nli-triples", Needs(negatives=True, even=True, loss="TripletLoss")
+    triples, needs = (
+        shared_data / "nli-triples",
+        RowRequirements(negatives=True, same_num_documents=True, loss="TripletLoss"),
+    )
     assert "rows with 1 to 2 negatives" in error_of(triples, ConfigError, needs=needs)
     assert len(read(triples, needs=needs, negatives=1)[0]) == 742
     examples, _ = read(triples, needs=PAIRS)
@@ -275,15 +278,15 @@ def test_scores_that_the_loss_cannot_use(tmp_path: Path) -> None:
     """STS-B's run from 0 to 5: compared with a cosine they would ruin the model in silence."""
     rows = [{"a": "x", "b": "y", "score": 1.0}, {"a": "u", "b": "v", "score": 4.5}]
     path = write(tmp_path / "sts.jsonl", *rows)
-    assert error_of(path, needs=needs_of(CosineMSEConfig())) == (
+    assert error_of(path, needs=row_requirements(CosineMSEConfig())) == (
         f"{path}:2: loss=cosine_mse needs scores that are from -1 to 1, not 4.5; "
         "`score_scale` of a source divides its scores"
     )
-    assert error_of(path, needs=needs_of(OnlineContrastiveConfig())) == (
+    assert error_of(path, needs=row_requirements(OnlineContrastiveConfig())) == (
         f"{path}:2: loss=online_contrastive needs scores that are a whole number from 0 to 1, not 4.5"
     )
     softmax = SentenceTransformersConfig(class_name="SoftmaxLoss", arguments={"num_labels": 3})
-    assert "a whole number from 0 to 2, not 4.5" in error_of(path, needs=needs_of(softmax))
-    assert len(read(path, needs=needs_of(CoSENTConfig()))[0]) == 2
-    table, _ = read(path, needs=needs_of(CosineMSEConfig()), score_scale=5.0)
+    assert "a whole number from 0 to 2, not 4.5" in error_of(path, needs=row_requirements(softmax))
+    assert len(read(path, needs=row_requirements(CoSENTConfig()))[0]) == 2
+    table, _ = read(path, needs=row_requirements(CosineMSEConfig()), score_scale=5.0)
     assert [row.positive_scores for row in table] == [pytest.approx((0.2,)), pytest.approx((0.9,))]

@@ -4,14 +4,14 @@ import time
 
 import numpy as np
 
-from embedtrain.data.sampling.draw import Drawn, draw
+from embedtrain.data.sampling.draw import Selection, draw
 
 
 def whole(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def by_row(drawn: Drawn) -> list[list[int]]:
+def by_row(drawn: Selection) -> list[list[int]]:
     return [drawn.negatives[drawn.owners == row].tolist() for row in range(len(drawn.counts))]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embedtrain.config.recipe import WeightMode
-from embedtrain.data.sampling.mixing import rows_of_an_epoch
+from embedtrain.data.sampling.mixing import rows_per_source_of_epoch
 from embedtrain.errors import ConfigError
 
 PASSES, SHARES = WeightMode.epochs, WeightMode.proportions
@@ -18,7 +18,7 @@ def rows(
     temperature: float = 1.0,
 ) -> list[int]:
     weights, most = weights or [1.0] * len(sizes), most or [None] * len(sizes)
-    return rows_of_an_epoch(sizes, weights, most=most, kind=kind, temperature=temperature)
+    return rows_per_source_of_epoch(sizes, weights, most=most, kind=kind, temperature=temperature)
 
 
 def test_passes() -> None:

@@ -6,7 +6,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from embedtrain.data.sampling.permutation import MOST, below, bits, key_of, keys_of, permute, uniform
+from embedtrain.data.sampling.permutation import (
+    MAX_SIZE,
+    make_key,
+    make_keys,
+    permute,
+    random_below,
+    random_bits,
+    random_uniform,
+)
 
 
 def far_from_even(counts: np.ndarray) -> float:
@@ -17,27 +25,27 @@ def far_from_even(counts: np.ndarray) -> float:
 
 def orders(n: int, number: int) -> np.ndarray:
     """The permutations of range(n) of many keys: int64 [number, n]."""
-    keys = keys_of(7, np.arange(number))
+    keys = make_keys(7, np.arange(number))
     return np.stack([permute(np.full(number, place), n, keys) for place in range(n)], axis=1)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 99, 1000, 4096, 65537])
 def test_every_number_once(n: int) -> None:
     for number in range(5):
-        assert np.array_equal(np.sort(permute(np.arange(n), n, key_of(number))), np.arange(n))
+        assert np.array_equal(np.sort(permute(np.arange(n), n, make_key(number))), np.arange(n))
 
 
 def test_every_number_once_of_any_range() -> None:
     sizes = np.random.default_rng(0).integers(1, 3000, 60).tolist()
     for n in sizes:
-        assert np.array_equal(np.sort(permute(np.arange(n), n, key_of(n))), np.arange(n))
+        assert np.array_equal(np.sort(permute(np.arange(n), n, make_key(n))), np.arange(n))
 
 
 def test_ranges_and_keys_of_their_own() -> None:
     """As many calls in one."""
-    sizes = np.array([1, 2, 3, 10, 1000, 2**31, MOST])
-    places = np.array([0, 1, 0, 9, 500, 7, MOST - 1])
-    keys = keys_of(3, np.arange(7))
+    sizes = np.array([1, 2, 3, 10, 1000, 2**31, MAX_SIZE])
+    places = np.array([0, 1, 0, 9, 500, 7, MAX_SIZE - 1])
+    keys = make_keys(3, np.arange(7))
     apart = [permute(places[i : i + 1], int(sizes[i]), int(keys[i]))[0] for i in range(7)]
     assert permute(places, sizes, keys).tolist() == apart
     assert permute(np.empty(0, dtype=np.int64), 5, 1).tolist() == []
@@ -45,20 +53,20 @@ def test_ranges_and_keys_of_their_own() -> None:
 
 def test_the_numbers_are_pinned() -> None:
     """Other numbers would make a resumed run see rows twice, and others never: they must not change."""
-    assert key_of(1, 2, 3) == 3671048590361019180
-    assert key_of(2**63) == 6499746426144490369
+    assert make_key(1, 2, 3) == 3671048590361019180
+    assert make_key(2**63) == 6499746426144490369
     # The stream of SplitMix64 with this seed, known from elsewhere.
-    assert bits(0, np.arange(2)).tolist() == [16294208416658607535, 7960286522194355700]
-    assert uniform(7, np.arange(3)).tolist() == [0.3898297483912715, 0.01678829452815611, 0.9007606806068834]
-    assert below(bits(7, np.arange(8)), 10).tolist() == [3, 0, 9, 5, 4, 2, 4, 3]
+    assert random_bits(0, np.arange(2)).tolist() == [16294208416658607535, 7960286522194355700]
+    assert random_uniform(7, np.arange(3)).tolist() == [0.3898297483912715, 0.01678829452815611, 0.9007606806068834]
+    assert random_below(random_bits(7, np.arange(8)), 10).tolist() == [3, 0, 9, 5, 4, 2, 4, 3]
     assert permute(np.arange(10), 10, 0).tolist() == [1, 9, 7, 6, 3, 0, 5, 8, 2, 4]
-    far = permute(np.array([0, 1, 10**9, MOST - 1]), MOST, 12345)
+    far = permute(np.array([0, 1, 10**9, MAX_SIZE - 1]), MAX_SIZE, 12345)
     assert far.tolist() == [1029366136606, 879955456855, 379200517602, 547878901311]
 
 
 def test_keys() -> None:
-    assert keys_of(5, np.array([0, 1, 2**62])).tolist() == [key_of(5, number) for number in (0, 1, 2**62)]
-    many = [key_of(), key_of(0), key_of(0, 0), key_of(0, 1), key_of(1, 0), key_of(1), key_of(2**64 - 1)]
+    assert make_keys(5, np.array([0, 1, 2**62])).tolist() == [make_key(5, number) for number in (0, 1, 2**62)]
+    many = [make_key(), make_key(0), make_key(0, 0), make_key(0, 1), make_key(1, 0), make_key(1), make_key(2**64 - 1)]
     assert len(set(many)) == len(many)
     assert all(0 <= key < 2**64 for key in many)
 
@@ -83,7 +91,7 @@ def test_places_neighbours_and_pairs_are_even(n: int) -> None:
 
 def test_a_large_range_looks_random_and_keys_do_not_agree() -> None:
     n = 100_000
-    one, other = (permute(np.arange(n), n, key_of(0, number)) for number in range(2))
+    one, other = (permute(np.arange(n), n, make_key(0, number)) for number in range(2))
     bound = 5 / np.sqrt(n)
     assert abs(np.corrcoef(one, np.arange(n))[0, 1]) < bound
     assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < bound
@@ -93,12 +101,12 @@ def test_a_large_range_looks_random_and_keys_do_not_agree() -> None:
 
 
 def test_uniform_and_below() -> None:
-    numbers = uniform(key_of(1), np.arange(100_000))
+    numbers = random_uniform(make_key(1), np.arange(100_000))
     assert numbers.min() >= 0
     assert numbers.max() < 1
     assert far_from_even(np.histogram(numbers, 50, (0, 1))[0]) < 5
     assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.02
-    drawn = below(bits(key_of(2), np.arange(70_000)), np.tile([1, 2, 3, 5, 7, 100, 2**24], 10_000))
+    drawn = random_below(random_bits(make_key(2), np.arange(70_000)), np.tile([1, 2, 3, 5, 7, 100, 2**24], 10_000))
     for at, limit in enumerate((1, 2, 3, 5, 7, 100)):
         assert far_from_even(np.bincount(drawn[at::7], minlength=limit)) < 5
         assert drawn[at::7].max() < limit

@@ -109,7 +109,7 @@ def test_what_was_done_before_a_stop_is_not_done_again(tmp_path: Path) -> None:
 
 def test_progress_is_told_and_nothing_is_built_twice(tmp_path: Path) -> None:
     heard: list[tuple[int, int]] = []
-    one = wanted(tmp_path / "a", tmp_path / "log", 4, told=lambda done, total: heard.append((done, total)))
+    one = wanted(tmp_path / "a", tmp_path / "log", 4, progress=lambda done, total: heard.append((done, total)))
     build([one])
     assert heard == [(done, 4) for done in range(5)]
     build([one])

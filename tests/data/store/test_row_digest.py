@@ -12,13 +12,13 @@ import pytest
 
 from embedtrain.config.losses import CoSENTConfig
 from embedtrain.config.recipe import DataCache, OnError, TrainSource
-from embedtrain.config.row_requirements import Needs, needs_of
+from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.cache import row_files
 from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_digest import RowDigest
-from embedtrain.data.cache.row_table import BESIDES, TEXTS
+from embedtrain.data.cache.row_table import EXTRA_COLUMNS, TEXTS
 from embedtrain.data.types import Texts
 from embedtrain.distributed.world import World
 from tests.data.files import write, write_table
@@ -34,16 +34,18 @@ def digest(*rows: Texts) -> str:
 
 def add(found: RowDigest, rows: Sequence[Texts]) -> None:
     texts = [pa.array([getattr(row, name) for row in rows], type=TEXTS[name]) for name in row_files.TEXT_COLUMNS]
-    found.add(texts, {name: [getattr(row, name) for row in rows] for name in BESIDES})
+    found.add(texts, {name: [getattr(row, name) for row in rows] for name in EXTRA_COLUMNS})
 
 
 def row(i: int) -> dict[str, Any]:
     return {"query": f"q{i}", "pos": [f"p{i}", f"ü{i}"], "neg": [f"n{i}.{j}" for j in range(i % 4)]}
 
 
-def content(path: Path, needs: Needs | None = None, cache: Cache | None = None, **options: Any) -> str:
+def content(path: Path, needs: RowRequirements | None = None, cache: Cache | None = None, **options: Any) -> str:
     on_error = options.pop("on_error", OnError.stop)
-    return read_sources([TrainSource(path=str(path), **options)], on_error, needs or Needs(), cache)[0].content
+    return read_sources([TrainSource(path=str(path), **options)], on_error, needs or RowRequirements(), cache)[
+        0
+    ].content
 
 
 def test_every_value_and_its_place_count() -> None:
@@ -116,12 +118,12 @@ def test_it_is_the_same_however_rows_come_in(
     whole = content(write(tmp_path / "whole.jsonl", *lines))
     path = how(tmp_path, lines)
     monkeypatch.setattr(stored, "PIECE_BYTES", 2000)
-    monkeypatch.setattr(row_files, "ROWS_A_BATCH", 13)
+    monkeypatch.setattr(row_files, "ROWS_PER_BATCH", 13)
     assert content(path) == content(path, on_error=OnError.skip) == whole
     if how is as_it_is:
         cache = Cache(directory=tmp_path / "cache", keep=DataCache.offsets)
         assert content(path, cache=cache) == content(path, cache=cache) == whole
-        assert content(path, replace(Needs(), loss="gist"), negatives=1) == whole
+        assert content(path, replace(RowRequirements(), loss="gist"), negatives=1) == whole
         assert content(path, columns=["query", "pos"]) != whole
     lines[150] = lines[150].replace(b"q150", b"q15O")
     assert content(how(tmp_path / "changed", lines)) != whole
@@ -129,7 +131,7 @@ def test_it_is_the_same_however_rows_come_in(
 
 def test_what_lies_beside_is_the_same_in_any_format(tmp_path: Path) -> None:
     table: dict[str, list[Any]] = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "score": [0.1, 0.7]}
-    pairs = needs_of(CoSENTConfig())
+    pairs = row_requirements(CoSENTConfig())
     names = ("a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz")
     assert len({content(write_table(tmp_path / name, table), pairs) for name in names}) == 1
     table["score"][1] = 0.75

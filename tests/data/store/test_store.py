@@ -15,9 +15,9 @@ import pytest
 
 from embedtrain.config.losses import CoSENTConfig, TripletConfig
 from embedtrain.config.recipe import DataCache, OnError, TrainSource
-from embedtrain.config.row_requirements import Needs, needs_of
+from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.cache import row_store as stored
-from embedtrain.data.cache.cache import Cache, cache_directory, digest_of
+from embedtrain.data.cache.cache import Cache, cache_directory, json_digest
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.types import Example
@@ -25,8 +25,8 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import write, write_table
 
-PAIRS, TRIPLET = needs_of(CoSENTConfig()), needs_of(TripletConfig())
-VECTORS = Needs(documents=False, vectors=True, loss="distill_embeddings")
+PAIRS, TRIPLET = row_requirements(CoSENTConfig()), row_requirements(TripletConfig())
+VECTORS = RowRequirements(documents=False, vectors=True, loss="distill_embeddings")
 
 
 def row(i: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def row(i: int) -> dict[str, Any]:
 
 
 def store_of(path: object, cache: Cache | None = None, **options: Any) -> RowStore:
-    needs, on_error = options.pop("needs", Needs()), options.pop("on_error", OnError.stop)
+    needs, on_error = options.pop("needs", RowRequirements()), options.pop("on_error", OnError.stop)
     return read_sources([TrainSource(path=str(path), **options)], on_error, needs, cache)[0]
 
 
@@ -55,7 +55,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_second_run_builds_nothing_and_says_so(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *map(row, range(50)), b"{\n", row(50))
     heard: list[tuple[str, int, int]] = []
-    cache = Cache(directory=tmp_path / "cache", told=lambda *what: heard.append(what))
+    cache = Cache(directory=tmp_path / "cache", progress=lambda *what: heard.append(what))
     first = store_of(path, cache, on_error=OnError.skip)
     assert heard == [("reading a", 0, 1), ("reading a", 1, 1)]
     before = kept(tmp_path / "cache")
@@ -77,7 +77,7 @@ def test_what_has_the_rows_built_anew_and_what_does_not(tmp_path: Path) -> None:
 
     assert built()
     assert not built(negatives=1, weight=2.0, name="other")
-    assert not built(needs=replace(Needs(), loss="cached_infonce"))
+    assert not built(needs=replace(RowRequirements(), loss="cached_infonce"))
     assert built(needs=TRIPLET)
     assert built(needs=PAIRS)
     assert built(on_error=OnError.skip)
@@ -136,7 +136,7 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("EMBEDTRAIN_CACHE", "~/y")
     assert cache_directory(None) == tmp_path / "y"
     assert cache_directory("~/z") == tmp_path / "z"
-    assert digest_of({"a": 1, "b": [None, "ä"]}) == digest_of({"b": [None, "ä"], "a": 1}) != digest_of({"a": 1})
+    assert json_digest({"a": 1, "b": [None, "ä"]}) == json_digest({"b": [None, "ä"], "a": 1}) != json_digest({"a": 1})
 
 
 def test_a_disk_too_small_for_the_rows(tmp_path: Path, small_disk: Path) -> None:
@@ -215,14 +215,14 @@ def test_each_source_has_its_own_needs(tmp_path: Path) -> None:
     texts = write_table(tmp_path / "t.csv", {"text": ["a"], "label": [1]})
     rows = write(tmp_path / "a.jsonl", row(1), row(2))
     sources = [TrainSource(path=str(rows)), TrainSource(path=str(texts))]
-    classes = Needs(documents=False, label=True, even=True, loss="batch_triplet")
-    stores = read_sources(sources, OnError.stop, [Needs(), classes])
+    classes = RowRequirements(documents=False, label=True, same_num_documents=True, loss="batch_triplet")
+    stores = read_sources(sources, OnError.stop, [RowRequirements(), classes])
     assert [len(store) for store in stores] == [2, 1]
     assert [e.source for store in stores for e in store] == [0, 0, 1]
     assert stores[1][0].label == 1
-    even = replace(Needs(), even=True)
+    same_num_documents = replace(RowRequirements(), same_num_documents=True)
     with pytest.raises(ConfigError, match="rows with 1 to 2 negatives"):
-        read_sources(sources, OnError.stop, [even, classes])
+        read_sources(sources, OnError.stop, [same_num_documents, classes])
 
 
 def test_vectors_are_as_wide_in_all_sources_of_one_loss(tmp_path: Path) -> None:

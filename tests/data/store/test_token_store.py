@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.row_requirements import Needs
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache import token_files
 from embedtrain.data.cache.cache import Cache
@@ -21,7 +21,7 @@ from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.token_store import TokenStore, Wanted, prepare_all, prepare_tokens
 from embedtrain.data.keys import asked, text_keys
-from embedtrain.data.prompts import prompt_of, prompts_of
+from embedtrain.data.prompts import make_prompt, row_prompts
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import NO_PROMPT, Prompt
 from embedtrain.data.vocabulary import train_tokenizer
@@ -41,7 +41,7 @@ def row(i: int) -> dict[str, Any]:
 
 
 def rows_of(path: Path, cache: Cache, **options: Any) -> RowStore:
-    return read_sources([TrainSource(path=str(path), **options)], OnError.stop, Needs(), cache)[0]
+    return read_sources([TrainSource(path=str(path), **options)], OnError.stop, RowRequirements(), cache)[0]
 
 
 def texts_of(rows: RowStore) -> list[list[str]]:
@@ -72,9 +72,9 @@ def check(rows: RowStore, tokens: TokenStore, tokenizer: PreTrainedTokenizerBase
 
 def test_every_text_has_the_tokens_of_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "PIECE_BYTES", 20_000)
-    monkeypatch.setattr(token_files, "ROWS_A_PART", 60)
+    monkeypatch.setattr(token_files, "ROWS_PER_PART", 60)
     heard: list[tuple[str, int, int]] = []
-    cache = Cache(directory=tmp_path / "cache", told=lambda *what: heard.append(what))
+    cache = Cache(directory=tmp_path / "cache", progress=lambda *what: heard.append(what))
     rows = rows_of(write(tmp_path / "a.jsonl", *map(row, range(300))), cache)
     heard.clear()
     tokenizer = TextTokenizer(small_tokenizer(), 16)
@@ -97,7 +97,7 @@ def test_every_text_has_the_tokens_of_the_tokenizer(tmp_path: Path, monkeypatch:
 def test_rows_of_one_text(tmp_path: Path) -> None:
     cache = Cache(directory=tmp_path / "cache")
     path = write(tmp_path / "a.jsonl", *({"text": text(i, 3), "label": i} for i in range(5)))
-    classes = Needs(documents=False, label=True)
+    classes = RowRequirements(documents=False, label=True)
     (rows,) = read_sources([TrainSource(path=str(path))], OnError.stop, classes, cache)
     tokens = prepare_tokens(rows, TextTokenizer(small_tokenizer(), 16), **PROMPTS, **LENGTHS, cache=cache)
     check(rows, tokens, small_tokenizer(), (6, 16))
@@ -142,7 +142,7 @@ def test_instructions_of_rows_stand_in_for_prompts(tmp_path: Path) -> None:
             rows, TextTokenizer(tokenizer, 40), **options, **LENGTHS | {"query_max_length": 30}, cache=cache
         )
         for i, example in enumerate(rows):
-            before, around = prompts_of(example, *options.values())
+            before, around = row_prompts(example, *options.values())
             assert example.instruction == own[i % 3].get("prompt")
             expected = plain(tokenizer, [before(example.query)], 30)[0]
             assert tokens.ids(tokens.first[i : i + 1]).tolist() == expected
@@ -185,13 +185,13 @@ def test_lengths_beyond_the_models_are_told(tmp_path: Path) -> None:
 
 
 def test_prompts() -> None:
-    assert prompt_of(None, "q: ", INSTRUCT) == Prompt("q: ")
-    assert prompt_of("", "q: ", INSTRUCT) == NO_PROMPT
-    assert prompt_of("find {text}", "q: ", INSTRUCT)("x") == "Instruct: find {text}\nQuery: x"
-    assert prompt_of("find", "", "<{text}> {instruction}")("x") == "<x> find"
+    assert make_prompt(None, "q: ", INSTRUCT) == Prompt("q: ")
+    assert make_prompt("", "q: ", INSTRUCT) == NO_PROMPT
+    assert make_prompt("find {text}", "q: ", INSTRUCT)("x") == "Instruct: find {text}\nQuery: x"
+    assert make_prompt("find", "", "<{text}> {instruction}")("x") == "<x> find"
     for bad in ("{instruction}", "{text}", "{instruction} {text} {text}"):
         with pytest.raises(ConfigError, match=r"must hold .instruction., and .text. once"):
-            prompt_of("find", "", bad)
+            make_prompt("find", "", bad)
 
 
 def test_equal_texts_are_tokenised_once(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_disk_too_small_for_the_tokens(tmp_path: Path, small_disk: Path) -> No
 
 
 def tokenise_there(world: World, paths: list[str], directory: str) -> list[list[int]]:
-    token_files.ROWS_A_PART = 60
+    token_files.ROWS_PER_PART = 60
     stored.PIECE_BYTES = 20_000
     cache = Cache(directory=Path(directory))
     stores = read_sources([TrainSource(path=path) for path in paths], OnError.stop, cache=cache)

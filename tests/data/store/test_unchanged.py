@@ -28,7 +28,7 @@ def edit(path: Path, *, seen: bool, word: str = "new") -> None:
 
 
 def queries(path: Path, cache: Path, told: Callable[[str, int, int], None] = lambda *_: None) -> list[str]:
-    (store,) = read_sources([TrainSource(path=str(path))], OnError.stop, cache=Cache(directory=cache, told=told))
+    (store,) = read_sources([TrainSource(path=str(path))], OnError.stop, cache=Cache(directory=cache, progress=told))
     return [example.query for example in store]
 
 
@@ -86,7 +86,7 @@ def test_a_corpus_that_is_edited_while_it_is_read(tmp_path: Path) -> None:
                 write(corpus, *documents("new"))
                 os.utime(corpus, ns=(before, before))
 
-        cache = Cache(directory=tmp_path / "cache", told=told)
+        cache = Cache(directory=tmp_path / "cache", progress=told)
         return [example.positives for example in read_sources([source], OnError.stop, cache=cache)[0]]
 
     for when in (0, 1):

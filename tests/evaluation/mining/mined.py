@@ -60,7 +60,7 @@ def mine(_world: Any, arguments: Sequence[str]) -> None:
     act(compose_mine(list(arguments)))
 
 
-def attempt(_world: Any, folder: Path, arguments: Sequence[str]) -> tuple[str, str]:
+def try_mining(_world: Any, folder: Path, arguments: Sequence[str]) -> tuple[str, str]:
     """The door, on this rank, in a folder: what it printed, and the sentence it ended with, "" for none."""
     printed, error = io.StringIO(), ""
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):

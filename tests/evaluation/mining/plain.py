@@ -14,7 +14,7 @@ def documents_of(sources: Sequence[Sequence[Mapping[str, Any]]], corpus: Sequenc
     return list(dict.fromkeys([*texts, *corpus]))
 
 
-def plainly(
+def mine_reference(
     sources: Sequence[Sequence[Mapping[str, Any]]],
     corpus: Sequence[str],
     found_by: Score,
@@ -48,7 +48,7 @@ def _row(row, number, sources, everything, documents, found_by, judged_by,
         return other["query"].strip() == row["query"].strip()
 
     answers = list(dict.fromkeys(text for other in everything if same(other) for text in other["pos"]))
-    no_negatives = {text for other in everything if same_text(other) for text in other["pos"]}
+    not_negatives = {text for other in everything if same_text(other) for text in other["pos"]}
     ids = [{name for other in rows if same_text(other) for name in other.get("pos_id", ()) if name} for rows in sources]
     named = {
         text
@@ -58,7 +58,7 @@ def _row(row, number, sources, everything, documents, found_by, judged_by,
         for text, name in zip(other.get(kind, ()), other.get(f"{kind}_id", ()), strict=False)
         if name in of_source
     }
-    bare = {text.strip() for text in (*no_negatives, *named, row["query"])}
+    bare = {text.strip() for text in (*not_negatives, *named, row["query"])}
     struck = {text for text in documents if text.strip() in bare}
     found = found_by(row["query"], documents)
     order = sorted(range(len(documents)), key=lambda place: (-found[place], place))

@@ -16,7 +16,7 @@ from tests.evaluation.mining.mined import (
     write_jsonl,
 )
 from tests.evaluation.mining.models import save_cross_encoder
-from tests.evaluation.mining.plain import documents_of, plainly
+from tests.evaluation.mining.plain import documents_of, mine_reference
 
 SAME = "alpha beta gamma"
 FIRST = [
@@ -100,7 +100,7 @@ def test_rows_are_those_of_the_definition(ranks, folder, to, options, same):
         judged_by = judge(options["teacher"])
     results = mined(ranks, folder, to, 2, **options, query_batch_size=11)
     found_by = cosines_of(folder / "model" / "guide")
-    expected = plainly(
+    expected = mine_reference(
         [FIRST, SECOND], CORPUS, found_by, negatives=options["negatives"], rank_max=options["rank_max"],
         judged_by=judged_by, **same,
     )  # fmt: skip

@@ -8,12 +8,12 @@ from sentence_transformers import SentenceTransformer
 
 from tests.evaluation.mining.mined import (
     arguments,
-    attempt,
     more_documents,
     positive,
     query,
     read_jsonl,
     save_model,
+    try_mining,
     write_jsonl,
 )
 
@@ -51,7 +51,7 @@ def test_prompts_are_those_of_training(ranks, folder, include_prompt):
         folder / "model" / "guide", [folder / "plain.jsonl", source], to, corpus=folder / "pool.jsonl",
         negatives=4, rank_max=15, instruction_format="'{instruction} kappa {text}'",
     )  # fmt: skip
-    told, error = ranks(2, attempt, folder, command)[0]
+    told, error = ranks(2, try_mining, folder, command)[0]
     assert error == ""
     assert "they are encoded 3 times" in told
     model = SentenceTransformer(str(folder / "model" / "guide"), device="cpu")
@@ -92,7 +92,7 @@ def test_a_teacher_leaves_out_its_prompts_as_its_directory_says(ranks, folder):
         directory, [folder / "plain.jsonl"], folder / "taught", corpus=folder / "pool.jsonl", negatives=4, rank_max=15,
         teacher=directory,
     )  # fmt: skip
-    assert ranks(2, attempt, folder, command)[0][1] == ""
+    assert ranks(2, try_mining, folder, command)[0][1] == ""
     model = SentenceTransformer(str(directory), device="cpu")
     for row in read_jsonl(folder / "taught" / "plain.jsonl"):
         of_query = model.encode([row["query"]], prompt="nu nu ")[0]
@@ -114,5 +114,5 @@ def test_an_instruction_of_documents_alone_is_refused(ranks, folder):
     }
     write_jsonl(folder / "messages.jsonl", [row])
     command = arguments(folder / "model" / "guide", ["messages.jsonl"], folder / "never")
-    ((_, error),) = ranks(1, attempt, folder, command)
+    ((_, error),) = ranks(1, try_mining, folder, command)
     assert "messages.jsonl:1: its documents have an instruction and its query has none" in error

@@ -9,9 +9,9 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.distributed.world import World
 from embedtrain.mine.options import compose_mine
 from embedtrain.mine.prepared import prepare
-from embedtrain.mine.questions import Questions
+from embedtrain.mine.questions import UniqueQueries
 from embedtrain.mine.relation import joined
-from embedtrain.mine.sources import read_mined
+from embedtrain.mine.sources import read_mining_sources
 from tests.evaluation.mining.mined import positive, write_jsonl
 
 LABELS = ["alpha", "beta", " alpha"]
@@ -20,10 +20,10 @@ NUM_ROWS = 300
 
 def questions_of(world: World, folder: Path) -> dict[str, object]:
     options = compose_mine(["model=m", f"data=[{folder / 'rows.jsonl'}]", f"output_dir={folder / 'to'}"])
-    (source,) = read_mined(options, {"query": "q: "}, Cache(directory=folder / f"cache-{world.size}"))
+    (source,) = read_mining_sources(options, {"query": "q: "}, Cache(directory=folder / f"cache-{world.size}"))
     prepared = prepare(folder / f"prepared-{world.size}", [source], [], world, lambda *_: None)
     rows = list(source.store)
-    questions = Questions.of(rows, source, prepared, keep_own=True)
+    questions = UniqueQueries.of(rows, source, prepared, keep_own=True)
     return {
         "seen": list(questions.seen),
         "texts": list(questions.texts),

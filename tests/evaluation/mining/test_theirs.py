@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def theirs(folder, cross_encoder=None, **options):
+def reference_results(folder, cross_encoder=None, **options):
     """By query: scores and texts of the negatives, and the positive's score."""
     data = Dataset.from_dict({"query": [row["query"] for row in ROWS], "pos": [row["pos"][0] for row in ROWS]})
     model = SentenceTransformer(str(folder / "model" / "guide"), device="cpu")
@@ -91,12 +91,12 @@ def assert_same(mine, other):
     ],
 )  # fmt: skip
 def test_rows_are_theirs(ranks, folder, to, options, same):
-    assert_same(ours(ranks, folder, to, **options), theirs(folder, **same))
+    assert_same(ours(ranks, folder, to, **options), reference_results(folder, **same))
 
 
 def test_a_cross_encoder_scores_as_theirs_does(ranks, folder):
     options = {"negatives": 5, "rank_max": 300, "relative_margin": 0.001}
     mined = ours(ranks, folder, "cross-mined", teacher=folder / "cross", **options)
     cross = CrossEncoder(str(folder / "cross"), device="cpu")
-    expected = theirs(folder, cross, num_negatives=5, range_max=300, relative_margin=0.001)
+    expected = reference_results(folder, cross, num_negatives=5, range_max=300, relative_margin=0.001)
     assert_same(mined, expected)

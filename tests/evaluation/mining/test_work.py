@@ -7,13 +7,13 @@ import pytest
 
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError, EmbedtrainError
-from embedtrain.mine.blocks import in_rows_order
-from embedtrain.mine.figures import Figures
-from embedtrain.mine.work import Work
+from embedtrain.mine.blocks import merge_in_row_order
+from embedtrain.mine.figures import MiningStats
+from embedtrain.mine.work import MiningFolder
 
 
 def begin(world: World, folder: Path, is_shared: bool) -> str:
-    work = Work(folder / ("to" if is_shared else f"rank-{world.rank}"), {"negatives": 3}, world, patience=0.1)
+    work = MiningFolder(folder / ("to" if is_shared else f"rank-{world.rank}"), {"negatives": 3}, world, patience=0.1)
     try:
         return f"left: {work.begin(['rows'])}, {sorted(path.name for path in work.prepared.parent.glob('seen-*'))}"
     except EmbedtrainError as error:
@@ -38,9 +38,9 @@ def test_a_summary_of_something_else_is_left_alone(ranks, tmp_path, text):
 
 
 def write_and_lose(world: World, folder: Path) -> tuple[set[str], list[str], str]:
-    work = Work(folder / "to", {}, world)
+    work = MiningFolder(folder / "to", {}, world)
     work.begin(["rows"])
-    work.write("block", [f"line of {world.rank}"], Figures.joined([]))
+    work.write("block", [f"line of {world.rank}"], MiningStats.joined([]))
     world.barrier()
     done, lines, told = work.done(), list(work.lines(["block"])), ""
     world.barrier()
@@ -62,4 +62,4 @@ def test_a_block_that_lost_a_part_is_named(ranks, tmp_path):
 
 def test_rows_that_are_missing_are_no_traceback():
     with pytest.raises(DataError, match="missing after the first 1 of 2"):
-        list(in_rows_order(np.zeros(2, dtype=np.int64), {0: iter(["a\n"])}))
+        list(merge_in_row_order(np.zeros(2, dtype=np.int64), {0: iter(["a\n"])}))

@@ -9,8 +9,8 @@ import torch
 
 from embedtrain.config.evaluation import Classifier
 from embedtrain.errors import ConfigError, EmbedtrainError
-from embedtrain.evaluation.evaluator import Evaluator, check_metrics, metrics_of
-from embedtrain.evaluation.metrics import split_best
+from embedtrain.evaluation.evaluator import Evaluator, check_metrics, metric_names
+from embedtrain.evaluation.metrics import parse_best_metric
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
@@ -118,7 +118,7 @@ def test_an_evaluation_draws_no_global_random_number(ranks):
 def test_metrics_that_a_kind_does_not_have_are_refused():
     sets = {data.name: data for data in one_of_each()}
     for data in sets.values():
-        check_metrics(data, metrics_of([LoadedSet(data)])[data.name], "metrics")
+        check_metrics(data, metric_names([LoadedSet(data)])[data.name], "metrics")
     for name, metric, says in [
         ("sts", "ndcg@10", "sets[0].metrics: 'ndcg@10' is no metric of semantic textual similarity: "
                            "allowed are spearman, pearson"),
@@ -142,10 +142,10 @@ def test_metrics_that_a_kind_does_not_have_are_refused():
 
 def progress(world, sets):
     encoder = sentence_encoder(world)
-    before = encoder.told
+    before = encoder.progress
     seen = []
-    Evaluator(sets, encoder, world).evaluate(told=lambda what, done, total: seen.append((what, done, total)))
-    assert encoder.told is before
+    Evaluator(sets, encoder, world).evaluate(progress=lambda what, done, total: seen.append((what, done, total)))
+    assert encoder.progress is before
     Evaluator(sets, encoder, world).evaluate()
     return seen
 
@@ -166,15 +166,18 @@ def test_means_of_what_several_sets_have(ranks):
     figures = on_any_ranks(ranks, LoadedSet(retrieval), LoadedSet(reranking))
     assert list(figures) == ["retrieval", "reranking", "mean"]
     assert list(figures["mean"]) == ["ndcg@10", "mrr@10"]
-    metrics = metrics_of([LoadedSet(retrieval), LoadedSet(reranking)])
-    assert split_best("mean/ndcg@10", metrics) == ("mean", "ndcg@10")
+    metrics = metric_names([LoadedSet(retrieval), LoadedSet(reranking)])
+    assert parse_best_metric("mean/ndcg@10", metrics) == ("mean", "ndcg@10")
     for metric, value in figures["mean"].items():
         assert value == pytest.approx((figures["retrieval"][metric] + figures["reranking"][metric]) / 2, abs=1e-12)
     assert list(on_any_ranks(ranks, LoadedSet(retrieval), LoadedSet(sts))) == ["retrieval", "sts"]
-    assert list(metrics_of([LoadedSet(retrieval), LoadedSet(replace(retrieval, name="mean"))])) == ["retrieval", "mean"]
-    assert list(metrics_of([LoadedSet(retrieval)])) == ["retrieval"]
+    assert list(metric_names([LoadedSet(retrieval), LoadedSet(replace(retrieval, name="mean"))])) == [
+        "retrieval",
+        "mean",
+    ]
+    assert list(metric_names([LoadedSet(retrieval)])) == ["retrieval"]
     three = [LoadedSet(retrieval), LoadedSet(sts), LoadedSet(reranking)]
-    assert metrics_of(three)["mean"] == ("ndcg@10", "mrr@10"), "over the two that have them"
+    assert metric_names(three)["mean"] == ("ndcg@10", "mrr@10"), "over the two that have them"
     assert on_any_ranks(ranks, *three)["mean"] == figures["mean"]
     with pytest.raises(ConfigError, match=r"best=mean/ndcg@10: the mean is over .*, and no two of retrieval, sts have"):
-        split_best("mean/ndcg@10", metrics_of([LoadedSet(retrieval), LoadedSet(sts)]))
+        parse_best_metric("mean/ndcg@10", metric_names([LoadedSet(retrieval), LoadedSet(sts)]))

@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 from mteb import TaskMetadata
 from mteb.abstasks import AbsTask
 
-from embedtrain.evaluation.evaluator import Evaluator, metrics_of
+from embedtrain.evaluation.evaluator import Evaluator, metric_names
 from embedtrain.evaluation.types import LoadedSet
 from tests.evaluation.tiny import sentence_encoder
 
@@ -82,7 +82,7 @@ def measured(world: Any, sets: list[LoadedSet]) -> dict[str, dict[str, float]]:
     """Figures of the small model."""
     evaluator = Evaluator(sets, sentence_encoder(world), world)
     figures = evaluator.evaluate()
-    assert {name: tuple(of) for name, of in figures.items()} == metrics_of(sets)
+    assert {name: tuple(of) for name, of in figures.items()} == metric_names(sets)
     return figures
 
 

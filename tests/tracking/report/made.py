@@ -16,7 +16,7 @@ from embedtrain.tracking.report.sample import (
     AFTER,
     BEFORE,
     Pair,
-    Relation,
+    PairRelation,
     Role,
     Sample,
     SampleText,
@@ -73,7 +73,7 @@ def write_sample(folder: Path, sample: Sample, step: int, dimension: int = 12) -
     before = drawn.normal(size=(len(sample.texts), dimension)).astype(np.float32)
     after = before.copy()
     for pair in sample.pairs:
-        if pair.relation is Relation.positive:
+        if pair.relation is PairRelation.positive:
             after[pair.second] = after[pair.first] + 0.3 * drawn.normal(size=dimension)
     write_texts(folder / "sample", sample)
     write_vectors(folder / "sample", BEFORE, before, 0)
@@ -89,8 +89,8 @@ def made_sample(queries: Sequence[str] = QUERIES, documents: Sequence[str] = ANS
         texts += [SampleText(text, Role.query, name, held_out) for text in queries]
         texts += [SampleText(text, Role.document, name, held_out) for text in documents]
         for number in range(len(queries)):
-            pairs.append(Pair(first + number, first + len(queries) + number, Relation.positive))
+            pairs.append(Pair(first + number, first + len(queries) + number, PairRelation.positive))
             if not held_out:
                 negative = first + len(queries) + (number + 1) % len(documents)
-                pairs.append(Pair(first + number, negative, Relation.negative))
+                pairs.append(Pair(first + number, negative, PairRelation.negative))
     return Sample(texts, pairs)

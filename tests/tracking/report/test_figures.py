@@ -6,13 +6,21 @@ import math
 import numpy as np
 import pytest
 
-from embedtrain.tracking.report.chart import marks, round_numbers, smoothed, spread, step_axis, thinned, value_axis
+from embedtrain.tracking.report.chart import (
+    round_numbers,
+    smoothed,
+    spread,
+    step_axis,
+    thinned,
+    tick_labels,
+    value_axis,
+)
 from embedtrain.tracking.report.differences import options_of
-from embedtrain.tracking.report.flat import flattened
-from embedtrain.tracking.report.likeness import Family, answers, cosines, shown_queries, told_apart
-from embedtrain.tracking.report.names import Form, duration, written
+from embedtrain.tracking.report.flat import project
+from embedtrain.tracking.report.likeness import PairFamily, cosines, group_pairs, nearest_documents, select_queries
+from embedtrain.tracking.report.names import NumberFormat, duration, written
 from embedtrain.tracking.report.runs import Series, read_runs
-from embedtrain.tracking.report.sample import Relation, Role, Vectors
+from embedtrain.tracking.report.sample import PairRelation, Role, Vectors
 from embedtrain.tracking.report.samples import shown
 from tests.tracking.report.made import made_sample, make_run
 
@@ -25,9 +33,9 @@ def vectors():
 
 def test_pairs_are_told_apart_as_counted_by_hand(vectors):
     sample = made_sample()
-    held_out, trained = told_apart(sample)
+    held_out, trained = group_pairs(sample)
     assert [kind.name for kind in held_out.kinds] == ["positives", "chance pairs"] or not len(held_out.kinds[1].pairs)
-    assert (held_out.family, held_out.held_out, trained.origin) == (Family.search, True, "train.jsonl")
+    assert (held_out.family, held_out.held_out, trained.origin) == (PairFamily.search, True, "train.jsonl")
     assert len(held_out.kinds[0].pairs) == 5
     assert len(held_out.kinds[-1].pairs) == 5 * 5 - 5
     assert len(trained.kinds[-1].pairs) == 5 * 5 - 5 - 5, "neither positives nor hard negatives are chance"
@@ -38,28 +46,28 @@ def test_pairs_are_told_apart_as_counted_by_hand(vectors):
 
 def test_neighbours_are_those_of_a_full_sort(vectors):
     sample = made_sample()
-    assert shown_queries(sample) == [0, 1, 2, 3, 4], "held-out ones alone, each once"
-    for query in shown_queries(sample):
-        found = answers(sample, vectors, query)
+    assert select_queries(sample) == [0, 1, 2, 3, 4], "held-out ones alone, each once"
+    for query in select_queries(sample):
+        found = nearest_documents(sample, vectors, query)
         documents = [number for number, text in enumerate(sample.texts) if text.held_out and text.role is Role.document]
         by_hand = sorted(documents, key=lambda number: -float(vectors.values[number] @ vectors.values[query]))
         assert [one.text for one in found.nearest] == by_hand[:5]
         assert found.rank == by_hand.index(5 + query) + 1
         assert [one.relation for one in found.nearest] == [
-            Relation.positive if number == 5 + query else None for number in by_hand[:5]
+            PairRelation.positive if number == 5 + query else None for number in by_hand[:5]
         ]
 
 
 def test_the_map_shows_what_it_says(vectors):
-    flat = flattened(vectors)
+    flat = project(vectors)
     centred = vectors.values.astype(np.float64) - vectors.values.mean(axis=0)
     spectrum = np.linalg.svd(centred, compute_uv=False) ** 2
     assert flat.shown == pytest.approx(spectrum[:2].sum() / spectrum.sum())
     assert np.square(flat.points).sum() == pytest.approx(spectrum[:2].sum())
     turn, _ = np.linalg.qr(np.random.default_rng(2).normal(size=(6, 6)))
     turned = Vectors((vectors.values @ turn).astype(np.float32), 9)
-    assert flattened(turned, flat).points == pytest.approx(flat.points, abs=1e-4), "turned back onto the map before"
-    assert flattened(Vectors(np.ones((9, 4), dtype=np.float32), 1)) is None
+    assert project(turned, flat).points == pytest.approx(flat.points, abs=1e-4), "turned back onto the map before"
+    assert project(Vectors(np.ones((9, 4), dtype=np.float32), 1)) is None
 
 
 def test_few_points_look_like_all_of_them():
@@ -82,22 +90,22 @@ def test_few_points_look_like_all_of_them():
 @pytest.mark.parametrize(
     ("values", "form", "expected"),
     [
-        ([0.0, 0.93], Form.plain, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
-        ([0.3, 0.7], Form.share, ["30%", "40%", "50%", "60%", "70%"]),
-        ([5.0], Form.plain, ["0", "2", "4", "6", "8"]),
-        ([0.0], Form.share, ["0%", "25%", "50%", "75%", "100%"]),
-        ([-2.0], Form.plain, ["-3", "-2", "-1", "0"]),
-        ([1.0, 1.0, 2.0, 1e6], Form.plain, ["1", "100", "10k", "1M"]),
-        ([0.0, 2e-5], Form.small, ["0", "5e-6", "1e-5", "1.5e-5", "2e-5"]),
-        ([0.0, 52_000.0], Form.rate, ["0", "20k", "40k", "60k"]),
-        ([1e-300, 2e-300], Form.plain, None),
-        ([1e300, -1e300], Form.plain, None),
-        ([], Form.plain, None),
+        ([0.0, 0.93], NumberFormat.plain, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+        ([0.3, 0.7], NumberFormat.share, ["30%", "40%", "50%", "60%", "70%"]),
+        ([5.0], NumberFormat.plain, ["0", "2", "4", "6", "8"]),
+        ([0.0], NumberFormat.share, ["0%", "25%", "50%", "75%", "100%"]),
+        ([-2.0], NumberFormat.plain, ["-3", "-2", "-1", "0"]),
+        ([1.0, 1.0, 2.0, 1e6], NumberFormat.plain, ["1", "100", "10k", "1M"]),
+        ([0.0, 2e-5], NumberFormat.small, ["0", "5e-6", "1e-5", "1.5e-5", "2e-5"]),
+        ([0.0, 52_000.0], NumberFormat.rate, ["0", "20k", "40k", "60k"]),
+        ([1e-300, 2e-300], NumberFormat.plain, None),
+        ([1e300, -1e300], NumberFormat.plain, None),
+        ([], NumberFormat.plain, None),
     ],
 )
 def test_axes_have_round_numbers(values, form, expected):
     axis = value_axis(np.array(values), 100.0, 0.0, form)
-    texts = marks(axis, form)
+    texts = tick_labels(axis, form)
     if expected is not None:
         assert texts == expected
     assert len(set(texts)) == len(texts)

@@ -3,19 +3,21 @@
 from typing import Any
 
 from embedtrain.config.recipe import DataFormat, TrainSource
-from embedtrain.config.row_requirements import Needs, Scores
-from embedtrain.data.sources.kinds import Kind
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
+from embedtrain.data.sources.kinds import PartKind
 from embedtrain.data.sources.layouts.columns import choose_columns
 from embedtrain.data.sources.layouts.flagembedding import FlagEmbedding
 from embedtrain.data.sources.layouts.judged import Judged
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE, Layout, beside, losses_of_scores
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY, RowLayout, beside, losses_of_scores
 from embedtrain.data.sources.layouts.messages import Messages
 from embedtrain.data.sources.layouts.nemo import Nemo
 from embedtrain.data.sources.layouts.tevatron import DocumentIds, Passages
 from embedtrain.errors import ConfigError, DataError
 
 
-def choose_layout(source: TrainSource, kind: Kind, row: dict[str, Any], needs: Needs = TEXTS_ALONE) -> Layout:
+def choose_layout(
+    source: TrainSource, kind: PartKind, row: dict[str, Any], needs: RowRequirements = TEXTS_ONLY
+) -> RowLayout:
     """The layout that the source asks for, or else the one that its first row shows.
 
     Args:
@@ -39,12 +41,12 @@ def choose_layout(source: TrainSource, kind: Kind, row: dict[str, Any], needs: N
             f"{source.path}: loss={needs.loss} needs {beside(needs)}, which {layout.told()} do not hold: "
             "give it as a column named label, beside columns of texts"
         )
-    if needs.scores == Scores.teacher and not isinstance(layout, FlagEmbedding | Messages):
+    if needs.scores == ScoreRequirement.teacher and not isinstance(layout, FlagEmbedding | Messages):
         raise DataError(
             f"{source.path}: loss={needs.loss} needs {beside(needs)}, which {layout.told()} do not hold: "
             "give it as FlagEmbedding's pos_scores and neg_scores, or as a column named score"
         )
-    if isinstance(layout, FlagEmbedding) and needs.scores == Scores.none and row.get("scores") is not None:
+    if isinstance(layout, FlagEmbedding) and needs.scores == ScoreRequirement.none and row.get("scores") is not None:
         raise DataError(
             f'{source.path}: "scores" makes these scored pairs, which loss={needs.loss} has no use for: '
             'write columns=[query,pos] to take every text of "pos" as a positive, or take the source out; '
@@ -53,9 +55,9 @@ def choose_layout(source: TrainSource, kind: Kind, row: dict[str, Any], needs: N
     return layout
 
 
-def _asked_for(source: TrainSource, kind: Kind, row: dict[str, Any], needs: Needs) -> Layout | None:
+def _asked_for(source: TrainSource, kind: PartKind, row: dict[str, Any], needs: RowRequirements) -> RowLayout | None:
     """The layout, or None for columns by order."""
-    if kind is Kind.beir:
+    if kind is PartKind.beir:
         return Judged(needs)
     match source.format:
         case DataFormat.flagembedding:
@@ -68,13 +70,13 @@ def _asked_for(source: TrainSource, kind: Kind, row: dict[str, Any], needs: Need
             raise ConfigError(
                 f"{source.path}: format=beir is a folder's, with corpus, queries and qrels: write its path"
             )
-        case DataFormat.auto if source.columns is None and kind not in (Kind.csv, Kind.tsv):
+        case DataFormat.auto if source.columns is None and kind not in (PartKind.csv, PartKind.tsv):
             return _shown(row, needs)
         case _:
             return None
 
 
-def _shown(row: dict[str, Any], needs: Needs) -> Layout | None:
+def _shown(row: dict[str, Any], needs: RowRequirements) -> RowLayout | None:
     # One key of a pair is enough: a row that has lost its `pos`, taken as columns, would make its negatives positives.
     keys = row.keys()
     if {"positive_messages", "negative_messages"} & keys:

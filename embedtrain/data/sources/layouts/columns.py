@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.row_requirements import Needs, Scores
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources import values
-from embedtrain.data.sources.kinds import Kind
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE, Documents, beside, losses_of_scores
+from embedtrain.data.sources.kinds import PartKind
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY, DocumentLookup, beside, losses_of_scores
 from embedtrain.data.sources.problems import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError, DataError
@@ -27,12 +27,12 @@ class Columns:
 
     names: list[str]  # of the columns of texts
     score: str | None = None
-    needs: Needs = TEXTS_ALONE
+    needs: RowRequirements = TEXTS_ONLY
     cells: bool = False  # of CSV or TSV, where numbers are texts as well
     found: dict[str, None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
 
-    def texts(self, row: dict[str, Any], documents: Documents | None = None) -> Texts:
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
         """See Layout."""
         required = self.names[:2] if self.score is None else [*self.names[:2], self.score]
         if len(row) > len(self.names) + (self.score is not None):
@@ -59,7 +59,7 @@ class Columns:
         what, value = f'column "{self.score}"', row[self.score]
         if self.cells:
             value = values.cell(value)
-        if self.needs.scores == Scores.none and not self.needs.label and not self.needs.vectors:
+        if self.needs.scores == ScoreRequirement.none and not self.needs.label and not self.needs.vectors:
             marks = values.marks(value, what, len(positives))
             chosen = [text for text, mark in zip(positives, marks, strict=True) if mark]
             if not chosen:
@@ -84,14 +84,14 @@ class Columns:
         if others[1:]:
             parts.append(f"{' + '.join(others[1:])} = negatives")
         if self.score is not None:
-            wants_scores = self.needs.scores != Scores.none
+            wants_scores = self.needs.scores != ScoreRequirement.none
             meaning = "1 for positives, 0 for negatives" if not wants_scores else "score"
             meaning = "class" if self.needs.label else "vectors" if self.needs.vectors else meaning
             parts.append(f"{self.score} = {meaning}")
         return ", ".join(parts)
 
 
-def choose_columns(source: TrainSource, kind: Kind, row: dict[str, Any], needs: Needs) -> Columns:
+def choose_columns(source: TrainSource, kind: PartKind, row: dict[str, Any], needs: RowRequirements) -> Columns:
     """The columns that the source names, or else those of its first row.
 
     Raises:
@@ -99,13 +99,13 @@ def choose_columns(source: TrainSource, kind: Kind, row: dict[str, Any], needs: 
         DataError: the row's columns cannot be what the loss needs.
     """
     texts, score = _chosen_columns(source, row, needs)
-    return Columns(texts, score, needs, cells=kind in (Kind.csv, Kind.tsv))
+    return Columns(texts, score, needs, cells=kind in (PartKind.csv, PartKind.tsv))
 
 
-def _chosen_columns(source: TrainSource, row: dict[str, Any], needs: Needs) -> tuple[list[str], str | None]:
+def _chosen_columns(source: TrainSource, row: dict[str, Any], needs: RowRequirements) -> tuple[list[str], str | None]:
     """The columns of texts, and the one of scores, classes or vectors."""
     present = list(row)
-    wants = needs.scores != Scores.none or needs.label or needs.vectors
+    wants = needs.scores != ScoreRequirement.none or needs.label or needs.vectors
     named = present if source.columns is None else source.columns
     # Where nothing but texts is wanted, a column is what the user says it is, whatever its name.
     scores = [n for n in named if n.lower() in SCORE_COLUMNS] if wants or source.columns is None else []
@@ -128,7 +128,7 @@ def _chosen_columns(source: TrainSource, row: dict[str, Any], needs: Needs) -> t
             f"texts: name the columns to train on, such as columns=[{','.join([*texts, scores[0]])}]"
         )
     _check_texts(source, texts, present, needs)
-    if wants and needs.scores != Scores.pairs and not scores:
+    if wants and needs.scores != ScoreRequirement.pairs and not scores:
         raise DataError(
             f"{source.path}: loss={needs.loss} needs {beside(needs)}, and no column is named score, scores, label "
             f"or labels; there {'is' if source.columns is None else 'is, in columns'}: {', '.join(named)}"
@@ -142,14 +142,14 @@ def _marks_documents(row: dict[str, Any], texts: list[str], score: str) -> bool:
     return isinstance(documents, list) and isinstance(marks, list) and all(mark in (0, 1) for mark in marks)
 
 
-def _check_number_of_texts(source: TrainSource, texts: list[str], needs: Needs) -> None:
+def _check_number_of_texts(source: TrainSource, texts: list[str], needs: RowRequirements) -> None:
     if source.columns is None or len(texts) >= _fewest_texts(needs):
         return
     wanted = "at least two, query and positive" if _fewest_texts(needs) == 2 else "at least one of texts"
     raise ConfigError(f"{source.path}: columns={source.columns}: name {wanted}")
 
 
-def _check_texts(source: TrainSource, texts: list[str], present: list[str], needs: Needs) -> None:
+def _check_texts(source: TrainSource, texts: list[str], present: list[str], needs: RowRequirements) -> None:
     if needs.label and len(texts) > 1:
         raise DataError(
             f"{source.path}: loss={needs.loss} takes one text and its class, and there are the columns of texts "
@@ -161,5 +161,5 @@ def _check_texts(source: TrainSource, texts: list[str], present: list[str], need
         raise DataError(f"{source.path}: rows need {wanted}; there is: {', '.join(present) or 'nothing'}")
 
 
-def _fewest_texts(needs: Needs) -> int:
-    return 2 if needs.documents or needs.scores != Scores.none else 1
+def _fewest_texts(needs: RowRequirements) -> int:
+    return 2 if needs.documents or needs.scores != ScoreRequirement.none else 1

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from embedtrain.config.row_requirements import Needs, Scores
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources import values
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE, Documents, beside, require, with_found
-from embedtrain.data.sources.problems import BadRow, shortened, told
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY, DocumentLookup, beside, require, with_found
+from embedtrain.data.sources.problems import BadRow, shorten, told
 from embedtrain.data.types import Texts
 
 # FlagEmbedding's types of rows in which query and document are of one sort and get the same instruction.
@@ -27,11 +27,11 @@ class FlagEmbedding:
     https://github.com/NovaSearch-Team/RAG-Retrieval, https://github.com/ContextualAI/gritlm.
     """
 
-    needs: Needs = TEXTS_ALONE
+    needs: RowRequirements = TEXTS_ONLY
     found: dict[str, None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
 
-    def texts(self, row: dict[str, Any], documents: Documents | None = None) -> Texts:
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
         """See Layout."""
         require(row, "query", "pos")
         query_instruction, query = values.instructed(row["query"], '"query"')
@@ -71,7 +71,7 @@ class FlagEmbedding:
         instruction: str | None,
         document_instruction: str | None,
     ) -> Texts:
-        scored = self.needs.scores != Scores.none
+        scored = self.needs.scores != ScoreRequirement.none
         self.ignored.update((key, None) for key in row if key not in _READ and not (scored and key in _SCORES))
         scores = self._scores(row, positives, negatives)
         ids: list[list[str]] = []
@@ -118,7 +118,7 @@ class FlagEmbedding:
                 return None, False
 
     def _scores(self, row: dict[str, Any], positives: list[str], negatives: list[str]) -> list[float]:
-        if self.needs.scores == Scores.none:
+        if self.needs.scores == ScoreRequirement.none:
             return []
         of_positives, of_negatives = row.get("pos_scores"), row.get("neg_scores")
         of_all = row.get("scores")
@@ -127,7 +127,7 @@ class FlagEmbedding:
                 count = len(positives) + len(negatives)
                 return values.one_each(of_all, '"scores"', '"pos" and "neg"', count, values.number)
             of_positives = of_all
-        if self.needs.scores == Scores.pairs and of_positives is None and of_negatives is None:
+        if self.needs.scores == ScoreRequirement.pairs and of_positives is None and of_negatives is None:
             return []
         for key, given, texts in (("pos_scores", of_positives, positives), ("neg_scores", of_negatives, negatives)):
             if given is None and texts:
@@ -159,7 +159,7 @@ def _texts(value: object, what: str, instructions: set[str | None], *, nested: b
 
 def _the_only(instructions: set[str | None]) -> str | None:
     if len(instructions) > 1:
-        first, second = ("none" if one is None else shortened(one) for one in _in_order(instructions)[:2])
+        first, second = ("none" if one is None else shorten(one) for one in _in_order(instructions)[:2])
         raise BadRow(
             f"the documents of this row have different instructions, {first} and {second}: give all of them the same"
         )

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedtrain.config.row_requirements import Needs, Scores
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources import values
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE, Documents
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY, DocumentLookup
 from embedtrain.data.sources.layouts.named import looked_up
 from embedtrain.data.types import Texts
 
@@ -17,15 +17,15 @@ class Judged:
     Where the loss needs scores they are the judgements'.
     """
 
-    needs: Needs = TEXTS_ALONE
+    needs: RowRequirements = TEXTS_ONLY
     found: dict[str, None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
 
-    def texts(self, row: dict[str, Any], documents: Documents | None = None) -> Texts:
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
         """See Layout."""
         query = values.text(row["query"], "the query")
         positive_ids, negative_ids = row["positive_ids"], row["negative_ids"]
-        wants_scores = self.needs.scores != Scores.none
+        wants_scores = self.needs.scores != ScoreRequirement.none
         if negative_ids:
             self.found["others that are judged = hard negatives"] = None
         return values.checked(

@@ -3,14 +3,14 @@
 from typing import Any, Protocol
 
 from embedtrain.config.losses import LOSSES, CombinedConfig, SentenceTransformersConfig
-from embedtrain.config.row_requirements import Needs, Scores, needs_of
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
 from embedtrain.data.sources.problems import BadRow
 from embedtrain.data.types import Texts
 
-TEXTS_ALONE = Needs()  # a query and a positive: what most losses need
+TEXTS_ONLY = RowRequirements()  # a query and a positive: what most losses need
 
 
-class Documents(Protocol):
+class DocumentLookup(Protocol):
     """Texts by the ids that rows name them by."""
 
     def text(self, name: str) -> str | None:
@@ -18,7 +18,7 @@ class Documents(Protocol):
         ...
 
 
-class Layout(Protocol):
+class RowLayout(Protocol):
     """A way to read rows. What rows showed is collected, in the order of its finding, for the report.
 
     Attributes:
@@ -29,7 +29,7 @@ class Layout(Protocol):
     found: dict[str, None]  # sets that keep their order
     ignored: dict[str, None]
 
-    def texts(self, row: dict[str, Any], documents: Documents | None = None) -> Texts:
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
         """The row's texts, and of what lies beside them that which the loss needs.
 
         Args:
@@ -46,20 +46,24 @@ class Layout(Protocol):
         ...
 
 
-def beside(needs: Needs) -> str:
+def beside(needs: RowRequirements) -> str:
     """What the loss needs beside texts, in words."""
     if needs.label:
         return "the class of every row"
     if needs.vectors:
         return "a teacher's vectors of every text"
-    return "a teacher's score of every document" if needs.scores == Scores.teacher else "a score of every document"
+    return (
+        "a teacher's score of every document"
+        if needs.scores == ScoreRequirement.teacher
+        else "a score of every document"
+    )
 
 
 def losses_of_scores() -> str:
     """The losses that use scores of pairs, as they are chosen by `loss`."""
     kinds = [kind for kind in LOSSES.values() if kind not in (CombinedConfig, SentenceTransformersConfig)]
-    needs = [needs_of(kind()) for kind in kinds]
-    return ", ".join(need.loss for need in needs if need.scores == Scores.pairs)
+    needs = [row_requirements(kind()) for kind in kinds]
+    return ", ".join(need.loss for need in needs if need.scores == ScoreRequirement.pairs)
 
 
 def require(row: dict[str, Any], *keys: str) -> None:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedtrain.config.row_requirements import Needs, Scores
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources import values
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE, Documents, losses_of_scores, require, with_found
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY, DocumentLookup, losses_of_scores, require, with_found
 from embedtrain.data.sources.layouts.named import refuse_images
 from embedtrain.data.sources.problems import BadRow, told
 from embedtrain.data.types import Texts
@@ -22,11 +22,11 @@ class Messages:
     https://swift.readthedocs.io/en/latest/BestPractices/Embedding.html
     """
 
-    needs: Needs = TEXTS_ALONE
+    needs: RowRequirements = TEXTS_ONLY
     found: dict[str, None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
 
-    def texts(self, row: dict[str, Any], documents: Documents | None = None) -> Texts:
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
         """See Layout."""
         refuse_images(row, "this row")
         require(row, "messages", "positive_messages")
@@ -59,10 +59,10 @@ class Messages:
     def _scores(self, row: dict[str, Any], positives: int, negatives: int) -> list[float]:
         key = next((key for key in ("label", "score") if row.get(key) is not None), None)
         if key is None:
-            if self.needs.scores == Scores.teacher:
+            if self.needs.scores == ScoreRequirement.teacher:
                 raise BadRow(f'loss={self.needs.loss} needs scores, and this row has no "label" or "score"')
             return []
-        if self.needs.scores != Scores.none:
+        if self.needs.scores != ScoreRequirement.none:
             self.found["scores"] = None
             return values.scores(row[key], f'"{key}"', positives, negatives, 2 + (negatives > 0))
         if row[key] != 1:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from embedtrain.data.sources import values
-from embedtrain.data.sources.layouts.layout import Documents
+from embedtrain.data.sources.layouts.layout import DocumentLookup
 from embedtrain.data.sources.problems import BadRow, told
 
 
-def looked_up(names: Sequence[str], what: str, documents: Documents | None) -> list[str]:
+def looked_up(names: Sequence[str], what: str, documents: DocumentLookup | None) -> list[str]:
     """The texts of documents.
 
     Args:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedtrain.config.row_requirements import Needs
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.sources import values
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE, Documents, require, with_found
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY, DocumentLookup, require, with_found
 from embedtrain.data.sources.layouts.named import ids, looked_up, passages
 from embedtrain.data.sources.problems import BadRow
 from embedtrain.data.types import Texts
@@ -19,11 +19,11 @@ class Nemo:
     https://github.com/NVIDIA-NeMo/Automodel
     """
 
-    needs: Needs = TEXTS_ALONE
+    needs: RowRequirements = TEXTS_ONLY
     found: dict[str, None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
 
-    def texts(self, row: dict[str, Any], documents: Documents | None = None) -> Texts:
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
         """See Layout."""
         key = "query" if "query" in row else "question"
         require(row, key, "pos_doc")
@@ -41,7 +41,7 @@ class Nemo:
         """See Layout."""
         return with_found("NeMo rows", self.found)
 
-    def _documents(self, value: Any, what: str, documents: Documents | None) -> tuple[list[str], list[str]]:
+    def _documents(self, value: Any, what: str, documents: DocumentLookup | None) -> tuple[list[str], list[str]]:
         if value is None:
             return [], []
         several = value if isinstance(value, list) else [value]

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedtrain.config.row_requirements import Needs
+from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.sources import values
-from embedtrain.data.sources.layouts.layout import TEXTS_ALONE, Documents, require, with_found
+from embedtrain.data.sources.layouts.layout import TEXTS_ONLY, DocumentLookup, require, with_found
 from embedtrain.data.sources.layouts.named import ids, looked_up, passages, refuse_images
 from embedtrain.data.sources.problems import BadRow
 from embedtrain.data.types import Texts
@@ -18,11 +18,11 @@ class Passages:
     A document is `title + " " + text`, its docid is its id. https://github.com/texttron/tevatron
     """
 
-    needs: Needs = TEXTS_ALONE
+    needs: RowRequirements = TEXTS_ONLY
     found: dict[str, None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
 
-    def texts(self, row: dict[str, Any], documents: Documents | None = None) -> Texts:
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
         """See Layout."""
         require(row, "query", "positive_passages")
         query = values.text(row["query"], '"query"')
@@ -48,11 +48,11 @@ class DocumentIds:
     The query's key may be `query` too. https://github.com/texttron/tevatron
     """
 
-    needs: Needs = TEXTS_ALONE
+    needs: RowRequirements = TEXTS_ONLY
     found: dict[str, None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
 
-    def texts(self, row: dict[str, Any], documents: Documents | None = None) -> Texts:
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
         """See Layout."""
         refuse_images(row, "this row")
         key = "query" if "query_text" not in row and "query" in row else "query_text"

@@ -1,6 +1,7 @@
-"""The arrows between the rooms run one way, read off the source of every file."""
+"""Imports follow one total order of packages and form no cycle, read from the source of every file."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -8,30 +9,55 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "embedtrain"
-UPPER = {"training", "evaluation", "checkpoint", "tracking"}
-MIDDLE = {"planning"}
-LOWER = {"losses", "models", "data", "distributed"}
-GROUND = {"config", "errors"}
-# room -> the rooms it may import besides itself, `config` and `errors`.
-ALLOWED = {
-    "errors": set(),
-    "config": set(),
-    "data": set(),
-    "models": {"data.types"},  # Tokens are what an encoder is called with
-    "losses": {"distributed.collectives"},
-    "distributed": LOWER,
-    "planning": {"models", "losses", "distributed"},
-    "launch": set(),  # runs where torch may not be installed
-    "health": LOWER,
-    "training": UPPER | MIDDLE | LOWER,
-    "evaluation": UPPER | MIDDLE | LOWER,
-    "checkpoint": UPPER | MIDDLE | LOWER,
-    "tracking": UPPER | MIDDLE | LOWER,
+COMMANDS = ("evaluate", "mine", "search", "export", "plan", "inspect", "report", "submit", "doctor", "__main__")
+# A package imports those below it, never those above it; a command imports no other command.
+ORDER = (
+    COMMANDS,
+    "cli",
+    "training",
+    "evaluation",
+    "inference",
+    "loading",
+    "checkpoint",
+    "planning",
+    "tracking",
+    "models",
+    "losses",
+    "data",
+    "distributed",
+    "config",
+    "files",
+    "formatting",
+    "errors",
+)
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in ((names,) if isinstance(names, str) else names)} | {
+    "__init__": len(ORDER)
 }
+# Stricter than the order: what a package imports of embedtrain besides itself, the recipe and what lies below it.
+NARROW = {
+    "models": {"data.types", "data.text_format"},
+    "losses": {"distributed.collectives"},
+}
+GROUND = ("config", "files", "formatting", "errors")
+FORBIDDEN = [
+    ("config", ("torch", "transformers", "datasets")),
+    ("submit", ("torch", "transformers", "datasets")),
+    ("data", ("transformers.AutoModel", "torch.nn", "torch.distributed", "sentence_transformers")),
+    ("losses", ("transformers", "sentence_transformers")),
+    ("models", ("torch.distributed",)),
+]
+# The files whose purpose is to use the classes of sentence-transformers.
+ADAPTERS = ("sentence_transformers.py", "sentence_transformers_classes.py")
 
 
-def files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+def module_name(path: Path) -> str:
+    """`training.loop` for embedtrain/training/loop.py; a package is named without `__init__`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {module_name(path): path for path in FILES}
 
 
 def imported(path: Path) -> set[str]:
@@ -47,71 +73,49 @@ def imported(path: Path) -> set[str]:
 
 
 def own_modules(path: Path) -> set[str]:
-    """Modules of embedtrain that a file imports: `config.schema`, `errors`, `train`, ..."""
-    found = set()
+    """Modules of embedtrain that a file imports: `config.recipe`, `errors`, ..."""
+    modules = set()
     for name in imported(path):
-        parts = name.split(".")
-        if parts[0] != "embedtrain" or len(parts) < 2:
+        module = name.removeprefix("embedtrain.")
+        if module == name:
             continue
-        module = ".".join(parts[1:])
-        while module and not ((PACKAGE / f"{module.replace('.', '/')}.py").is_file() or is_room(module)):
+        while module and module not in MODULES:
             module = module.rpartition(".")[0]
         if module:  # else a name of the package itself, such as __version__
-            found.add(module)
-    return found
+            modules.add(module)
+    return modules
 
 
-def is_room(module: str) -> bool:
-    return (PACKAGE / module.replace(".", "/") / "__init__.py").is_file()
+GRAPH = {module: own_modules(path) - {module} for module, path in MODULES.items()}
 
 
-def room_of(path: Path) -> str | None:
-    """The folder a file lies in; `errors` for errors.py; None for a door."""
-    parts = path.relative_to(PACKAGE).parts
-    if len(parts) > 1:
-        return parts[0]
-    return "errors" if parts[0] == "errors.py" else None
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
-def test_every_room_has_its_rule():
-    assert {room for path in files() if (room := room_of(path))} <= set(ALLOWED)
-
-
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_arrows_run_one_way(path):
-    room = room_of(path)
-    if room is None:
-        return  # a door may import anything
-    allowed = ALLOWED[room] | GROUND | {room}
-    wrong = {
-        module
-        for module in own_modules(path)
-        if not any(module == place or module.startswith(f"{place}.") for place in allowed)
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_follow_the_order_of_packages(module):
+    package = package_of(module)
+    above = {
+        other for other in GRAPH[module] if package_of(other) != package and RANK[package_of(other)] <= RANK[package]
     }
-    assert not wrong, f"{room} must not import {sorted(wrong)}"
+    assert not above, f"{module} imports {sorted(above)}, which come before {package} in ORDER"
+    if package in NARROW:
+        others = {other for other in GRAPH[module] if package_of(other) not in (package, *GROUND)}
+        assert others <= NARROW[package], f"{package} may import {sorted(NARROW[package])} only"
 
 
-@pytest.mark.parametrize(
-    ("room", "never"),
-    [
-        ("config", ("torch", "transformers", "datasets")),
-        ("launch", ("torch", "transformers", "datasets")),
-        ("data", ("transformers.AutoModel", "torch.nn", "torch.distributed", "sentence_transformers")),
-        ("losses", ("transformers", "sentence_transformers")),
-        ("models", ("torch.distributed",)),
-    ],
-)
-def test_what_a_room_does_not_know(room, never):
-    for path in (PACKAGE / room).rglob("*.py"):
-        if path.name in ("sentence_transformers.py", "their_classes.py"):
-            continue  # whose purpose it is to know their classes
+def test_no_modules_import_each_other():
+    try:
+        TopologicalSorter(GRAPH).prepare()
+    except CycleError as error:
+        pytest.fail(f"these modules import each other: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize(("package", "never"), FORBIDDEN)
+def test_packages_without_a_library(package, never):
+    for path in (PACKAGE / package).rglob("*.py"):
+        if path.name in ADAPTERS:
+            continue
         for name in imported(path):
             assert not any(name == bad or name.startswith(f"{bad}.") for bad in never), f"{path} imports {name}"
-
-
-def test_no_file_imports_a_door_and_none_is_cyclic():
-    """A door may be run by another (`__main__` runs train), but a room never reaches up to one."""
-    doors = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "errors"}
-    for path in files():
-        if room_of(path) is not None:
-            assert not own_modules(path) & doors

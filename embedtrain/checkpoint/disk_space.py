@@ -45,9 +45,8 @@ def require_disk_limit(config: CheckpointConfig, one: int, total_steps: int) -> 
     if most * one > config.max_disk_gb * GB:
         raise ConfigError(
             f"checkpoint.max_disk_gb={config.max_disk_gb:g}: up to {most} checkpoints of {one / GB:.3g} GB lie there "
-            f"at a time (keep={config.keep}, keep_every={config.keep_every}, best={config.best_metric or 'null'}, and the "
-            f"one "
-            f"before stays until the new one is whole): allow {most * one / GB:.3g} or more, or keep fewer"
+            f"at a time (keep={config.keep}, keep_every={config.keep_every}, best={config.best_metric or 'null'}, and "
+            f"the one before stays until the new one is whole): allow {most * one / GB:.3g} or more, or keep fewer"
         )
 
 

@@ -131,7 +131,7 @@ def check_tracking(recipe: Recipe) -> None:
         raise ConfigError(f"tracking.profile={steps}: numbers of steps, counted from 1")
     if len(set(steps)) > MAX_PROFILED_STEPS:
         raise ConfigError(
-            f"tracking.profile has {len(set(steps))} steps: at most {MAX_PROFILED_STEPS}, because every operator is kept"
+            f"tracking.profile has {len(set(steps))} steps: at most {MAX_PROFILED_STEPS}, every operator is kept"
         )
     if steps and recipe.train.steps is not None and max(steps) > recipe.train.steps:
         raise ConfigError(f"tracking.profile={steps}: train.steps={recipe.train.steps} is the last step")

@@ -91,7 +91,7 @@ def check_lora(recipe: Recipe) -> None:
         )
     if ADAPTER in recipe.export.formats and "dense" in lora.modules_to_save:
         raise ConfigError(
-            "export.formats has adapter and model.lora.modules_to_save has dense: an adapter of PEFT's has no place for "
+            "export.formats has adapter and model.lora.modules_to_save has dense: an adapter has no place for "
             "heads "
             "behind the pooling; leave one of them out (the merged model has them)"
         )

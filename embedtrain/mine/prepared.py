@@ -35,7 +35,7 @@ class MiningInputs:
     Attributes:
         pool: the distinct documents.
         answers: question (key of `asked`) -> documents that are positives of a row that asks it, of any source.
-        not_negatives: query (key of `stripped_keys`, without its instruction) -> documents that are positives of a row with
+        not_negatives: query (key of `stripped_keys`, without instruction) -> documents that are positives of rows with
             this query, all that equal one of them by id or but for blanks, and the query itself. An instruction may
             turn a wrong document into an answer; one too many that is left out does no harm, a wrong negative does.
         wordings: the ways in which documents are seen.

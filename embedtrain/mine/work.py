@@ -111,7 +111,8 @@ class MiningFolder:
     def _require_same(self, before: object, what: str) -> None:
         for option, value, now in _differences(before, self.identity):
             raise DataError(
-                f"output_dir={self.to} holds {what} of another command: {option} was {_told(value)}, and is {_told(now)} "
+                f"output_dir={self.to} holds {what} of another command: "
+                f"{option} was {_told(value)}, and is {_told(now)} "
                 "now; "
                 "write the same options to go on, or another folder, or delete this one"
             )

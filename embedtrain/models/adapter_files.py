@@ -103,8 +103,10 @@ class AdapterFiles:
     def mismatch_message(self, why: str) -> str:
         """What is said of an adapter that does not fit."""
         base_model = f"it was made for {self.base_model}" if self.base_model else "it does not say for which"
-        return f"model.lora.path={self.directory} is an adapter of another model: {why}; {base_model}: "
-        "write model.path=THAT"
+        return (
+            f"model.lora.path={self.directory} is an adapter of another model: {why}; {base_model}: "
+            "write model.path=THAT"
+        )
 
 
 def open_adapter(lora: LoraConfig) -> AdapterFiles | None:

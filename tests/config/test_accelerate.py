@@ -112,12 +112,12 @@ def test_a_file_of_fsdp1(write):
     ],
 )
 @pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
-def test_sharding_strategies(write, key, value, strategy, reshard):
+def test_sharding_strategies(write, key, value, strategy, reshard_after_forward):
     if key == "fsdp_reshard_after_forward" and isinstance(value, int):
         pytest.skip("numbers are the older key's")
     values = FSDP1 | {"fsdp_config": {key: value}}
     parallel = composed(write(values)).parallel
-    assert (parallel.strategy.value, parallel.reshard_after_forward) == (strategy, reshard)
+    assert (parallel.strategy.value, parallel.reshard_after_forward) == (strategy, reshard_after_forward)
 
 
 def test_every_key_is_shown(write):

@@ -34,7 +34,7 @@ def test_operations_are_those_of_a_real_pass(architecture):
     assert model_flops(encoder).of(torch.tensor([LENGTH] * 3)) == pytest.approx(3 * found)
 
 
-@pytest.mark.parametrize("back_only", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 4, 40])
 def test_pairs_are_those_of_the_mask(causal, window):
     """transformers' own windows: looking back one counts the token itself, looking both ways it does not."""

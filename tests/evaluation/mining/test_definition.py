@@ -74,7 +74,7 @@ def mined(ranks, folder, to, size, **options):
 
 
 @pytest.mark.parametrize(
-    ("output_dir", "options", "same"),
+    ("to", "options", "same"),
     [
         ("plain", {"negatives": 6, "rank_max": 9}, {}),
         ("margins", {"rank_min": 2, "relative_margin": 0.005, "absolute_margin": 0.003, "negatives": 6,

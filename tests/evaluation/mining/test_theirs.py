@@ -66,7 +66,7 @@ def assert_same(mine, other):
 
 
 @pytest.mark.parametrize(
-    ("output_dir", "options", "same"),
+    ("to", "options", "same"),
     [
         ("plain", {"negatives": 4, "rank_max": 20}, {"num_negatives": 4, "range_max": 20}),
         (

@@ -9,7 +9,7 @@ from embedtrain.data.sources.digests import file_digest
 from embedtrain.data.sources.files import json_row, raw_rows
 from embedtrain.data.sources.kinds import Part, PartKind
 from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.streams import Packing, lines_before, lines_between, packing_of, size_to_cut
+from embedtrain.data.sources.streams import lines_before, lines_between, size_to_cut
 from embedtrain.data.sources.tables import (
     arrow_rows,
     arrow_sizes,
@@ -42,12 +42,10 @@ class RawLine:
     Attributes:
         number: from 1 within its piece.
         row: its values by column or key, or what is wrong with it; None for a blank line.
-        offset: the byte of the file at which it begins, in plain JSONL; else None.
     """
 
     number: int
     row: dict[str, Any] | BadRow | None
-    offset: int | None = None
 
 
 class PartReader:
@@ -93,9 +91,8 @@ class PartReader:
         if part.kind is not PartKind.jsonl:
             yield from (RawLine(number, row) for number, row in self._rows(piece))
             return
-        has_offsets = packing_of(part.name) is Packing.plain
-        for number, offset, line in lines_between(part.name, piece.start, piece.stop):
-            yield RawLine(number, json_row(line) if line.strip() else None, offset if has_offsets else None)
+        for number, line in lines_between(part.name, piece.start, piece.stop):
+            yield RawLine(number, json_row(line) if line.strip() else None)
 
     def lines_before(self, piece: Piece) -> int:
         """Lines or rows of the part that come before the piece.

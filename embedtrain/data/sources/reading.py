@@ -7,18 +7,16 @@ from typing import Any
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.sources.corpora import document_rows
-from embedtrain.data.sources.files import json_row
 from embedtrain.data.sources.kinds import Part, PartKind
 from embedtrain.data.sources.layouts.choose import choose_layout
 from embedtrain.data.sources.layouts.layout import DocumentLookup, RowLayout
 from embedtrain.data.sources.pieces import PartReader, Piece
 from embedtrain.data.sources.problems import BadRow, counted
 from embedtrain.data.sources.sources import find_parts
-from embedtrain.data.sources.streams import file_changed_error, file_version, line_at
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
 
-__all__ = ["DocumentLookup", "Piece", "PieceRows", "SourceReader", "open_sources", "row_at"]
+__all__ = ["DocumentLookup", "Piece", "PieceRows", "SourceReader", "open_sources"]
 
 FORMAT_VERSION = 2  # of what readers make of files; another one makes every cache be built anew
 _WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
@@ -32,7 +30,6 @@ class PieceRows:
 
     Attributes:
         lines: lines (of JSONL, CSV, TSV) or rows that the piece has, blank ones too; known at the end.
-        offset: the byte of the file at which the row just yielded begins, in plain JSONL; else None.
         layout: of these rows alone: its `found` and `ignored` are what these rows showed.
     """
 
@@ -40,12 +37,11 @@ class PieceRows:
         self, parts: PartReader, piece: Piece, layout: RowLayout, documents: DocumentLookup | None, score_scale: float
     ) -> None:
         self.piece, self.layout, self.lines = piece, layout, 0
-        self.offset: int | None = None
         self._parts, self._documents, self._score_scale = parts, documents, score_scale
 
     def __iter__(self) -> Iterator[tuple[int, Texts | BadRow]]:
         for line in self._parts.lines(self.piece):
-            self.lines, self.offset = line.number, line.offset
+            self.lines = line.number
             if line.row is None:
                 continue
             if isinstance(line.row, BadRow):
@@ -81,7 +77,6 @@ class SourceReader:
         found = find_parts(source)
         self.parts, self.document_parts = found.parts, found.document_parts
         self._opened = PartReader(source)
-        self._versions = {part: file_version(part.name) for part in self.parts if part.kind is PartKind.jsonl}
 
     def content(self) -> dict[str, Any]:
         """What decides which rows come out, as JSON: digests of the parts, and the options that readers look at.
@@ -164,26 +159,6 @@ class SourceReader:
         """
         return self._opened.lines_before(piece)
 
-    def texts_at(self, part: Part, offset: int, layout: RowLayout, documents: DocumentLookup | None = None) -> Texts:
-        """The row whose line begins at a byte of a part of plain JSONL, read again.
-
-        Args:
-            part: one of `parts`.
-            offset: what `PieceRows.offset` was at that row.
-            layout: what `detect_layout` returned.
-            documents: as in `rows`.
-
-        Raises:
-            DataError: the file was changed since it was found, or is gone.
-        """
-        row = row_at(part, offset)
-        if file_version(part.name) != self._versions[part]:
-            raise file_changed_error(part.name)
-        try:
-            return layout.texts(row, documents).scaled(self.source.score_scale)
-        except BadRow as bad:
-            raise file_changed_error(part.name) from bad
-
     def document_rows(self, part: Part) -> Iterator[tuple[int, tuple[str, str] | BadRow]]:
         """The corpus's documents in one of `document_parts`: (line, (id, text)).
 
@@ -201,18 +176,6 @@ class SourceReader:
                     yield part, line.number, line.row
             if is_empty:
                 yield part, 0, BadRow("holds no rows")
-
-
-def row_at(part: Part, offset: int) -> dict[str, Any]:
-    """The row whose line begins at a byte of plain JSONL.
-
-    Raises:
-        DataError: the file is gone, or no row begins there any more.
-    """
-    row = json_row(line_at(part.name, offset))
-    if isinstance(row, BadRow):
-        raise file_changed_error(part.name) from row
-    return row
 
 
 def open_sources(

@@ -108,11 +108,11 @@ def lines_of(path: Path | str) -> Iterator[tuple[int, bytes]]:
     Raises:
         DataError: the file is missing, unreadable, not packed as its name says, damaged, cut short, or UTF-16.
     """
-    return ((number, line) for number, _, line in lines_between(str(path)))
+    return lines_between(str(path))
 
 
-def lines_between(name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, bytes]]:
-    r"""The lines that begin in a stretch of a file: number from 1 within the stretch, first byte, bytes.
+def lines_between(name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+    r"""The lines that begin in a stretch of a file, with their numbers from 1 within the stretch.
 
     Stretches that cover a file cover its lines, each once. A byte order mark of the file is left out.
 
@@ -138,7 +138,7 @@ def lines_between(name: str, start: int = 0, stop: int | None = None) -> Iterato
                 number += 1
                 if place == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
                     raise DataError(f"{name}: this file is UTF-16: save it as UTF-8")
-                yield number, place, line.removeprefix(b"\xef\xbb\xbf") if place == 0 else line
+                yield number, line.removeprefix(b"\xef\xbb\xbf") if place == 0 else line
                 place += len(line)
     except DataError:
         raise
@@ -152,30 +152,6 @@ def lines_between(name: str, start: int = 0, stop: int | None = None) -> Iterato
         if not is_url(name):
             raise
         raise unreachable(name, error) from error
-
-
-def line_at(name: str, start: int) -> bytes:
-    """One line of a plain file.
-
-    Args:
-        name: path or URL.
-        start: its first byte.
-
-    Raises:
-        DataError: the file is gone, cannot be read, or no line begins there any more.
-    """
-    try:
-        with open_plain(name) as file:
-            file.seek(max(0, start - 1))
-            before = file.read(1) if start else b"\n"
-            line: bytes = file.readline()
-    except DataError:
-        raise
-    except Exception as error:
-        raise _unreadable(name, error) from error
-    if before != b"\n" or not line:
-        raise file_changed_error(name)
-    return line.removeprefix(b"\xef\xbb\xbf") if start == 0 else line
 
 
 def file_changed_error(name: str) -> DataError:

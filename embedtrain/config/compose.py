@@ -290,9 +290,11 @@ def _compose(name: str, overrides: Sequence[str], config_dir: str | None = None)
 
 def _refuse_hydra_settings(settings: DictConfig) -> None:
     """Refuse YAML that names code where `hydra.main` would run it. The compose API does not; the user should know."""
-    for name, value in OmegaConf.to_container(settings, resolve=False).items():  # type: ignore[union-attr]
+    plain = OmegaConf.to_container(settings, resolve=False)
+    assert isinstance(plain, dict)
+    for name, value in plain.items():
         if _names_code(value):
-            raise ConfigError(f"hydra.{name} can name code to run, and YAML never runs code: leave it out")
+            raise ConfigError(f"hydra.{name!s} can name code to run, and YAML never runs code: leave it out")
 
 
 def _names_code(value: Any) -> bool:

@@ -45,7 +45,7 @@ def parse_items(value: Any, kind: type[Item], option: str) -> list[Item]:
         value = [value]
     if not isinstance(value, list):
         raise ConfigError(f"{option}={value!r} is neither a path, nor a mapping with `path`, nor a list of these")
-    items = []
+    items: list[Item] = []
     for index, element in enumerate(value):
         mapping = {"path": element} if isinstance(element, str) else element
         if not isinstance(mapping, dict):
@@ -73,7 +73,7 @@ def parse_sources(value: Any, option: str, loss: LossConfig) -> list[TrainSource
 
 def parse_losses(elements: list[Any], option: str) -> list[LossConfig]:
     """The parts of a combined loss: mappings of the options of the loss that `name` chooses."""
-    losses = []
+    losses: list[LossConfig] = []
     for index, element in enumerate(elements):
         if not isinstance(element, dict) or "name" not in element:
             raise ConfigError(f"{option}[{index}]={element!r} is not a mapping with the `name` of a loss")
@@ -88,16 +88,16 @@ def _parse_source_loss(value: Any, loss: LossConfig, option: str) -> LossConfig:
     if not isinstance(options, dict):
         raise ConfigError(f"{option}={value!r} is neither the name of a loss nor a mapping of its options")
     name = check_loss_name(options.get("name", loss.name), f"{option}.name")
-    merged = _merge(loss if name == loss.name else LOSSES[name](), options, option)
+    merged: LossConfig = _merge(loss if name == loss.name else LOSSES[name](), options, option)
     if isinstance(merged, CombinedConfig) and "losses" in options:
         merged.losses = parse_losses(options["losses"], f"{option}.losses")
     return merged
 
 
-def _merge(base: type[Item] | Item, options: Mapping[str, Any], option: str) -> Item:
-    """`options` merged into a dataclass or an instance of it, with types checked."""
+def _merge(base: Any, options: Mapping[str, Any], option: str) -> Any:
+    """An instance of the dataclass `base`, or a copy of its instance `base`, with `options` set and types checked."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(base), escape_interpolations(options))
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+        return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{option}: {explain_hydra_error(error, options)}") from None

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.revisions import split_revision
 from embedtrain.data.cache.row_table import ArrowRows, RowStore
 from embedtrain.data.sources import values
 from embedtrain.data.sources.files import raw_rows
@@ -16,6 +15,7 @@ from embedtrain.data.sources.problems import BadRow
 from embedtrain.data.sources.sources import resolve_parts
 from embedtrain.errors import DataError
 from embedtrain.mine.sources import MiningSource
+from embedtrain.models.hub import split_revision
 
 ProgressCallback = Callable[[str, int, int], None]
 _TEXTS = ("text", "contents", "passage", "document_text")

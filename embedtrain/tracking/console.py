@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from embedtrain.formatting import format_count, format_duration
 from embedtrain.tracking.pages import pad, standard_output
 from embedtrain.tracking.step_line import (
     OPTIONAL_RANK,
@@ -21,7 +22,6 @@ from embedtrain.tracking.step_line import (
     PhaseLine,
     ProgressLine,
     StepTimer,
-    duration,
     fit,
     step_metrics,
     styled_line,
@@ -130,8 +130,7 @@ class Console:
             done = int(self._row["step"]) - start_step
         finally:
             self._row, self._timer = None, None
-        steps = "1 step" if done == 1 else f"{done} steps"
-        self._print(Text(f"trained {steps} in {duration(self._now() - started)}"))
+        self._print(Text(f"trained {format_count(done, 'step')} in {format_duration(self._now() - started)}"))
 
     def advance(self, step: int) -> None:
         """Move the bar to `step`, which is done but not logged."""

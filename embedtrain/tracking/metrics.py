@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from embedtrain.errors import DataError
+from embedtrain.files import atomic_write
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -73,12 +73,8 @@ class MetricsFile:
         content = b"".join(map(_line, rows))
         if only_if_changed and content == self.path.read_bytes():
             return
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        with atomic_write(self.path, durable=True) as temporary:
+            temporary.write_bytes(content)
 
 
 def split_lines(content: bytes) -> list[str]:

@@ -95,7 +95,7 @@ def step_metrics(row: Mapping[str, float], total_steps: int, remaining: float | 
                 if name not in _KNOWN_KEYS
             ]
     if remaining is not None:
-        metrics.append(MetricText("left", "left", duration(remaining), 2))
+        metrics.append(MetricText("left", "left", _clock(remaining), 2))
     return metrics
 
 
@@ -110,8 +110,8 @@ def fit(metrics: Iterable[MetricText], width: int, gap: int, size: Callable[[Met
     return [metric for metric in metrics if metric.key in chosen]
 
 
-def duration(seconds: float) -> str:
-    """`2:10`, `1:02:10`, `3d 4h`."""
+def _clock(seconds: float) -> str:
+    """`2:10`, `1:02:10`, `3d 4h`: narrower than format_duration, so that the line has space for metrics."""
     minutes, second = divmod(int(seconds + 0.5), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:
@@ -194,7 +194,7 @@ class PhaseLine:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Called by rich with the available width."""
         now = console.get_time()
-        seconds = f"  {duration(now - self.started)}"
+        seconds = f"  {_clock(now - self.started)}"
         text = Text(self.text)
         text.truncate(max(1, options.max_width - 3 - len(seconds)), overflow="ellipsis")
         yield _joined(self._spinner.render(now), text, Text(seconds, style="dim"))

@@ -13,7 +13,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.step_line import ProgressLine, StepTimer, duration, rate, step_metrics
+from embedtrain.tracking.step_line import ProgressLine, StepTimer, rate, step_metrics
 
 ROW = {
     "step": 100,
@@ -87,7 +87,7 @@ def test_a_log_file_gets_everything_without_escape_codes(capsys, monkeypatch):
     ]
     assert lines[10].startswith("step 110/600  loss nan ")
     assert "  dev-en  0.4200  +0.0100  0.4000  +0.0100  0.6100  +0.0100  0.8100  +0.0100" in lines
-    assert lines[-2:] == ["trained 20 steps in 0:00", "warning: careful"]
+    assert lines[-2:] == ["trained 20 steps in 0.0 s", "warning: careful"]
 
 
 def test_columns_of_a_log_are_aligned(capsys):
@@ -278,8 +278,14 @@ def test_remaining_time_follows_the_last_steps_and_counts_down():
     assert timer.remaining(9999.0) == 0.0
 
 
-def test_durations_and_rates():
-    assert [duration(s) for s in (0, 59.7, 130, 3730, 273600)] == ["0:00", "1:00", "2:10", "1:02:10", "3d 4h"]
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.7, "1:00"), (130, "2:10"), (3730, "1:02:10"), (273600, "3d 4h")]
+)
+def test_remaining_time_is_shown_as_a_clock(seconds, text):
+    assert step_metrics(ROW, 600, seconds)[-1].text == f"left {text}"
+
+
+def test_rates():
     assert [rate(value) for value in (71344.2, 812.4, 3.44)] == ["71,344", "812", "3.4"]
 
 

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from embedtrain import __version__
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import Recipe
+from embedtrain.files import atomic_write
+from embedtrain.formatting import format_duration
 from embedtrain.tracking.report.chart import Chart, NumberFormat, format_value
 from embedtrain.tracking.report.metric_sections import MainMetric, evaluation_sections, main_metric, metric_sections
 from embedtrain.tracking.report.runs import Run, Series, Status, read_runs
@@ -79,11 +80,9 @@ def write_report(directories: Sequence[Path], path: Path) -> None:
         OSError: the file cannot be written.
     """
     content = render(read_runs(directories))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    # A lone surrogate, which JSON may contain, has no bytes in UTF-8.
-    temporary.write_bytes(content.encode("utf-8", errors="replace"))
-    os.replace(temporary, path)
+    with atomic_write(path) as temporary:
+        # A lone surrogate, which JSON may contain, has no bytes in UTF-8.
+        temporary.write_bytes(content.encode("utf-8", errors="replace"))
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -160,7 +159,7 @@ def _summarize(run: Run) -> RunSummary:
         model=_model(run),
         steps=steps,
         ranks=f"{', then '.join(ranks)}{f' ({devices})' if devices else ''}",
-        duration=duration(run.history.seconds),
+        duration=_duration(run.history.seconds),
         loss="—" if loss is None or not len(loss.finite) else _first_and_last(loss),
         rate=_median(run.logged.get("samples_per_s"), NumberFormat.rate),
         memory=_highest(run.logged.get("memory_gib")),
@@ -199,6 +198,10 @@ def _highest(series: Series | None) -> str:
     return "—" if series is None or not len(series.finite) else f"{series.finite.max():.1f} GiB"
 
 
+def _duration(seconds: float | None) -> str:
+    return "—" if seconds is None else format_duration(seconds)
+
+
 def _sessions(run: Run) -> list[tuple[str, ...]]:
     """The sessions of a run, formatted."""
     sessions = run.history.sessions
@@ -213,7 +216,7 @@ def _sessions(run: Run) -> list[tuple[str, ...]]:
                 f"{session.ranks} ({session.devices})",
                 f"{session.step:,}",
                 "—" if session.last_step is None else f"{session.last_step:,}",
-                duration(seconds),
+                _duration(seconds),
                 how,
             )
         )
@@ -281,16 +284,3 @@ def _flat_defaults(recipe: Mapping[str, Any]) -> dict[str, str]:
     if loss_class is not None:
         defaults["loss"] = to_plain(loss_class())
     return dict(_flatten(defaults))
-
-
-def duration(seconds: float | None) -> str:
-    """`3 h 12 min`, `4 min 10 s`, `0.8 s`."""
-    if seconds is None:
-        return "—"
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

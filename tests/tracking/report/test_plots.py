@@ -15,7 +15,7 @@ from embedtrain.tracking.report.chart import (
     tick_labels,
     value_axis,
 )
-from embedtrain.tracking.report.page import duration, options_of
+from embedtrain.tracking.report.page import options_of
 from embedtrain.tracking.report.runs import Series, read_runs
 from embedtrain.tracking.report.sample import PairRelation, Role, Vectors
 from embedtrain.tracking.report.sample_plots import project
@@ -122,9 +122,6 @@ def test_axes_of_steps_have_whole_numbers():
 def test_formats_of_numbers_and_texts():
     assert [format_value(value) for value in (0.78912, 12.3456, 12_345.6, 3.2e-5, 0.0, None, math.nan)] == [
         "0.7891", "12.35", "12,346", "3.2e-05", "0.0000", "—", "—",
-    ]  # fmt: skip
-    assert [duration(seconds) for seconds in (None, 0.84, 75, 3 * 3600 + 130, 60 * 3600)] == [
-        "—", "0.8 s", "1 min 15 s", "3 h 2 min", "2 d 12 h",
     ]  # fmt: skip
     assert shorten(" a\n\tb\x00\x1b[31m\u202ec ") == "a b[31mc"
     assert shorten("x" * 1000, 10) == "x" * 10 + " …"

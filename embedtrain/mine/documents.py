@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.revisions import split_revision
 from embedtrain.data.cache.row_table import ArrowRows, RowStore
 from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.part_reader import PartReader, Piece
@@ -15,6 +14,7 @@ from embedtrain.data.sources.resolve import resolve_parts
 from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import DataError
 from embedtrain.mine.sources import MiningSource
+from embedtrain.models.hub import split_revision
 
 ProgressCallback = Callable[[str, int, int], None]
 _AT_ONCE = 4096

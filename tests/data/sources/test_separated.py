@@ -41,8 +41,8 @@ def broken(path: Path, text: str) -> str:
         ),
         (
             f'{HEAD}x,"open\n{TAIL}end",one,more\n{TAIL}',
-            "5: lines 5 to 9 make one row, for what lies between quotation marks is one cell, and it has 4 cells "
-            "where the header has 2: mend the quotation marks",
+            "5: lines 5 to 9 make one row, since the text between quotation marks is one cell, and it has 4 cells "
+            "where the header has 2: correct the quotation marks",
         ),
         (
             f'a,"b\n{TAIL}',

@@ -13,7 +13,7 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.data.sources.sources import expand_sources, no_in_batch_negatives, source_names
+from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives, source_names
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import error_of, line, read, write
 
@@ -47,7 +47,7 @@ def test_zstd_files_of_every_kind_of_text(tmp_path: Path) -> None:
     assert len(read(frames)[0]) == 4
     frames.write_bytes(b"\x50\x2a\x4d\x18\x02\0\0\0xx" + (tmp_path / "a.jsonl").read_bytes())  # pzstd's first frame
     assert len(read(frames)[0]) == 2
-    assert "is named .zst but is no zstd file" in error_of(write(tmp_path / "c.jsonl.zst", ROW))
+    assert "is named .zst but is not a zstd file" in error_of(write(tmp_path / "c.jsonl.zst", ROW))
 
 
 @pytest.mark.parametrize("on_error", list(OnError))
@@ -57,7 +57,7 @@ def test_zstd_cut_short(tmp_path: Path, on_error: OnError) -> None:
         path = tmp_path / f"{name}.jsonl.zst"
         path.write_bytes(data)
         error = error_of(path, on_error=on_error)
-        assert "the zstd file is damaged or cut short" in error
+        assert "the zstd file is damaged or truncated" in error
         assert int(error.removeprefix(f"{path}:").split(":")[0]) > 3000
 
 
@@ -133,9 +133,7 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
     with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
     for name in ("t.parquet", "t.arrow"):
-        assert error_of(tmp_path / name) == (
-            f"{tmp_path / name}: two columns are called 'b': give each a name of its own"
-        )
+        assert error_of(tmp_path / name) == (f"{tmp_path / name}: two columns are called 'b': rename one of them")
     path = write(tmp_path / "a.jsonl", ROW, b'{"query": "a", "pos": ["b"], "query": "c"}\n')
     assert error_of(path) == f'{path}:2: this row has "query" twice'
 
@@ -148,7 +146,7 @@ BAD = {
     '{"query": "a", "pos": ""}': "\"pos\" must be a list of texts, not a text (''): put it in brackets",
     '{"query": "a", "pos": []}': '"pos" is empty: a row needs at least one positive',
     '{"query": 7, "pos": ["b"]}': '"query" must be a text, not a number (7)',
-    '{"query": "a", "pos": [["b"]]}': 'element 1 of "pos" is a list inside a list: write texts alone',
+    '{"query": "a", "pos": [["b"]]}': 'element 1 of "pos" is a list inside a list',
     '{"query": "a", "pos": [null]}': 'element 1 of "pos" must be a text, not nothing (null)',
     '{"query": "a", "pos": null}': '"pos" must be a list of texts, not nothing (null)',
     '{"query": "a", "pos": ["\\udc00"]}': 'element 1 of "pos" holds half a character (a lone surrogate)',
@@ -199,7 +197,7 @@ def test_paths_that_are_not_what_they_seem(tmp_path: Path) -> None:
     good = write(tmp_path / "d" / "a.jsonl", ROW)
     link = tmp_path / "d" / "b.jsonl"
     link.symlink_to(tmp_path / "gone.jsonl")
-    sentence = f"{link}: is a link to {tmp_path / 'gone.jsonl'}, which is not there"
+    sentence = f"{link}: is a link to {tmp_path / 'gone.jsonl'}, which does not exist"
     assert error_of(link) == error_of(tmp_path / "d") == error_of(tmp_path / "d" / "*.jsonl") == sentence
     link.unlink()
     link.symlink_to(good)

@@ -95,7 +95,7 @@ def test_prompt_and_type(tmp_path: Path) -> None:
     _, report = read(write(tmp_path / "a.jsonl", {**ROW, "type": "symmetric_sts"}))
     assert report.ignored == ["type symmetric_sts (of rows without a prompt)"]
     assert bad(tmp_path, {**ROW, "prompt": 3}) == '"prompt" must be a text, not a number (3)'
-    assert "another instruction too" in bad(tmp_path, {**ROW, "prompt": "a", "prompt_for_query": "b"})
+    assert "another instruction" in bad(tmp_path, {**ROW, "prompt": "a", "prompt_for_query": "b"})
 
 
 def test_scores_of_pairs_in_one_list(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_scores_of_pairs_in_one_list(tmp_path: Path) -> None:
     assert (both.positive_scores, both.negative_scores) == ((1.0, 0.5), (0.0,))
     assert '"scores" has 1 element and "pos" has 2 texts' in bad(tmp_path, {**row, "scores": [1]}, needs=PAIRS)
     path = write(tmp_path / "a.jsonl", row)
-    assert error_of(path).startswith(f'{path}: "scores" makes these scored pairs, which loss=infonce has no use for')
+    assert error_of(path).startswith(f'{path}: "scores" makes these scored pairs, which loss=infonce does not use')
     assert read(path, columns=["query", "pos"])[0][0].positives == ("a", "b")
 
 
@@ -184,7 +184,7 @@ def test_tevatron_passages(tmp_path: Path) -> None:
     assert "is an empty text" in bad(tmp_path, {**row, "positive_passages": [{"docid": 1, "text": " "}]})
     assert '"text" of element 1' in bad(tmp_path, {**row, "positive_passages": [{"docid": 1, "text": 4}]})
     image = {**row, "positive_passages": [{**passage(1), "image": "a.png"}]}
-    assert bad(tmp_path, image) == 'element 1 of "positive_passages" has "image": texts alone are trained on'
+    assert bad(tmp_path, image) == 'element 1 of "positive_passages" has "image": only texts are trained on'
     error = error_of(write(tmp_path / "a.jsonl", row), needs=TEACHER)
     assert "needs a teacher's score of every document, which Tevatron passages do not hold" in error
     assert "needs the class of every row" in error_of(tmp_path / "a.jsonl", needs=CLASSES)
@@ -241,7 +241,7 @@ def test_ids_that_no_document_has(tmp_path: Path) -> None:
         write(path, BY_ID, {**BY_ID, "positive_document_ids": ids})
         assert error_of(path).startswith(f"{path}:2: {what}")
         assert len(read(path, OnError.skip)[0]) == 1
-    assert 'this row has "query_image": texts alone' in bad(tmp_path, {**BY_ID, "query_image": "x.png"})
+    assert 'this row has "query_image": only texts' in bad(tmp_path, {**BY_ID, "query_image": "x.png"})
     plain = write(tmp_path / "plain.jsonl", ROW)
     assert "has no use: rows hold their documents' texts themselves" in error_of(
         plain, ConfigError, documents=str(tmp_path / "corpus.jsonl")
@@ -307,7 +307,7 @@ def test_scores_of_messages(tmp_path: Path) -> None:
     pair = {key: TALK[key] for key in ("messages", "positive_messages")}
     assert only(tmp_path, {**pair, "label": 0.5}, needs=PAIRS).positive_scores == (0.5,)
     assert only(tmp_path, {**pair, "score": 1}).positive_scores == ()
-    assert '"label" is a number (0.5): loss=infonce has no use' in bad(tmp_path, {**pair, "label": 0.5})
+    assert '"label" is a number (0.5): loss=infonce does not use' in bad(tmp_path, {**pair, "label": 0.5})
     assert 'needs scores, and this row has no "label"' in bad(tmp_path, pair, needs=TEACHER)
 
 
@@ -328,8 +328,8 @@ BAD_TALKS = {
         **TALK,
         "positive_messages": [[*said("s", role="system"), *said("p")]],
     },
-    "texts alone are trained on": {**TALK, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
-    'this row has "images": texts alone are trained on': {**TALK, "images": ["a.png"]},
+    "only texts are trained on": {**TALK, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    'this row has "images": only texts are trained on': {**TALK, "images": ["a.png"]},
 }
 
 
@@ -410,9 +410,9 @@ BAD_JUDGEMENTS = {
     "q3 d0 0": 'query "q3" has no document with a score above 0',
     "q9 d0 1": 'query "q9" is not in ',
     "q3 d9 1": 'the judgement names "d9", and the corpus has no such document',
-    "q3 d1": "2 fields where a judgement has query-id, corpus-id and score, cut by tabs",
+    "q3 d1": "2 fields",
     "q3 d1 x": "score must be a number, not a text ('x')",
-    " d1 1": "query-id must be an id, a text or a whole number, not a text ('')",
+    " d1 1": "query-id is empty",
 }
 
 
@@ -460,7 +460,7 @@ def test_a_retrieval_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (example.query, example.positives, example.negatives) == ("query", ("two",), ("T one",))
     assert (example.positive_ids, example.line) == (("d2",), 1)
     assert "BEIR's judged queries" in str(report)
-    assert "no judgements of split=train, only of dev" in error_of(folder, format=DataFormat.beir)
+    assert "no split 'train', only dev" in error_of(folder, format=DataFormat.beir)
 
 
 def test_a_real_beir_folder(shared_data: Path) -> None:

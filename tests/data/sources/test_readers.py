@@ -13,8 +13,8 @@ import pytest
 
 from embedtrain.config.recipe import DataFormat, OnError, TrainSource
 from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.data.sources.kinds import may_be_hub_id, stem_of
-from embedtrain.data.sources.sources import source_names
+from embedtrain.data.sources.parts import may_be_hub_id, stem_of
+from embedtrain.data.sources.resolve import source_names
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
@@ -269,15 +269,15 @@ def test_files_that_cannot_be_read_stop_whatever_is_asked(tmp_path: Path, on_err
         return error_of(tmp_path / name, on_error=on_error)
 
     cut = error("cut.jsonl.gz", whole[: len(whole) // 2])
-    assert "damaged or cut short" in cut
+    assert "damaged or truncated" in cut
     assert int(cut.split(":")[1]) > 500
-    assert "damaged or cut short" in error("tail.jsonl.gz", whole[:-8])
-    assert "damaged or cut short" in error("crc.jsonl.gz", whole[:-8] + b"\0" * 8)
-    assert "damaged or cut short" in error("header.jsonl.gz", whole[:2] + b"\xff" + whole[3:])
+    assert "damaged or truncated" in error("tail.jsonl.gz", whole[:-8])
+    assert "damaged or truncated" in error("crc.jsonl.gz", whole[:-8] + b"\0" * 8)
+    assert "damaged or truncated" in error("header.jsonl.gz", whole[:2] + b"\xff" + whole[3:])
     packer = zlib.compressobj(wbits=31)
     block = packer.compress(line(GOOD) * 100) + packer.flush(zlib.Z_FULL_FLUSH)
-    assert "damaged or cut short" in error("body.jsonl.gz", block + b"\xff" * 200)  # no such kind of block
-    assert "is no gzip file" in error("plain.jsonl.gz", line(GOOD))
+    assert "damaged or truncated" in error("body.jsonl.gz", block + b"\xff" * 200)  # no such kind of block
+    assert "is not a gzip file" in error("plain.jsonl.gz", line(GOOD))
     assert "is UTF-16" in error("a.jsonl", '{"query": "a", "pos": ["b"]}\n'.encode("utf-16"))
     assert "cannot be read as Parquet" in error("a.parquet", b"PAR1 and no more")
     assert "holds no rows" in error("empty.jsonl", b"") or on_error == OnError.skip
@@ -306,7 +306,7 @@ def test_a_stem_loses_the_ending_of_a_data_file_alone() -> None:
 
 def test_unknown_hub_data_set() -> None:
     error = error_of("nobody-at-all/no-such-data")
-    assert error.startswith("nobody-at-all/no-such-data: neither a file here nor a data set that can be opened")
+    assert error.startswith("nobody-at-all/no-such-data: neither a local file nor a data set that can be opened")
 
 
 def test_mixed_folder_and_source_without_rows(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.sources.reading import SourceReader, open_sources
-from embedtrain.data.sources.sources import expand_sources, source_names
+from embedtrain.data.sources.reader import SourceReader, open_sources
+from embedtrain.data.sources.resolve import expand_sources, source_names
 from embedtrain.errors import ConfigError
 from tests.data.files import error_of, line, read, write, write_table
 
@@ -139,7 +139,7 @@ def test_what_fails_is_told_in_a_sentence(memory: str) -> None:
     assert error_of(f"{memory}/none.jsonl") == f"{memory}/none.jsonl: no such file or folder"
     assert error_of(f"{memory}/none*.jsonl") == f"{memory}/none*.jsonl: no file matches this pattern"
     fsspec.filesystem("memory").pipe("/train/cut.jsonl.gz", b"\x1f\x8b\x08\x00")
-    assert "the gzip file is damaged or cut short" in error_of(f"{memory}/cut.jsonl.gz")
+    assert "the gzip file is damaged or truncated" in error_of(f"{memory}/cut.jsonl.gz")
     fsspec.filesystem("memory").pipe("/train/bad.parquet", b"PAR1")
     assert "bad.parquet: cannot be read as Parquet" in error_of(f"{memory}/bad.parquet")
     fsspec.filesystem("memory").pipe("/train/bad.jsonl", b"\n{\n")

@@ -194,7 +194,7 @@ def test_which_column_holds_the_scores(tmp_path: Path) -> None:
     )
     path = write_table(tmp_path / "s.csv", {**PAIR, "score": [1, 0], "label": [1, 0]})
     assert error_of(path, needs=SOFTMAX) == (
-        f"{path}: columns 'score' and 'label' may both be what loss=SoftmaxLoss needs beside texts: "
+        f"{path}: columns 'score' and 'label' may both be what loss=SoftmaxLoss needs besides texts: "
         "name the columns to train on, such as columns=[sentence1,sentence2,score]"
     )
     columns = ["sentence1", "sentence2", "label"]
@@ -213,7 +213,7 @@ def test_a_score_that_the_loss_has_no_use_for(tmp_path: Path) -> None:
         "name the columns to train on, such as columns=[sentence1,sentence2], or take the source out; "
         "losses that use scores: cosent, angle, cosine_mse, contrastive, online_contrastive"
     )
-    assert "which loss=infonce has no use for" in error_of(path)
+    assert "which loss=infonce does not use" in error_of(path)
     assert [e.positives for e in read(path, columns=["sentence1", "score"])[0]] == [("1",), ("0",)]  # as the user says
 
 

@@ -1,4 +1,4 @@
-"""A training source as it is read: found, recognised, and its rows piece by piece, each checked by itself."""
+"""Reads a training source: finds its parts, detects the layout of its rows, and checks the rows piece by piece."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -6,45 +6,42 @@ from typing import Any
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.sources.corpora import document_rows
-from embedtrain.data.sources.files import json_row
-from embedtrain.data.sources.kinds import Part, PartKind
-from embedtrain.data.sources.layouts.choose import choose_layout
-from embedtrain.data.sources.layouts.layout import DocumentLookup, RowLayout
-from embedtrain.data.sources.pieces import PartReader, Piece
-from embedtrain.data.sources.problems import BadRow, counted
-from embedtrain.data.sources.sources import find_parts
-from embedtrain.data.sources.streams import file_changed_error, file_version, line_at
+from embedtrain.data.sources.documents import DocumentReader
+from embedtrain.data.sources.files import file_changed_error, file_version, read_line_at
+from embedtrain.data.sources.layouts import DocumentLookup, RowLayout, choose_layout
+from embedtrain.data.sources.part_reader import PartReader, Piece
+from embedtrain.data.sources.parts import Part, PartKind
+from embedtrain.data.sources.resolve import find_parts
+from embedtrain.data.sources.text_rows import parse_json_row
+from embedtrain.data.sources.values import BadRow, pluralize
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
 
-__all__ = ["DocumentLookup", "Piece", "PieceRows", "SourceReader", "open_sources", "row_at"]
-
-FORMAT_VERSION = 2  # of what readers make of files; another one makes every cache be built anew
-_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
+FORMAT_VERSION = 2  # of the rows that readers return; a new one invalidates every cache
+_KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
 
 
 class PieceRows:
-    """The rows of one piece, in order: iterate once, then look at `lines` and `layout`.
+    """The rows of one piece, in order: iterate once, then read `lines` and `layout`.
 
-    Yields pairs (line, texts): a line or row number counted from 1 within the piece, and the row or what is
-    wrong with it. Iterating raises DataError where the piece cannot be read as a whole.
+    Yields pairs (line, texts): the line or row number within the piece from 1, and the row or its problem. Iterating
+    raises DataError where the piece cannot be read as a whole.
 
     Attributes:
-        lines: lines (of JSONL, CSV, TSV) or rows that the piece has, blank ones too; known at the end.
-        offset: the byte of the file at which the row just yielded begins, in plain JSONL; else None.
-        layout: of these rows alone: its `found` and `ignored` are what these rows showed.
+        lines: number of lines (of JSONL, CSV, TSV) or rows of the piece, including blank ones; known at the end.
+        offset: first byte of the row just yielded, in uncompressed JSONL; else None.
+        layout: its `features` and `ignored` are those of these rows.
     """
 
     def __init__(
-        self, parts: PartReader, piece: Piece, layout: RowLayout, documents: DocumentLookup | None, score_scale: float
+        self, reader: PartReader, piece: Piece, layout: RowLayout, documents: DocumentLookup | None, score_scale: float
     ) -> None:
         self.piece, self.layout, self.lines = piece, layout, 0
         self.offset: int | None = None
-        self._parts, self._documents, self._score_scale = parts, documents, score_scale
+        self._reader, self._documents, self._score_scale = reader, documents, score_scale
 
     def __iter__(self) -> Iterator[tuple[int, Texts | BadRow]]:
-        for line in self._parts.lines(self.piece):
+        for line in self._reader.lines(self.piece):
             self.lines, self.offset = line.number, line.offset
             if line.row is None:
                 continue
@@ -60,34 +57,42 @@ class PieceRows:
 
 
 class SourceReader:
-    """One source of training rows, found, but not read yet.
+    """Reads one source of training rows.
 
     Args:
         source: an element of `data.train`.
         name: its name in messages.
-        needs: what the loss asks of every row.
+        needs: what the loss needs of every row.
 
     Attributes:
         parts: the files or the data set that hold its rows, in order.
-        document_parts: of the corpus, where rows name documents by id; else none.
+        documents: the corpus, where rows refer to documents by id.
 
     Raises:
-        DataError: nothing is there, or nothing that can be read.
-        ConfigError: options of the source that contradict each other.
+        DataError: nothing that can be read exists at the path.
+        ConfigError: options of the source contradict each other.
     """
 
     def __init__(self, source: TrainSource, name: str, needs: RowRequirements) -> None:
         self.source, self.name, self.needs = source, name, needs
         found = find_parts(source)
-        self.parts, self.document_parts = found.parts, found.document_parts
-        self._opened = PartReader(source)
+        self.parts = found.parts
+        self.documents: DocumentReader | None = None
+        if found.document_parts:
+            self.documents = DocumentReader(found.document_parts, f"documents of {name}")
+        self._reader = PartReader(subset=source.subset, split=source.split, columns=source.columns)
         self._versions = {part: file_version(part.name) for part in self.parts if part.kind is PartKind.jsonl}
 
-    def content(self) -> dict[str, Any]:
-        """What decides which rows come out, as JSON: digests of the parts, and the options that readers look at.
+    @property
+    def document_parts(self) -> Sequence[Part]:
+        """The parts of the corpus."""
+        return self.documents.parts if self.documents else ()
 
-        Paths are not in it, so a folder that was moved is the same. Nor is the loss's name, so losses that ask
-        the same of rows share them.
+    def content(self) -> dict[str, Any]:
+        """What determines the rows, as JSON: digests of the parts, and the options that readers use.
+
+        Paths are left out, so that a folder may be moved, and so is the name of the loss, so that losses with the same
+        needs share their rows.
 
         Raises:
             DataError: a part is gone or cannot be read.
@@ -100,8 +105,8 @@ class SourceReader:
             "subset": source.subset,
             "split": source.split,
             "score_scale": source.score_scale,
-            "parts": [self._opened.digests(part) for part in self.parts],
-            "documents": [self._opened.digests(part) for part in self.document_parts],
+            "parts": [self._reader.digests(part) for part in self.parts],
+            "documents": self.documents.content()["parts"] if self.documents else [],
             "needs": {
                 "documents": needs.documents,
                 "negatives": needs.negatives,
@@ -114,13 +119,13 @@ class SourceReader:
         }
 
     def detect_layout(self, on_error: OnError) -> RowLayout:
-        """The layout that the options ask for, or else the one that the first usable row shows.
+        """The layout that the options name, or that the first usable row has.
 
-        Where `on_error` is skip, unusable rows before it are passed over: whoever reads the rows meets them again.
+        With `on_error=skip`, unusable rows before it are passed over; reading the rows finds them again.
 
         Raises:
-            DataError: the first row cannot be used and `on_error` is stop, or no row can.
-            ConfigError: options that do not fit the layout.
+            DataError: the first row cannot be used and `on_error` is stop, or no row can be used.
+            ConfigError: options do not fit the layout.
         """
         num_rows, num_empty, first = 0, 0, ""
         for part, line, row in self._rows_and_empty_parts():
@@ -129,52 +134,52 @@ class SourceReader:
                     raise DataError(f"{part.location(line) if line else part.name}: {row}")
                 return choose_layout(self.source, part.kind, row, self.needs)
             except DataError as error:
-                all_alike = part.kind in _WITH_SCHEMA and not isinstance(row, BadRow)
-                if on_error == OnError.stop or all_alike:
+                fails_everywhere = part.kind in _KINDS_WITH_SCHEMA and not isinstance(row, BadRow)
+                if on_error == OnError.stop or fails_everywhere:
                     raise
                 num_rows, num_empty, first = num_rows + (line > 0), num_empty + (line == 0), first or str(error)
         skipped = " and ".join(
-            counted(number, what) for number, what in ((num_rows, "row"), (num_empty, "empty file")) if number
+            pluralize(count, noun) for count, noun in ((num_rows, "row"), (num_empty, "empty file")) if count
         )
         raise DataError(f"{self.source.path}: no row that can be trained on ({skipped} skipped, the first: {first})")
 
     def pieces(self, piece_bytes: int) -> list[Piece]:
-        """All parts in order, cut into pieces of about so many bytes where they can be cut.
+        """All parts in order, in pieces of about this size where they can be split.
 
         Raises:
             DataError: a part is gone or cannot be read.
         """
-        return [piece for part in self.parts for piece in self._opened.cut(part, piece_bytes)]
+        return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
 
     def rows(self, piece: Piece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
         """The rows of one piece.
 
         Args:
             piece: one of `pieces`.
-            layout: what `detect_layout` returned; it stays as it is.
-            documents: those of `document_parts`, where there are any.
+            layout: what `detect_layout` returned; it is copied.
+            documents: the corpus, if there is one.
         """
-        return PieceRows(self._opened, piece, copy.deepcopy(layout), documents, self.source.score_scale)
+        return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source.score_scale)
 
     def lines_before(self, piece: Piece) -> int:
-        """Lines or rows of the part that come before the piece: what its line numbers count from.
+        """The number of lines or rows of the part before the piece.
 
         Raises:
             DataError: the part is gone or cannot be read.
         """
-        return self._opened.lines_before(piece)
+        return self._reader.lines_before(piece)
 
     def texts_at(self, part: Part, offset: int, layout: RowLayout, documents: DocumentLookup | None = None) -> Texts:
-        """The row whose line begins at a byte of a part of plain JSONL, read again.
+        """The row whose line begins at a byte of an uncompressed JSONL part, read again.
 
         Args:
             part: one of `parts`.
-            offset: what `PieceRows.offset` was at that row.
+            offset: `PieceRows.offset` of the row.
             layout: what `detect_layout` returned.
-            documents: as in `rows`.
+            documents: the corpus, if there is one.
 
         Raises:
-            DataError: the file was changed since it was found, or is gone.
+            DataError: the file changed since it was found, or is gone.
         """
         row = row_at(part, offset)
         if file_version(part.name) != self._versions[part]:
@@ -184,18 +189,10 @@ class SourceReader:
         except BadRow as bad:
             raise file_changed_error(part.name) from bad
 
-    def document_rows(self, part: Part) -> Iterator[tuple[int, tuple[str, str] | BadRow]]:
-        """The corpus's documents in one of `document_parts`: (line, (id, text)).
-
-        Raises:
-            DataError: the part cannot be read as a whole.
-        """
-        return document_rows(part)
-
     def _rows_and_empty_parts(self) -> Iterator[tuple[Part, int, dict[str, Any] | BadRow]]:
         for part in self.parts:
             is_empty = True
-            for line in self._opened.lines(Piece(part)):
+            for line in self._reader.lines(Piece(part)):
                 if line.row is not None:
                     is_empty = False
                     yield part, line.number, line.row
@@ -204,12 +201,12 @@ class SourceReader:
 
 
 def row_at(part: Part, offset: int) -> dict[str, Any]:
-    """The row whose line begins at a byte of plain JSONL.
+    """The row whose line begins at a byte of uncompressed JSONL.
 
     Raises:
         DataError: the file is gone, or no row begins there any more.
     """
-    row = json_row(line_at(part.name, offset))
+    row = parse_json_row(read_line_at(part.name, offset))
     if isinstance(row, BadRow):
         raise file_changed_error(part.name) from row
     return row
@@ -218,10 +215,10 @@ def row_at(part: Part, offset: int) -> dict[str, Any]:
 def open_sources(
     sources: Sequence[TrainSource], names: Sequence[str], needs: Sequence[RowRequirements]
 ) -> list[SourceReader]:
-    """All sources, found.
+    """A reader for each source.
 
     Raises:
-        DataError: as Reading.
-        ConfigError: as Reading.
+        DataError: as SourceReader.
+        ConfigError: as SourceReader.
     """
-    return [SourceReader(*each) for each in zip(sources, names, needs, strict=True)]
+    return [SourceReader(*args) for args in zip(sources, names, needs, strict=True)]

@@ -142,7 +142,7 @@ def _print_examples(
     page: "Page", looked: "InspectedSource", tokenizer: "UntruncatedTokenizer | None", count: int
 ) -> None:
     """Some rows from all over a source, the first among them."""
-    from embedtrain.data.sources.sources import find_parts
+    from embedtrain.data.sources.resolve import find_parts
     from embedtrain.inspect.printing import print_example
     from embedtrain.inspect.seen import seen
 

@@ -1,7 +1,6 @@
 """What decides the course of a run: options and rows that a resumed run must share, and all ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
 from enum import Enum
 from typing import Any
 
@@ -11,7 +10,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import ModelConfig, Recipe
 from embedtrain.data.cache.row_table import RowStore
-from embedtrain.data.drawn import Given
+from embedtrain.data.drawn import SourceSettings
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.world import World
@@ -92,10 +91,10 @@ def run_identity(
     rows = {
         name: {
             "rows": f"{len(store)} {store.content}",
-            **_given(store, given),
+            **_source_settings(store, settings),
             "loss": None if (own := _learnt(loss)) == of_all else own,
         }
-        for name, store, given, loss in zip(data.names, data.stores, data.given, losses, strict=True)
+        for name, store, settings, loss in zip(data.names, data.stores, data.settings, losses, strict=True)
     }
     return {
         "seed": recipe.seed,
@@ -116,9 +115,9 @@ def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in options.items() if key not in apart}
 
 
-def _given(store: RowStore, given: Given) -> dict[str, Any]:
+def _source_settings(store: RowStore, settings: SourceSettings) -> dict[str, Any]:
     """What holds for all rows of a source; how instructions stand around texts where rows carry any."""
-    options: dict[str, Any] = to_plain(given)
+    options: dict[str, Any] = {**to_plain(settings.text_format), "negatives": settings.negatives}
     if not {"instruction", "document_instruction"} & store.beside:
         options["instruction_format"] = None
     return options
@@ -222,8 +221,7 @@ def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:
     kind = LOSSES.get(str(options.get("name")))
     if kind is not None:
         return dict(to_plain(kind()))
-    given = fields(Given) if option.startswith(f"{_OF_SOURCES}.") else ()
-    return {field.name: field.default for field in given if field.default is not MISSING}
+    return {"query_prompt": "", "document_prompt": ""} if option.startswith(f"{_OF_SOURCES}.") else {}
 
 
 def require_same_data(data: TrainData, world: World) -> None:

@@ -397,7 +397,7 @@ def test_teacher_of_another_width():
 def refused(world: World, config: SentenceTransformersConfig, batch: GlobalVectors, deal: list[list[int]]) -> str:
     loss = build_loss(config, dimension=DIMENSION, seed=0)
     try:
-        loss(*batch.local_loss(deal[world.rank], torch.float32))
+        loss(*batch.of_rank(deal[world.rank], torch.float32))
     except DataError as error:
         return str(error)
     return "nothing was refused"
@@ -443,15 +443,15 @@ def test_parts_are_logged(ranks):
         [{"vectors": column} for column in by_column(batch.queries, batch.documents)]
     )
     for name, part in parts.items():
-        assert sum(answer["shares"][name] for answer in answers) == pytest.approx(part.item(), rel=1e-12)
-    assert sum(answer["share"] for answer in answers) == pytest.approx(sum(parts.values()).item(), rel=1e-12)
+        assert sum(answer["metrics"][name] for answer in answers) == pytest.approx(part.item(), rel=1e-12)
+    assert sum(answer["local_loss"] for answer in answers) == pytest.approx(sum(parts.values()).item(), rel=1e-12)
 
 
 def draws(world: World) -> list[float]:
     """Shares at steps of different seeds, though every rank's own random numbers differ; and what is left of these."""
     case = Case(name="MatryoshkaLoss", arguments=matryoshka("CoSENTLoss", {}, n_dims_per_step=1), scores="any")
     loss = build_loss(case.config, dimension=DIMENSION, seed=0)
-    queries, documents, batch_info = case.batch().local_loss([world.rank], torch.float64)
+    queries, documents, batch_info = case.batch().of_rank([world.rank], torch.float64)
     random.seed(world.rank)
     torch.manual_seed(world.rank)
     found = [loss(queries, documents, replace(batch_info, seed=seed)).local_loss.item() for seed in range(8)]
@@ -473,7 +473,7 @@ def warned(world: World) -> int:
     loss = build_loss(SentenceTransformersConfig(class_name="ContrastiveLoss"), dimension=DIMENSION, seed=0)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        loss(*vectors((1,) * 4, scores=True).local_loss([world.rank], torch.float32))
+        loss(*vectors((1,) * 4, scores=True).of_rank([world.rank], torch.float32))
     return len([warning for warning in heard if issubclass(warning.category, UserWarning)])
 
 

@@ -19,7 +19,14 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
 from embedtrain.loading.attention import packing_notes, prepare_packing, verify_packed_vectors
 from embedtrain.models.adapter_files import open_adapter
-from embedtrain.models.adapters import AdapterInfo, add_adapters, base_name, described, frozen_dtype, initial_adapters
+from embedtrain.models.adapters import (
+    AdapterInfo,
+    add_adapters,
+    base_name,
+    describe_adapters,
+    frozen_dtype,
+    initial_adapters,
+)
 from embedtrain.models.attention_direction import attends_to_later_tokens
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import TensorLocation, build_encoder, full_state_dict, locate_weights, stored_dtype
@@ -129,7 +136,7 @@ def load_model(
         f"{len(blocks)} {type(blocks[0]).__name__ if blocks else 'block'} + root{saved}; {layout.reason}"
     )
     if adapted is not None:
-        notes.append(described(adapted, encoder))
+        notes.append(describe_adapters(adapted, encoder))
     shard_(encoder, blocks, layout, parallel, world.device)
     if read_weights or adapted is not None:
         notes.append(_read_weights(encoder, source, places, world, seed))
@@ -138,7 +145,7 @@ def load_model(
     warm_up(encoder, world.device)
     if model.bidirectional is not None and (read_weights or adapted is not None):
         _require_direction(encoder, model.bidirectional, world)
-    source = replace(source, max_length=length)
+    source = replace(source, tokenization=replace(source.tokenization, max_length=length))
     if trains and not choice.whole:
         size = 4 * facts.trained / 2**30
         notes.append(f"gradients are reduced after every chunk: whole ones would take {size:.1f} GiB on every rank")
@@ -201,7 +208,7 @@ def quiet_libraries() -> None:
 def _blocks(encoder: Encoder, parallel: ParallelConfig, *, required: bool) -> tuple[list[nn.Module], list[str]]:
     from_environment = os.environ.get(BLOCK_CLASS_VARIABLE, "").strip(" ,")
     if parallel.block_class is None and from_environment:
-        blocks = find_blocks(encoder, from_environment, asked_by=f"{BLOCK_CLASS_VARIABLE} (in the environment)")
+        blocks = find_blocks(encoder, from_environment, option=f"{BLOCK_CLASS_VARIABLE} (in the environment)")
         return blocks, [f"layer class {from_environment}: read from {BLOCK_CLASS_VARIABLE} in the environment"]
     return find_blocks(encoder, parallel.block_class, required=required), []
 

@@ -84,7 +84,12 @@ def refused(kind: type[EmbedtrainError], make: Any, *words: str) -> None:
 def test_a_hugging_face_directory(hf_dir):
     refused(ConfigError, lambda: opened(hf_dir), "model.pooling", str(hf_dir))
     source = opened(hf_dir, pooling=Pooling.cls, query_prompt="q: ")
-    assert (source.pooling, source.normalize, source.max_length, source.dense) == (Pooling.cls, True, None, ())
+    assert (source.pooling, source.normalize, source.tokenization.max_length, source.dense) == (
+        Pooling.cls,
+        True,
+        None,
+        (),
+    )
     assert source.prompts == {"query": "q: "}
     assert opened(hf_dir, pooling=Pooling.cls, normalize=False).normalize is False
     assert source.config.use_cache is False
@@ -92,7 +97,7 @@ def test_a_hugging_face_directory(hf_dir):
 
 def test_a_sentence_transformers_directory(st_dir):
     source = opened(st_dir)
-    assert (source.pooling, source.normalize, source.max_length) == (Pooling.mean, True, 24)
+    assert (source.pooling, source.normalize, source.tokenization.max_length) == (Pooling.mean, True, 24)
     assert (source.prompts["query"], source.prompts["document"]) == ("q: ", "d: ")
     assert [(head.num_in, head.num_out, head.bias) for head in source.dense] == [(32, 24, True), (24, 16, False)]
     asked = opened(st_dir, pooling=Pooling.cls, normalize=False, max_length=12, query_prompt="")

@@ -142,7 +142,7 @@ def copy_adapter_config(settings: Path, to: Path) -> None:
         ModelError: it is damaged, or of an adapter that cannot be trained here.
     """
     files = read_settings(settings)
-    files.config.modules_to_save = list(files.parts) or None
+    files.config.modules_to_save = list(files.modules_to_save) or None
     _write_adapter_config(to, files.config, files.base_model or None, files.revision)
 
 

@@ -3,7 +3,6 @@
 T documents as often as they stand somewhere, N distinct ones, R rows of a source.
 """
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.cache import mapped, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_table import ArrowRows
 from embedtrain.data.keys import asked, text_keys
-from embedtrain.data.sources.kinds import Part
+from embedtrain.data.sources.parts import Part
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.mine.documents import DocumentBatch, ProgressCallback, all_documents
@@ -144,7 +143,7 @@ def _prepare(
         "has_ids": [(unfinished / f"ids-{number}.arrow").is_file() for number in range(len(sources))],
     }
     write_metadata(unfinished / "facts.json", facts)
-    os.replace(unfinished, directory)
+    unfinished.rename(directory)
 
 
 def _no_negatives(

@@ -32,9 +32,9 @@ from benchmarks.inputs import MINILM, train_data
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from benchmarks.sides import OPTIM, trainable
-from embedtrain.checkpoint.export.export import live_weights, plan_export
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.manager import Checkpointer
+from embedtrain.checkpoint.export.model_export import live_weights, plan_export
 from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.recipe import (
     CheckpointConfig,

@@ -10,12 +10,12 @@ def act(options: ExportOptions) -> None:
     """Read a checkpoint in one process, write the directory, reopen it and compare."""
     from pathlib import Path
 
-    from embedtrain.checkpoint.export.export import require_replaceable
     from embedtrain.checkpoint.export.hub import require_export_support, upload_model
+    from embedtrain.checkpoint.export.model_export import require_replaceable
     from embedtrain.checkpoint.run_directory import RunDirectory
     from embedtrain.checkpoint.step_directory import find_checkpoint
     from embedtrain.config.compose import load_recipe
-    from embedtrain.export.offline import export_step
+    from embedtrain.export.convert import export_step
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.models.security import require_no_links
     from embedtrain.tracking.console import Console

@@ -5,12 +5,11 @@ import contextlib
 import torch
 from torch import Tensor
 
-from embedtrain.checkpoint.export.export import ExportResult, export_dtype, export_lock, live_weights, plan_export
+from embedtrain.checkpoint.checkpointer import read_tensors
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.checkpoint.export.model_card import model_card
-from embedtrain.checkpoint.export.probes import PROBES, ExportReference, export_tolerance
-from embedtrain.checkpoint.export.reopen import AdapterBase
-from embedtrain.checkpoint.load import read_tensors
+from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, export_lock, live_weights, plan_export
+from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
 from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.manager import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
 from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.config.accelerate import describe_accelerate_config

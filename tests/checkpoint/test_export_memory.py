@@ -13,7 +13,7 @@ _MEASURED = """
 import re, sys, threading, time
 from pathlib import Path
 import accelerate, onnxruntime, sentence_transformers, torch, transformers
-import embedtrain.export.offline
+import embedtrain.export.convert
 from embedtrain.config.compose import compose_export
 from embedtrain.export import act
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from embedtrain.checkpoint.export.model_directory import ADAPTER_PREFIX, WeightRows, WeightStream
-from embedtrain.checkpoint.index import TensorReader
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, shard_position
 from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import LoraConfig, ModelConfig
 from embedtrain.errors import CheckpointError

@@ -15,8 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from embedtrain.checkpoint.export.probes import PROBES, require_close
-from embedtrain.checkpoint.export.reopen import add_heads, encode_batch, open_encoder, open_tokenizer, tokenize_padded
+from embedtrain.checkpoint.export.verify import (
+    PROBES,
+    add_heads,
+    encode_batch,
+    open_encoder,
+    open_tokenizer,
+    require_close,
+    tokenize_padded,
+)
 from embedtrain.errors import CheckpointError
 from embedtrain.models.hub import one_line
 from embedtrain.models.source import ModelSource

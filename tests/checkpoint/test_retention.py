@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.checkpoint.disk_space import checkpoint_bytes
-from embedtrain.checkpoint.manager import Checkpointer
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.snapshot import take_snapshot
-from embedtrain.checkpoint.step_directory import list_unfinished, step_path
+from embedtrain.checkpoint.step_directory import checkpoint_bytes, list_unfinished, step_path
 from embedtrain.config.recipe import CheckpointContents, CheckpointLayout, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from embedtrain.checkpoint.index import TensorReader, describe_tensors, tensor_files, write_local_shards
 from embedtrain.checkpoint.snapshot import WEIGHTS, LocalShard, ShardPosition
+from embedtrain.checkpoint.tensor_files import TensorReader, describe_tensors, tensor_files, write_local_shards
 from embedtrain.checkpoint.weight_files import DTYPE_NAMES, TensorSpec
 from embedtrain.config.recipe import CheckpointLayout
 from embedtrain.errors import CheckpointError

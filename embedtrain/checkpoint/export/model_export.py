@@ -30,16 +30,16 @@ from embedtrain.checkpoint.export.model_directory import (
     write_weights,
 )
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
-from embedtrain.checkpoint.export.probes import ExportReference
-from embedtrain.checkpoint.export.reopen import (
+from embedtrain.checkpoint.export.verify import (
     AdapterBase,
+    ExportReference,
     check_adapter,
     check_sentence_transformers,
     check_transformers,
     require_shapes,
 )
-from embedtrain.checkpoint.index import TensorReader
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, shard_position
+from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.export_checks import ADAPTER, ONNX
 from embedtrain.config.recipe import ExportConfig, ExportDtype
 from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, require_same_base
-from embedtrain.checkpoint.export.export import (
+from embedtrain.checkpoint.export.model_card import model_card
+from embedtrain.checkpoint.export.model_export import (
     ExportResult,
     checkpoint_weights,
     export_dtype,
@@ -11,13 +12,11 @@ from embedtrain.checkpoint.export.export import (
     load_checkpoint_encoder,
     plan_export,
 )
-from embedtrain.checkpoint.export.model_card import model_card
-from embedtrain.checkpoint.export.probes import ExportReference, export_tolerance, probe_vectors
-from embedtrain.checkpoint.export.reopen import AdapterBase
-from embedtrain.checkpoint.index import TensorReader
+from embedtrain.checkpoint.export.verify import AdapterBase, ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import ExportConfig, ModelConfig, Recipe
 from embedtrain.data.tokens import TextTokenizer

@@ -10,29 +10,45 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
 from embedtrain import __version__
-from embedtrain.checkpoint.disk_space import checkpoint_bytes, free_disk_space, require_disk_limit
-from embedtrain.checkpoint.index import describe_tensors, tensor_files, write_local_shards
-from embedtrain.checkpoint.load import read_tensors
-from embedtrain.checkpoint.snapshot import Snapshot, Staging, take_snapshot
+from embedtrain.checkpoint.snapshot import (
+    OPTIMIZER,
+    WEIGHTS,
+    Snapshot,
+    Staging,
+    checkpointed_weights,
+    init_optimizer_state,
+    take_snapshot,
+)
 from embedtrain.checkpoint.step_directory import (
     FORMAT,
     Checkpoint,
     UnsupportedFormatError,
+    checkpoint_bytes,
     commit_checkpoint,
+    free_disk_space,
     list_steps,
     list_unfinished,
     open_checkpoint,
     prunable,
     prune,
     recover_replaced,
+    require_disk_limit,
     step_path,
     unfinished_path,
     verify_checksums,
 )
+from embedtrain.checkpoint.tensor_files import TensorReader, describe_tensors, tensor_files, write_local_shards
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
+from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact
 
@@ -268,3 +284,48 @@ def _named(phase: str, where: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{phase} failed: {error.strerror or error}: {error.filename or where}") from error
+
+
+def read_tensors(folder: Checkpoint, trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Fill the sharded encoder and its loss, and the optimiser unless it is None.
+
+    Each rank reads its own rows, whatever number of ranks wrote the folder; no collective.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over, or has another shape than the model's.
+    """
+    # These are the parameters' own memory, so what is read is in place at once.
+    _fill(checkpointed_weights(trained), folder, WEIGHTS)
+    if optimizer is None:
+        return
+    init_optimizer_state(optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state: dict[str, Any] = get_optimizer_state_dict(trained, optimizer, options=options)
+    _fill({name: value for name, value in state.items() if isinstance(value, Tensor)}, folder, OPTIMIZER)
+    set_optimizer_state_dict(trained, optimizer, state, options=options)
+
+
+def _fill(tensors: Mapping[str, Tensor], folder: Checkpoint, kind: str) -> None:
+    with folder.tensors(kind) as stored, torch.no_grad():
+        for name in sorted(tensors.keys() ^ stored.specs.keys()):
+            place = "the checkpoint lacks it" if name in tensors else "the model lacks it"
+            raise CheckpointError(f"{folder.path} does not fit this model: {name}: {place}")
+        for name, tensor in tensors.items():
+            spec = stored.specs[name]
+            if tuple(tensor.shape) != spec.shape:
+                raise CheckpointError(
+                    f"{folder.path} does not fit this model: {name} has the shape {list(spec.shape)}, the model's "
+                    f"{list(tensor.shape)}"
+                )
+            start, end = row_range(tensor)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            _fill_rows(local, start, stored, name, start, end)
+
+
+def _fill_rows(target: Tensor, first: int, stored: TensorReader, name: str, start: int, end: int) -> None:
+    """Copy rows [start, end) into a tensor whose first row is the whole's row `first`."""
+    for row, values in stored.rows(name, start, end):
+        if target.dim() == 0:
+            target.copy_(values)
+        else:
+            target[row - first : row - first + len(values)].copy_(values)

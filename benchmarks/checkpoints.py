@@ -95,7 +95,7 @@ def _run(rank: int, folder: Path) -> tuple[str, str]:
 
 def _checkpoints(world: World, root: Path, layout: CheckpointLayout, *, asynchronous: bool) -> Checkpointer:
     config = CheckpointConfig(layout=layout, asynchronous=asynchronous, keep=1)
-    return Checkpointer(root, config, world, metadata={}, say=print)
+    return Checkpointer(root, config, world, metadata={}, log=print)
 
 
 def _cost_of_a_save(world: World, run: StepContext, folder: Path, step: Callable[[int], None]) -> str:

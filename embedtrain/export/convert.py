@@ -1,4 +1,4 @@
-"""From a checkpoint's files to a model directory in one process, with no ranks and no GPU."""
+"""Convert a checkpoint to a model directory in one process, without ranks and without a GPU."""
 
 from pathlib import Path
 
@@ -28,85 +28,84 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.metrics import metrics_at
 
 
-def export_step(
+def export_checkpoint(
     run_dir: RunDirectory,
     recipe: Recipe,
-    folder: Checkpoint,
-    to: Path,
-    asked: ExportConfig,
+    checkpoint: Checkpoint,
+    output_dir: Path,
+    config: ExportConfig,
     *,
     trust_remote_code: bool,
     console: Console,
 ) -> ExportResult:
-    """Write a step of a run as a model directory; at most one copy of the model is in memory, and none unchecked.
+    """Write a checkpoint as a model directory.
+
+    At most one copy of the model is in memory, and none if `config.check` is false.
 
     Args:
-        run_dir: of the run.
-        recipe: the run's.
-        folder: the step's checkpoint.
-        to: replaced if it exists, once the new one has passed.
-        asked: what to write.
-        trust_remote_code: whether Python that lies in the run's directory may run.
-        console: shows what is going on.
+        run_dir: directory of the run.
+        recipe: recipe of the run.
+        checkpoint: checkpoint of the step.
+        output_dir: replaced once the new directory has passed all checks.
+        config: what to write.
+        trust_remote_code: whether Python in the run directory may run.
+        console: displays progress.
 
     Raises:
-        CheckpointError: the checkpoint or the directory written is not what it should be.
-        ConfigError: another export to the same directory is under way.
+        CheckpointError: the checkpoint does not fit the model, or the directory does not reproduce its embeddings.
+        ConfigError: another export to the same directory is running.
         OSError: the directory cannot be written.
     """
     source = open_model_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trust_remote_code))
     loaded = load_tokenizer(source)
     tokenizer = TextTokenizer(loaded, resolve_max_length(source, loaded))
-    dtype = export_dtype(asked.dtype, source)
-    expected: ExportReference | None = None
-    with export_lock(to), folder.tensors(WEIGHTS) as stored:
+    dtype = export_dtype(config.dtype, source)
+    reference: ExportReference | None = None
+    with export_lock(output_dir), checkpoint.tensors(WEIGHTS) as reader:
         adapters: AdapterCheckpoint | None = None
+        adapter: AdapterBase | None = None
         if recipe.model.lora.on:
-            adapters = AdapterCheckpoint.open(run_dir.adapter, recipe.model, recipe.seed, source, stored)
-            require_same_base(folder, adapters.base)
-        if asked.check:
+            adapters = AdapterCheckpoint.open(run_dir.adapter, recipe.model, recipe.seed, source, reader)
+            require_same_base(checkpoint, adapters.base)
+            adapter = AdapterBase(
+                run_dir.adapter, adapters.base, recipe.seed, load_in_4bit=recipe.model.lora.load_in_4bit
+            )
+        if config.check:
             with console.phase("encoding probe texts with the checkpoint's weights"):
-                expected = _expected(adapters, source, stored, tokenizer, export_tolerance(dtype, exact_encoder=True))
-        pieces = checkpoint_weights(stored) if adapters is None else adapters.merged()
-        settings, base = (
-            (None, None)
-            if adapters is None
-            else (run_dir.adapter, AdapterBase(adapters.base, recipe.seed, load_in_4bit=adapters.load_in_4bit))
-        )
-        export = plan_export(to, run_dir.architecture, pieces, dtype, asked, settings=settings, base=base)
+                tolerance = export_tolerance(dtype, exact_encoder=True)
+                reference = _reference(adapters, source, reader, tokenizer, tolerance)
+        weights = checkpoint_weights(reader) if adapters is None else adapters.merged()
+        export = plan_export(output_dir, run_dir.architecture, weights, dtype, config, adapter=adapter)
         with console.phase("writing the directory"):
             export.begin()
-            export.write(pieces.rows, main=True)
+            export.write(weights.rows, main=True)
         card = model_card(
             to_plain(recipe),
-            metrics_at(run_dir.path, folder.step),
-            step=folder.step,
+            metrics_at(run_dir.path, checkpoint.step),
+            step=checkpoint.step,
             dimension=build_encoder(source).dimension,
             max_length=tokenizer.max_length,
             prompts=source.prompts,
-            formats=asked.formats,
-            name=asked.push_to_hub,
+            formats=config.formats,
+            name=config.push_to_hub,
         )
-        return export.finish(card, expected, trust_remote_code=trust_remote_code, phase=console.phase)
+        return export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase)
 
 
-def _expected(
+def _reference(
     adapters: AdapterCheckpoint | None,
     source: ModelSource,
-    stored: TensorReader,
+    reader: TensorReader,
     tokenizer: TextTokenizer,
     tolerance: float,
 ) -> ExportReference:
-    """What the export has to be like; the adapters are not merged here, so that merging is compared as well."""
+    """What the export has to reproduce. Adapters stay unmerged here, so that the check includes the merge."""
+    base_vectors = None
     if adapters is None:
-        return ExportReference(
-            probe_vectors(load_checkpoint_encoder(source, stored), tokenizer),
-            tolerance,
-            source.prompts,
-            tokenizer.max_length,
-        )
-    encoder = adapters.encoder()
-    vectors = probe_vectors(encoder, tokenizer)
-    with without_adapters(encoder):
-        without = probe_vectors(encoder, tokenizer)
-    return ExportReference(vectors, tolerance, source.prompts, tokenizer.max_length, without)
+        vectors = probe_vectors(load_checkpoint_encoder(source, reader), tokenizer)
+    else:
+        encoder = adapters.encoder()
+        vectors = probe_vectors(encoder, tokenizer)
+        with without_adapters(encoder):
+            base_vectors = probe_vectors(encoder, tokenizer)
+    return ExportReference(vectors, tolerance, source.prompts, tokenizer.max_length, base_vectors)

@@ -1,4 +1,4 @@
-"""export.options."""
+"""Options of `python -m embedtrain.export`, their checks and composition."""
 
 from dataclasses import dataclass, replace
 
@@ -19,27 +19,31 @@ class ExportOptions:
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype
     max_file_size: str | None = None  # default: the recipe's export.max_file_size
     check: bool | None = None  # reopen and compare; default: the recipe's export.check
-    push_to_hub: str | None = None  # Hub id to upload it to; the recipe's is for the run's own export
-    private: bool = True  # whether a repository that is made there is private
-    trust_remote_code: bool = False  # run Python that lies in the run's directory; its recipe cannot allow that
+    push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export at the end of the run
+    private: bool = True  # whether a repository that is created there is private
+    trust_remote_code: bool = False  # run Python in the run directory; its recipe cannot allow that
 
 
 def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:
-    """The recipe's options of an export, but for those given on the command line.
+    """The recipe's export options, overridden by those on the command line.
 
-    Whether it is uploaded is the command line's affair alone: the recipe speaks of the run's last step.
+    Uploading depends on the command line only: the recipe's option is for the export at the end of the run.
     """
-    given = {name: getattr(options, name) for name in ("formats", "dtype", "max_file_size", "check")}
+    overrides = {name: getattr(options, name) for name in ("formats", "dtype", "max_file_size", "check")}
     return replace(
         recipe,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in overrides.items() if value is not None},
         push_to_hub=options.push_to_hub,
         private=options.private,
     )
 
 
 def compose_export(arguments: list[str]) -> ExportOptions:
-    """The options of `python -m embedtrain.export`."""
+    """The checked options.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or `run` is missing.
+    """
     options = compose_command("export", ExportOptions, arguments)
     if not options.run:
         raise ConfigError("no run: write run=DIR, the output_dir of a training run")

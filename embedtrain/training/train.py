@@ -108,7 +108,7 @@ def _train(recipe: Recipe, world: World, stopping: StopSignals, held: contextlib
         recipe.checkpoint,
         world,
         metadata={"identity": identity, "recipe": to_plain(recipe)},
-        say=console.warn,
+        log=console.warn,
         timeout=recipe.parallel.timeout,
     )
     found = checkpoints.newest()

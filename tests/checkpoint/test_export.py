@@ -146,9 +146,9 @@ def test_one_export_at_a_time_and_what_a_killed_one_left_is_no_hindrance(tmp_pat
         [sys.executable, "-c", f"""
 import time
 from pathlib import Path
-from embedtrain.checkpoint.export.model_export import only_export
+from embedtrain.checkpoint.export.model_export import export_lock
 to = Path({str(to)!r})
-with only_export(to):
+with export_lock(to):
     (to.parent / "out.tmp" / "onnx").mkdir(parents=True)
     (to.parent / "out.tmp" / "onnx" / "model.onnx").write_text("half")
     print("holds", flush=True)

@@ -1,7 +1,7 @@
-"""Export: write a model directory, reopen it with every library it is for, and compare its vectors.
+"""Export: write a model directory, reopen it with every library it is meant for, and compare its embeddings.
 
-A directory that a library it is for opens to other vectors than the encoder's is worse than none, so an
-export that does not match fails, and leaves nothing under the name that was asked for.
+A directory that another library opens with other embeddings than the encoder's is worse than none. So an export that
+does not match fails, and leaves nothing under the requested name.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from embedtrain.checkpoint.export.adapters import copy_adapter_config, live_merged_weights
+from embedtrain.checkpoint.export.adapters import copy_adapter_config, encoder_rows, live_merged_weights, load_rows
 from embedtrain.checkpoint.export.model_directory import (
     ADAPTER_FOLDER,
     DTYPES,
@@ -38,7 +38,7 @@ from embedtrain.checkpoint.export.verify import (
     check_transformers,
     require_shapes,
 )
-from embedtrain.checkpoint.snapshot import ENCODER, local_shards, shard_position
+from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.export_checks import ADAPTER, ONNX
 from embedtrain.config.recipe import ExportConfig, ExportDtype
@@ -53,95 +53,92 @@ _LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What was written, and how far its vectors are from the encoder's: the largest relative difference.
+    """A finished export.
 
-    None where nobody has looked.
+    `difference` is the largest relative difference of its embeddings from the encoder's, None if it was not checked.
     """
 
     directory: Path
     difference: float | None
     dtype: torch.dtype
 
-    @property
-    def told(self) -> str:
-        """In words."""
-        same = "not compared" if self.difference is None else "vectors equal the encoder's"
-        return f"{str(self.dtype).removeprefix('torch.')}, {same}"
+    def describe(self) -> str:
+        """Type and check, for a message."""
+        check = "not checked" if self.difference is None else "embeddings equal the encoder's"
+        return f"{str(self.dtype).removeprefix('torch.')}, {check}"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelExport:
-    """A model directory in the making: begun by one process, written by all, finished by one.
+    """An export in progress: begun by one process, written by all, finished by one.
 
     Attributes:
-        to: replaced if it exists, once the new one has passed.
+        output_dir: replaced once the new directory has passed all checks.
         architecture: written by `write_architecture`.
-        plan: where weights go; the same in every process.
-        dtype: what weights are stored in.
-        formats: what is written besides.
-        settings: folder with the configuration of the adapter that is written besides.
-        base: what that adapter was trained on.
+        plan: layout of the weight files; the same in every process.
+        dtype: in which weights are stored.
+        formats: `export.formats`.
+        adapter: the adapter that is also written on its own.
     """
 
-    to: Path
+    output_dir: Path
     architecture: Path
     plan: WeightPlan
     dtype: torch.dtype
     formats: tuple[str, ...] = ()
-    settings: Path | None = None
-    base: AdapterBase | None = None
+    adapter: AdapterBase | None = None
 
     @property
     def unfinished(self) -> Path:
-        """Where it is written."""
-        return self.to.with_name(self.to.name + ".tmp")
+        """Directory in which it is written."""
+        return self.output_dir.with_name(self.output_dir.name + ".tmp")
 
     def begin(self) -> None:
-        """Make the directory without weights; in one process.
+        """Create the directory without weights; in one process.
 
         Raises:
             OSError: it cannot be written.
         """
         shutil.rmtree(self.unfinished, ignore_errors=True)
-        self.to.parent.mkdir(parents=True, exist_ok=True)
+        self.output_dir.parent.mkdir(parents=True, exist_ok=True)
         create_model_directory(self.unfinished, self.architecture, self.plan, self.dtype)
-        if self.settings is not None:
-            copy_adapter_config(self.settings, self.unfinished / ADAPTER_FOLDER)
+        if self.adapter is not None:
+            copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
 
-    def write(self, pieces: Iterable[WeightRows], *, main: bool) -> None:
-        """Write what this process has of the weights, once the directory is there.
+    def write(self, weights: Iterable[WeightRows], *, main: bool) -> None:
+        """Write the weights of this process, after `begin`.
 
         Args:
-            pieces: the encoder's name of a weight, its first row, and rows.
-            main: whether this is the process that begins and finishes.
+            weights: rows of this process.
+            main: whether this is the process that begins and finishes the export.
 
         Raises:
-            CheckpointError: a weight is too large for the type it is to be stored in.
+            CheckpointError: a weight exceeds the range of the type in which it is stored.
             OSError: the directory cannot be written.
         """
-        added = pooler_rows(self.architecture) if main else ()
-        wanted = (piece for piece in itertools.chain(pieces, added) if piece[0] in self.plan.places)
-        write_weights(self.unfinished, self.plan, wanted, begins=main)
+        pooler = pooler_rows(self.architecture) if main else ()
+        planned = (item for item in itertools.chain(weights, pooler) if item[0] in self.plan.locations)
+        write_weights(self.unfinished, self.plan, planned, writes_header=main)
 
     def finish(
         self,
         card: str,
-        expected: ExportReference | None,
+        reference: ExportReference | None,
         *,
         trust_remote_code: bool = False,
         phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> ExportResult:
-        """Reopen the directory, compare, and give it its name; in one process, when all have written.
+        """Reopen the directory, compare, and rename it; in one process, after all have written.
 
         Args:
             card: text of the model card.
-            expected: what the directory has to be like; None leaves out all that needs the model in memory, but for
-                an ONNX graph that is asked for.
+            reference: what the export has to reproduce; None skips all checks that load the model, except for tracing
+                an ONNX graph if it is requested.
             trust_remote_code: whether the model's own Python may run when it is reopened.
-            phase: shows what is going on while a block runs.
+            phase: displays progress while a block runs.
 
         Raises:
-            CheckpointError: a library it is for cannot open the directory, or gets other vectors from it; it is left
+            CheckpointError: a library cannot open the directory or computes other embeddings; the directory is kept
                 under its unfinished name.
             OSError: it cannot be written.
         """
@@ -150,153 +147,140 @@ class ModelExport:
         differences = [0.0]
         try:
             source = require_shapes(directory, trust_remote_code=trust_remote_code)
-            if expected is not None:
+            if reference is not None:
                 with phase("reopening it with transformers"):
-                    differences.append(check_transformers(directory, source, expected))
+                    differences.append(check_transformers(directory, source, reference))
                 with phase("reopening it with sentence-transformers"):
-                    differences.append(check_sentence_transformers(directory, source, expected))
-                if self.settings is not None and self.base is not None:
+                    differences.append(check_sentence_transformers(directory, source, reference))
+                if self.adapter is not None:
                     with phase("reopening the adapter with PEFT"):
-                        differences.append(check_adapter(directory / ADAPTER_FOLDER, self.base, source, expected))
+                        differences.append(check_adapter(directory / ADAPTER_FOLDER, self.adapter, source, reference))
             if ONNX in self.formats:
                 with phase("writing an ONNX graph"):
                     traced = write_graph(directory, source)
-                if expected is not None:
+                if reference is not None:
                     with phase("reopening it with onnxruntime"):
                         differences.append(check_graph(directory, source, traced))
         except EmbedtrainError as error:
             raise CheckpointError(
-                f"export to {self.to} failed, and is left as {directory} to look at: {error}"
+                f"export to {self.output_dir} failed, and is kept as {directory} for inspection: {error}"
             ) from error
-        _replace(self.to, directory)
-        return ExportResult(self.to, None if expected is None else max(differences), self.dtype)
+        _replace(self.output_dir, directory)
+        return ExportResult(self.output_dir, None if reference is None else max(differences), self.dtype)
 
 
 @contextmanager
-def export_lock(to: Path) -> Iterator[None]:
-    """Keep others from exporting to the same directory meanwhile.
+def export_lock(output_dir: Path) -> Iterator[None]:
+    """Prevent concurrent exports to the same directory.
 
-    The lock is the operating system's: an export that is killed holds it no longer.
+    The operating system releases the lock if the export is killed.
 
     Raises:
-        ConfigError: another export to it is under way.
-        OSError: the folder that it is to lie in cannot be written.
+        ConfigError: another export to it is running.
+        OSError: its parent folder cannot be written.
     """
-    path = to.with_name(to.name + ".lock")
+    path = output_dir.with_name(output_dir.name + ".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(path, timeout=_LOCK_TIMEOUT):
             try:
                 yield
             finally:
-                path.unlink(missing_ok=True)  # whoever waits for it sees that, and makes a new one (filelock >= 4.2)
+                path.unlink(missing_ok=True)  # a waiting export notices and creates a new file (filelock >= 4.2)
     except Timeout:
-        raise ConfigError(f"another export to {to} is under way: wait for it, or name another folder") from None
+        raise ConfigError(
+            f"another export to {output_dir} is running: wait for it, or choose another output_dir"
+        ) from None
 
 
-def _replace(to: Path, by: Path) -> None:
-    """Give a directory its name; the one that had it is out of the way before it is deleted."""
-    old = to.with_name(to.name + ".old.tmp")
+def _replace(output_dir: Path, new: Path) -> None:
+    """Rename `new` to `output_dir`; an earlier export is moved away before it is deleted."""
+    old = output_dir.with_name(output_dir.name + ".old.tmp")
     shutil.rmtree(old, ignore_errors=True)
-    if to.exists():
-        to.rename(old)
-    by.rename(to)
+    if output_dir.exists():
+        output_dir.rename(old)
+    new.rename(output_dir)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def plan_export(
-    to: Path,
+    output_dir: Path,
     architecture: Path,
-    pieces: WeightStream,
+    weights: WeightStream,
     dtype: torch.dtype,
-    asked: ExportConfig,
+    config: ExportConfig,
     *,
-    settings: Path | None = None,
-    base: AdapterBase | None = None,
+    adapter: AdapterBase | None = None,
 ) -> ModelExport:
-    """An export of an encoder whose weights have the types and shapes of these pieces.
+    """An export of the given weights.
 
     Args:
-        to: see Export.
-        architecture: likewise.
-        pieces: `backbone.*`, `dense.<index>.*`.
-        dtype: what weights are stored in.
-        asked: the recipe's options.
-        settings: folder with the adapter's configuration, if it has one.
-        base: what the adapter was trained on.
+        output_dir: directory to write or replace.
+        architecture: written by `write_architecture`.
+        weights: `backbone.*`, `dense.<index>.*`.
+        dtype: in which weights are stored.
+        config: export options of the recipe.
+        adapter: of the model, if it has one; written on its own if `export.formats` requests it.
     """
-    formats = tuple(asked.formats)
-    adapter = pieces.adapter if ADAPTER in formats else {}
-    plan = plan_weights(architecture, pieces.specs, dtype, asked.max_file_size, adapter)
-    return ModelExport(to, architecture, plan, dtype, formats, settings if adapter else None, base)
+    formats = tuple(config.formats)
+    adapter_specs = weights.adapter if ADAPTER in formats else {}
+    plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
+    return ModelExport(output_dir, architecture, plan, dtype, formats, adapter if adapter_specs else None)
 
 
 def live_weights(encoder: Encoder) -> WeightStream:
-    """Of a sharded encoder: all weights' types and shapes, and the rows that this rank is to write.
+    """Types and shapes of all weights of a sharded encoder, and the rows that this rank writes.
 
-    A collective where there are adapters: they are merged.
+    A collective if there are adapters, because they are merged.
     """
     if has_adapters(encoder):
         return live_merged_weights(encoder)
     state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
-    share, parts = shard_position(state), local_shards(state)
-    mine = (
-        (name, part.first, part.rows)
-        for name, part in parts.items()
-        if share.writes and (part.cut or share.shard == 0) and part.rows.numel()
-    )
-    return WeightStream({name: part.spec for name, part in parts.items()}, mine)
+    shards = local_shards(state)
+    specs = {name: shard.spec for name, shard in shards.items()}
+    return WeightStream(specs, rows_to_write(shards, shard_position(state)))
 
 
-def checkpoint_weights(stored: TensorReader) -> WeightStream:
-    """Of a checkpoint: all the encoder's types and shapes, and all rows, part by part as they lie."""
-    names = [name for name in stored.specs if name.startswith(ENCODER)]
-    pieces = ((name.removeprefix(ENCODER), first, rows) for name in names for first, rows in stored.parts(name))
-    return WeightStream({name.removeprefix(ENCODER): stored.specs[name] for name in names}, pieces)
+def checkpoint_weights(reader: TensorReader) -> WeightStream:
+    """All encoder weights of a checkpoint, one stored shard at a time."""
+    names = [name for name in reader.specs if name.startswith(ENCODER)]
+    rows = ((name.removeprefix(ENCODER), first, rows) for name in names for first, rows in reader.all_rows(name))
+    return WeightStream({name.removeprefix(ENCODER): reader.specs[name] for name in names}, rows)
 
 
-def require_replaceable(to: Path, run_dir: Path) -> Path:
-    """The directory to export to, if nothing but an earlier export would be replaced.
+def require_replaceable(output_dir: Path, run_dir: Path) -> Path:
+    """The directory to export to, if nothing except an earlier export would be replaced.
 
     Raises:
-        ConfigError: it is a file, it holds the run, or it is a folder with something else in it.
+        ConfigError: it is a file, contains the run, or is a folder with other content.
     """
-    to = to.expanduser()
-    if to.exists() and not to.is_dir():
-        raise ConfigError(f"output_dir={to} is a file: name a folder, which will be made")
-    if run_dir.resolve().is_relative_to(to.resolve()):
-        raise ConfigError(f"output_dir={to} holds the run itself: name a folder of its own")
-    if to.is_dir() and any(to.iterdir()) and not (to / "modules.json").is_file():
-        raise ConfigError(f"output_dir={to} holds something else than a model: name a new folder, or an earlier export")
-    return to if to.name else to.resolve()  # "." has no name to put an ending to
+    output_dir = output_dir.expanduser()
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigError(f"output_dir={output_dir} is a file: name a folder, which is created")
+    if run_dir.resolve().is_relative_to(output_dir.resolve()):
+        raise ConfigError(f"output_dir={output_dir} contains the run itself: name a separate folder")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "modules.json").is_file():
+        raise ConfigError(
+            f"output_dir={output_dir} contains something other than a model: name a new folder, or an earlier export"
+        )
+    return output_dir if output_dir.name else output_dir.resolve()  # "." has no name to which a suffix can be added
 
 
-def load_checkpoint_encoder(source: ModelSource, stored: TensorReader) -> Encoder:
-    """An encoder in this process's memory with a checkpoint's weights.
+def load_checkpoint_encoder(source: ModelSource, reader: TensorReader) -> Encoder:
+    """An encoder in this process's memory with the weights of a checkpoint.
 
     Raises:
-        CheckpointError: the weights are not this model's.
+        CheckpointError: the weights do not fit the model.
     """
     encoder = build_encoder(source)
-    pieces = checkpoint_weights(stored)
-    state = encoder.state_dict()
-    for name in sorted(state.keys() ^ pieces.specs.keys()):
-        raise CheckpointError(f"{stored.folder} does not fit the model: {name} is in one of them alone")
+    rows = encoder_rows(reader, encoder.state_dict())
     encoder._apply(  # type: ignore[no-untyped-call]
         lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t
     )
-    state = encoder.state_dict()
-    for name, first, rows in pieces.rows:
-        shape = pieces.specs[name].shape
-        if tuple(state[name].shape) != shape:
-            raise CheckpointError(
-                f"{stored.folder} does not fit the model: {name} has the shape {list(shape)}, the model's "
-                f"{list(state[name].shape)}"
-            )
-        (state[name] if not rows.dim() else state[name][first : first + len(rows)]).copy_(rows)
+    load_rows(rows, encoder.state_dict())
     return encoder
 
 
-def export_dtype(asked: ExportDtype, source: ModelSource) -> torch.dtype:
+def export_dtype(option: ExportDtype, source: ModelSource) -> torch.dtype:
     """The torch type for `export.dtype`."""
-    return stored_dtype(source) if asked is ExportDtype.source else DTYPES[asked]
+    return stored_dtype(source) if option is ExportDtype.source else DTYPES[option]

@@ -69,15 +69,17 @@ class ExportReference:
 
 @dataclass(frozen=True, slots=True)
 class AdapterBase:
-    """The model that an adapter was trained on.
+    """An adapter of a run, and the model that it was trained on.
 
     Attributes:
-        source: its configuration as it was trained, and the location of its weights.
+        directory: of its adapter_config.json.
+        source: the model's configuration as it was trained, and the location of its weights.
         seed: initialises a model without weights.
         rounded: whether the run held its weights in a coarser type than its files have.
         load_in_4bit: whether the run quantized its linear layers to 4 bits.
     """
 
+    directory: Path
     source: ModelSource
     seed: int
     rounded: bool = False

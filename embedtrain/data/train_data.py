@@ -17,8 +17,8 @@ from embedtrain.data.drawn import Given, SelectedRows, SelectedTokens
 from embedtrain.data.sampling.draw import draw
 from embedtrain.data.sampling.mixing import rows_per_source_of_epoch
 from embedtrain.data.sampling.plan import BatchPlan
-from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
-from embedtrain.data.sources.sources import expand_sources, no_in_batch_negatives
+from embedtrain.data.sources.layouts import TEXTS_ONLY
+from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch
 

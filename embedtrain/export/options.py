@@ -1,11 +1,21 @@
-"""Options of `python -m embedtrain.export`, their checks and composition."""
+"""Options of `python -m embedtrain.export`."""
 
 from dataclasses import dataclass, replace
 
+from embedtrain.config.checks import check_export
 from embedtrain.config.compose import compose_command
-from embedtrain.config.export_checks import check_export
 from embedtrain.config.recipe import ExportConfig, ExportDtype
-from embedtrain.errors import ConfigError
+from embedtrain.config.validation import OptionChecks
+
+HELP = """embedtrain.export: any checkpoint of a run -> a model directory, checked against the encoder
+
+  python -m embedtrain.export run=runs/NAME [step=latest|best|N] [output_dir=DIR] [dtype=fp32|bf16|fp16]
+                              [formats=[onnx]] [push_to_hub=ID]
+
+Options and their defaults (override with option=value):
+
+{options}
+Each option is explained in embedtrain/export/options.py, ExportOptions."""
 
 
 @dataclass(kw_only=True)
@@ -19,15 +29,15 @@ class ExportOptions:
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype
     max_file_size: str | None = None  # default: the recipe's export.max_file_size
     check: bool | None = None  # reopen and compare; default: the recipe's export.check
-    push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export at the end of the run
-    private: bool = True  # whether a repository that is created there is private
-    trust_remote_code: bool = False  # run Python in the run directory; its recipe cannot allow that
+    push_to_hub: str | None = None  # Hub id to upload it to; the recipe's is for the run's own export
+    private: bool = True  # whether a repository that is made there is private
+    trust_remote_code: bool = False  # run Python that lies in the run's directory; its recipe cannot allow that
 
 
 def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:
-    """The recipe's export options, overridden by those on the command line.
+    """The export options of the recipe, overridden by those of the command line.
 
-    Uploading depends on the command line only: the recipe's option is for the export at the end of the run.
+    The command line alone decides about an upload: the recipe's `push_to_hub` is for the last step of the run.
     """
     overrides = {name: getattr(options, name) for name in ("formats", "dtype", "max_file_size", "check")}
     return replace(
@@ -39,13 +49,8 @@ def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConf
 
 
 def compose_export(arguments: list[str]) -> ExportOptions:
-    """The checked options.
-
-    Raises:
-        ConfigError: an option is unknown or out of range, or `run` is missing.
-    """
-    options = compose_command("export", ExportOptions, arguments)
-    if not options.run:
-        raise ConfigError("no run: write run=DIR, the output_dir of a training run")
+    """The options, checked."""
+    options = compose_command("export", ExportOptions, arguments, HELP)
+    OptionChecks(options).require(bool(options.run), "run", "is missing; write the output_dir of a training run")
     check_export(requested_export(options, ExportConfig()))
     return options

@@ -13,7 +13,7 @@ def act(options: SearchOptions) -> None:
 
     from embedtrain.config.recipe import ModelConfig, ParallelConfig
     from embedtrain.distributed.world import joined_world
-    from embedtrain.evaluation.readers.beir import read_corpus
+    from embedtrain.evaluation.readers.retrieval import read_corpus
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.exact import unit_vectors
     from embedtrain.inference.index import ShardedIndex, trec_order

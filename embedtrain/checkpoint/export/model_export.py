@@ -40,8 +40,7 @@ from embedtrain.checkpoint.export.verify import (
 )
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.tensor_files import TensorReader
-from embedtrain.config.export_checks import ADAPTER, ONNX
-from embedtrain.config.recipe import ExportConfig, ExportDtype
+from embedtrain.config.recipe import ADAPTER, ONNX, ExportConfig, ExportDtype
 from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError
 from embedtrain.models.adapters import has_adapters
 from embedtrain.models.build import build_encoder, stored_dtype

@@ -18,10 +18,10 @@ from embedtrain.data.cache.row_digest import RowDigest
 from embedtrain.data.cache.row_requirements import RowCheck
 from embedtrain.data.cache.row_table import EXTRA_COLUMNS, TEXTS, ArrowFile, RowRange
 from embedtrain.data.cache.source_report import RowStatistics
-from embedtrain.data.sources.layouts.layout import DocumentLookup, RowLayout
-from embedtrain.data.sources.pieces import Piece
-from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.reading import SourceReader
+from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
+from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.reader import SourceReader
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError, DataError
 
@@ -81,7 +81,7 @@ def write_piece(
                 findings.width = (len(texts.vectors[0]), part, line)
             findings.add(texts, scored=texts is not read)
             writer.add(texts, line, rows.offset)
-    findings.found, findings.ignored = list(rows.layout.found), list(rows.layout.ignored)
+    findings.found, findings.ignored = list(rows.layout.features), list(rows.layout.ignored)
     facts = {"part": part, "lines": rows.lines, "beside": sorted(writer.beside), "files": writer.files}
     write_metadata(path / "facts.json", facts | {"digest": writer.digest.value, "findings": asdict(findings)})
 
@@ -244,10 +244,10 @@ def join_pieces(
             for name in names:
                 with (directory / name / f"{array_name}.bin").open("rb") as piece_array:
                     shutil.copyfileobj(piece_array, joined, 1 << 20)
-    told = copy.deepcopy(layout)
-    told.found.update(dict.fromkeys(findings.found))
+    described = copy.deepcopy(layout)
+    described.features.update(dict.fromkeys(findings.found))
     facts = {
-        "layout": told.told(),
+        "layout": described.describe(),
         "stretches": [astuple(stretch) for stretch in row_ranges],
         "files": [astuple(file) for file in files],
         "beside": sorted(beside),

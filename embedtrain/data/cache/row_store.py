@@ -17,11 +17,11 @@ from embedtrain.data.cache.row_requirements import RowCheck
 from embedtrain.data.cache.row_table import ArrowFile, ArrowRows, FileRows, RowRange, RowStore
 from embedtrain.data.cache.shared_build import COMPLETE, JOINED, Build, Task, build
 from embedtrain.data.cache.source_report import RowStatistics, SourceReport
-from embedtrain.data.sources.layouts.layout import RowLayout
-from embedtrain.data.sources.pieces import Piece
-from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.reading import SourceReader
-from embedtrain.data.sources.streams import file_changed_error
+from embedtrain.data.sources.files import file_changed_error
+from embedtrain.data.sources.layouts import RowLayout
+from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.reader import SourceReader
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
 
@@ -53,8 +53,9 @@ class CachedRows:
         self.key = json_digest([FORMAT, self._unchanged.content, on_error.value, cache.keep.value])
         self.directory = cache.directory / f"rows-{self.key}"
         self.documents = None
-        if reading.document_parts:
-            self.documents = documents_build(reading, self._unchanged, on_error, cache)
+        if reading.documents is not None:
+            digests = self._unchanged.content["documents"]
+            self.documents = documents_build(reading.documents, on_error, cache, digests)
         self.build = Build(
             self.directory, self._tasks, self._join, progress=partial(cache.progress, f"reading {reading.name}")
         )

@@ -299,7 +299,7 @@ def test_an_id_that_stands_twice(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         store_of(path, documents=str(tmp_path / "corpus"))
     first, second = (tmp_path / "corpus" / f"{number}.jsonl" for number in (0, 1))
-    assert str(caught.value) == f"{second}:4: the document id 'd1' stands there already in {first}:2"
+    assert str(caught.value) == f"{second}:4: the id 'd1' has another text already in {first}:2"
 
 
 # Several processes

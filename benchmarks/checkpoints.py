@@ -83,7 +83,7 @@ def _run(rank: int, folder: Path) -> tuple[str, str]:
             seed=0,
         )
         run = trainable(model, world, OPTIM)
-        data = train_data(PAIRS)
+        data = train_data(PAIRS, model.tokenizer)
 
         def step(number: int) -> None:
             batch = data.batch(number)

@@ -88,7 +88,7 @@ def _train(recipe: Recipe, world: World, stopping: StopSignals, held: contextlib
         base = weights_digest(source) if world.is_main and recipe.model.lora.on else None
     place = cache_place(recipe.data.cache_dir, run_dir.cache, world, console.note)
     with world.fail_together("reading training data"), console.progress() as told:
-        cache = Cache(directory=place, keep=recipe.data.cache, progress=told)
+        cache = Cache(directory=place, progress=told)
         data, losses = load_recipe_data(recipe, prompts, cache)
         total_steps, total_batches = _lengths(recipe, data)
     require_same_data(data, world)

@@ -156,7 +156,7 @@ def test_a_file_of_llama_index(tmp_path):
         ("relevant_docs", {"q1": ["n7"]}, "none of its 1 documents is in {}/qa.json: corpus; it has 'n7'"),
         ("corpus", {}, "{}/qa.json: corpus is empty"),
         ("queries", ["one"], "{}/qa.json: queries must be an object of texts by id, not ['one']"),
-        ("queries", {"q1": 7}, "{}/qa.json: queries: q1 must be a text, not 7"),
+        ("queries", {"q1": 7}, "{}/qa.json: queries: q1 must be a text, not a number (7)"),
     ]:
         (tmp_path / "qa.json").write_text(json.dumps({**whole, key: value}))
         assert says.format(tmp_path) in refused(tmp_path / "qa.json")

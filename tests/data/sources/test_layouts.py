@@ -27,7 +27,7 @@ def only(path: Path, row: dict[str, Any], **options: Any) -> Example:
 
 
 def bad(path: Path, row: dict[str, Any], **options: Any) -> str:
-    """What is said of a row that follows a good one of its layout, without its place."""
+    """The problem of a row, without its location."""
     file = write(path / "x.jsonl", row)
     error = error_of(file, **options)
     assert error.startswith(f"{file}:1: ")
@@ -53,7 +53,7 @@ FLAG_FILES = [
 
 
 @pytest.mark.parametrize("name", FLAG_FILES)
-def test_flagembeddings_own_files(shared_data: Path, name: str) -> None:
+def test_files_of_flagembedding(shared_data: Path, name: str) -> None:
     path = shared_data / "flagembedding-examples" / name
     rows = [json.loads(text) for text in path.open(encoding="utf-8")]
     examples, report = read(path)
@@ -76,7 +76,7 @@ def test_flagembeddings_own_files(shared_data: Path, name: str) -> None:
         assert 'this row has no "pos_scores"' in error_of(path, needs=TEACHER)
 
 
-def test_flagembeddings_pretraining_rows_hold_no_pairs(shared_data: Path) -> None:
+def test_pretraining_rows_of_flagembedding_are_rejected(shared_data: Path) -> None:
     path = shared_data / "flagembedding-examples" / "llara" / "pretrain"
     assert_error(f"^{path}: .*LLARA.*input, output_", path)
 
@@ -139,7 +139,7 @@ def test_gritlm_rows_without_a_query(tmp_path: Path) -> None:
     assert "gritlm's generative rows" in error
 
 
-def test_first_row_decides_and_later_ones_are_told_by_line(tmp_path: Path) -> None:
+def test_the_first_row_determines_the_layout(tmp_path: Path) -> None:
     passages = {"query": "q", "positive_passages": [{"docid": "1", "text": "p"}]}
     path = write(tmp_path / "a.jsonl", ROW, passages)
     assert error_of(path).startswith(f'{path}:2: no "pos" in this row')
@@ -217,7 +217,7 @@ def test_tevatron_ids_of_a_corpus(tmp_path: Path, where: str) -> None:
         assert report.ignored == ["query_id"]
 
 
-def test_ids_that_no_document_has(tmp_path: Path) -> None:
+def test_unknown_document_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", BY_ID)
     assert f"data.train=[{{path: {path}, documents: FILE}}]" in error_of(path)
     write(tmp_path / "corpus.jsonl", *CORPUS)
@@ -267,69 +267,75 @@ def test_broken_corpora(tmp_path: Path) -> None:
 # ms-swift
 
 
-def said(*contents: str, role: str = "user") -> list[dict[str, str]]:
+def message(*contents: str, role: str = "user") -> list[dict[str, str]]:
     return [{"role": role, "content": content} for content in contents]
 
 
-TALK = {"messages": said("q"), "positive_messages": [said("p")], "negative_messages": [said("n"), said("m")]}
+CONVERSATION = {
+    "messages": message("q"),
+    "positive_messages": [message("p")],
+    "negative_messages": [message("n"), message("m")],
+}
 
 
 def test_messages(tmp_path: Path) -> None:
-    (example,), report = read(write(tmp_path / "a.jsonl", TALK))
+    (example,), report = read(write(tmp_path / "a.jsonl", CONVERSATION))
     assert (example.query, example.positives, example.negatives) == ("q", ("p",), ("n", "m"))
     assert (example.instruction, example.document_instruction) == (None, None)
     assert str(report).startswith("a: messages (ms-swift), 1 rows")
-    system = said("be brief", role="system")
+    system = message("be brief", role="system")
     longer = {
-        "messages": [*system, *said("q"), *said("so", role="assistant")],
-        "positive_messages": [[*said("as", role="system"), *said("p")]],
+        "messages": [*system, *message("q"), *message("so", role="assistant")],
+        "positive_messages": [[*message("as", role="system"), *message("p")]],
     }
     example = only(tmp_path, longer)
     assert (example.query, example.instruction, example.document_instruction) == ("q\nso", "be brief", "as")
-    assert only(tmp_path, {**TALK, "positive_messages": [said("p"), said("o")]}).positives == ("p", "o")
-    parts = {**TALK, "messages": [{"role": "user", "content": [{"type": "text", "text": "q2"}]}]}
+    assert only(tmp_path, {**CONVERSATION, "positive_messages": [message("p"), message("o")]}).positives == ("p", "o")
+    parts = {**CONVERSATION, "messages": [{"role": "user", "content": [{"type": "text", "text": "q2"}]}]}
     assert only(tmp_path, parts).query == "q2"
-    parquet = write_table(tmp_path / "a.parquet", {key: [value] for key, value in TALK.items()})
+    parquet = write_table(tmp_path / "a.parquet", {key: [value] for key, value in CONVERSATION.items()})
     assert read(parquet)[0][0].negatives == ("n", "m")
 
 
 def test_scores_of_messages(tmp_path: Path) -> None:
-    pair = {key: TALK[key] for key in ("messages", "positive_messages")}
+    pair = {key: CONVERSATION[key] for key in ("messages", "positive_messages")}
     assert only(tmp_path, {**pair, "label": 0.5}, needs=PAIRS).positive_scores == (0.5,)
     assert only(tmp_path, {**pair, "score": 1}).positive_scores == ()
     assert '"label" is a number (0.5): loss=infonce does not use' in bad(tmp_path, {**pair, "label": 0.5})
     assert 'needs scores, and this row has no "label"' in bad(tmp_path, pair, needs=TEACHER)
 
 
-BAD_TALKS = {
-    'no "positive_messages" in this row': {"messages": said("q"), "negative_messages": [said("n")]},
-    '"messages" must be a list of messages, not a text': {**TALK, "messages": "q"},
-    '"messages" must be a list of messages, not empty': {**TALK, "messages": []},
-    '"positive_messages" is empty': {**TALK, "positive_messages": []},
-    'element 1 of "positive_messages" must be a list of messages': {**TALK, "positive_messages": said("p")},
-    'message 1 of "messages" must be an object with "role" and "content"': {**TALK, "messages": ["q"]},
+BAD_CONVERSATIONS = {
+    'no "positive_messages" in this row': {"messages": message("q"), "negative_messages": [message("n")]},
+    '"messages" must be a list of messages, not a text': {**CONVERSATION, "messages": "q"},
+    '"messages" must be a list of messages, not empty': {**CONVERSATION, "messages": []},
+    '"positive_messages" is empty': {**CONVERSATION, "positive_messages": []},
+    'element 1 of "positive_messages" must be a list of messages': {**CONVERSATION, "positive_messages": message("p")},
+    'message 1 of "messages" must be an object with "role" and "content"': {**CONVERSATION, "messages": ["q"]},
     "message 2 of \"messages\" has the role a text ('system')": {
-        **TALK,
-        "messages": [*said("q"), *said("s", role="system")],
+        **CONVERSATION,
+        "messages": [*message("q"), *message("s", role="system")],
     },
-    '"messages" has no message besides the system message': {**TALK, "messages": said("s", role="system")},
-    '"content" of message 1 of "messages" is an empty text': {**TALK, "messages": said("")},
+    '"messages" has no message besides the system message': {**CONVERSATION, "messages": message("s", role="system")},
+    '"content" of message 1 of "messages" is an empty text': {**CONVERSATION, "messages": message("")},
     "the documents of this row have different system messages": {
-        **TALK,
-        "positive_messages": [[*said("s", role="system"), *said("p")]],
+        **CONVERSATION,
+        "positive_messages": [[*message("s", role="system"), *message("p")]],
     },
-    "only texts are trained on": {**TALK, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
-    'this row has "images": only texts are trained on': {**TALK, "images": ["a.png"]},
+    "only texts are trained on": {**CONVERSATION, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    'this row has "images": only texts are trained on': {**CONVERSATION, "images": ["a.png"]},
 }
 
 
-@pytest.mark.parametrize(("message", "row"), BAD_TALKS.items(), ids=list(BAD_TALKS))
+@pytest.mark.parametrize(("message", "row"), BAD_CONVERSATIONS.items(), ids=list(BAD_CONVERSATIONS))
 def test_bad_messages(tmp_path: Path, message: str, row: dict[str, Any]) -> None:
     assert message in bad(tmp_path, row)
 
 
 def test_conversations_without_documents(tmp_path: Path) -> None:
-    assert 'conversations without "positive_messages"' in error_of(write(tmp_path / "a.jsonl", {"messages": said("q")}))
+    assert 'conversations without "positive_messages"' in error_of(
+        write(tmp_path / "a.jsonl", {"messages": message("q")})
+    )
 
 
 # NeMo, and sentence-transformers' mined negatives

@@ -1,4 +1,4 @@
-"""What losses need of rows but scores: a class, vectors, negatives, as many in every row; and how all is drawn."""
+"""Row requirements of losses besides scores: labels, vectors, negatives, the same number of documents per row."""
 
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def test_bad_vectors(tmp_path: Path, label: object, message: str) -> None:
     assert len(read(path, OnError.skip, needs=VECTORS)[0]) == 2
 
 
-def test_vectors_are_as_wide_in_all_sources_and_there_are_some(tmp_path: Path) -> None:
+def test_vectors_have_one_width_in_all_sources(tmp_path: Path) -> None:
     narrow = write_table(tmp_path / "n.jsonl", {"text": ["a"], "label": [[1, 2]]})
     wide = write_table(tmp_path / "w.jsonl", {"text": ["a"], "label": [[1, 2, 3]]})
     with pytest.raises(DataError, match=r"w\.jsonl:1: a vector of 3 numbers, where those before have 2"):
@@ -143,7 +143,7 @@ def test_rows_without_a_negative(tmp_path: Path) -> None:
     assert_error(f"^{path}: negatives=0.*loss=triplet", path, ConfigError, needs=TRIPLET, negatives=0)
 
 
-def test_as_many_documents_in_every_row(tmp_path: Path) -> None:
+def test_the_same_number_of_documents_in_every_row(tmp_path: Path) -> None:
     rows = [{"query": "q", "pos": ["p"], "neg": [f"n{i}" for i in range(count)]} for count in (2, 5)]
     path = write(tmp_path / "a.jsonl", *rows)
     assert_error("^data.train: a .*2 to 5 negatives.*loss=GISTEmbedLoss.*negatives: 2}", path, ConfigError, needs=EVEN)

@@ -61,7 +61,7 @@ def test_ids_are_read_whatever_the_loss(tmp_path: Path) -> None:
     assert "not used" not in str(report)
 
 
-def test_what_lies_beside_a_dropped_negative_is_dropped(tmp_path: Path) -> None:
+def test_scores_and_ids_of_a_dropped_negative_are_dropped(tmp_path: Path) -> None:
     row = {"query": "q", "pos": ["a"], "neg": ["a", "c", "c", "d"]}
     more = {"pos_scores": [9], "neg_scores": [1, 2, 3, 4], "neg_id": ["1", "2", "3", "4"]}
     (example,), report = read(write(tmp_path / "a.jsonl", {**row, **more}), needs=TEACHER)
@@ -107,7 +107,7 @@ def test_bad_scores_and_ids_of_flagembedding_rows(tmp_path: Path, message: str, 
     assert len(read(path, OnError.skip, needs=TEACHER)[0]) == 2
 
 
-def test_one_half_of_the_scores_is_bad_for_pairs_too(tmp_path: Path) -> None:
+def test_scores_of_only_positives_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {**ROW, "pos_scores": [1, 2]})
     assert_error(f'^{path}:1: loss=cosent .*"neg_scores"', path, needs=PAIRS)
 
@@ -175,7 +175,7 @@ def test_bad_scores_of_columns(tmp_path: Path, texts: dict[str, Any], score: obj
     assert message in error
 
 
-def test_a_number_in_a_text_is_one_in_csv_alone(tmp_path: Path) -> None:
+def test_texts_are_parsed_as_numbers_only_in_csv(tmp_path: Path) -> None:
     assert "not a text ('5')" in error_of(write(tmp_path / "a.jsonl", {"a": "a", "b": "b", "score": "5"}), needs=PAIRS)
     assert "not a text ('[1')" in error_of(write_table(tmp_path / "a.csv", {**PAIR, "score": ["[1", 2]}), needs=PAIRS)
     path = write(tmp_path / "b.jsonl", {"a": "a", "b": "b", "score": 5}, {"a": "a", "b": "b"})
@@ -197,7 +197,7 @@ def test_which_column_holds_the_scores(tmp_path: Path) -> None:
     assert "name at least two, query and positive" in error_of(path, ConfigError, needs=PAIRS, columns=columns[1:])
 
 
-def test_a_score_that_the_loss_has_no_use_for(tmp_path: Path) -> None:
+def test_a_score_that_the_loss_does_not_use(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", {**PAIR, "score": [1, 0]})
     pattern = rf"^{path}: column 'score' .*loss=triplet .*columns=\[sentence1,sentence2\].*cosent, angle, cosine_mse"
     assert_error(pattern, path, needs=TRIPLET)
@@ -209,8 +209,8 @@ def test_pairs_that_are_all_alike(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", PAIR)
     assert_error(f"^{path}: .*neither scores nor hard negatives.*loss=cosent.*score", path, needs=PAIRS)
     assert "all pairs would be alike" in error_of(write(tmp_path / "a.jsonl", ROW), needs=PAIRS, negatives=0)
-    some = write(tmp_path / "b.jsonl", {**ROW, "neg": []}, ROW)
-    assert scores(read(some, needs=PAIRS)[0])[0] == ((1.0, 1.0), ())
+    path = write(tmp_path / "b.jsonl", {**ROW, "neg": []}, ROW)
+    assert scores(read(path, needs=PAIRS)[0])[0] == ((1.0, 1.0), ())
 
 
 def test_many_rows_come_back_as_they_were(tmp_path: Path) -> None:

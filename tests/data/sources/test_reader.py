@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.sources.documents import Document
 from embedtrain.data.sources.files import BLOCK_BYTES, MAX_FULL_DIGEST_BYTES
 from embedtrain.data.sources.layouts import TEXTS_ONLY
-from embedtrain.data.sources.reader import SourceReader, open_sources, row_at
+from embedtrain.data.sources.reader import SourceReader, open_sources
 from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
@@ -43,8 +42,6 @@ def all_rows(source: SourceReader, piece_bytes: int) -> list[tuple[int, Texts | 
         rows = source.rows(piece, layout)
         for number, row in rows:
             found.append((before + number, str(row) if isinstance(row, BadRow) else row))
-            if rows.offset is not None and isinstance(row, Texts):
-                assert source.texts_at(piece.part, rows.offset, layout) == row
         lines[piece.part] += rows.lines
     return found
 
@@ -97,7 +94,6 @@ def test_parts_that_cannot_be_split_are_one_piece(tmp_path: Path, name: str) -> 
     assert (piece.start, piece.stop, source.lines_before(piece)) == (0, None, 0)
     rows = source.rows(piece, source.detect_layout(OnError.stop))
     assert len(list(rows)) == 50
-    assert rows.offset is None
 
 
 def test_pieces_of_tables(tmp_path: Path) -> None:
@@ -220,33 +216,6 @@ def test_content_of_a_saved_data_set(tmp_path: Path) -> None:
 
 
 # Files that change or are deleted
-
-
-def test_rows_read_again_are_unchanged(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", ROW, {**ROW, "query": "second"})
-    source = reading(path)
-    layout = source.detect_layout(OnError.stop)
-    offset = len(line(ROW))
-    assert row_at(source.parts[0], offset)["query"] == "second"
-    threads_saw: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: threads_saw.append(source.texts_at(source.parts[0], offset, layout).query))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert threads_saw == ["second"] * 4
-    for wrong in (offset - 1, offset + 1, 10_000):
-        with pytest.raises(DataError, match=f"{path}: was changed"):
-            source.texts_at(source.parts[0], wrong, layout)
-    write(path, ROW, {**ROW, "query": "another"})
-    with pytest.raises(DataError, match=f"{path}: was changed"):
-        source.texts_at(source.parts[0], offset, layout)
-    path.unlink()
-    with pytest.raises(DataError, match=f"{path}: cannot be read: No such file or directory"):
-        source.texts_at(source.parts[0], offset, layout)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.arrow"])

@@ -99,10 +99,7 @@ def test_folders_patterns_and_pieces(memory: str) -> None:
     lines = []
     for piece in pieces:
         rows = source.rows(piece, layout)
-        for number, row in rows:
-            lines.append(source.lines_before(piece) + number)
-            assert rows.offset is not None
-            assert source.texts_at(piece.part, rows.offset, layout) == row
+        lines += [source.lines_before(piece) + number for number, _ in rows]
     assert lines == list(range(1, 51))
     tables = reading(f"{memory}/d.parquet")
     assert len(tables.pieces(1)) == 5

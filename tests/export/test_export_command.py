@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.export.__main__ import act
+from embedtrain.export.__main__ import main
 from embedtrain.export.options import compose_export
 from tests.checkpoint.hub_server import TOKEN, Hub, running_hub
 from tests.small import save_small, small_model, write_beir, write_rows
@@ -24,7 +24,7 @@ TEXTS = ["alpha beta", "gamma"]
 
 def export(*arguments: str) -> None:
     """As the door does, in this process."""
-    act(compose_export(list(arguments)))
+    main(compose_export(list(arguments)))
 
 
 @pytest.fixture(scope="module")

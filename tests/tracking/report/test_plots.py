@@ -1,4 +1,4 @@
-"""What the report computes: cosines, ranks, separation, the map, fewer points, axes, compared with the plain way."""
+"""The report's computations: similarities, ranks, separation, projection, thinning, axes, formats; against oracles."""
 
 import itertools
 import math
@@ -7,22 +7,21 @@ import numpy as np
 import pytest
 
 from embedtrain.tracking.report.chart import (
+    NumberFormat,
+    evenly_spaced,
+    format_value,
     round_numbers,
-    smoothed,
-    spread,
     step_axis,
-    thinned,
     tick_labels,
     value_axis,
 )
-from embedtrain.tracking.report.differences import options_of
-from embedtrain.tracking.report.flat import project
-from embedtrain.tracking.report.likeness import PairFamily, cosines, group_pairs, nearest_documents, select_queries
-from embedtrain.tracking.report.names import NumberFormat, duration, written
+from embedtrain.tracking.report.page import options_of
 from embedtrain.tracking.report.runs import Series, read_runs
 from embedtrain.tracking.report.sample import PairRelation, Role, Vectors
-from embedtrain.tracking.report.samples import shown
-from tests.tracking.report.made import made_sample, make_run
+from embedtrain.tracking.report.sample_plots import project
+from embedtrain.tracking.report.sample_section import shorten
+from embedtrain.tracking.report.similarity import PairFamily, cosines, group_pairs, nearest_documents, select_queries
+from tests.tracking.report.runs import make_run, make_sample
 
 
 @pytest.fixture
@@ -31,60 +30,60 @@ def vectors():
     return Vectors(values / np.linalg.norm(values, axis=1, keepdims=True), 7)
 
 
-def test_pairs_are_told_apart_as_counted_by_hand(vectors):
-    sample = made_sample()
+def test_separation_equals_counting_by_hand(vectors):
+    sample = make_sample()
     held_out, trained = group_pairs(sample)
     assert [kind.name for kind in held_out.kinds] == ["positives", "chance pairs"] or not len(held_out.kinds[1].pairs)
     assert (held_out.family, held_out.held_out, trained.origin) == (PairFamily.search, True, "train.jsonl")
     assert len(held_out.kinds[0].pairs) == 5
     assert len(held_out.kinds[-1].pairs) == 5 * 5 - 5
     assert len(trained.kinds[-1].pairs) == 5 * 5 - 5 - 5, "neither positives nor hard negatives are chance"
-    near, far = (cosines(vectors, held_out.kinds[which].pairs) for which in (0, -1))
-    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in itertools.product(near.tolist(), far.tolist())]
+    positives, chance = (cosines(vectors, held_out.kinds[which].pairs) for which in (0, -1))
+    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in itertools.product(positives.tolist(), chance.tolist())]
     assert held_out.separation(vectors) == pytest.approx(np.mean(wins))
 
 
-def test_neighbours_are_those_of_a_full_sort(vectors):
-    sample = made_sample()
-    assert select_queries(sample) == [0, 1, 2, 3, 4], "held-out ones alone, each once"
+def test_neighbours_equal_a_full_sort(vectors):
+    sample = make_sample()
+    assert select_queries(sample) == [0, 1, 2, 3, 4], "only held-out queries, each once"
     for query in select_queries(sample):
-        found = nearest_documents(sample, vectors, query)
+        result = nearest_documents(sample, vectors, query)
         documents = [number for number, text in enumerate(sample.texts) if text.held_out and text.role is Role.document]
         by_hand = sorted(documents, key=lambda number: -float(vectors.values[number] @ vectors.values[query]))
-        assert [one.text for one in found.nearest] == by_hand[:5]
-        assert found.rank == by_hand.index(5 + query) + 1
-        assert [one.relation for one in found.nearest] == [
+        assert [document.text for document in result.nearest] == by_hand[:5]
+        assert result.rank == by_hand.index(5 + query) + 1
+        assert [document.relation for document in result.nearest] == [
             PairRelation.positive if number == 5 + query else None for number in by_hand[:5]
         ]
 
 
-def test_the_map_shows_what_it_says(vectors):
-    flat = project(vectors)
+def test_the_projection_is_the_first_two_principal_components(vectors):
+    projection = project(vectors)
     centred = vectors.values.astype(np.float64) - vectors.values.mean(axis=0)
     spectrum = np.linalg.svd(centred, compute_uv=False) ** 2
-    assert flat.shown == pytest.approx(spectrum[:2].sum() / spectrum.sum())
-    assert np.square(flat.points).sum() == pytest.approx(spectrum[:2].sum())
-    turn, _ = np.linalg.qr(np.random.default_rng(2).normal(size=(6, 6)))
-    turned = Vectors((vectors.values @ turn).astype(np.float32), 9)
-    assert project(turned, flat).points == pytest.approx(flat.points, abs=1e-4), "turned back onto the map before"
+    assert projection.variance == pytest.approx(spectrum[:2].sum() / spectrum.sum())
+    assert np.square(projection.points).sum() == pytest.approx(spectrum[:2].sum())
+    rotation, _ = np.linalg.qr(np.random.default_rng(2).normal(size=(6, 6)))
+    rotated = Vectors((vectors.values @ rotation).astype(np.float32), 9)
+    assert project(rotated, projection).points == pytest.approx(projection.points, abs=1e-4), "rotated back"
     assert project(Vectors(np.ones((9, 4), dtype=np.float32), 1)) is None
 
 
-def test_few_points_look_like_all_of_them():
+def test_thinned_series_keep_spikes_and_holes():
     values = np.sin(np.arange(50_000) / 900)
     values[31_007], values[12_345], values[400] = 9.0, -7.0, math.nan
     series = Series(np.arange(50_000), values)
-    few = thinned(series, 300)
+    few = series.thinned(300)
     assert len(few.steps) < 500
     assert few.finite.max() == 9.0
     assert few.finite.min() == -7.0
-    assert np.isnan(few.values).any(), "and the hole is there"
+    assert np.isnan(few.values).any(), "the hole is kept"
     assert list(few.steps) == sorted(set(few.steps))
     assert (few.steps[0], few.steps[-1]) == (0, 49_999)
-    mean = smoothed(series)
+    mean = series.smoothed()
     assert mean.values[20_000] == pytest.approx(values[19_500:20_501].mean())
-    assert smoothed(Series(np.arange(20), np.arange(20.0))) is None
-    assert spread(100, 5) == [0, 25, 50, 74, 99]
+    assert Series(np.arange(20), np.arange(20.0)).smoothed() is None
+    assert evenly_spaced(100, 5) == [0, 25, 50, 74, 99]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +108,8 @@ def test_axes_have_round_numbers(values, form, expected):
     if expected is not None:
         assert texts == expected
     assert len(set(texts)) == len(texts)
-    places = axis.at(np.array(values))
-    assert ((places >= -1e-9) & (places <= 100 + 1e-9)).all()
+    positions = axis.positions(np.array(values))
+    assert ((positions >= -1e-9) & (positions <= 100 + 1e-9)).all()
 
 
 def test_axes_of_steps_have_whole_numbers():
@@ -120,21 +119,18 @@ def test_axes_of_steps_have_whole_numbers():
     assert round_numbers(0, 100_000, 4) == (0, 25_000, 50_000, 75_000, 100_000)
 
 
-def test_numbers_and_texts_as_they_are_written():
-    assert [written(value) for value in (0.78912, 12.3456, 12_345.6, 3.2e-5, 0.0, None, math.nan)] == [
+def test_formats_of_numbers_and_texts():
+    assert [format_value(value) for value in (0.78912, 12.3456, 12_345.6, 3.2e-5, 0.0, None, math.nan)] == [
         "0.7891", "12.35", "12,346", "3.2e-05", "0.0000", "—", "—",
     ]  # fmt: skip
-    assert [duration(seconds) for seconds in (None, 0.84, 75, 3 * 3600 + 130, 60 * 3600)] == [
-        "—", "0.8 s", "1 min 15 s", "3 h 2 min", "2 d 12 h",
-    ]  # fmt: skip
-    assert shown(" a\n\tb\x00\x1b[31m\u202ec ") == "a b[31mc"
-    assert shown("x" * 1000, 10) == "x" * 10 + " …"
-    assert shown("\ud800") == "(nothing)"
+    assert shorten(" a\n\tb\x00\x1b[31m\u202ec ") == "a b[31mc"
+    assert shorten("x" * 1000, 10) == "x" * 10 + " …"
+    assert shorten("\ud800") == "(nothing)"
 
 
-def test_options_that_are_not_the_default_are_known(tmp_path):
+def test_options_that_differ_from_the_default_are_marked(tmp_path):
     (run,) = read_runs([make_run(tmp_path / "run", optim={"lr": 0.5}, data={"train": [{"path": "a"}, {"path": "b"}]})])
     options = {option.name: option for group in options_of(run).values() for option in group}
-    assert (options["optim.lr"].value, options["optim.lr"].default) == ("0.5", False)
-    assert options["optim.eps"].default
+    assert (options["optim.lr"].value, options["optim.lr"].is_default) == ("0.5", False)
+    assert options["optim.eps"].is_default
     assert options["data.train[1].path"].value == "b"

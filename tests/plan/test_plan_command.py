@@ -8,9 +8,9 @@ import pytest
 
 from embedtrain.config.recipe import Strategy
 from embedtrain.errors import ConfigError
+from embedtrain.plan import compute as plan_compute
 from embedtrain.plan.compute import plan
 from embedtrain.plan.options import PlanOptions, compose_plan
-from embedtrain.planning import meta_encoder as planning_encoder
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE
 from tests.small import save_small, small_model
 from tests.test_doors import call
@@ -112,7 +112,7 @@ def test_of_a_hub_repository_the_configuration_alone_is_fetched(tmp_path, monkey
         asked.append((path, revision, only))
         return directory
 
-    monkeypatch.setattr(planning_encoder, "resolve_directory", fetched)
+    monkeypatch.setattr(plan_compute, "resolve_directory", fetched)
     planned("model.path=someone/model", "model.revision=v1", "model.pooling=mean", "gpus=1")
     ((path, revision, only),) = asked
     assert (path, revision) == ("someone/model", "v1")

@@ -1,4 +1,4 @@
-"""Run directories as training leaves them, made by hand: of any length, with any names and texts."""
+"""Run directories as training writes them, with any number of steps and any names and texts."""
 
 import json
 import math
@@ -31,18 +31,18 @@ ANSWERS = ["an image editor", "一个小型的文本编辑器", "أداة لضغ
 def make_run(
     folder: Path,
     *,
-    name: str = "made",
+    name: str = "synthetic",
     steps: int = 40,
     every: int = 1,
     sets: Sequence[str] = ("dev-en", "dev-zh"),
     metrics: Sequence[str] = ("ndcg@10", "recall@10"),
-    more: Sequence[str] = (),
+    extra_metrics: Sequence[str] = (),
     sample: Sample | None = None,
     seed: int = 0,
     **changes: Any,
 ) -> Path:
-    """A run that is over; `changes` are groups of its recipe, such as `optim={"lr": 1.0}`."""
-    drawn = random.Random(seed)
+    """A finished run; `changes` are groups of its recipe, such as `optim={"lr": 1.0}`."""
+    generator = random.Random(seed)
     folder.mkdir(parents=True)
     recipe = to_plain(Recipe(name=name)) | {"versions": {"embedtrain": "0.1.0", "torch": "2.13.0", "world_size": 2}}
     for group, options in changes.items():
@@ -51,15 +51,21 @@ def make_run(
     rows: list[dict[str, Any]] = []
     for step in range(steps + 1):
         if step and step % every == 0:
-            loss = 3 * math.exp(-step / steps * 3) + drawn.random() * 0.3
-            row = {"step": step, "loss": loss, "grad_norm": 5 + drawn.random(), "lr": 2e-5 * (1 - step / (steps + 1))}
-            row |= {"accuracy": 1 - loss / 4, "samples_per_s": 900 + drawn.random() * 50, "tokens_per_s": 52_000.0}
+            loss = 3 * math.exp(-step / steps * 3) + generator.random() * 0.3
+            row = {
+                "step": step,
+                "loss": loss,
+                "grad_norm": 5 + generator.random(),
+                "lr": 2e-5 * (1 - step / (steps + 1)),
+            }
+            row |= {"accuracy": 1 - loss / 4, "samples_per_s": 900 + generator.random() * 50, "tokens_per_s": 52_000.0}
             row |= {"padding": 0.02, "data_wait": 0.001, "mfu": 0.41, "communication": 0.06, "memory_gib": 11.5}
-            rows.append(row | {key: drawn.random() for key in more})
+            rows.append(row | {key: generator.random() for key in extra_metrics})
         if step % max(1, steps // 4) == 0:
-            for number, one in enumerate(sets):
+            for number, set_name in enumerate(sets):
                 rows.append(
-                    {"step": step, "set": one} | {m: 0.3 + 0.4 * step / max(1, steps) + number / 100 for m in metrics}
+                    {"step": step, "set": set_name}
+                    | {m: 0.3 + 0.4 * step / max(1, steps) + number / 100 for m in metrics}
                 )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if sample is not None:
@@ -68,20 +74,20 @@ def make_run(
 
 
 def write_sample(folder: Path, sample: Sample, step: int, dimension: int = 12) -> None:
-    """Before training vectors by chance, afterwards such that what is positive lies together."""
-    drawn = np.random.default_rng(0)
-    before = drawn.normal(size=(len(sample.texts), dimension)).astype(np.float32)
+    """Random vectors before training; after training positives are close to their queries."""
+    generator = np.random.default_rng(0)
+    before = generator.normal(size=(len(sample.texts), dimension)).astype(np.float32)
     after = before.copy()
     for pair in sample.pairs:
         if pair.relation is PairRelation.positive:
-            after[pair.second] = after[pair.first] + 0.3 * drawn.normal(size=dimension)
+            after[pair.second] = after[pair.first] + 0.3 * generator.normal(size=dimension)
     write_texts(folder / "sample", sample)
     write_vectors(folder / "sample", BEFORE, before, 0)
     write_vectors(folder / "sample", AFTER, after, step)
 
 
-def made_sample(queries: Sequence[str] = QUERIES, documents: Sequence[str] = ANSWERS, origin: str = "dev-en") -> Sample:
-    """Each query is answered by the document of its number; of training rows the same, with hard negatives."""
+def make_sample(queries: Sequence[str] = QUERIES, documents: Sequence[str] = ANSWERS, origin: str = "dev-en") -> Sample:
+    """Query i is answered by document i; the same for training rows, with hard negatives."""
     texts: list[SampleText] = []
     pairs: list[Pair] = []
     for name, held_out in ((origin, True), ("train.jsonl", False)):

@@ -1,4 +1,4 @@
-"""Whole runs where something around them is broken: they go on, legibly, or say in a sentence what to set."""
+"""Whole runs in a broken environment: they continue with a warning, or end with an error that says what to set."""
 
 import fcntl
 import os
@@ -34,8 +34,8 @@ def workshop(tmp_path_factory):
 
 
 @pytest.fixture(params=["full", "read-only"])
-def useless_disk(tmp_path, request):
-    """A folder on a disk of its own: full to the last byte, or not to be written to (by root neither)."""
+def broken_disk(tmp_path, request):
+    """A folder on its own disk: full, or read-only (for root as well)."""
     folder = tmp_path / "full"
     folder.mkdir()
     mount(folder, "64k")
@@ -80,7 +80,7 @@ def environment(home, **more):
 
 
 def trained(workshop, out, *more, home, **variables):
-    """A run through a pipe, its standard input closed; what it said."""
+    """Standard output of a run through a pipe, without standard input."""
     done = subprocess.run(
         command(workshop, out, *more), env=environment(home, **variables), stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=400, check=False,
@@ -92,8 +92,8 @@ def trained(workshop, out, *more, home, **variables):
     return done.stdout
 
 
-def warnings(told, about="wandb"):
-    return [line for line in told.splitlines() if line.startswith(f"warning: {about} ")]
+def warnings(output, logger="wandb"):
+    return [line for line in output.splitlines() if line.startswith(f"warning: {logger} ")]
 
 
 FAKE = """
@@ -121,20 +121,20 @@ def init(**options):
         {"log": "raise OSError('gone')"},
     ],
 )
-def test_a_wandb_that_raises(workshop, tmp_path, broken):
+def test_wandb_that_raises(workshop, tmp_path, broken):
     calls = {name: broken.get(name, "pass") for name in ("init", "log", "finish")}
     (tmp_path / "wandb.py").write_text(broken.get("top", "") + FAKE.format(**calls))
-    told = trained(
+    output = trained(
         workshop, tmp_path / "run", "tracking.wandb=true", home=tmp_path,
         PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     )  # fmt: skip
-    (said,) = warnings(told)
-    assert "training goes on without it (metrics.jsonl has everything)" in said
+    (warning,) = warnings(output)
+    assert "training continues without it" in warning
 
 
 def test_wandb_without_a_key_and_without_a_terminal(workshop, tmp_path):
-    (said,) = warnings(trained(workshop, tmp_path / "run", "tracking.wandb=true", home=tmp_path))
-    assert "API key" in said
+    (warning,) = warnings(trained(workshop, tmp_path / "run", "tracking.wandb=true", home=tmp_path))
+    assert "API key" in warning
 
 
 def test_wandb_whose_server_cannot_be_reached(workshop, tmp_path):
@@ -142,48 +142,49 @@ def test_wandb_whose_server_cannot_be_reached(workshop, tmp_path):
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     began = time.monotonic()
-    told = trained(
+    output = trained(
         workshop, tmp_path / "run", "tracking.wandb=true", home=tmp_path, WANDB_BASE_URL=address, WANDB_API_KEY=KEY,
         **NO_WAIT,
     )  # fmt: skip
-    assert len(warnings(told)) == 1
+    assert len(warnings(output)) == 1
     assert time.monotonic() - began < 300
 
 
-def test_wandb_whose_server_takes_calls_and_never_answers(workshop, tmp_path):
+def test_wandb_whose_server_never_answers(workshop, tmp_path):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(50)
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        told = trained(
+        output = trained(
             workshop, tmp_path / "run", "tracking.wandb=true", home=tmp_path, WANDB_BASE_URL=address,
             WANDB_API_KEY=KEY, **NO_WAIT,
         )  # fmt: skip
-    assert len(warnings(told)) == 1
+    assert len(warnings(output)) == 1
 
 
-def test_a_useless_home(workshop, tmp_path, useless_disk):
-    """Everything goes where the recipe says; what only the home directory is left for goes into the run's own."""
-    told = trained(
+def test_a_broken_home_directory(workshop, tmp_path, broken_disk):
+    """Files go where the recipe says; the cache moves from the home directory to the run directory."""
+    output = trained(
         workshop, tmp_path / "run", "tracking.wandb=true", "tracking.wandb_mode=offline", "tracking.tensorboard=true",
-        home=useless_disk, EMBEDTRAIN_CACHE=str(tmp_path / "cache"),
+        home=broken_disk, EMBEDTRAIN_CACHE=str(tmp_path / "cache"),
     )  # fmt: skip
-    assert len(warnings(told)) <= 1
-    assert not warnings(told, "TensorBoard")
-    told = trained(workshop, tmp_path / "other", home=useless_disk, EMBEDTRAIN_CACHE="")
-    (said,) = [line for line in told.splitlines() if "cannot be written" in line]
-    assert said.startswith(f"{useless_disk}/.cache/embedtrain cannot be written (")
-    assert said.endswith(f"data is prepared in {tmp_path / 'other' / 'cache'}; data.cache_dir names another")
+    assert len(warnings(output)) <= 1
+    assert not warnings(output, "TensorBoard")
+    output = trained(workshop, tmp_path / "other", home=broken_disk, EMBEDTRAIN_CACHE="")
+    (warning,) = [line for line in output.splitlines() if "cannot be written" in line]
+    assert warning.startswith(f"{broken_disk}/.cache/embedtrain cannot be written (")
+    assert str(tmp_path / "other" / "cache") in warning
+    assert "data.cache_dir" in warning
 
 
-def test_a_cache_that_was_asked_for_is_not_exchanged(workshop, tmp_path, useless_disk):
+def test_a_cache_directory_set_explicitly_is_not_replaced(workshop, tmp_path, broken_disk):
     done = subprocess.run(
-        command(workshop, tmp_path / "run", f"data.cache_dir={useless_disk}"), env=environment(tmp_path),
+        command(workshop, tmp_path / "run", f"data.cache_dir={broken_disk}"), env=environment(tmp_path),
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.strip().startswith(f"error: {useless_disk}")
-    assert "set data.cache_dir or $EMBEDTRAIN_CACHE to a folder" in done.stderr
+    assert done.stderr.strip().startswith(f"error: {broken_disk}")
+    assert "data.cache_dir or $EMBEDTRAIN_CACHE" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
@@ -193,20 +194,20 @@ from pathlib import Path
 from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
-from tests.tracking.test_broken import fill
+from tests.tracking.test_failures import fill
 run_dir = Path(sys.argv[1])
-asked = TrackingConfig(wandb=True, wandb_mode=WandbMode.offline, tensorboard=True)
-with Tracker.open(Recipe(name="t", tracking=asked), World(0, 1, 0, 1, torch.device("cpu")), run_dir) as tracker:
+tracking = TrackingConfig(wandb=True, wandb_mode=WandbMode.offline, tensorboard=True)
+with Tracker.open(Recipe(name="t", tracking=tracking), World(0, 1, 0, 1, torch.device("cpu")), run_dir) as tracker:
     tracker.step({"step": 1, "loss": 1.0})
     fill(run_dir)
     for step in range(2, 3000):
         tracker.step({"step": step, "loss": 1.0})
-print("went on")
+print("continued")
 """
 
 
 def test_a_disk_that_fills_up(tmp_path):
-    """metrics.jsonl, TensorBoard and wandb, all on one small disk: each is said once."""
+    """metrics.jsonl, TensorBoard and wandb, all on one small disk: each is reported once."""
     folder = tmp_path / "full"
     folder.mkdir()
     mount(folder, "2m")
@@ -219,7 +220,7 @@ def test_a_disk_that_fills_up(tmp_path):
         subprocess.run(["umount", "-l", folder], check=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout.rstrip().endswith("went on")
+    assert done.stdout.rstrip().endswith("continued")
     assert done.stdout.count("metrics.jsonl cannot be written") == 1
     assert len(warnings(done.stdout, "TensorBoard")) == 1
     assert len(warnings(done.stdout)) <= 1
@@ -230,15 +231,15 @@ import psutil, sys, torch
 from pathlib import Path
 from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
-from embedtrain.cli import enter
-from embedtrain.tracking import weights_and_biases
+from embedtrain.cli import run_command
+from embedtrain.tracking import loggers
 from embedtrain.tracking.tracker import Tracker
 
-def act(_):
-    weights_and_biases._MORE = 3.0
-    asked = TrackingConfig(wandb=True, wandb_mode=WandbMode.offline)
+def main(_):
+    loggers.WANDB_MARGIN = 3.0
+    tracking = TrackingConfig(wandb=True, wandb_mode=WandbMode.offline)
     world = World(0, 1, 0, 1, torch.device("cpu"))
-    with Tracker.open(Recipe(name="t", tracking=asked), world, Path(sys.argv[1])) as tracker:
+    with Tracker.open(Recipe(name="t", tracking=tracking), world, Path(sys.argv[1])) as tracker:
         tracker.step({"step": 1, "loss": 1.0})
         helpers = psutil.Process().children(recursive=True)
         for helper in helpers:
@@ -248,31 +249,31 @@ def act(_):
     psutil.wait_procs(helpers, timeout=10)
     print("left", sum(helper.is_running() and helper.status() != "zombie" for helper in helpers), "of", len(helpers))
 
-enter(lambda arguments: None, act)
+run_command(lambda arguments: None, main)
 """
 
 
-def test_a_real_wandb_that_hangs(tmp_path):
-    """Its processes are stopped in the middle, as on a node without memory: they are ended, and so are we."""
+def test_real_wandb_that_hangs(tmp_path):
+    """Its processes are suspended, as on a node without memory: they are killed, and the run ends."""
     done = subprocess.run(
         [sys.executable, "-c", HANGS, tmp_path / "run"], env=environment(tmp_path, WANDB_FINISH_TIMEOUT="3"),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    (said,) = warnings(done.stdout)
-    assert "did not finish within 6 s" in said
+    (warning,) = warnings(done.stdout)
+    assert "did not finish within 6 s" in warning
     assert re.search("left 0 of [1-9]", done.stdout)
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 99
 
 
 def on_a_terminal(workshop, out, tmp_path, term, columns=60):
-    """What a run shows on a terminal of so many columns."""
+    """What a run prints on a terminal of `columns` columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-    asked = command(workshop, out, f"evaluation.sets=[{workshop / 'dev'}]", "evaluation.every=2")
+    arguments = command(workshop, out, f"evaluation.sets=[{workshop / 'dev'}]", "evaluation.every=2")
     process = subprocess.Popen(
-        asked, env={**environment(tmp_path), "TERM": term, "COLUMNS": str(columns)}, stdin=theirs, stdout=theirs,
+        arguments, env={**environment(tmp_path), "TERM": term, "COLUMNS": str(columns)}, stdin=theirs, stdout=theirs,
         stderr=subprocess.PIPE,
     )  # fmt: skip
     os.close(theirs)
@@ -297,9 +298,9 @@ def test_a_terminal_of_60_columns(workshop, tmp_path):
     assert [line.split()[1] for line in steps] == ["1/3", "2/3", "3/3"]
     for line in steps:
         assert len(line) < 60
-        told = re.split(r" {2,}", line.rstrip())
-        assert len(told) >= 4
-        assert all(re.fullmatch(r"[a-z_/ ]+ [\d.,/e:%-]+( GiB)?", one) for one in told), "whole figures and their names"
+        metrics = re.split(r" {2,}", line.rstrip())
+        assert len(metrics) >= 4
+        assert all(re.fullmatch(r"[a-z_/ ]+ [\d.,/e:%-]+( GiB)?", metric) for metric in metrics)
     assert any("ndcg@10" in line for line in lines)
     assert all(len(line) <= 60 for line in lines if "0." in line and "ndcg" not in line)
 
@@ -310,9 +311,9 @@ def test_a_dumb_terminal_gets_plain_lines(workshop, tmp_path):
     assert sum(line.startswith("step ") for line in shown.splitlines()) == 3
 
 
-def test_who_stops_listening_does_not_stop_the_training(workshop, tmp_path):
-    asked = " ".join(f"'{part}'" for part in command(workshop, tmp_path / "run"))
-    shell = f"set -o pipefail; {asked} | head -1"
+def test_a_closed_pipe_does_not_stop_training(workshop, tmp_path):
+    quoted = " ".join(f"'{part}'" for part in command(workshop, tmp_path / "run"))
+    shell = f"set -o pipefail; {quoted} | head -1"
     done = subprocess.run(
         ["bash", "-c", shell], env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False
     )

@@ -90,7 +90,8 @@ def _command(name: str) -> Callable[[list[str]], None]:
         "search": compose_search,
     }[name]
     module = importlib.import_module(f"embedtrain.{name}.__main__")
-    return lambda arguments: module.main(compose(arguments))
+    run = vars(module).get("main") or module.act
+    return lambda arguments: run(compose(arguments))
 
 
 def attempt(_world: World, command: str, folder: Path, arguments: Sequence[str]) -> Outcome:

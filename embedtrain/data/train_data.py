@@ -60,8 +60,7 @@ class TrainData:
     def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> list[str]:
         """Have every text tokenised, as far as that has not been done before; batches hold tokens from here on.
 
-        Processes that call this at the same time share the work. Sources that are read from their files whenever a
-        batch needs them stay as they are, and then all do: texts of a batch are tokenised by one way.
+        Processes that call this at the same time share the work.
 
         Returns:
             Lines for the user.
@@ -80,8 +79,7 @@ class TrainData:
             )
             for store, given in zip(self.stores, self.given, strict=True)
         ]
-        if all(store.has_texts for store in self.stores):
-            self.tokens = prepare_all(wanted, tokenizer, cache)
+        self.tokens = prepare_all(wanted, tokenizer, cache)
         return [note for one in wanted for note in one.notes(tokenizer)]
 
     def batch(self, k: int) -> GlobalBatch:

@@ -41,7 +41,7 @@ def act(asked: tuple[Recipe, InspectOptions]) -> None:
     console, page = Console(), Page()
     tokenizer, prompts, no_tokenizer = _tokenizer(recipe)
     with console.progress() as told:
-        cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, progress=told)
+        cache = Cache(directory=cache_directory(recipe.data.cache_dir), progress=told)
         looked_at = look_at(recipe, prompts, cache)
         if tokenizer is not None:
             for data in looked_at.datasets:

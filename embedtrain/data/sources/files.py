@@ -265,11 +265,11 @@ def read_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
     Raises:
         DataError: the file is missing, unreadable, damaged, truncated, UTF-16, or not compressed as its name says.
     """
-    return ((number, line) for number, _, line in read_lines_between(str(path)))
+    return read_lines_between(str(path))
 
 
-def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, bytes]]:
-    """The lines that begin in a byte range of a file: number from 1 within the range, offset in the file, bytes.
+def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in a byte range of a file, with their numbers from 1 within the range.
 
     Consecutive ranges give every line of the file once. The file's byte order mark is left out.
 
@@ -295,7 +295,7 @@ def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> It
                 number += 1
                 if offset == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
                     raise DataError(f"{name}: this file is UTF-16: save it as UTF-8")
-                yield number, offset, line.removeprefix(b"\xef\xbb\xbf") if offset == 0 else line
+                yield number, line.removeprefix(b"\xef\xbb\xbf") if offset == 0 else line
                 offset += len(line)
     except DataError:
         raise
@@ -309,26 +309,6 @@ def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> It
         if not is_url(name):
             raise
         raise unreachable_error(name, error) from error
-
-
-def read_line_at(name: str, start: int) -> bytes:
-    """The line of an uncompressed file that begins at byte `start`.
-
-    Raises:
-        DataError: the file is gone, cannot be read, or no line begins there any more.
-    """
-    try:
-        with open_binary(name) as file:
-            file.seek(max(0, start - 1))
-            before = file.read(1) if start else b"\n"
-            line: bytes = file.readline()
-    except DataError:
-        raise
-    except Exception as error:
-        raise _unreadable_error(name, error) from error
-    if before != b"\n" or not line:
-        raise file_changed_error(name)
-    return line.removeprefix(b"\xef\xbb\xbf") if start == 0 else line
 
 
 def count_lines_before(name: str, start: int) -> int:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedtrain.data.sources.files import (
-    Compression,
-    compression_of,
     count_lines_before,
     file_digest,
     read_lines_between,
@@ -83,12 +81,10 @@ class RawLine:
     Attributes:
         number: from 1 within its piece.
         row: values by column or key, or the problem; None for a blank line.
-        offset: first byte in the file, in uncompressed JSONL; else None.
     """
 
     number: int
     row: dict[str, Any] | BadRow | None
-    offset: int | None = None
 
 
 class PartReader:
@@ -136,9 +132,8 @@ class PartReader:
         if part.kind is not PartKind.jsonl:
             yield from (RawLine(number, row) for number, row in self._rows(piece))
             return
-        has_offsets = compression_of(part.name) is Compression.none
-        for number, offset, line in read_lines_between(part.name, piece.start, piece.stop):
-            yield RawLine(number, parse_json_row(line) if line.strip() else None, offset if has_offsets else None)
+        for number, line in read_lines_between(part.name, piece.start, piece.stop):
+            yield RawLine(number, parse_json_row(line) if line.strip() else None)
 
     def lines_before(self, piece: Piece) -> int:
         """The number of lines or rows of the part before the piece.

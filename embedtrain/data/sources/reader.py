@@ -7,15 +7,14 @@ from typing import Any
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.sources.documents import DocumentReader
-from embedtrain.data.sources.files import file_changed_error, file_version, read_line_at
 from embedtrain.data.sources.layouts import DocumentLookup, RowLayout, choose_layout
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.resolve import find_parts
-from embedtrain.data.sources.text_rows import parse_json_row
-from embedtrain.data.sources.values import BadRow, pluralize
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
+from embedtrain.formatting import format_count
 
 FORMAT_VERSION = 2  # of the rows that readers return; a new one invalidates every cache
 _KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
@@ -29,7 +28,6 @@ class PieceRows:
 
     Attributes:
         lines: number of lines (of JSONL, CSV, TSV) or rows of the piece, including blank ones; known at the end.
-        offset: first byte of the row just yielded, in uncompressed JSONL; else None.
         layout: its `features` and `ignored` are those of these rows.
     """
 
@@ -37,12 +35,11 @@ class PieceRows:
         self, reader: PartReader, piece: Piece, layout: RowLayout, documents: DocumentLookup | None, score_scale: float
     ) -> None:
         self.piece, self.layout, self.lines = piece, layout, 0
-        self.offset: int | None = None
         self._reader, self._documents, self._score_scale = reader, documents, score_scale
 
     def __iter__(self) -> Iterator[tuple[int, Texts | BadRow]]:
         for line in self._reader.lines(self.piece):
-            self.lines, self.offset = line.number, line.offset
+            self.lines = line.number
             if line.row is None:
                 continue
             if isinstance(line.row, BadRow):
@@ -81,7 +78,6 @@ class SourceReader:
         if found.document_parts:
             self.documents = DocumentReader(found.document_parts, f"documents of {name}")
         self._reader = PartReader(subset=source.subset, split=source.split, columns=source.columns)
-        self._versions = {part: file_version(part.name) for part in self.parts if part.kind is PartKind.jsonl}
 
     @property
     def document_parts(self) -> Sequence[Part]:
@@ -139,7 +135,7 @@ class SourceReader:
                     raise
                 num_rows, num_empty, first = num_rows + (line > 0), num_empty + (line == 0), first or str(error)
         skipped = " and ".join(
-            pluralize(count, noun) for count, noun in ((num_rows, "row"), (num_empty, "empty file")) if count
+            format_count(count, noun) for count, noun in ((num_rows, "row"), (num_empty, "empty file")) if count
         )
         raise DataError(f"{self.source.path}: no row that can be trained on ({skipped} skipped, the first: {first})")
 
@@ -169,26 +165,6 @@ class SourceReader:
         """
         return self._reader.lines_before(piece)
 
-    def texts_at(self, part: Part, offset: int, layout: RowLayout, documents: DocumentLookup | None = None) -> Texts:
-        """The row whose line begins at a byte of an uncompressed JSONL part, read again.
-
-        Args:
-            part: one of `parts`.
-            offset: `PieceRows.offset` of the row.
-            layout: what `detect_layout` returned.
-            documents: the corpus, if there is one.
-
-        Raises:
-            DataError: the file changed since it was found, or is gone.
-        """
-        row = row_at(part, offset)
-        if file_version(part.name) != self._versions[part]:
-            raise file_changed_error(part.name)
-        try:
-            return layout.texts(row, documents).scaled(self.source.score_scale)
-        except BadRow as bad:
-            raise file_changed_error(part.name) from bad
-
     def _rows_and_empty_parts(self) -> Iterator[tuple[Part, int, dict[str, Any] | BadRow]]:
         for part in self.parts:
             is_empty = True
@@ -198,18 +174,6 @@ class SourceReader:
                     yield part, line.number, line.row
             if is_empty:
                 yield part, 0, BadRow("holds no rows")
-
-
-def row_at(part: Part, offset: int) -> dict[str, Any]:
-    """The row whose line begins at a byte of uncompressed JSONL.
-
-    Raises:
-        DataError: the file is gone, or no row begins there any more.
-    """
-    row = parse_json_row(read_line_at(part.name, offset))
-    if isinstance(row, BadRow):
-        raise file_changed_error(part.name) from row
-    return row
 
 
 def open_sources(

@@ -165,8 +165,8 @@ def check_versions() -> list[Finding]:
     else:
         supported = SpecifierSet(metadata["Requires-Python"] or "")
         if not supported.contains(platform.python_version()):
-            findings[0] = Finding("versions", "python", f"{platform.python_version()}, required is {supported}", Level.problem,
-                                  f"Create an environment with Python {supported}.")  # fmt: skip
+            text, do = f"{platform.python_version()}, required is {supported}", f"Install Python {supported}."
+            findings[0] = Finding("versions", "python", text, Level.problem, do)
         findings += _check_packages(metadata["Version"], requirements)
     return [*findings, _check_cuda(torch.version.cuda)]
 

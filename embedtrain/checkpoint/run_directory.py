@@ -1,4 +1,4 @@
-"""What a run directory holds, and writing the recipe into it."""
+"""The directory of a run: its files, recipe.yaml, and the lock that keeps other runs out."""
 
 import contextlib
 import json
@@ -21,6 +21,7 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, TrainingError
 from embedtrain.files import atomic_write
+from embedtrain.formatting import format_count
 from embedtrain.tracking.sessions import SESSIONS_FILE
 
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
@@ -44,17 +45,17 @@ class RunDirectory:
 
     @property
     def architecture(self) -> Path:
-        """Configuration, tokenizer and pooling: with any checkpoint, all an export needs."""
+        """Configuration, tokenizer and pooling: with any checkpoint, all that an export needs."""
         return self.path / "architecture"
 
     @property
     def adapter(self) -> Path:
-        """What adapters are trained, as PEFT writes it, where the recipe asked for some."""
+        """The PEFT configuration of trained adapters, if the recipe has any."""
         return self.path / "adapter"
 
     @property
     def tokenizer(self) -> Path:
-        """A vocabulary trained on the data, where the recipe asked for one."""
+        """A vocabulary trained on the data, if the recipe requests one."""
         return self.path / "tokenizer"
 
     @property
@@ -69,50 +70,50 @@ class RunDirectory:
 
     @property
     def cache(self) -> Path:
-        """Prepared data, where the home directory cannot take it."""
+        """Prepared data, if the home directory cannot be written."""
         return self.path / "cache"
 
     @property
     def sample(self) -> Path:
-        """A few texts and their vectors before and after training, for the report."""
+        """A few texts and their embeddings before and after training, for the report."""
         return self.path / "sample"
 
     @property
     def sessions(self) -> Path:
-        """When the run was under way, on how many ranks, and how each time ended."""
+        """Start, end and number of ranks of each session of the run."""
         return self.path / SESSIONS_FILE
 
     @property
     def lock(self) -> Path:
-        """Held by the run that is under way; says which that is."""
+        """Lock of the active run; its content describes the run."""
         return self.path / "run.lock"
 
     @property
     def stopped(self) -> Path:
-        """There after a signal has stopped the run, until it goes on."""
+        """Exists after a signal has stopped the run, until it resumes."""
         return self.path / "stopped.json"
 
     def require_exists(self) -> None:
-        """Refuse to write into a directory that was moved or deleted while the run was under way.
+        """Check that the directory was not moved or deleted during the run.
 
         Raises:
-            TrainingError: what is there now is not what the run began in.
+            TrainingError: it was.
         """
         if not self.lock.is_file():
             raise TrainingError(
-                f"output_dir={self.path} has vanished while the run was under way: bring it back, and the same "
-                f"command goes on from its newest checkpoint"
+                f"output_dir={self.path} has disappeared during the run: restore it, and run the same command to resume "
+                "from its newest checkpoint"
             )
 
     def resume_hint(self) -> str:
-        """From where the same command goes on, for the end of a message."""
+        """Where the same command resumes, for the end of a message."""
         steps = list_steps(self.checkpoints)
         if not steps:
-            return "there is no checkpoint yet: the same command begins again"
-        return f"the newest complete checkpoint is {steps[0][1]}: the same command goes on from there"
+            return "no checkpoint yet (run the same command to start again)"
+        return f"newest complete checkpoint: {steps[0][1]} (run the same command to resume)"
 
     def write_stopped(self, step: int, signal: str, rank: int) -> None:
-        """Write `stopped.json`, for who looks whether to start the run again; on one rank."""
+        """Write `stopped.json`, which tells schedulers to start the run again; on one rank."""
         content = {"step": step, "signal": signal, "rank": rank, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         self.stopped.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
@@ -120,9 +121,9 @@ class RunDirectory:
         """Write `recipe.yaml`; on one rank.
 
         Args:
-            recipe: resolved.
+            recipe: composed recipe.
             world_size: number of ranks.
-            model_commit: of the Hub repository that the model came from.
+            model_commit: commit of the model's Hub repository.
         """
         versions: dict[str, object] = {"embedtrain": __version__, "python": sys.version.split()[0]}
         for name in _VERSIONS_OF:
@@ -137,66 +138,66 @@ class RunDirectory:
             file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-# Seconds: a run that was killed may take a moment to end, and a shared file system to show what was written.
-_PATIENCE = 10.0
+# Seconds: a killed run may take a moment to end, and a shared file system to show new files.
+_LOCK_TIMEOUT = 10.0
 
 
 @contextlib.contextmanager
 def output_dir_lock(path: Path, world: World, timeout: float) -> Iterator[None]:
-    """Hold the lock of an output directory while the block runs. A collective.
+    """Hold the lock of an output directory during the block. A collective.
 
-    It is the operating system's: a run that is killed holds it no longer.
+    The operating system releases the lock of a killed run.
 
     Args:
-        path: the lock's file, in the output directory; it says who holds it.
-        world: the ranks; the first one holds it.
-        timeout: seconds that a rank waits for the others.
+        path: lock file in the output directory; its content describes the run that holds it.
+        world: all ranks; rank 0 holds the lock.
+        timeout: seconds that ranks wait for each other.
 
     Raises:
-        ConfigError: on every rank alike, another run holds it, or a rank does not see the directory.
+        ConfigError: on every rank, another run holds the lock, or a rank does not see the directory.
     """
-    patience = min(_PATIENCE, timeout / 2)
+    wait = min(_LOCK_TIMEOUT, timeout / 2)
     lock = FileLock(path)
-    held = ""
-    with contextlib.ExitStack() as leaving:
-        with world.fail_together("taking the output directory"):
+    description = ""
+    with contextlib.ExitStack() as stack:
+        with world.fail_together("locking the output directory"):
             if world.is_main:
                 try:
-                    leaving.enter_context(lock.acquire(timeout=patience))
+                    stack.enter_context(lock.acquire(timeout=wait))
                 except Timeout:
                     raise ConfigError(
-                        f"output_dir={path.parent} is in use by {_holder(path)}: wait for it, stop it, or choose "
+                        f"output_dir={path.parent} is in use by {_describe_holder(path)}: wait for it, stop it, or choose "
                         f"another output_dir"
                     ) from None
-                held = _this_run(world)
-                path.write_text(held, encoding="utf-8")
-        held = world.broadcast(held)
-        with world.fail_together("looking at the output directory"):
-            _require_seen(path, held, patience)
+                description = _describe_run(world)
+                path.write_text(description, encoding="utf-8")
+        description = world.broadcast(description)
+        with world.fail_together("looking for the output directory"):
+            _require_visible(path, description, wait)
         yield
 
 
-def _require_seen(path: Path, held: str, patience: float) -> None:
-    until = time.monotonic() + patience
-    while not (path.is_file() and path.read_text(encoding="utf-8") == held):
-        if time.monotonic() > until:
+def _require_visible(path: Path, content: str, wait: float) -> None:
+    deadline = time.monotonic() + wait
+    while not (path.is_file() and path.read_text(encoding="utf-8") == content):
+        if time.monotonic() > deadline:
             raise ConfigError(
-                f"output_dir={path.parent}: {socket.gethostname()} does not see what {json.loads(held)['host']} has "
-                f"written there: it has to lie on a file system that all hosts share"
+                f"output_dir={path.parent}: {socket.gethostname()} does not see what {json.loads(content)['host']} has "
+                f"written: it must be on a file system that all hosts share"
             )
         time.sleep(0.1)
 
 
-def _this_run(world: World) -> str:
+def _describe_run(world: World) -> str:
     started = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started, "ranks": world.size})
 
 
-def _holder(path: Path) -> str:
-    """Who holds the lock, in words."""
+def _describe_holder(path: Path) -> str:
+    """The run that holds the lock, for a message."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        ranks = f"{held['ranks']} rank{'s' * (held['ranks'] != 1)}"
-        return f"another run (process {held['pid']} on {held['host']}, {ranks}, since {held['started']})"
+        run = json.loads(path.read_text(encoding="utf-8"))
+        ranks = format_count(run["ranks"], "rank")
+        return f"another run (process {run['pid']} on {run['host']}, {ranks}, since {run['started']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another run"

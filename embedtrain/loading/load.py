@@ -67,6 +67,7 @@ def load_model(
     world: World,
     *,
     seed: int,
+    source: ModelSource | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     read_weights: bool = True,
     trains: bool = True,
@@ -79,6 +80,7 @@ def load_model(
         parallel: how it lies over the ranks.
         world: the ranks; every rank must call.
         seed: random weights are a function of it.
+        source: the opened `model`; default: it is opened here.
         tokenizer: a tokenizer made on the spot, for a model without one; its ids go into the configuration.
         read_weights: false where a checkpoint's weights follow: then only what is frozen is read.
         trains: false where it will only encode, which takes less memory.
@@ -90,7 +92,7 @@ def load_model(
     quiet_libraries()
     memory, free = map(min, zip(*world.gather((memory_of_rank(world), free_memory_of_rank(world))), strict=True))
     with world.fail_together("opening the model"):
-        source = open_model_source(model)
+        source = source or open_model_source(model)
         if tokenizer is not None:
             fit_config_to_tokenizer(source, tokenizer)
         loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision) if tokenizer is None else tokenizer

@@ -101,8 +101,8 @@ class RunDirectory:
         """
         if not self.lock.is_file():
             raise TrainingError(
-                f"output_dir={self.path} has disappeared during the run: restore it, and run the same command to resume "
-                "from its newest checkpoint"
+                f"output_dir={self.path} has disappeared during the run: restore it, and run the same command to "
+                "resume from its newest checkpoint"
             )
 
     def resume_hint(self) -> str:
@@ -166,8 +166,8 @@ def output_dir_lock(path: Path, world: World, timeout: float) -> Iterator[None]:
                     stack.enter_context(lock.acquire(timeout=wait))
                 except Timeout:
                     raise ConfigError(
-                        f"output_dir={path.parent} is in use by {_describe_holder(path)}: wait for it, stop it, or choose "
-                        f"another output_dir"
+                        f"output_dir={path.parent} is in use by {_describe_holder(path)}: wait for it, stop it, or "
+                        f"choose another output_dir"
                     ) from None
                 description = _describe_run(world)
                 path.write_text(description, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The directory of a run: its files, recipe.yaml, and the lock that keeps other runs out."""
+"""The run directory: its files and folders, recipe.yaml, and the lock that only one run holds."""
 
 import contextlib
 import json
@@ -29,33 +29,33 @@ _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The files and folders of a run, by name."""
+    """Files and folders of a run."""
 
     path: Path
 
     @property
     def recipe(self) -> Path:
-        """The resolved recipe, versions and world size: enough to run it again."""
+        """The resolved recipe, versions and world size: enough to repeat the run."""
         return self.path / "recipe.yaml"
 
     @property
     def checkpoints(self) -> Path:
-        """One folder per saved step."""
+        """One directory per saved step."""
         return self.path / "checkpoints"
 
     @property
     def architecture(self) -> Path:
-        """Configuration, tokenizer and pooling: with any checkpoint, all that an export needs."""
+        """Configuration, tokenizer and pooling; with a checkpoint, all that an export needs."""
         return self.path / "architecture"
 
     @property
     def adapter(self) -> Path:
-        """The PEFT configuration of trained adapters, if the recipe has any."""
+        """PEFT configuration of the adapters, if the recipe trains adapters."""
         return self.path / "adapter"
 
     @property
     def tokenizer(self) -> Path:
-        """A vocabulary trained on the data, if the recipe requests one."""
+        """A tokenizer trained on the data, if the recipe requests one."""
         return self.path / "tokenizer"
 
     @property
@@ -70,7 +70,7 @@ class RunDirectory:
 
     @property
     def cache(self) -> Path:
-        """Prepared data, if the home directory cannot be written."""
+        """Data cache, if the home directory cannot be written."""
         return self.path / "cache"
 
     @property
@@ -80,17 +80,17 @@ class RunDirectory:
 
     @property
     def sessions(self) -> Path:
-        """Start, end and number of ranks of each session of the run."""
+        """Start, number of ranks and outcome of each session of the run."""
         return self.path / SESSIONS_FILE
 
     @property
     def lock(self) -> Path:
-        """Lock of the active run; its content describes the run."""
+        """Lock file of the running process; contains its description."""
         return self.path / "run.lock"
 
     @property
     def stopped(self) -> Path:
-        """Exists after a signal has stopped the run, until it resumes."""
+        """Exists from when a signal stops the run until it resumes."""
         return self.path / "stopped.json"
 
     def require_exists(self) -> None:
@@ -101,19 +101,19 @@ class RunDirectory:
         """
         if not self.lock.is_file():
             raise TrainingError(
-                f"output_dir={self.path} has disappeared during the run: restore it, and run the same command to "
-                "resume from its newest checkpoint"
+                f"output_dir={self.path} has disappeared during the run: restore it, and the same command resumes from "
+                "its newest checkpoint"
             )
 
     def resume_hint(self) -> str:
-        """Where the same command resumes, for the end of a message."""
+        """From where the same command resumes, for the end of a message."""
         steps = list_steps(self.checkpoints)
         if not steps:
-            return "no checkpoint yet (run the same command to start again)"
-        return f"newest complete checkpoint: {steps[0][1]} (run the same command to resume)"
+            return "there is no checkpoint yet: the same command starts from scratch"
+        return f"the newest complete checkpoint is {steps[0][1]}: the same command resumes from it"
 
     def write_stopped(self, step: int, signal: str, rank: int) -> None:
-        """Write `stopped.json`, which tells schedulers to start the run again; on one rank."""
+        """Write `stopped.json`, by which job scripts decide whether to restart the run; on one rank."""
         content = {"step": step, "signal": signal, "rank": rank, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         self.stopped.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
@@ -121,7 +121,7 @@ class RunDirectory:
         """Write `recipe.yaml`; on one rank.
 
         Args:
-            recipe: composed recipe.
+            recipe: the resolved recipe.
             world_size: number of ranks.
             model_commit: commit of the model's Hub repository.
         """
@@ -138,52 +138,52 @@ class RunDirectory:
             file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-# Seconds: a killed run may take a moment to end, and a shared file system to show new files.
+# Seconds: a killed run may take a moment to end, and a shared file system to show what another host wrote.
 _LOCK_TIMEOUT = 10.0
 
 
 @contextlib.contextmanager
 def output_dir_lock(path: Path, world: World, timeout: float) -> Iterator[None]:
-    """Hold the lock of an output directory during the block. A collective.
+    """Hold the lock of an output directory while the block runs. A collective.
 
-    The operating system releases the lock of a killed run.
+    The operating system releases the lock if the run is killed.
 
     Args:
-        path: lock file in the output directory; its content describes the run that holds it.
-        world: all ranks; rank 0 holds the lock.
-        timeout: seconds that ranks wait for each other.
+        path: the lock file in the output directory; contains a description of the run that holds it.
+        world: the ranks, of which the first holds the lock.
+        timeout: seconds that a rank waits for the others.
 
     Raises:
-        ConfigError: on every rank, another run holds the lock, or a rank does not see the directory.
+        ConfigError: on every rank alike, another run holds the lock, or a rank cannot see the directory.
     """
-    wait = min(_LOCK_TIMEOUT, timeout / 2)
+    lock_timeout = min(_LOCK_TIMEOUT, timeout / 2)
     lock = FileLock(path)
-    description = ""
+    owner = ""
     with contextlib.ExitStack() as stack:
-        with world.fail_together("locking the output directory"):
+        with world.fail_together("taking the output directory"):
             if world.is_main:
                 try:
-                    stack.enter_context(lock.acquire(timeout=wait))
+                    stack.enter_context(lock.acquire(timeout=lock_timeout))
                 except Timeout:
                     raise ConfigError(
-                        f"output_dir={path.parent} is in use by {_describe_holder(path)}: wait for it, stop it, or "
-                        f"choose another output_dir"
+                        f"output_dir={path.parent} is in use by {_holder(path)}: wait for it, stop it, or choose "
+                        f"another output_dir"
                     ) from None
-                description = _describe_run(world)
-                path.write_text(description, encoding="utf-8")
-        description = world.broadcast(description)
-        with world.fail_together("looking for the output directory"):
-            _require_visible(path, description, wait)
+                owner = _describe_run(world)
+                path.write_text(owner, encoding="utf-8")
+        owner = world.broadcast(owner)
+        with world.fail_together("looking at the output directory"):
+            _require_visible(path, owner, lock_timeout)
         yield
 
 
-def _require_visible(path: Path, content: str, wait: float) -> None:
-    deadline = time.monotonic() + wait
-    while not (path.is_file() and path.read_text(encoding="utf-8") == content):
+def _require_visible(path: Path, owner: str, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not (path.is_file() and path.read_text(encoding="utf-8") == owner):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"output_dir={path.parent}: {socket.gethostname()} does not see what {json.loads(content)['host']} has "
-                f"written: it must be on a file system that all hosts share"
+                f"output_dir={path.parent}: {socket.gethostname()} does not see what {json.loads(owner)['host']} "
+                f"wrote there: it must be on a file system that all hosts share"
             )
         time.sleep(0.1)
 
@@ -193,11 +193,11 @@ def _describe_run(world: World) -> str:
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started, "ranks": world.size})
 
 
-def _describe_holder(path: Path) -> str:
-    """The run that holds the lock, for a message."""
+def _holder(path: Path) -> str:
+    """Description of the run that holds the lock."""
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-        ranks = format_count(run["ranks"], "rank")
-        return f"another run (process {run['pid']} on {run['host']}, {ranks}, since {run['started']})"
+        owner = json.loads(path.read_text(encoding="utf-8"))
+        ranks = format_count(owner["ranks"], "rank")
+        return f"another run (process {owner['pid']} on {owner['host']}, {ranks}, since {owner['started']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another run"

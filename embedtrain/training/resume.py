@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS
-from embedtrain.checkpoint.manager import Checkpointer
 from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES, LossConfig
@@ -127,7 +127,6 @@ EFFECTS = {
     "data.weight_mode": Effect.no_effect,
     "data.mixing_temperature": Effect.no_effect,
     "data.instruction_format": Effect.no_effect,
-    "data.cache": Effect.changes_rounding,  # which rank encodes which text
     "data.cache_dir": Effect.no_effect,
     "data.workers": Effect.no_effect,
     "loss": Effect.must_match,

@@ -14,7 +14,7 @@ from embedtrain.errors import TrainingError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.tracking.report.page import REPORT_FILE, write_report
 from embedtrain.tracking.report.sample import AFTER, BEFORE, Sample, read_texts, write_texts, write_vectors
-from embedtrain.tracking.sessions import began, ended
+from embedtrain.tracking.sessions import record_end, record_start
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.resume import RunStart
 
@@ -56,13 +56,13 @@ class RunReporter:
         devices = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
         def record() -> None:
-            began(
+            record_start(
                 self._run_dir.sessions,
                 step=self._state.step,
                 total_steps=self._total_steps,
                 ranks=self._world.size,
                 devices=devices,
-                anew=self._starts_at_zero,
+                from_scratch=self._starts_at_zero,
             )
 
         self._on_main_rank("sessions.jsonl", record)
@@ -105,7 +105,7 @@ class RunReporter:
         self._write_report()
 
     def _record_end(self, how: str, *, error: str | None = None, exported: int | None = None) -> None:
-        ended(self._run_dir.sessions, how, step=self._state.step, error=error, exported=exported)
+        record_end(self._run_dir.sessions, how, step=self._state.step, error=error, exported=exported)
 
     def _encode(self, read_sample: Callable[[], Sample | None], which: str, step: int) -> None:
         """Encode the sample on all ranks, if there is one, and write its embeddings on rank 0."""

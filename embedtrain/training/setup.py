@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
 from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.manager import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
@@ -101,7 +101,7 @@ def read_inputs(run: Run) -> RunInputs:
         base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
     directory = cache_place(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)
     with world.fail_together("reading training data"), run.console.progress() as progress:
-        cache = Cache(directory=directory, keep=recipe.data.cache, progress=progress)
+        cache = Cache(directory=directory, progress=progress)
         data, losses = load_recipe_data(recipe, source.prompts, cache)
         total_steps, total_batches = _run_length(recipe, data)
     require_same_data(data, world)
@@ -147,7 +147,7 @@ def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStar
         run.recipe.checkpoint,
         run.world,
         metadata={"identity": identity, "recipe": to_plain(run.recipe)},
-        say=run.console.warn,
+        log=run.console.warn,
         timeout=run.recipe.parallel.timeout,
     )
     start = RunStart(checkpointer.newest())

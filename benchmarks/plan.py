@@ -165,7 +165,7 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
     ones = torch.ones((1, 1), dtype=torch.int64)
     run = StepContext(
         world=world,
-        trained=EncoderWithLoss(encoder, loss),
+        module=EncoderWithLoss(encoder, loss),
         optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=STEPS),
         backward=Backward(encoder, loss, world, seed=0, dummy=Tokens(ones, ones, (-1,)), reduce_per_step=choice.whole),

@@ -27,8 +27,8 @@ from embedtrain.tracking.report.sample import (
 )
 from embedtrain.tracking.sessions import read_sessions
 from embedtrain.training.train import train
+from tests.runs import BASE, losses, options
 from tests.small import save_small, small_model, write_beir, write_rows
-from tests.test_run import BASE, losses, options
 
 
 class StopAt(StopSignals):

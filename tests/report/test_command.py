@@ -1,6 +1,5 @@
-"""The command `python -m embedtrain.report`: folders as they are written, options, and what it refuses."""
+"""`python -m embedtrain.report`: directories and options on its command line, and its output."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,10 +7,10 @@ import pytest
 from embedtrain.errors import ConfigError
 from embedtrain.report.options import compose_report
 from tests.test_doors import call
-from tests.tracking.report.made import make_run
+from tests.tracking.report.runs import make_run
 
 
-def test_folders_and_options_are_told_apart(tmp_path, monkeypatch):
+def test_directories_and_options_are_distinguished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1e-5,[x]").mkdir()
     assert compose_report(["runs/a", "lr=1e-5,[x]", "output=out, (1).html"]).runs == ["runs/a", "lr=1e-5,[x]"]
@@ -20,22 +19,22 @@ def test_folders_and_options_are_told_apart(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
-        ([], "no run: write python -m embedtrain.report runs/NAME"),
-        (["a", "too=b"], "unknown option too, did you mean to?"),
-        (["a", "output=."], "output=. is a folder: name a file, such as output=./report.html"),
-        (["-m", "a"], "multirun"),
+        ([], r"runs=\[\]: no run"),
+        (["a", "outptu=b"], r"outptu, did you mean output"),
+        (["a", "output=."], r"output=\.: "),
+        (["-m", "a"], r"multirun"),
     ],
 )
-def test_what_cannot_be_meant(arguments, sentence):
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
+def test_invalid_command_lines(arguments, message):
+    with pytest.raises(ConfigError, match=message):
         compose_report(arguments)
 
 
-def test_one_process_reads(monkeypatch):
+def test_several_ranks_are_rejected(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="start it with python, not with torchrun"):
+    with pytest.raises(ConfigError, match=r"report .*not with torchrun"):
         compose_report(["a"])
 
 
@@ -47,6 +46,7 @@ def test_the_command(tmp_path):
     assert call("embedtrain.report", "one", "two", cwd=tmp_path) == "report: one/comparison.html\n"
     assert call("embedtrain.report", "one", "two", "output=deep/in/x.html", cwd=tmp_path) == "report: deep/in/x.html\n"
     assert "2 runs compared" in Path(tmp_path / "deep/in/x.html").read_text()
-    said = call("embedtrain.report", "nowhere", cwd=tmp_path, code=1)
-    assert said == "error: nowhere is no folder: name the output_dir of a run, such as runs/quickstart\n"
+    output = call("embedtrain.report", "nowhere", cwd=tmp_path, code=1)
+    assert output.startswith("error: nowhere is not a folder: ")
+    assert output.count("\n") == 1
     assert "python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]" in call("embedtrain.report", "--help")

@@ -1,4 +1,4 @@
-"""The share of a step that ranks wait for one another: a late rank shows, computing does not."""
+"""The fraction of a step in which ranks communicate: waiting for a late rank counts, computation does not."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from embedtrain.distributed.world import World
-from embedtrain.training.communication import (
+from embedtrain.training.timing import (
     CommunicationMeter,
     covered_length,
     exposed_nccl_seconds,
@@ -21,63 +21,58 @@ from embedtrain.training.communication import (
 )
 
 
-def shares(world: World, late: float, both: float, way: str) -> list[dict[str, float]]:
-    """Of six steps in which both ranks work, and rank 0 comes late; every second is measured from the third on."""
-    communication = CommunicationMeter(world, log_every=1)
-    communication._apart = 2
+def measure(world: World, late: float, both: float, collective: str) -> list[dict[str, float]]:
+    """Six steps in which both ranks work and rank 0 is late; the third and every second after it are measured."""
+    communication = CommunicationMeter(world, log_every=1, rows_between=2)
     mesh = init_device_mesh("cpu", (world.size,))
-    found = []
+    measured = []
     for _ in range(6):
         world.barrier()
-        with communication.of_step():
+        with communication.measure_step():
             time.sleep(both + (late if world.rank == 0 else 0.0))
-            if way == "barrier":
+            if collective == "barrier":
                 world.barrier()
-            else:  # as a norm over shards is made whole
+            else:  # how the norm of shards is reduced
                 distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None).sum().full_tensor()
-        found.append(communication.take())
-    return found
+        measured.append(communication.pop())
+    return measured
 
 
-@pytest.mark.parametrize("way", ["barrier", "tensor"])
-def test_a_late_rank_shows(ranks, way):
-    for found in ranks(2, shares, 0.3, 0.0, way):
-        assert [list(share) for share in found] == [[], [], ["communication"], [], ["communication"], []]
-        # Rank 1 does nothing but wait, rank 0 never.
-        assert 0.4 < found[2]["communication"] < 0.75
-        assert 0.4 < found[4]["communication"] < 0.75
+@pytest.mark.parametrize("collective", ["barrier", "tensor"])
+def test_waiting_for_a_late_rank_is_communication(ranks, collective):
+    for measured in ranks(2, measure, 0.3, 0.0, collective):
+        assert [list(step) for step in measured] == [[], [], ["communication"], [], ["communication"], []]
+        # Rank 1 only waits, rank 0 never does.
+        assert 0.4 < measured[2]["communication"] < 0.75
+        assert 0.4 < measured[4]["communication"] < 0.75
 
 
-def test_work_is_no_communication(ranks):
-    for found in ranks(2, shares, 0.0, 0.3, "barrier"):
-        assert found[2]["communication"] < 0.3
+def test_computation_is_not_communication(ranks):
+    for measured in ranks(2, measure, 0.0, 0.3, "barrier"):
+        assert measured[2]["communication"] < 0.3
 
 
-def alone(world: World) -> list[dict[str, float]]:
-    return shares(world, 0.0, 0.0, "barrier")
+def test_a_single_rank_is_not_measured(ranks):
+    assert ranks(1, measure, 0.0, 0.0, "barrier") == [[{}] * 6]
 
 
-def test_who_is_alone_waits_for_nobody(ranks):
-    assert ranks(1, alone) == [[{}] * 6]
-
-
-def beside(world: World) -> tuple[float, bool, bool]:
-    """Seconds of waiting while another thread waits; whether torch is as before, also after an error."""
-    before, new_cpu_group = Work.wait, world.new_cpu_group(30.0)
+def wait_in_thread(world: World) -> tuple[float, bool, bool]:
+    """Seconds of waits while another thread waits; whether torch is restored, also after an error."""
+    wait, background = Work.wait, world.new_cpu_group(30.0)
     with timed_waits() as seconds:
-        thread = threading.Thread(target=new_cpu_group.barrier)
+        thread = threading.Thread(target=background.barrier)
         time.sleep(0.3 * world.rank)
         thread.start()
         thread.join()
-    as_before = Work.wait is before
+    restored = Work.wait is wait
     with pytest.raises(ZeroDivisionError), timed_waits():
         raise ZeroDivisionError
-    torch.distributed.destroy_process_group(new_cpu_group.group)
-    return seconds(), as_before, Work.wait is before
+    torch.distributed.destroy_process_group(background.group)
+    return seconds(), restored, Work.wait is wait
 
 
-def test_other_threads_are_not_clocked_and_torch_is_left_as_it_was(ranks):
-    assert ranks(2, beside) == [(0.0, True, True)] * 2
+def test_other_threads_are_not_timed_and_torch_is_restored(ranks):
+    assert ranks(2, wait_in_thread) == [(0.0, True, True)] * 2
 
 
 def event(name, start, end, device=DeviceType.CUDA, annotation=False):
@@ -85,7 +80,7 @@ def event(name, start, end, device=DeviceType.CUDA, annotation=False):
     return SimpleNamespace(name=name, device_type=device, time_range=times, is_user_annotation=annotation)
 
 
-def test_what_runs_beside_other_kernels_is_hidden():
+def test_communication_that_overlaps_with_computation_is_not_counted():
     events = [
         event("ncclDevKernel_AllGather_RING_LL", 0, 400_000),
         event("ncclDevKernel_ReduceScatter", 900_000, 1_300_000),
@@ -97,13 +92,13 @@ def test_what_runs_beside_other_kernels_is_hidden():
     ]
     assert exposed_nccl_seconds(events) == pytest.approx(0.1 + 0.1 + 0.3 + 0.05)
     assert exposed_nccl_seconds(events[2:]) == 0
-    assert exposed_nccl_seconds(events[5:]) != exposed_nccl_seconds(events[5:]), "NaN: there was no profile of a GPU"
+    assert exposed_nccl_seconds(events[5:]) != exposed_nccl_seconds(events[5:]), "NaN: the profile has no GPU kernel"
     assert covered_length([(0, 1), (0.5, 2), (5, 6), (5.5, 5.75)]) == 3
 
 
-def test_where_nothing_can_be_profiled_there_is_no_figure():
+def test_there_is_no_result_without_a_gpu():
     if torch.cuda.is_available():
-        pytest.skip("with a GPU there is something to profile: test_a_real_profile_has_kernels")
+        pytest.skip("see test_a_real_profile_has_kernels")
     with gpu_profile(torch.device("cuda")) as seconds:
         pass
     assert seconds() != seconds()

@@ -12,24 +12,25 @@ from numpy.typing import NDArray
 
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.token_store import TokenStore
-from embedtrain.data.prompts import row_prompts
 from embedtrain.data.sampling.draw import Selection
 from embedtrain.data.sampling.plan import PlannedBatch
+from embedtrain.data.text_format import TextFormat
 from embedtrain.data.types import Example, Row
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What holds for all rows of a source."""
+@dataclass(frozen=True, slots=True)
+class SourceSettings:
+    """What holds for all rows of a source.
 
-    query_prompt: str = ""
-    document_prompt: str = ""
-    instruction_format: str
-    query_max_length: int | None = None
-    document_max_length: int | None = None
-    negatives: int | None  # hard negatives used at a time; None: all
+    Attributes:
+        text_format: prompts and maximal lengths.
+        negatives: hard negatives of a row that one step uses; None: all.
+    """
+
+    text_format: TextFormat
+    negatives: int | None = None
 
     def row(self, example: Example, positive: int, negatives: Sequence[int]) -> Row:
         """One positive and some hard negatives of `example`, by their numbers.
@@ -46,9 +47,6 @@ class Given:
         if len(example.vectors) > 1:
             first_negative = 1 + len(example.positives)
             vectors = example.vectors[:1] + drawn(example.vectors[1:first_negative], example.vectors[first_negative:])
-        before_query, before_document = row_prompts(
-            example, self.query_prompt, self.document_prompt, self.instruction_format
-        )
         return Row(
             example.query,
             documents,
@@ -56,11 +54,6 @@ class Given:
             ids=drawn(*_all_ids(example)),
             label=example.label,
             vectors=vectors,
-            query_prompt=before_query,
-            document_prompt=before_document,
-            query_max_length=self.query_max_length,
-            document_max_length=self.document_max_length,
-            instruction=example.instruction,
             source=example.source,
         )
 
@@ -76,9 +69,9 @@ class SelectedRows(Sequence[Row]):
     """The rows of a global batch, each made when it is asked for."""
 
     def __init__(
-        self, stores: Sequence[RowStore], given: Sequence[Given], planned: PlannedBatch, drawn: Selection
+        self, stores: Sequence[RowStore], settings: Sequence[SourceSettings], planned: PlannedBatch, drawn: Selection
     ) -> None:
-        self._stores, self._given, self._planned, self._drawn = stores, given, planned, drawn
+        self._stores, self._settings, self._planned, self._drawn = stores, settings, planned, drawn
         self._starts = np.cumsum(drawn.counts) - drawn.counts
 
     def __len__(self) -> int:
@@ -96,7 +89,7 @@ class SelectedRows(Sequence[Row]):
     def _row(self, place: int) -> Row:
         source = int(self._planned.sources[place])
         start, count = self._starts[place], self._drawn.counts[place]
-        return self._given[source].row(
+        return self._settings[source].row(
             self._stores[source][int(self._planned.rows[place])],
             int(self._drawn.positive[place]),
             self._drawn.negatives[start : start + count].tolist(),

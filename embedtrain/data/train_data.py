@@ -6,19 +6,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import DataConfig, OnError, Recipe, TrainSource, WeightMode
+from embedtrain.config.recipe import OnError, Recipe, TrainSource, WeightMode
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.config.source_losses import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_table import RowStore
-from embedtrain.data.cache.token_store import TokenStore, Wanted, prepare_all
-from embedtrain.data.drawn import Given, SelectedRows, SelectedTokens
+from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
+from embedtrain.data.drawn import SelectedRows, SelectedTokens, SourceSettings
 from embedtrain.data.sampling.draw import draw
 from embedtrain.data.sampling.mixing import rows_per_source_of_epoch
 from embedtrain.data.sampling.plan import BatchPlan
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
+from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch
 
@@ -41,12 +42,14 @@ class TrainData:
     Args:
         stores: the rows of each source.
         plan: the global order.
-        given: for each source, what a batch takes of its rows and puts around their texts.
+        settings: of each source.
         notes: lines for the user about what was found.
     """
 
-    def __init__(self, stores: Sequence[RowStore], plan: BatchPlan, given: Sequence[Given], notes: list[str]) -> None:
-        self.stores, self.plan, self.given, self.notes = list(stores), plan, list(given), notes
+    def __init__(
+        self, stores: Sequence[RowStore], plan: BatchPlan, settings: Sequence[SourceSettings], notes: list[str]
+    ) -> None:
+        self.stores, self.plan, self.settings, self.notes = list(stores), plan, list(settings), notes
         self.tokens: list[TokenStore] | None = None
 
     def __len__(self) -> int:
@@ -69,15 +72,8 @@ class TrainData:
             DataError: the tokens cannot be written.
         """
         wanted = [
-            Wanted(
-                rows=store,
-                query_prompt=given.query_prompt,
-                document_prompt=given.document_prompt,
-                instruction_format=given.instruction_format,
-                query_max_length=given.query_max_length,
-                document_max_length=given.document_max_length,
-            )
-            for store, given in zip(self.stores, self.given, strict=True)
+            TokenRequest(store, settings.text_format)
+            for store, settings in zip(self.stores, self.settings, strict=True)
         ]
         self.tokens = prepare_all(wanted, tokenizer, cache)
         return [note for one in wanted for note in one.notes(tokenizer)]
@@ -99,7 +95,7 @@ class TrainData:
         sources = [planned.source] if planned.source is not None else range(len(self.stores))
         return GlobalBatch(
             k,
-            SelectedRows(self.stores, self.given, planned, drawn),
+            SelectedRows(self.stores, self.settings, planned, drawn),
             source=planned.source,
             tokens=None if self.tokens is None else SelectedTokens(self.tokens, planned, drawn, positives),
             beside=any(self.stores[source].beside & LOSS_COLUMNS for source in sources),
@@ -117,7 +113,7 @@ class TrainData:
 
     def _most(self, source: int, rows: np.ndarray) -> np.ndarray:
         """How many hard negatives may be used of each row, -1 for all."""
-        option, own = self.given[source].negatives, self.stores[source].most_negatives
+        option, own = self.settings[source].negatives, self.stores[source].most_negatives
         limit = np.full(len(rows), -1 if option is None else option, dtype=np.int64)
         if own is None:
             return limit
@@ -129,9 +125,7 @@ def load_train_data(
     sources: Sequence[TrainSource],
     *,
     on_error: OnError = OnError.stop,
-    query_prompt: str | None = None,
-    document_prompt: str | None = None,
-    instruction_format: str = DataConfig.instruction_format,
+    text_format: TextFormat | None = None,
     seed: int,
     global_batch_size: int,
     needs: RowRequirements | Sequence[RowRequirements] = TEXTS_ONLY,
@@ -144,9 +138,7 @@ def load_train_data(
     Args:
         sources: `data.train`.
         on_error: stop at the first bad row, or skip bad rows and say so in the notes.
-        query_prompt: the model's, for sources that name none of their own.
-        document_prompt: the model's, likewise.
-        instruction_format: how a row's own instruction is put around its texts, likewise.
+        text_format: prompts and instruction format of sources without their own; default: no prompts.
         seed: the run's seed: rows, positives and negatives are drawn with it.
         global_batch_size: rows of a step over all ranks.
         needs: what the loss asks of every row, of all sources or of each; default: a query and a positive.
@@ -169,29 +161,20 @@ def load_train_data(
         temperature=mixing.temperature,
     )
     plan = BatchPlan(sizes, rows, global_batch_size, seed, by_source=mixing.by_source)
-    given = [
-        Given(
-            query_prompt=_first_given(source.query_prompt, query_prompt),
-            document_prompt=_first_given(source.document_prompt, document_prompt),
-            instruction_format=source.instruction_format or instruction_format,
-            query_max_length=source.query_max_length,
-            document_max_length=source.document_max_length,
-            negatives=source.negatives,
-        )
-        for source in sources
-    ]
+    text_format = text_format or TextFormat()
+    settings = [SourceSettings(TextFormat.of(source, text_format), source.negatives) for source in sources]
     notes = [str(store.report) for store in stores]
-    notes += _instructions(stores, given)
+    notes += _instructions(stores, settings)
     notes.append(_epoch(stores, rows, plan, mixing))
-    return TrainData(stores, plan, given, notes)
+    return TrainData(stores, plan, settings, notes)
 
 
-def _instructions(stores: Sequence[RowStore], given: Sequence[Given]) -> list[str]:
+def _instructions(stores: Sequence[RowStore], settings: Sequence[SourceSettings]) -> list[str]:
     """How sources' own instructions stand around their texts."""
     sources: dict[str, list[str]] = {}
-    for store, each in zip(stores, given, strict=True):
+    for store, its_settings in zip(stores, settings, strict=True):
         if {"instruction", "document_instruction"} & store.beside:
-            sources.setdefault(each.instruction_format, []).append(store.report.name)
+            sources.setdefault(its_settings.text_format.instruction_format, []).append(store.report.name)
     return [
         f"{', '.join(names)}: instructions of {'its' if len(names) == 1 else 'their'} rows go before texts as {form!r}"
         for form, names in sources.items()
@@ -212,10 +195,6 @@ def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mix
 
 def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' * (count != 1)}"
-
-
-def _first_given(*prompts: str | None) -> str:
-    return next((prompt for prompt in prompts if prompt is not None), "")
 
 
 def resolve_sources(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]]:
@@ -252,9 +231,11 @@ def load_recipe_data(
     data = load_train_data(
         sources,
         on_error=on_error or recipe.data.on_error,
-        query_prompt=prompts.get("query", ""),
-        document_prompt=prompts.get("document", ""),
-        instruction_format=recipe.data.instruction_format,
+        text_format=TextFormat(
+            query_prompt=prompts.get("query", ""),
+            document_prompt=prompts.get("document", ""),
+            instruction_format=recipe.data.instruction_format,
+        ),
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
         needs=[row_requirements(loss) for loss in losses],

@@ -117,7 +117,7 @@ def _measure(looked: "InspectedSource", tokenizer: "UntruncatedTokenizer | None"
 
     assert looked.data is not None
     tokens = None if looked.data.tokens is None else looked.data.tokens[looked.number]
-    return measure(looked.store, tokens, looked.data.given[looked.number], tokenizer)
+    return measure(looked.store, tokens, looked.data.settings[looked.number].text_format, tokenizer)
 
 
 def _print_source(
@@ -147,12 +147,12 @@ def _print_examples(
     from embedtrain.inspect.seen import seen
 
     assert looked.data is not None
-    store, given = looked.store, looked.data.given[looked.number]
+    store, text_format = looked.store, looked.data.settings[looked.number].text_format
     parts = {part.name: part for part in find_parts(looked.source).parts} if count else {}
     count = min(count, len(store))
     for location in range(count):
         example = store[location * len(store) // count]
-        texts = seen(example, given, tokenizer, MAX_DOCUMENTS_SHOWN)
+        texts = seen(example, text_format, tokenizer, MAX_DOCUMENTS_SHOWN)
         left_out = 1 + len(example.positives) + len(example.negatives) - len(texts)
         print_example(page, parts[example.file].location(example.line), texts, left_out, example.label)
 

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.token_store import TokenStore
-from embedtrain.data.drawn import Given
 from embedtrain.data.keys import text_key
-from embedtrain.data.prompts import row_prompts
+from embedtrain.data.text_format import TextFormat
 from embedtrain.inspect.beside import batches_of
 from embedtrain.inspect.duplicates import RowKeys
 from embedtrain.inspect.seen import UntruncatedTokenizer
@@ -63,7 +62,7 @@ class TextStatistics:
 
 
 def measure(
-    store: RowStore, tokens: TokenStore | None, given: Given, tokenizer: UntruncatedTokenizer | None
+    store: RowStore, tokens: TokenStore | None, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None
 ) -> TextStatistics:
     """Measure all texts of a source: in tokens where there is a tokenizer, else in characters.
 
@@ -73,7 +72,7 @@ def measure(
     Args:
         store: the source's rows.
         tokens: their tokens, where there is a tokenizer.
-        given: what holds for all rows.
+        text_format: of its texts.
         tokenizer: the model's.
     """
     if tokens is None or tokenizer is None:
@@ -85,10 +84,10 @@ def measure(
         texts = _spans(starts[place], np.ones_like(first) if not place else counts[place - 1])
         keys[role] = tokens.keys[texts]
         found = tokens.lengths(texts).astype(np.int32)
-        limit = tokenizer.limit(given, of_queries=role == "queries")
+        limit = tokenizer.limit(text_format, of_queries=role == "queries")
         reach = np.flatnonzero(found >= limit)
         sample = reach[_spread(len(reach), MAX_SAMPLED_TEXTS)]
-        long = _whole_lengths(store, tokens.first, texts[sample], given, tokenizer)
+        long = _whole_lengths(store, tokens.first, texts[sample], text_format, tokenizer)
         found[reach] = long[np.arange(len(reach)) * len(long) // max(1, len(reach))]  # each as the one measured near it
         num_truncated = int(np.count_nonzero(found[reach] > limit))
         lengths[role] = Lengths(found, limit, num_truncated, len(found), is_exact=len(sample) == len(reach))
@@ -144,7 +143,11 @@ def _by_characters(store: RowStore) -> TextStatistics:
 
 
 def _whole_lengths(
-    store: RowStore, first: NDArray[np.int64], texts: NDArray[np.int64], given: Given, tokenizer: UntruncatedTokenizer
+    store: RowStore,
+    first: NDArray[np.int64],
+    texts: NDArray[np.int64],
+    text_format: TextFormat,
+    tokenizer: UntruncatedTokenizer,
 ) -> NDArray[np.int32]:
     """Tokens that some texts have uncut, by their places in the token store."""
     rows = np.searchsorted(first, texts, side="right") - 1
@@ -153,7 +156,7 @@ def _whole_lengths(
         prompted = []
         for text, row in zip(texts[start : start + 256].tolist(), rows[start : start + 256].tolist(), strict=True):
             example, place = store[row], text - int(first[row])
-            prompts = row_prompts(example, given.query_prompt, given.document_prompt, given.instruction_format)
+            prompts = text_format.prompts(example)
             plain = (example.query, *example.positives, *example.negatives)[place]
             prompted.append(prompts[min(place, 1)](plain))
         found[start : start + 256] = [len(ids) for ids in tokenizer.ids(prompted)]

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from embedtrain.data.drawn import Given
-from embedtrain.data.prompts import row_prompts
+from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Example
 
@@ -29,9 +28,9 @@ class UntruncatedTokenizer:
         """As it was loaded."""
         return self.bound.tokenizer
 
-    def limit(self, given: Given, *, of_queries: bool) -> int:
+    def limit(self, text_format: TextFormat, *, of_queries: bool) -> int:
         """Tokens that are kept of a source's queries, or of its documents."""
-        own = given.query_max_length if of_queries else given.document_max_length
+        own = text_format.query_max_length if of_queries else text_format.document_max_length
         return self.bound.max_length if own is None else min(own, self.bound.max_length)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -60,9 +59,11 @@ class ShownText:
     score: float | None = None
 
 
-def seen(example: Example, given: Given, tokenizer: UntruncatedTokenizer | None, most: int) -> list[ShownText]:
+def seen(
+    example: Example, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None, most: int
+) -> list[ShownText]:
     """A row's texts as the model sees them: the query, and up to `most` positives and `most` negatives."""
-    of_query, of_documents = row_prompts(example, given.query_prompt, given.document_prompt, given.instruction_format)
+    of_query, of_documents = text_format.prompts(example)
     texts = [ShownText("query", 0, of_query(example.query))]
     for role, documents, scores in (
         ("positive", example.positives, example.positive_scores),
@@ -70,11 +71,11 @@ def seen(example: Example, given: Given, tokenizer: UntruncatedTokenizer | None,
     ):
         for place, document in enumerate(documents[:most]):
             texts.append(ShownText(role, place + 1, of_documents(document), score=scores[place] if scores else None))
-    return texts if tokenizer is None else [_as_tokens(text, given, tokenizer) for text in texts]
+    return texts if tokenizer is None else [_as_tokens(text, text_format, tokenizer) for text in texts]
 
 
-def _as_tokens(text: ShownText, given: Given, tokenizer: UntruncatedTokenizer) -> ShownText:
-    (kept,) = tokenizer.bound.ids([text.text], tokenizer.limit(given, of_queries=text.role == "query"))
+def _as_tokens(text: ShownText, text_format: TextFormat, tokenizer: UntruncatedTokenizer) -> ShownText:
+    (kept,) = tokenizer.bound.ids([text.text], tokenizer.limit(text_format, of_queries=text.role == "query"))
     (uncut,) = tokenizer.ids([text.text])
     said = tokenizer.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return replace(text, text=str(said), num_tokens=len(kept), num_untruncated=len(uncut))

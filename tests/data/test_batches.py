@@ -13,9 +13,10 @@ import pytest
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.keys import text_keys
+from embedtrain.data.text_format import Prompt, TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import Mixing, TrainData, load_train_data
-from embedtrain.data.types import Prompt, Row
+from embedtrain.data.types import Row
 from tests.small import small_tokenizer
 
 
@@ -39,7 +40,9 @@ def data(tmp_path: Path) -> TrainData:
         source(tmp_path, "two", rows_with_negatives(7), weight=2, negatives=None, document_prompt=""),
         source(tmp_path, "three", [{"query": "z", "pos": ["y"], "neg": ["x"]}], negatives=0),
     ]
-    return load_train_data(sources, query_prompt="Q ", document_prompt="D ", seed=9, global_batch_size=16)
+    return load_train_data(
+        sources, text_format=TextFormat(query_prompt="Q ", document_prompt="D "), seed=9, global_batch_size=16
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -64,6 +67,12 @@ def test_batches_do_not_depend_on_what_came_before(data: TrainData, tmp_path: Pa
 
 
 def test_prompts_and_negatives_of_each_source(data: TrainData) -> None:
+    formats = [settings.text_format for settings in data.settings]
+    assert [(form.query_prompt, form.document_prompt) for form in formats] == [
+        ("query: ", "D "),
+        ("Q ", ""),
+        ("Q ", "D "),
+    ]
     seen = Counter()
     for k in range(data.plan.steps_per_epoch):
         for row in data.batch(k).rows:
@@ -72,9 +81,8 @@ def test_prompts_and_negatives_of_each_source(data: TrainData) -> None:
                 assert row.documents == ("y",)
                 seen["three"] += 1
                 continue
-            first = row.query_prompt == Prompt("query: ")
+            first = row.source == 0
             number = int(row.query.removeprefix("q"))
-            assert (row.query_prompt.before, row.document_prompt.before) == (("query: ", "D ") if first else ("Q ", ""))
             assert positive in {f"p{number}.{j}" for j in range(3)}
             assert len(negatives) == len(set(negatives)) == min(number % 12, 7 if first else 12)
             assert set(negatives) <= {f"n{number}.{j}" for j in range(12)}
@@ -136,13 +144,14 @@ def test_instructions_of_rows(tmp_path: Path) -> None:
     data = load_train_data([given], seed=1, global_batch_size=4)
     assert "instructions of its rows go before texts as '{instruction}> {text}.'" in data.notes[1]
     found = {row.query: row for row in data.batch(0).rows}
-    assert [found[query].query_prompt for query in "acej"] == [
+    prompts = [data.settings[0].text_format.prompts(example) for example in data.stores[0]]
+    assert [query_prompt for query_prompt, _ in prompts] == [
         Prompt("find> ", "."),
         Prompt("same> ", "."),
         Prompt("Q "),
         Prompt(),
     ]
-    assert [found[query].document_prompt for query in "acej"] == [
+    assert [document_prompt for _, document_prompt in prompts] == [
         Prompt("D "),
         Prompt("same> ", "."),
         Prompt("D "),
@@ -159,7 +168,9 @@ def test_tokens_of_batches_are_those_of_their_rows(tmp_path: Path, by_source: bo
         source(tmp_path, "three", [{"query": "z", "pos": ["y"], "neg": ["x"]}] * 3, negatives=0),
     ]
     mixing = Mixing(by_source=by_source)
-    data = load_train_data(sources, document_prompt="beta ", seed=9, global_batch_size=16, mixing=mixing)
+    data = load_train_data(
+        sources, text_format=TextFormat(document_prompt="beta "), seed=9, global_batch_size=16, mixing=mixing
+    )
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     data.prepare(tokenizer, Cache(directory=tmp_path / "cache"))
     for k in range(2 * data.plan.steps_per_epoch):
@@ -168,9 +179,14 @@ def test_tokens_of_batches_are_those_of_their_rows(tmp_path: Path, by_source: bo
         assert tokens is not None
         assert (batch.source is not None) == by_source
         assert tokens.num_documents.tolist() == [len(row.documents) for row in rows]
-        expected = [tokenizer.ids([row.query_prompt(row.query)], row.query_max_length)[0] for row in rows]
-        for row in rows:
-            expected += tokenizer.ids([row.document_prompt(text) for text in row.documents], row.document_max_length)
+        formats = [data.settings[row.source].text_format for row in rows]
+        expected = [
+            tokenizer.ids([form.query(None)(row.query)], form.query_max_length)[0]
+            for row, form in zip(rows, formats, strict=True)
+        ]
+        for row, form in zip(rows, formats, strict=True):
+            documents = [form.document(None)(text) for text in row.documents]
+            expected += tokenizer.ids(documents, form.document_max_length)
         assert tokens.lengths.tolist() == [len(ids) for ids in expected]
         some = np.random.default_rng(k).permutation(len(expected))[: len(expected) // 2]
         assert tokens.ids(some).tolist() == [token for place in some for token in expected[place]]

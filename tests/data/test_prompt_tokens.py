@@ -10,7 +10,8 @@ from tokenizers import processors
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.data.cache.token_store import prepare_tokens
+from embedtrain.data.cache.token_store import TokenRequest, prepare_all
+from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from tests.small import small_tokenizer
 
@@ -82,16 +83,11 @@ def test_kept_tokens_are_those_made_on_the_fly(tmp_path: Path, include_prompt: b
     ]
     expected = [tokenizer.ids([text], prompts=prompt)[0] for prompt, text in wanted]
     assert any(token < 0 for ids in expected for token in ids) is not include_prompt
+    text_format = TextFormat(query_prompt="alpha ", document_prompt="beta beta ", instruction_format=INSTRUCT)
+    request = TokenRequest(store, text_format)
     for cached in (False, True):
-        tokens = prepare_tokens(
-            store, tokenizer, query_prompt="alpha ", document_prompt="beta beta ", instruction_format=INSTRUCT,
-            query_max_length=None, document_max_length=None, cache=cache,
-        )  # fmt: skip
+        (tokens,) = prepare_all([request], tokenizer, cache)
         assert tokens.cached is cached
         assert tokens.ids(np.arange(len(expected))).tolist() == [token for ids in expected for token in ids]
-    other = prepare_tokens(
-        store, TextTokenizer(small_tokenizer(), 16, include_prompt=not include_prompt), query_prompt="alpha ",
-        document_prompt="beta beta ", instruction_format=INSTRUCT, query_max_length=None, document_max_length=None,
-        cache=cache,
-    )  # fmt: skip
+    (other,) = prepare_all([request], TextTokenizer(small_tokenizer(), 16, include_prompt=not include_prompt), cache)
     assert not other.cached

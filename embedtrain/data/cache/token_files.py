@@ -6,7 +6,6 @@ T: texts, row by row: query, positives, negatives. R: rows.
 import itertools
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +16,8 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.cache import mapped
 from embedtrain.data.cache.row_table import ArrowRows, RowStore
 from embedtrain.data.keys import asked, text_key
-from embedtrain.data.prompts import make_prompt
+from embedtrain.data.text_format import Prompt, TextFormat
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import Prompt
 
 ROWS_PER_PART = 1 << 14
 BYTES_PER_PART = 64 << 20
@@ -27,25 +25,6 @@ BYTES_PER_PART = 64 << 20
 TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 21
 BLOCK = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wording:
-    """How a source's texts are given to the model.
-
-    Attributes:
-        query_prompt: put before queries of rows that carry no instruction.
-        document_prompt: likewise, before documents.
-        instruction_format: how an instruction and a text are put together.
-        query_max_length: tokens of a query that are kept, special tokens included.
-        document_max_length: likewise, of a document.
-    """
-
-    query_prompt: str
-    document_prompt: str
-    instruction_format: str
-    query_max_length: int
-    document_max_length: int
 
 
 def parts_of_rows(rows: ArrowRows) -> list[range]:
@@ -67,14 +46,14 @@ def value_type(tokenizer: TextTokenizer) -> Any:
     return np.uint16 if tokenizer.include_prompt and tokenizer.max_token_id <= np.iinfo(np.uint16).max else np.int32
 
 
-def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, wording: Wording, path: Path) -> None:
+def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_format: TextFormat, path: Path) -> None:
     """Tokenise the texts of some batches of rows, and write them as a folder.
 
     Args:
         rows: the source's.
         batches: which of its batches.
         tokenizer: bound to the model's length.
-        wording: prompts and lengths.
+        text_format: with both lengths.
         path: the folder: `values.bin`, the tokens text after text; `lengths.bin`, int32 [T]; `keys.bin`, int64 [T].
     """
     path.mkdir()
@@ -85,7 +64,7 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, wordin
         (path / "keys.bin").open("wb") as keys,
     ):
         for number in batches:
-            texts = known.numbers(list(_texts(rows.batch(number), wording)))
+            texts = known.numbers(list(_texts(rows.batch(number), text_format)))
             values.write(gathered(known.values, known.offsets[:-1][texts], known.lengths[texts]).data.cast("B"))
             lengths.write(known.lengths[texts].astype(np.int32).data.cast("B"))
             keys.write(known.keys[texts].data.cast("B"))
@@ -95,11 +74,11 @@ class _Kind(NamedTuple):
     """What decides, with a text, about its tokens and its key."""
 
     prompt: Prompt
-    max_length: int
+    max_length: int | None
     instruction: str | None = None  # of a query, its row's own
 
 
-def _texts(batch: pa.RecordBatch, wording: Wording) -> Iterator[tuple[str, _Kind]]:
+def _texts(batch: pa.RecordBatch, text_format: TextFormat) -> Iterator[tuple[str, _Kind]]:
     """The texts of a batch of rows in their order, and the kind of each."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     nothing = [None] * batch.num_rows
@@ -108,21 +87,13 @@ def _texts(batch: pa.RecordBatch, wording: Wording) -> Iterator[tuple[str, _Kind
     ]
     queries: dict[str | None, _Kind] = {}  # hundreds of thousands of rows share a few instructions
     documents: dict[str | None, _Kind] = {}
-
-    def kind_of_query(instruction: str | None) -> _Kind:
-        prompt = make_prompt(instruction, wording.query_prompt, wording.instruction_format)
-        return _Kind(prompt, wording.query_max_length, instruction or None)
-
-    def kind_of_document(instruction: str | None) -> _Kind:
-        prompt = make_prompt(instruction, wording.document_prompt, wording.instruction_format)
-        return _Kind(prompt, wording.document_max_length)
-
+    query_length, document_length = text_format.query_max_length, text_format.document_max_length
     texts = (columns[name].to_pylist() for name in ("query", "positives", "negatives"))
     for query, positives, negatives, of_query, of_documents in zip(*texts, *own, strict=True):
         if of_query not in queries:
-            queries[of_query] = kind_of_query(of_query)
+            queries[of_query] = _Kind(text_format.query(of_query), query_length, of_query or None)
         if of_documents not in documents:
-            documents[of_documents] = kind_of_document(of_documents)
+            documents[of_documents] = _Kind(text_format.document(of_documents), document_length)
         yield query, queries[of_query]
         kind = documents[of_documents]
         for text in positives:
@@ -177,7 +148,7 @@ class _Known:
     def _add(self, kind: _Kind, texts: list[str]) -> None:
         values, lengths = [self.values], [self.lengths]
         for some in _at_once(texts):
-            ids = self._tokenizer.ids([kind.prompt(text) for text in some], kind.max_length, kind.prompt.before)
+            ids = self._tokenizer.ids([kind.prompt(text) for text in some], kind.max_length, kind.prompt.prefix)
             lengths.append(np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)))
             flat = itertools.chain.from_iterable(ids)
             values.append(np.fromiter(flat, dtype=self.values.dtype, count=int(lengths[-1].sum())))

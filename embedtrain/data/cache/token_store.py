@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, json_digest, mapped
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
-from embedtrain.data.cache.token_files import Wording, gathered, join_parts, parts_of_rows, value_type, write_part
+from embedtrain.data.cache.token_files import gathered, join_parts, parts_of_rows, value_type, write_part
+from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import DataError
-
-__all__ = ["TokenStore", "Wanted", "prepare_all", "prepare_tokens"]
 
 _NUM_FILES = 4
 
@@ -53,38 +52,25 @@ class TokenStore:
         return gathered(self.values, self.offsets[texts], self.lengths(texts)).astype(np.int32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """A source whose texts are to be tokenised.
-
-    Attributes:
-        rows: its rows, with texts.
-        query_prompt: put before queries of rows that carry no instruction.
-        document_prompt: likewise, before documents.
-        instruction_format: how an instruction and a text are put together.
-        query_max_length: tokens of a query that are kept, special tokens included; None: the model's.
-        document_max_length: likewise, of a document.
-    """
+@dataclass(frozen=True)
+class TokenRequest:
+    """A source whose texts are to be tokenised, and their format."""
 
     rows: RowStore
-    query_prompt: str
-    document_prompt: str
-    instruction_format: str
-    query_max_length: int | None
-    document_max_length: int | None
+    text_format: TextFormat
 
     def notes(self, tokenizer: TextTokenizer) -> list[str]:
         """Lines for the user: lengths that are asked for, and more than the model takes."""
-        asked = {"query_max_length": self.query_max_length, "document_max_length": self.document_max_length}
-        most = tokenizer.max_length
+        limit, options = tokenizer.max_length, ("query_max_length", "document_max_length")
+        lengths = {option: getattr(self.text_format, option) for option in options}
         return [
-            f"{self.rows.report.name}: {option}={length} is more than the model's {most} tokens, which are kept"
-            for option, length in asked.items()
-            if length is not None and length > most
+            f"{self.rows.report.name}: {option}={length} is more than the model's {limit} tokens, which are kept"
+            for option, length in lengths.items()
+            if length is not None and length > limit
         ]
 
 
-def prepare_all(wanted: Sequence[Wanted], tokenizer: TextTokenizer, cache: Cache) -> list[TokenStore]:
+def prepare_all(wanted: Sequence[TokenRequest], tokenizer: TextTokenizer, cache: Cache) -> list[TokenStore]:
     """Tokenise every text of several sources, as far as that has not been done before.
 
     Processes that call this alike share the work, and go on with the next source while others finish one.
@@ -105,42 +91,16 @@ def prepare_all(wanted: Sequence[Wanted], tokenizer: TextTokenizer, cache: Cache
     return [one.open(cached=one not in new) for one in parts]
 
 
-def prepare_tokens(
-    rows: RowStore,
-    tokenizer: TextTokenizer,
-    *,
-    query_prompt: str,
-    document_prompt: str,
-    instruction_format: str,
-    query_max_length: int | None,
-    document_max_length: int | None,
-    cache: Cache,
-) -> TokenStore:
-    """The same for one source; see Wanted."""
-    one = Wanted(
-        rows=rows,
-        query_prompt=query_prompt,
-        document_prompt=document_prompt,
-        instruction_format=instruction_format,
-        query_max_length=query_max_length,
-        document_max_length=document_max_length,
-    )
-    return prepare_all([one], tokenizer, cache)[0]
-
-
 class _Tokens:
     """One source's tokens as they are to be kept."""
 
-    def __init__(self, wanted: Wanted, tokenizer: TextTokenizer, cache: Cache) -> None:
+    def __init__(self, wanted: TokenRequest, tokenizer: TextTokenizer, cache: Cache) -> None:
         self._source, self._rows, self._tokenizer = wanted.rows, wanted.rows.rows, tokenizer
-        self._wording = Wording(
-            query_prompt=wanted.query_prompt,
-            document_prompt=wanted.document_prompt,
-            instruction_format=wanted.instruction_format,
-            query_max_length=_least(wanted.query_max_length, tokenizer.max_length),
-            document_max_length=_least(wanted.document_max_length, tokenizer.max_length),
-        )
-        decides: dict[str, Any] = vars(self._wording) | {"rows": self._source.key, "tokenizer": tokenizer.fingerprint}
+        self._text_format = wanted.text_format.limited_to(tokenizer.max_length)
+        decides: dict[str, Any] = vars(self._text_format) | {
+            "rows": self._source.key,
+            "tokenizer": tokenizer.fingerprint,
+        }
         if not self._source.beside & {"instruction", "document_instruction"}:
             del decides["instruction_format"]
         self.directory = cache.directory / f"tokens-{json_digest([FORMAT, decides])}"
@@ -155,7 +115,7 @@ class _Tokens:
 
     def _tasks(self) -> Mapping[str, Task]:
         def task(batches: range) -> Task:
-            return partial(write_part, self._rows, batches, self._tokenizer, self._wording)
+            return partial(write_part, self._rows, batches, self._tokenizer, self._text_format)
 
         tasks = {f"tokens-{number:06}": task(batches) for number, batches in enumerate(parts_of_rows(self._rows))}
         self._names = list(tasks)
@@ -176,7 +136,3 @@ class _Tokens:
                 "nothing clean up this folder meanwhile"
             ) from error
         return TokenStore(offsets, first, keys, values, cached)
-
-
-def _least(wanted: int | None, most: int) -> int:
-    return most if wanted is None else min(wanted, most)

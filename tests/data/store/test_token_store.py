@@ -1,6 +1,7 @@
 """The store of tokens: those of the tokenizer itself, for every text; built once by any number of processes."""
 
 import copy
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -19,11 +20,10 @@ from embedtrain.data.cache import token_files
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_table import RowStore
-from embedtrain.data.cache.token_store import TokenStore, Wanted, prepare_all, prepare_tokens
+from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
 from embedtrain.data.keys import asked, text_keys
-from embedtrain.data.prompts import make_prompt, row_prompts
+from embedtrain.data.text_format import NO_PROMPT, Prompt, TextFormat
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import NO_PROMPT, Prompt
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
@@ -38,6 +38,10 @@ PROMPTS = {"query_prompt": "alpha ", "document_prompt": "beta ", "instruction_fo
 def row(i: int) -> dict[str, Any]:
     negatives = [text(7 * i + j, 2 + (i + j) % 30) for j in range(i % 4)]
     return {"query": text(i, 1 + i % 9), "pos": [text(3 * i, 5), text(5 * i + 1, 20)], "neg": negatives}
+
+
+def prepare_tokens(rows: RowStore, tokenizer: TextTokenizer, *, cache: Cache, **text_format: Any) -> TokenStore:
+    return prepare_all([TokenRequest(rows, TextFormat(**text_format))], tokenizer, cache)[0]
 
 
 def rows_of(path: Path, cache: Cache, **options: Any) -> RowStore:
@@ -142,7 +146,7 @@ def test_instructions_of_rows_stand_in_for_prompts(tmp_path: Path) -> None:
             rows, TextTokenizer(tokenizer, 40), **options, **LENGTHS | {"query_max_length": 30}, cache=cache
         )
         for i, example in enumerate(rows):
-            before, around = row_prompts(example, *options.values())
+            before, around = TextFormat(**options).prompts(example)
             assert example.instruction == own[i % 3].get("prompt")
             expected = plain(tokenizer, [before(example.query)], 30)[0]
             assert tokens.ids(tokens.first[i : i + 1]).tolist() == expected
@@ -174,7 +178,7 @@ def test_lengths_beyond_the_models_are_told(tmp_path: Path) -> None:
     rows, tokenizer = rows_of(write(tmp_path / "fe_plain.jsonl", row(1)), Cache(directory=tmp_path / "cache")), 48
 
     def notes(**lengths: int | None) -> list[str]:
-        wanted = Wanted(rows=rows, **PROMPTS, **LENGTHS | lengths)
+        wanted = TokenRequest(rows, TextFormat(**PROMPTS, **LENGTHS | lengths))
         return wanted.notes(TextTokenizer(small_tokenizer(), tokenizer))
 
     assert notes() == notes(query_max_length=48, document_max_length=48) == []
@@ -185,13 +189,14 @@ def test_lengths_beyond_the_models_are_told(tmp_path: Path) -> None:
 
 
 def test_prompts() -> None:
-    assert make_prompt(None, "q: ", INSTRUCT) == Prompt("q: ")
-    assert make_prompt("", "q: ", INSTRUCT) == NO_PROMPT
-    assert make_prompt("find {text}", "q: ", INSTRUCT)("x") == "Instruct: find {text}\nQuery: x"
-    assert make_prompt("find", "", "<{text}> {instruction}")("x") == "<x> find"
+    text_format = TextFormat(query_prompt="q: ", instruction_format=INSTRUCT)
+    assert text_format.query(None) == Prompt("q: ")
+    assert text_format.query("") == NO_PROMPT
+    assert text_format.query("find {text}")("x") == "Instruct: find {text}\nQuery: x"
+    assert TextFormat(instruction_format="<{text}> {instruction}").query("find")("x") == "<x> find"
     for bad in ("{instruction}", "{text}", "{instruction} {text} {text}"):
-        with pytest.raises(ConfigError, match=r"must hold .instruction., and .text. once"):
-            make_prompt("find", "", bad)
+        with pytest.raises(ConfigError, match=re.escape(f"data.instruction_format={bad!r}")):
+            TextFormat(instruction_format=bad).query("find")
 
 
 def test_equal_texts_are_tokenised_once(tmp_path: Path) -> None:
@@ -244,7 +249,7 @@ def tokenise_there(world: World, paths: list[str], directory: str) -> list[list[
     stored.PIECE_BYTES = 20_000
     cache = Cache(directory=Path(directory))
     stores = read_sources([TrainSource(path=path) for path in paths], OnError.stop, cache=cache)
-    wanted = [Wanted(rows=rows, **PROMPTS, **LENGTHS) for rows in stores]
+    wanted = [TokenRequest(rows, TextFormat(**PROMPTS, **LENGTHS)) for rows in stores]
     found = prepare_all(wanted, TextTokenizer(small_tokenizer(), 16), cache)
     return [tokens.values.tolist() + tokens.offsets.tolist() + tokens.keys.tolist() for tokens in found]
 
@@ -281,6 +286,15 @@ def byte_level(**options: Any) -> PreTrainedTokenizerBase:
     )
 
 
+def unigram() -> PreTrainedTokenizerBase:
+    """XLM-R's kind."""
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=["<unk>", "<pad>"], unk_token="<unk>")
+    backend.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>")
+
+
 def roberta_like() -> PreTrainedTokenizerBase:
     end = ("<|endoftext|>", 0)
     return byte_level(post_processor=processors.RobertaProcessing(end, end, trim_offsets=True, add_prefix_space=False))
@@ -294,7 +308,8 @@ def with_end(**options: Any) -> PreTrainedTokenizerBase:
 
 TOKENIZERS = {
     "words": small_tokenizer,
-    "unigram": lambda: train_tokenizer(SENTENCES, 600, 48),
+    "trained": lambda: train_tokenizer(SENTENCES, 600, 48),
+    "unigram": unigram,
     "byte_level": byte_level,
     "roberta": roberta_like,
     "end": with_end,

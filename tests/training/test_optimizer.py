@@ -14,7 +14,7 @@ from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward, chunk_seed
 from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import ARCHITECTURES, batch, parallel, small_model, small_tokenizer
 
 
@@ -54,7 +54,7 @@ def gradient(world: World, model: LoadedModel, step: int = 0, num_rows: int = 8)
     backward = Backward(
         model.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=model.tokenizer.dummy()
     )
-    backward(cut(batch(num_rows, step), world.rank, world.size, model.tokenizer, ChunkOptions(10_000)))
+    backward(make_rank_batch(batch(num_rows, step), world.rank, world.size, model.tokenizer, ChunkOptions(10_000)))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,14 +146,14 @@ def dropped(world: World, model: ModelConfig) -> None:
     backward = Backward(
         trained.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=trained.tokenizer.dummy()
     )
-    mine = cut(batch(7), world.rank, world.size, trained.tokenizer, ChunkOptions(24, 10_000))
-    assert mine.kept == len(mine.chunks)
+    mine = make_rank_batch(batch(7), world.rank, world.size, trained.tokenizer, ChunkOptions(24, 10_000))
+    assert mine.num_cached_graphs == len(mine.chunks)
     mine = replace(mine, num_passes=mine.num_passes + 1)  # a dummy on every rank
     found = []
     for kept in (9, 0, 9, 1):
         torch.manual_seed(world.rank * 100 + len(found))  # whatever the generator held before
         trained.encoder.zero_grad()
-        output, _ = backward(replace(mine, kept=kept))
+        output, _ = backward(replace(mine, num_cached_graphs=kept))
         gradients = {n: whole(p.grad) for n, p in trained.encoder.named_parameters() if p.grad is not None}
         found.append((output.local_loss.item(), gradients))
     (kept, first), (cached, second), (again, third), (partly, fourth) = found
@@ -164,7 +164,7 @@ def dropped(world: World, model: ModelConfig) -> None:
         for other in (second, fourth):
             assert (other[name] - expected).norm() <= 1e-6 * max(expected.norm(), torch.tensor(1.0)), name
     # And dropout is on: another step's masks give another loss.
-    other, _ = backward(replace(mine, step=1, kept=0))
+    other, _ = backward(replace(mine, step=1, num_cached_graphs=0))
     assert other.local_loss.item() != pytest.approx(cached, rel=1e-4)
 
 

@@ -29,7 +29,7 @@ class Unshard(str, Enum):
 
 
 class VectorPlacement(str, Enum):
-    """Where a rank keeps the embeddings of documents. `auto`: on the GPU if they take less than half of its free memory."""
+    """Where a rank keeps the embeddings of documents. `auto`: on the GPU if they fit into half its free memory."""
 
     auto = "auto"
     device = "device"
@@ -90,7 +90,7 @@ class EvaluationConfig:
 
     every: int = 0  # steps; 0: only at the end
     at_start: bool = False  # evaluate before the first step as well
-    sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
+    sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
     subset: int | None = None  # at most so many queries or rows of each set
     patience: int | None = None  # stop after so many evaluations without a better checkpoint.best_metric
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank

@@ -233,7 +233,7 @@ class TrainSource:
 class DataConfig:
     """The training data."""
 
-    train: list[Any] = field(default_factory=list)  # of TrainSource, or of paths
+    train: list[Any] = field(default_factory=list)  # sources: options of TrainSource, or paths
     on_error: OnError = OnError.stop  # for a row that cannot be used: stop with file and line, or skip and count it
     batches: BatchMode = BatchMode.auto
     weight_mode: WeightMode = WeightMode.epochs

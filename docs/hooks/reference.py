@@ -1,8 +1,8 @@
 """Writes the tables of options in docs/reference/ from the dataclasses: `python docs/hooks/reference.py`.
 
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
-of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `losses` or `commands`. The meaning of an option is
-its comment in the source, read with tokenize.
+of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `losses` or `commands`. The meaning of an option
+is its comment in the source, read with tokenize.
 """
 
 import ast

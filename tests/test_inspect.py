@@ -15,12 +15,10 @@ from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
-from embedtrain.inspect.bad_rows import first_bad_rows
-from embedtrain.inspect.beside import summarise_extra_columns
 from embedtrain.inspect.costs import batch_cost
-from embedtrain.inspect.duplicates import Repetition, RowKeys, duplicates_in
-from embedtrain.inspect.measured import ROLES, joined, measure
-from embedtrain.inspect.seen import UntruncatedTokenizer, seen
+from embedtrain.inspect.rows import Repetition, RowKeys, duplicates_in, summarise_extra_columns
+from embedtrain.inspect.sources import first_bad_rows
+from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, joined, measure, seen
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.data.files import write
 from tests.small import save_small, small_model, small_tokenizer, text
@@ -85,7 +83,7 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
 
 
 def test_of_very_many_texts_a_sample_is_tokenised_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("embedtrain.inspect.measured.MAX_SAMPLED_TEXTS", 80)
+    monkeypatch.setattr("embedtrain.inspect.texts.MAX_SAMPLED_TEXTS", 80)
     tokenizer = TextTokenizer(small_tokenizer(), 12)
     path = write(tmp_path / "rows.jsonl", *rows(100))
     data, cache = load(path, tmp_path)

@@ -7,16 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from embedtrain.config.recipe import TrainConfig
-from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.source_report import SourceReport
 from embedtrain.data.sampling.plan import BatchPlan
 from embedtrain.data.train_data import TrainData
-from embedtrain.inspect.beside import ExtraColumns
 from embedtrain.inspect.costs import Cost
-from embedtrain.inspect.duplicates import Duplicates
-from embedtrain.inspect.looked import InspectedData, InspectedSource
-from embedtrain.inspect.measured import Lengths, TextStatistics
-from embedtrain.inspect.seen import ShownText
+from embedtrain.inspect.rows import Duplicates, ExtraColumns
+from embedtrain.inspect.sources import InspectedData, InspectedSource
+from embedtrain.inspect.texts import Lengths, ShownText, TextStatistics
 from embedtrain.tracking.pages import Page
 
 MANY_UNKNOWN = 0.01  # a share of tokens at which another model may serve better

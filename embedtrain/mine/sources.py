@@ -7,8 +7,8 @@ from typing import Any
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.resolve import (

@@ -14,10 +14,9 @@ from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import ModelConfig, Recipe
-from embedtrain.data.cache.row_table import RowStore
-from embedtrain.data.drawn import SourceSettings
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.train_data import TrainData
+from embedtrain.data.train_data import SourceSettings, TrainData
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, DataError
 from embedtrain.formatting import format_count

@@ -9,7 +9,7 @@ from tokenizers import processors
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.token_store import TokenRequest, prepare_all
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.cache import row_store as stored
-from embedtrain.data.cache import token_files
+from embedtrain.data.cache import read_sources as stored
+from embedtrain.data.cache import token_store as token_files
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
 from embedtrain.data.keys import asked, text_keys
 from embedtrain.data.text_format import NO_PROMPT, Prompt, TextFormat

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from embedtrain.data.sampling.interleave import Interleaving
+from embedtrain.data.sampling.plan import Interleaving
 
 
 def test_one_item_at_a_time_near_its_ideal_place() -> None:

@@ -3,12 +3,13 @@
 A run file holds `query Q0 document rank score tag`, a qrels file `query 0 document gain`.
 """
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
+
+from embedtrain.files import atomic_write
 
 _TAG = "embedtrain"
 
@@ -52,11 +53,8 @@ def write_qrels(path: Path, judgements: Mapping[str, Mapping[str, int]]) -> None
 
 
 def _write(path: Path, lines: Iterator[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    with unfinished.open("w", encoding="utf-8") as file:
+    with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines(lines)
-    os.replace(unfinished, path)
 
 
 def _file_name(name: str) -> str:

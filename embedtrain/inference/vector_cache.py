@@ -8,7 +8,6 @@ file is whole or not there. It says which chunks it holds, so that any number of
 
 import hashlib
 import json
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from embedtrain.data.sources.digests import file_digest
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
+from embedtrain.files import atomic_write
 from embedtrain.models.source import ModelSource
 
 
@@ -100,19 +100,13 @@ class VectorCache:
         """Keep this rank's vectors of some chunks. A collective."""
         with world.fail_together("storing vectors"):
             if chunks:
-                self.directory.mkdir(parents=True, exist_ok=True)
                 path = self.directory / f"{chunks[0]:08}-{chunks[-1]:08}-{uuid.uuid4().hex[:8]}.safetensors"
-                unfinished = path.with_suffix(".part")
+                tensors = {"vectors": vectors.cpu().contiguous(), "kinds": from_numpy(kinds)}
                 try:
-                    save_file(
-                        {"vectors": vectors.cpu().contiguous(), "kinds": from_numpy(kinds)},
-                        unfinished,
-                        metadata={"chunks": json.dumps(list(chunks))},
-                    )
+                    with atomic_write(path) as file:
+                        save_file(tensors, file, metadata={"chunks": json.dumps(list(chunks))})
                 except (SafetensorError, OSError) as error:
-                    unfinished.unlink(missing_ok=True)
                     raise DataError(f"vectors cannot be stored in {self.directory}: {error}") from error
-                os.replace(unfinished, path)
 
 
 def _chunks_of(path: Path) -> list[int]:

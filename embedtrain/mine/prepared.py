@@ -3,7 +3,6 @@
 T documents as often as they stand somewhere, N distinct ones, R rows of a source.
 """
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -144,7 +143,7 @@ def _prepare(
         "has_ids": [(unfinished / f"ids-{number}.arrow").is_file() for number in range(len(sources))],
     }
     write_metadata(unfinished / "facts.json", facts)
-    os.replace(unfinished, directory)
+    unfinished.rename(directory)
 
 
 def _no_negatives(

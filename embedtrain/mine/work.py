@@ -8,7 +8,6 @@ A block is whole or not there: its folder gets its name when every rank has writ
 """
 
 import json
-import os
 import secrets
 import shutil
 import time
@@ -19,6 +18,7 @@ from typing import Any
 from embedtrain.data.sources.problems import shorten
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
+from embedtrain.files import atomic_write
 from embedtrain.mine.figures import MiningStats
 
 SUMMARY = "summary.json"
@@ -135,7 +135,7 @@ class MiningFolder:
             figures.write(path)
         with self.world.fail_together("writing mined rows"):
             if self.world.is_main:
-                os.replace(unfinished, self._blocks / block)
+                unfinished.rename(self._blocks / block)
 
     def lines(self, blocks: Sequence[str]) -> Iterator[str]:
         """The lines of some blocks, with their ends.
@@ -166,10 +166,9 @@ class MiningFolder:
 
     def put(self, name: str, lines: Iterator[str]) -> None:
         """Write a source's file, whole or not at all; on one rank."""
-        unfinished = self._own / f"{name}.jsonl"
-        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
+        path = self.to / f"{name}.jsonl"
+        with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
             file.writelines(lines)
-        os.replace(unfinished, self.to / f"{name}.jsonl")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Say that all is done, and take away what was only for the time between; on one rank."""
@@ -199,6 +198,5 @@ def _read(path: Path) -> object:
 
 
 def _write(path: Path, facts: Mapping[str, Any]) -> None:
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(facts, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    with atomic_write(path) as file:
+        file.write_text(json.dumps(facts, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

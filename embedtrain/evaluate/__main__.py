@@ -97,7 +97,7 @@ def _load(options: EvaluateOptions, world: "World", console: "Console") -> "Load
             ParallelConfig(precision=options.precision),
             world,
             seed=0,
-            trains=False,
+            work=None,
         )
     for note in model.notes:
         console.note(note)
@@ -108,7 +108,8 @@ def _report(options: EvaluateOptions, figures: Figures, world: "World", console:
     """Tables, what it took, and a row in metrics.jsonl for each set."""
     from pathlib import Path
 
-    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile, peak_memory_gib
+    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile
+    from embedtrain.tracking.tracker import peak_memory_gib
 
     console.evaluation(0, figures, title=f"evaluation of {options.model}")
     peak = max(world.gather(peak_memory_gib(world.device)))

@@ -3,13 +3,11 @@
 The exit code is 0 where every row can be used, and 1 where one cannot.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
 from embedtrain.config.recipe import Attention, Pooling, Recipe
-from embedtrain.errors import ConfigError
 from embedtrain.inspect.options import InspectOptions, compose_inspect
 
 if TYPE_CHECKING:
@@ -29,13 +27,6 @@ MACHINES = ((1, "1 GPU", True), (8, "8 GPUs", True), (8, "8 CPU processes", Fals
 MANY_ROWS = 200_000  # to count them takes a while
 
 
-def read(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
-    """The options, in one process."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("inspect looks at data in one process: start it with python, not with torchrun")
-    return compose_inspect(arguments)
-
-
 def act(asked: tuple[Recipe, InspectOptions]) -> None:
     """Read the data as training would, and tell what is in it, source by source and then as a whole."""
     from embedtrain.data.cache.cache import Cache, cache_directory
@@ -50,7 +41,7 @@ def act(asked: tuple[Recipe, InspectOptions]) -> None:
     console, page = Console(), Page()
     tokenizer, prompts, no_tokenizer = _tokenizer(recipe)
     with console.progress() as told:
-        cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, progress=told)
+        cache = Cache(directory=cache_directory(recipe.data.cache_dir), progress=told)
         looked_at = look_at(recipe, prompts, cache)
         if tokenizer is not None:
             for data in looked_at.datasets:
@@ -151,7 +142,7 @@ def _print_examples(
     page: "Page", looked: "InspectedSource", tokenizer: "UntruncatedTokenizer | None", count: int
 ) -> None:
     """Some rows from all over a source, the first among them."""
-    from embedtrain.data.sources.sources import find_parts
+    from embedtrain.data.sources.resolve import find_parts
     from embedtrain.inspect.printing import print_example
     from embedtrain.inspect.seen import seen
 
@@ -244,4 +235,4 @@ def _packing(recipe: Recipe) -> set[bool]:
 
 
 if __name__ == "__main__":
-    run_command(read, act)
+    run_command(compose_inspect, act)

@@ -6,20 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import TrainSource
-from embedtrain.config.revisions import split_revision
 from embedtrain.data.cache.row_table import ArrowRows, RowStore
-from embedtrain.data.sources import values
-from embedtrain.data.sources.files import raw_rows
-from embedtrain.data.sources.kinds import Part
-from embedtrain.data.sources.pieces import PartReader
-from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.sources import resolve_parts
+from embedtrain.data.sources.documents import DocumentReader
+from embedtrain.data.sources.part_reader import PartReader, Piece
+from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.resolve import resolve_parts
+from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import DataError
 from embedtrain.mine.sources import MiningSource
+from embedtrain.models.hub import split_revision
 
 ProgressCallback = Callable[[str, int, int], None]
-_TEXTS = ("text", "contents", "passage", "document_text")
-_IDS = ("docid", "_id", "id", "doc_id", "document_id", "pid")
 _AT_ONCE = 4096
 NO_SOURCE = -1
 
@@ -84,7 +81,8 @@ def corpus_digests(parts: Sequence[Part]) -> list[list[str]]:
     Raises:
         DataError: a file is gone or cannot be read.
     """
-    return [PartReader(TrainSource(path=part.name)).digests(part) for part in parts]
+    reader = PartReader()
+    return [reader.digests(part) for part in parts]
 
 
 def _of_rows(store: RowStore, number: int) -> Iterator[tuple[int, DocumentBatch]]:
@@ -111,31 +109,18 @@ def _of_rows(store: RowStore, number: int) -> Iterator[tuple[int, DocumentBatch]
 def _of_corpus(part: Part, source: int, progress: ProgressCallback) -> Iterator[DocumentBatch]:
     texts: list[str] = []
     ids: list[str] = []
-    for line, row in raw_rows(part, subset=None, split="train", columns=None):
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            text, name = _document(row, as_rows_name_it=source != NO_SOURCE)
-        except BadRow as bad:
-            raise DataError(f"{part.location(line)}: {bad}") from None
+    reader = DocumentReader([part], part.name, ids_required=False)
+    for line, document in reader.documents(Piece(part)):
+        if isinstance(document, BadRow):
+            raise DataError(f"{part.location(line)}: {document}")
+        # Spaces around a text without a title are kept, so that it equals the same text in a row.
+        is_plain = source == NO_SOURCE and not document.title
+        text = document.text if is_plain else document.full_text
         if text.strip():
             texts.append(text)
-            ids.append(name)
+            ids.append(document.id)
         if len(texts) == _AT_ONCE:
             progress(f"collecting documents of {part.name}", line, line)
             yield DocumentBatch(texts, ids, source)
             texts, ids = [], []
     yield DocumentBatch(texts, ids, source)
-
-
-def _document(row: dict[str, Any], *, as_rows_name_it: bool) -> tuple[str, str]:
-    """A document's text, its title first, and its id if it has one."""
-    of_text = next((key for key in _TEXTS if key in row), None)
-    if of_text is None and "title" not in row:
-        raise BadRow(f'a document needs a "text", and this one has: {", ".join(row) or "nothing"}')
-    of_id = next((key for key in _IDS if key in row), None)
-    name = "" if of_id is None else values.identifier(row[of_id], f'"{of_id}"')
-    title, text = row.get("title"), row.get(of_text or "text")
-    whole = values.titled(title, text, f'"{of_text}"')
-    # Blanks around a text alone stay: the same text in a row has kept them, and must be known again.
-    return (text if not (as_rows_name_it or title) and isinstance(text, str) else whole), name

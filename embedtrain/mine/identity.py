@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from embedtrain.config.compose import to_plain
-from embedtrain.data.sources.kinds import Part
+from embedtrain.data.sources.parts import Part
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.mine.documents import corpus_digests

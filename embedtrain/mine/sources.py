@@ -10,9 +10,9 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.prompts import make_prompt
-from embedtrain.data.sources.kinds import Part
-from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
-from embedtrain.data.sources.sources import (
+from embedtrain.data.sources.layouts import TEXTS_ONLY
+from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.resolve import (
     NO_IN_BATCH_NEGATIVES,
     expand_sources,
     find_parts,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embedtrain.data.sources.problems import shorten
+from embedtrain.data.sources.values import shorten
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write

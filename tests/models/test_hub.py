@@ -12,12 +12,12 @@ from huggingface_hub import constants
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.revisions import split_revision
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inspect.options import compose_inspect
 from embedtrain.mine.options import MineOptions, compose_mine
 from embedtrain.mine.teacher import open_teacher
+from embedtrain.models.hub import split_revision
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.training.guides import load_guides
@@ -90,7 +90,7 @@ def test_a_tokenizer(hub):
     assert load_tokenizer(source).model_max_length == 24
     assert load_tokenizer(source, "org/model").model_max_length == 24
     assert load_tokenizer(source, "org/model", OLD).model_max_length == 12
-    with pytest.raises(ConfigError, match=r"^model\.tokenizer_revision=main chooses a version of a Hub"):
+    with pytest.raises(ConfigError, match=r"^model\.tokenizer_revision=main "):
         load_tokenizer(source, str(hub / "guide"), "main")
 
 
@@ -101,17 +101,13 @@ def test_a_teacher(hub):
         cross = open_teacher(MineOptions(model="m", teacher="org/cross", teacher_revision=revision))
         assert cross.is_cross_encoder
         assert cross.source.config.hidden_dropout_prob == dropout
-    with pytest.raises(ConfigError, match=r"teacher_revision=main chooses a version of a Hub repository, and teacher="):
+    with pytest.raises(ConfigError, match=r"teacher_revision=main .* teacher="):
         open_teacher(MineOptions(model="m", teacher=str(hub / "guide"), teacher_revision="main"))
 
 
 def test_a_directory_has_no_revision(hub):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"model\.revision={OLD} .* model\.path={hub / 'guide'}"):
         open_model_source(ModelConfig(path=str(hub / "guide"), revision=OLD))
-    assert str(caught.value) == (
-        f"model.revision={OLD} chooses a version of a Hub repository, and model.path={hub / 'guide'} is a directory "
-        "here: leave it out"
-    )
     assert open_model_source(ModelConfig(path=str(hub / "guide"))).commit is None
 
 

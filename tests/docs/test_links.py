@@ -47,3 +47,13 @@ def test_every_page_is_reached_from_the_readme():
     }
     missing = [page.name for page in pages() if page.is_relative_to(ROOT / "docs") and page.resolve() not in linked]
     assert missing in ([], ["index.md"])
+
+
+def test_files_that_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text))
+    assert len(paths) > 40
+    missing = [
+        path for path in sorted(paths) if not any((root / path).is_file() for root in (ROOT, ROOT / "embedtrain"))
+    ]
+    assert missing in ([], ["options.py"])  # a command's own

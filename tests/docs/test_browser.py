@@ -76,11 +76,11 @@ def test_pages_fit_at_desk_and_phone_width(site, scheme, tmp_path):
         capture_output=True, text=True, timeout=300, check=True,
     ).stdout  # fmt: skip
     (measured,) = re.findall("FOUND(.*)END", output, re.DOTALL)
-    pages = json.loads(measured.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
-    assert len(pages) == 2 * len(pages) > 50
-    for page in pages:
-        assert page["wide"] <= page["width"], f"{page['page']} runs out of {page['width']} pixels"
+    measurements = json.loads(measured.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+    assert len(measurements) == 2 * len(pages) > 50
+    for page in measurements:
+        assert page["wide"] <= page["width"], f"{page['page']} overflows {page['width']} pixels"
         red, green, blue = map(int, re.findall(r"\d+", page["background"])[:3])
         assert (red + green + blue > 600) == (scheme == "light"), page
-        assert page["flat"] == 0, f"{page['page']} has formulas that take no room"
+        assert page["flat"] == 0, f"{page['page']} has formulas without height"
     assert sum(page["formulas"] for page in pages) > 60

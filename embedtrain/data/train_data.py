@@ -230,7 +230,7 @@ class TrainData:
             SelectedRows(self.stores, self.settings, planned, drawn),
             source=planned.source,
             tokens=None if self.tokens is None else SelectedTokens(self.tokens, planned, drawn, positives),
-            beside=any(self.stores[source].beside & LOSS_COLUMNS for source in sources),
+            has_loss_columns=any(self.stores[source].extra_columns & LOSS_COLUMNS for source in sources),
         )
 
     def teacher_dimension(self, source: int) -> int | None:
@@ -305,7 +305,7 @@ def _instructions(stores: Sequence[RowStore], settings: Sequence[SourceSettings]
     """How sources' own instructions stand around their texts."""
     sources: dict[str, list[str]] = {}
     for store, its_settings in zip(stores, settings, strict=True):
-        if {"instruction", "document_instruction"} & store.beside:
+        if {"instruction", "document_instruction"} & store.extra_columns:
             sources.setdefault(its_settings.text_format.instruction_format, []).append(store.report.name)
     return [
         f"{', '.join(names)}: instructions of {'its' if len(names) == 1 else 'their'} rows go before texts as {form!r}"

@@ -60,9 +60,9 @@ class BatchInfo:
 
     def to(self, device: torch.device) -> "BatchInfo":
         """A copy with all tensors on `device`."""
-        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "BatchInfo":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "BatchInfo":
         """A copy with `change` applied to all tensors."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}

@@ -18,12 +18,12 @@ _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 def anchors(page: Path) -> set[str]:
     """What a link may name in a page: slugs of its headings, and of the commands that the reference's marks become."""
     text = _FENCED.sub("", page.read_text(encoding="utf-8"))
-    found = {slugify(html.unescape(heading.replace("`", "")), "-") for heading in _HEADING.findall(text)}
+    names = {slugify(html.unescape(heading.replace("`", "")), "-") for heading in _HEADING.findall(text)}
     if "<!-- options: commands -->" in text:
         from tests.docs.test_reference import reference
 
-        found |= set(reference.doors())
-    return found
+        names |= set(reference.commands())
+    return names
 
 
 @pytest.mark.parametrize("page", [*pages(), ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))

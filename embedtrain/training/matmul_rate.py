@@ -67,10 +67,11 @@ def _seconds(size: int, dtype: torch.dtype, device: torch.device, *, rounds: int
     left, right = (torch.randn(size, size, dtype=dtype, device=device, generator=source) for _ in range(2))
     out = torch.empty_like(left)
     torch.mm(left, right, out=out)
-    return statistics.median(_once(left, right, out) for _ in range(rounds))
+    return statistics.median(time_product(left, right, out) for _ in range(rounds))
 
 
-def _once(left: Tensor, right: Tensor, out: Tensor) -> float:
+def time_product(left: Tensor, right: Tensor, out: Tensor) -> float:
+    """Seconds of one product."""
     if left.device.type != "cuda":
         started = time.perf_counter()
         torch.mm(left, right, out=out)

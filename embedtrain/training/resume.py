@@ -1,7 +1,7 @@
 """Resuming a run: from which checkpoint it starts, and which options may have changed since then."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -14,10 +14,9 @@ from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import ModelConfig, Recipe
-from embedtrain.data.cache.row_table import RowStore
-from embedtrain.data.drawn import Given
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.train_data import TrainData
+from embedtrain.data.train_data import SourceSettings, TrainData
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, DataError
 from embedtrain.formatting import format_count
@@ -174,10 +173,10 @@ def run_identity(
     rows = {
         name: {
             "rows": f"{len(store)} {store.content}",
-            **_source_identity(store, given),
+            **_source_identity(store, settings),
             "loss": None if (own := _loss_identity(loss)) == common_loss else own,
         }
-        for name, store, given, loss in zip(data.names, data.stores, data.given, losses, strict=True)
+        for name, store, settings, loss in zip(data.names, data.stores, data.settings, losses, strict=True)
     }
     return {
         "seed": recipe.seed,
@@ -198,10 +197,10 @@ def _model_identity(options: Mapping[str, Any]) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in options.items() if key not in excluded}
 
 
-def _source_identity(store: RowStore, given: Given) -> dict[str, Any]:
+def _source_identity(store: RowStore, settings: SourceSettings) -> dict[str, Any]:
     """Options of all rows of a source; the instruction format only matters if rows have instructions."""
-    options: dict[str, Any] = to_plain(given)
-    if not {"instruction", "document_instruction"} & store.beside:
+    options: dict[str, Any] = {**to_plain(settings.text_format), "negatives": settings.negatives}
+    if not {"instruction", "document_instruction"} & store.extra_columns:
         options["instruction_format"] = None
     return options
 
@@ -305,8 +304,7 @@ def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:
     kind = LOSSES.get(str(options.get("name")))
     if kind is not None:
         return dict(to_plain(kind()))
-    given = fields(Given) if option.startswith(f"{_SOURCES}.") else ()
-    return {field.name: field.default for field in given if field.default is not MISSING}
+    return {"query_prompt": "", "document_prompt": ""} if option.startswith(f"{_SOURCES}.") else {}
 
 
 def require_same_data(data: TrainData, world: World) -> None:

@@ -17,8 +17,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import Recipe
-from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.cache_dir import cache_place
+from embedtrain.data.cache.cache import Cache, cache_place
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import metric_names

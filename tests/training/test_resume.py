@@ -1,7 +1,5 @@
-"""Which options a run that goes on must share, which it may change, and what it is told of them."""
+"""Options that a resumed run must share or may change, and the messages about changes."""
 
-import contextlib
-import io
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -16,10 +14,9 @@ from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.train_data import load_recipe_data
-from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError
 from embedtrain.training.resume import EFFECTS, Effect, describe_changes, effect_of, require_same_run, run_identity
-from embedtrain.training.train import train
+from tests.runs import run_without_base
 from tests.small import save_small, small_model, write_rows
 
 PROMPTS = {"query": "ask: "}
@@ -27,26 +24,27 @@ PROMPTS = {"query": "ask: "}
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
-    """Two sources, of which the second has instructions in its rows."""
+    """Two sources; the rows of the second one have instructions."""
     folder = tmp_path_factory.mktemp("rows")
     write_rows(folder / "plain.jsonl", 12)
-    (folder / "told.jsonl").write_text(
+    (folder / "with_instructions.jsonl").write_text(
         "".join(f'{{"query": "alpha {i}", "pos": ["beta {i}"], "prompt": "find it"}}\n' for i in range(8))
     )
     write_rows(folder / "others.jsonl", 13)
     return folder
 
 
-def begun(rows: Path, *changes: str) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe, and its identity as a run computes it from its files."""
-    sources = f"[{{path: {rows / 'plain.jsonl'}, name: plain}}, {{path: {rows / 'told.jsonl'}, name: told}}]"
+def compose(rows: Path, *changes: str) -> tuple[Recipe, dict[str, Any]]:
+    """A recipe and its identity, computed from its files as in a run."""
+    paths = rows / "plain.jsonl", rows / "with_instructions.jsonl"
+    sources = f"[{{path: {paths[0]}, name: plain}}, {{path: {paths[1]}, name: instructed}}]"
     base = ["name=t", "model.path=somewhere", "train.steps=10", "train.global_batch_size=4", f"data.train={sources}"]
     (recipe,) = compose_recipes([*base, *changes])
     data, losses = load_recipe_data(recipe, PROMPTS, Cache(directory=rows / "cache"))
     return recipe, run_identity(recipe, data, losses, PROMPTS)
 
 
-def saved(recipe: Recipe, identity: dict[str, Any]) -> Checkpoint:
+def checkpoint_of(recipe: Recipe, identity: dict[str, Any]) -> Checkpoint:
     return Checkpoint(Path("step-00000004"), 4, {"identity": identity, "recipe": to_plain(recipe)})
 
 
@@ -58,13 +56,13 @@ def leaves(options: dict[str, Any], prefix: str = "") -> list[str]:
     ]
 
 
-def test_every_option_has_its_class():
-    """And every class its options: a name in the table that no option has any more would decide nothing."""
+def test_every_option_has_an_effect():
+    """Every entry of the table applies to some option."""
     recipe = Recipe()
     options = leaves(to_plain(recipe)) + [
         f"loss.{name}" for kind in LOSSES.values() for name in leaves(to_plain(kind()))
     ]
-    found = {option: effect_of(option, recipe) for option in options}
+    effects = {option: effect_of(option, recipe) for option in options}
     assert {
         "seed",
         "model.path",
@@ -72,8 +70,8 @@ def test_every_option_has_its_class():
         "loss.temperature",
         "loss.losses",
         "train.gradient_accumulation_steps",
-    } <= {option for option, effect in found.items() if effect is Effect.must_match}
-    assert {option for option, effect in found.items() if effect is Effect.changes_training} == {
+    } <= {option for option, effect in effects.items() if effect is Effect.must_match}
+    assert {option for option, effect in effects.items() if effect is Effect.changes_training} == {
         *(f"optim.{name}" for name in to_plain(recipe.optim)),
         "train.steps", "train.epochs", "parallel.precision", "evaluation.patience", "checkpoint.best_metric",
     }  # fmt: skip
@@ -84,8 +82,8 @@ def test_every_option_has_its_class():
     assert effect_of("evaluation.chunk_tokens", recipe) is Effect.no_effect
 
 
-REFUSED = [
-    ("seed=7", r"written with seed=42, this run has seed=7: set it back, or choose another output_dir"),
+REJECTED = [
+    ("seed=7", r"seed=42, this run has seed=7: set it back, or choose another output_dir"),
     ("train.global_batch_size=5", "train.global_batch_size=4, this run has train.global_batch_size=5"),
     (
         "train.gradient_accumulation_steps=2",
@@ -99,27 +97,27 @@ REFUSED = [
     ("data.train[0].negatives=1", "data.train.plain.negatives=7, this run has data.train.plain.negatives=1"),
     ("data.train[0].query_prompt=find", "data.train.plain.query_prompt='ask: ', this run has .*=find"),
     ("data.train[0].temperature=0.5", "data.train.plain.loss=None, this run has data.train.plain.loss={"),
-    ("data.train[0].weight=2", r"written with \[12, 8\] rows .* in an epoch, this run has \[24, 8\]: set"),
-    ("data.weight_mode=proportions", r"written with \[12, 8\] rows .* in an epoch, this run has \[10, 10\]"),
-    ("data.mixing_temperature=9", "rows of the sources in an epoch.*data.mixing_temperature back"),
-    ("data.train[0].name=other", r"data.train=\['plain', 'told'\], this run has data.train=\['other', 'told'\]"),
-    ("data.instruction_format='{instruction}: {text}'", r"data.train.told.instruction_format='Instruct: .*='\{instr"),
+    ("data.train[0].weight=2", r"written with \[12, 8\] rows .* per epoch, this run has \[24, 8\]: set"),
+    ("data.weight_mode=proportions", r"written with \[12, 8\] rows .* per epoch, this run has \[10, 10\]"),
+    ("data.mixing_temperature=9", "rows of the sources per epoch.*data.mixing_temperature back"),
+    ("data.train[0].name=other", r"data.train=\['plain', 'instructed'\], .* data.train=\['other', 'instructed'\]"),
+    ("data.instruction_format='{instruction}: {text}'", r"data.train.instructed.instruction_format='Instr.*='\{instr"),
     ("data.batches=by_source", "data.batches=mixed, this run has data.batches=by_source"),
-    ("data.train[0].path=OTHERS", "written of other rows than data.train.plain holds now: bring its old files back"),
+    ("data.train[0].path=OTHERS", "with other rows than those of data.train.plain: restore its old files"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "sentence"), REFUSED, ids=[change for change, _ in REFUSED])
-def test_what_would_learn_something_else_is_refused(rows, change, sentence):
-    folder = saved(*begun(rows))
-    if change.startswith("data.train[0]."):  # an element of a list is not set on the command line: all of it is
+@pytest.mark.parametrize(("change", "message"), REJECTED, ids=[change for change, _ in REJECTED])
+def test_a_change_of_identity_is_rejected(rows, change, message):
+    folder = checkpoint_of(*compose(rows))
+    if change.startswith("data.train[0]."):  # Hydra sets a list as a whole
         option, _, value = change.removeprefix("data.train[0].").partition("=")
         first = {"path": str(rows / "plain.jsonl"), "name": "plain"} | {option: value}
         first["path"] = first["path"].replace("OTHERS", str(rows / "others.jsonl"))
-        written = ", ".join(f"{key}: {one}" for key, one in first.items())
-        change = f"data.train=[{{{written}}}, {{path: {rows / 'told.jsonl'}, name: told}}]"
-    with pytest.raises(CheckpointError, match=sentence):
-        require_same_run(folder, begun(rows, change)[1])
+        written = ", ".join(f"{key}: {value}" for key, value in first.items())
+        change = f"data.train=[{{{written}}}, {{path: {rows / 'with_instructions.jsonl'}, name: instructed}}]"
+    with pytest.raises(CheckpointError, match=message):
+        require_same_run(folder, compose(rows, change)[1])
 
 
 ALLOWED = [
@@ -140,54 +138,53 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "effect", "told"), ALLOWED, ids=[change for change, *_ in ALLOWED])
-def test_what_may_change_is_told_with_what_it_does(rows, change, effect, told):
-    folder = saved(*begun(rows))
-    recipe, identity = begun(rows, change)
+@pytest.mark.parametrize(("change", "effect", "difference"), ALLOWED, ids=[change for change, *_ in ALLOWED])
+def test_other_changes_are_reported_with_their_effect(rows, change, effect, difference):
+    folder = checkpoint_of(*compose(rows))
+    recipe, identity = compose(rows, change)
     require_same_run(folder, identity)
-    assert describe_changes(folder, recipe) == {effect: f"{effect.value.format(step=4)}: {told}"}
+    assert describe_changes(folder, recipe) == {effect: f"{effect.value.format(step=4)}: {difference}"}
 
 
-def test_changes_are_told_by_what_they_do(rows):
-    folder = saved(*begun(rows))
-    assert describe_changes(folder, begun(rows)[0]) == {}
-    recipe, _ = begun(rows, "optim.lr=0.5", "train.log_every=3", "parallel.compile=true", "tracking.wandb=true")
+def test_changes_are_grouped_by_effect(rows):
+    folder = checkpoint_of(*compose(rows))
+    assert describe_changes(folder, compose(rows)[0]) == {}
+    recipe, _ = compose(rows, "optim.lr=0.5", "train.log_every=3", "parallel.compile=true", "tracking.wandb=true")
     assert list(describe_changes(folder, recipe).values()) == [
-        "changed since step 4, and with it what is learnt from here or which step is exported: optim.lr 2e-05 -> 0.5",
-        "changed since step 4: the same is learnt, with other rounding and other dropout masks: "
-        "parallel.compile False -> True",
-        "changed since step 4, without effect on what is learnt: train.log_every 10 -> 3, tracking.wandb False -> True",
+        f"{Effect.changes_training.value.format(step=4)}: optim.lr 2e-05 -> 0.5",
+        f"{Effect.changes_rounding.value.format(step=4)}: parallel.compile False -> True",
+        f"{Effect.no_effect.value.format(step=4)}: train.log_every 10 -> 3, tracking.wandb False -> True",
     ]
 
 
-def test_the_place_of_files_does_not_count(rows, tmp_path):
-    folder = saved(*begun(rows))
-    for name in ("plain.jsonl", "told.jsonl"):
+def test_the_path_of_files_does_not_matter(rows, tmp_path):
+    folder = checkpoint_of(*compose(rows))
+    for name in ("plain.jsonl", "with_instructions.jsonl"):
         (tmp_path / name).write_bytes((rows / name).read_bytes())
-    require_same_run(folder, begun(tmp_path)[1])
+    require_same_run(folder, compose(tmp_path)[1])
 
 
-def test_an_option_without_effect_on_these_rows_is_none(rows):
-    """Nobody's row carries an instruction, and one source alone is mixed with nothing."""
+def test_an_option_without_effect_on_these_rows_may_change(rows):
+    """No row has an instruction, and a single source is not mixed."""
     alone = f"data.train=[{rows / 'plain.jsonl'}]"
-    folder = saved(*begun(rows, alone))
-    recipe, identity = begun(
+    folder = checkpoint_of(*compose(rows, alone))
+    recipe, identity = compose(
         rows, alone, "data.instruction_format='{instruction}: {text}'", "data.weight_mode=proportions"
     )
     require_same_run(folder, identity)
     (line,) = describe_changes(folder, recipe).values()
-    assert line.startswith("changed since step 4, without effect on what is learnt: data.weight_mode passes -> shares")
+    assert line.startswith("changed since step 4, without effect on training: data.weight_mode epochs -> proportions")
 
 
-def without(*options: str) -> Callable[[dict[str, Any]], None]:
-    def forget(identity: dict[str, Any]) -> None:
+def removing(*options: str) -> Callable[[dict[str, Any]], None]:
+    def remove(identity: dict[str, Any]) -> None:
         for option in options:
             identity.pop(option, None)
-        for holder in (identity["loss"], *identity["data.train"].values()):
+        for mapping in (identity["loss"], *identity["data.train"].values()):
             for option in options:
-                holder.pop(option, None)
+                mapping.pop(option, None)
 
-    return forget
+    return remove
 
 
 @pytest.mark.parametrize(
@@ -201,57 +198,50 @@ def without(*options: str) -> Callable[[dict[str, Any]], None]:
         ("query_max_length", None),
     ],
 )
-def test_an_option_that_an_older_version_did_not_know_had_its_default(rows, option, change):
-    """Left at its default it is no difference; set, it is one."""
-    recipe, identity = begun(rows)
+def test_an_option_missing_in_an_older_checkpoint_had_its_default(rows, option, change):
+    """Its default is no difference, another value is one."""
+    recipe, identity = compose(rows)
     older = deepcopy(identity)
-    without(option)(older)
+    removing(option)(older)
     assert older != identity
-    folder = saved(recipe, older)
+    folder = checkpoint_of(recipe, older)
     require_same_run(folder, identity)
     assert describe_changes(folder, recipe) == {}
     if change is not None:
-        with pytest.raises(CheckpointError, match=f"this run has {change}".replace("false", "False")):
-            require_same_run(folder, begun(rows, change)[1])
+        name, _, value = change.partition("=")
+        with pytest.raises(CheckpointError, match=f"this run has {name}={value.replace('false', 'False')}"):
+            require_same_run(folder, compose(rows, change)[1])
 
 
-def test_an_older_recipe_lacks_options_and_groups(rows):
-    recipe, _ = begun(rows)
+def test_a_recipe_of_an_older_version_may_lack_options_and_groups(rows):
+    recipe, _ = compose(rows)
     older = to_plain(recipe)
     del older["tracking"], older["checkpoint"]["keep_every"]
-    folder = replace(saved(recipe, {}), manifest={"recipe": older})
+    folder = replace(checkpoint_of(recipe, {}), manifest={"recipe": older})
     assert describe_changes(folder, recipe) == {}
     recipe.checkpoint.keep_every = 100
     assert list(describe_changes(folder, recipe).values()) == [
-        "changed since step 4, without effect on what is learnt: checkpoint.keep_every 0 -> 100"
+        "changed since step 4, without effect on training: checkpoint.keep_every 0 -> 100"
     ]
 
 
-def test_a_run_with_another_recipe_goes_on_and_says_so_once(ranks, tmp_path):
-    """Among them another implementation of the loss, which a run on other GPUs may want."""
+def test_a_run_resumes_with_another_recipe_and_reports_changes_once(ranks, tmp_path):
+    """One change is another implementation of the loss, which other GPUs may need."""
     save_small(small_model("xlm-roberta"), tmp_path / "model")
     write_rows(tmp_path / "train.jsonl", 12)
     common = (
         f"model.path={tmp_path / 'model'}", "model.pooling=mean", f"data.train=[{tmp_path / 'train.jsonl'}]",
         f"output_dir={tmp_path / 'run'}", "train.global_batch_size=4", "parallel.precision=fp32",
     )  # fmt: skip
-    ranks(2, run, *common, "train.steps=2")
+    ranks(2, run_without_base, "name=t", *common, "train.steps=2")
     changed = ("train.steps=3", "loss.implementation=tiled", "parallel.strategy=fsdp", "checkpoint.layout=full")
-    (told, on_error), silent = ranks(2, run, *common, *changed)
-    assert silent == ("", "")
-    lines = [line for line in f"{told}\n{on_error}".splitlines() if "changed since step 2" in line]
+    (output, errors), other = ranks(2, run_without_base, "name=t", *common, *changed)
+    assert other == ("", "")
+    lines = [line for line in f"{output}\n{errors}".splitlines() if "changed since step 2" in line]
     assert len(lines) == 3
-    assert lines[0].endswith("which step is exported: train.steps 2 -> 3")
+    assert lines[0].endswith(": train.steps 2 -> 3")
     assert "loss.implementation auto -> tiled, parallel.strategy auto -> fsdp" in lines[1]
-    assert lines[2].endswith("without effect on what is learnt: checkpoint.layout sharded -> full")
+    assert lines[2].endswith("without effect on training: checkpoint.layout sharded -> full")
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())][-1] == "step-00000003"
     with pytest.raises(AssertionError, match=r"CheckpointError.*written with loss.temperature=0.02, this run has"):
-        ranks(2, run, *common, *changed, "loss.temperature=0.5")
-
-
-def run(world: World, *arguments: str) -> tuple[str, str]:
-    """Train as the door would; what this rank said."""
-    (recipe,) = compose_recipes(["name=t", *arguments])
-    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.redirect_stderr(io.StringIO()) as on_error:
-        train(recipe, world)
-    return told.getvalue(), on_error.getvalue()
+        ranks(2, run_without_base, "name=t", *common, *changed, "loss.temperature=0.5")

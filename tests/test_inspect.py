@@ -22,7 +22,7 @@ from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, joined, measur
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.data.files import write
 from tests.small import save_small, small_model, small_tokenizer, text
-from tests.test_doors import ENVIRONMENT, call
+from tests.test_commands import ENVIRONMENT, call
 
 BAD = [b'{"query": 7, "pos": ["a"]}\n', b'{"query": "a", "pos": []}\n', b'{"query": "cut', b'{"pos": ["b"]}\n']
 

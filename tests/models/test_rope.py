@@ -1,4 +1,4 @@
-"""Positions beyond those a model was trained with: as transformers computes them, and as an export carries them."""
+"""Positions beyond the trained length equal those of transformers, also in an export."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def opened(architecture: str, scaling: object, **options: object):
 
 
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3, {"rope_type": "linear", "factor": 4}], ids=lambda s: s["rope_type"])
-def test_a_text_beyond_the_models_positions(scaling, tmp_path):
+def test_text_beyond_the_models_positions(scaling, tmp_path):
     directory = save_small(small_model("llama"), tmp_path / "llama")
     plain = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200)
     options = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200, rope_scaling=scaling)
@@ -51,7 +51,7 @@ def test_a_text_beyond_the_models_positions(scaling, tmp_path):
     assert twice.config.max_position_embeddings == expected
 
 
-def test_layers_with_a_window_keep_their_positions():
+def test_layers_with_a_window_are_not_scaled():
     for architecture in ("gemma3_text", "modernbert"):
         before = open_model_source(small_model(architecture)).config.rope_parameters
         small = small_model(architecture, rope_scaling=YARN)
@@ -94,7 +94,7 @@ def test_valid_mappings():
         check_rope_scaling(scaling)
 
 
-def test_a_model_without_rotary_positions():
+def test_model_without_rotary_positions():
     for architecture in ("bert", "xlm-roberta", "mpnet", "distilbert"):
         with pytest.raises(ConfigError, match=r"model\.rope_scaling=.* no rotary positions"):
             opened(architecture, YARN)

@@ -1,55 +1,68 @@
-"""What is mined: training sources as they are read, and what stands around their texts."""
+"""The training sources to mine, and the documents that their negatives are searched among."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.revisions import split_revision
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.cache.row_table import ArrowRows, RowStore
 from embedtrain.data.prompts import make_prompt
+from embedtrain.data.sources import values
+from embedtrain.data.sources.files import raw_rows
 from embedtrain.data.sources.kinds import Part
 from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
+from embedtrain.data.sources.pieces import PartReader
+from embedtrain.data.sources.problems import BadRow
 from embedtrain.data.sources.sources import (
     NO_IN_BATCH_NEGATIVES,
     expand_sources,
     find_parts,
     no_in_batch_negatives,
+    resolve_parts,
     source_names,
 )
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
+from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mine.options import MineOptions
+
+_TEXT_FIELDS = ("text", "contents", "passage", "document_text")
+_ID_FIELDS = ("docid", "_id", "id", "doc_id", "document_id", "pid")
+_BATCH_SIZE = 4096
+NO_SOURCE = -1
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class DocumentFormat:
-    """How documents are seen: what stands before and after each, and how many tokens of it are kept."""
+    """The text around a document, and the number of its tokens that are kept (None: the model's maximum)."""
 
     before: str
     after: str
     max_length: int | None
 
     def __call__(self, text: str) -> str:
-        """The text as the model sees it."""
+        """The document as the model sees it."""
         return f"{self.before}{text}{self.after}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiningSource:
-    """One source: its rows, and what holds for all of them.
+    """The rows of one source and the options that hold for all of them.
 
     Attributes:
         name: of the source, and of the file that is written for it.
         store: its rows.
-        document_parts: the corpus that its rows name documents of, if they do: all of it is searched.
-        query_prompt: put before a query that has no instruction of its own.
-        document_prompt: put before documents, likewise.
-        instruction_format: how an instruction and a text are put together.
-        query_max_length: tokens kept of queries; None: the model's.
-        document_max_length: tokens kept of documents, likewise.
+        document_parts: the corpus that its rows refer to by id, if any; all of it is searched.
+        query_prompt: for queries without an instruction of their own.
+        document_prompt: for documents without an instruction of their own.
+        instruction_format: combines an instruction and a text.
+        query_max_length: in tokens; None: the model's.
+        document_max_length: in tokens; None: the model's.
     """
 
     name: str
@@ -61,18 +74,18 @@ class MiningSource:
     query_max_length: int | None
     document_max_length: int | None
 
-    def query(self, row: Example) -> tuple[str, str]:
-        """A row's query as the model sees it, and what it begins with that is a prompt."""
+    def format_query(self, row: Example) -> tuple[str, str]:
+        """A row's query as the model sees it, and the prompt that it starts with."""
         prompt = make_prompt(row.instruction, self.query_prompt, self.instruction_format)
         return prompt(row.query), prompt.before
 
-    def wording(self, document_instruction: str | None) -> DocumentFormat:
-        """How the documents of a row with this instruction are seen."""
-        prompt = make_prompt(document_instruction, self.document_prompt, self.instruction_format)
+    def document_format(self, instruction: str | None) -> DocumentFormat:
+        """The format of the documents of rows with this document instruction."""
+        prompt = make_prompt(instruction, self.document_prompt, self.instruction_format)
         return DocumentFormat(prompt.before, prompt.after, self.document_max_length)
 
     def identity(self) -> dict[str, Any]:
-        """What decides about what is found for it."""
+        """Everything about this source that the mined rows depend on, as JSON."""
         names = ("query_prompt", "document_prompt", "instruction_format", "query_max_length", "document_max_length")
         return {"rows": self.store.key, **{name: getattr(self, name) for name in names}}
 
@@ -81,52 +94,52 @@ def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache:
     """Read and check every row of every source.
 
     Args:
-        options: of the door.
-        prompts: the model's, by name: `query` and `document`.
-        cache: where rows are kept.
+        options: of the command.
+        prompts: of the model; `query` and `document` are used.
+        cache: of rows on disk.
 
     Raises:
-        DataError: a row that cannot be used, with file and line, or a file that cannot be read.
-        ConfigError: options of a source that contradict each other.
+        DataError: a row cannot be used (with file and line), or a file cannot be read.
+        ConfigError: options of a source contradict each other.
     """
-    # What a step draws of a row's negatives does not matter here, and would only be told.
+    # The number of negatives that a training step draws does not matter here, and would only be reported.
     try:
         sources = [replace(source, negatives=None) for source in expand_sources(options.data)]
     except DataError as error:
-        raise _with_split(error, options.data) from error.__cause__
+        raise _suggest_split(error, options.data) from error.__cause__
     stores = read_sources(sources, OnError.stop, TEXTS_ONLY, cache)
 
-    def first(own: str | None, name: str) -> str:
-        return prompts.get(name, "") if own is None else own
+    def prompt_or_default(prompt: str | None, name: str) -> str:
+        return prompts.get(name, "") if prompt is None else prompt
 
     return [
         MiningSource(
             name=name,
             store=store,
             document_parts=find_parts(source).document_parts,
-            query_prompt=first(source.query_prompt, "query"),
-            document_prompt=first(source.document_prompt, "document"),
+            query_prompt=prompt_or_default(source.query_prompt, "query"),
+            document_prompt=prompt_or_default(source.document_prompt, "document"),
             instruction_format=source.instruction_format or options.instruction_format,
             query_max_length=source.query_max_length,
             document_max_length=source.document_max_length,
         )
-        for name, source, store in zip(_names(sources), sources, stores, strict=True)
+        for name, source, store in zip(_unique_names(sources), sources, stores, strict=True)
     ]
 
 
-def _with_split(error: DataError, sources: Sequence[TrainSource]) -> DataError:
-    """The error, and what to write where only the split of a BEIR folder is another than `train`."""
-    other = re.search(r"holds no judgements of split=\S+, only of (\w+)", str(error))
+def _suggest_split(error: DataError, sources: Sequence[TrainSource]) -> DataError:
+    """The error, with the option to write if a BEIR folder only lacks the split `train`."""
+    other_split = re.search(r"holds no judgements of split=\S+, only of (\w+)", str(error))
     path = next((source.path for source in sources if str(error).startswith(f"{source.path}: ")), None)
-    if other is None or path is None:
+    if other_split is None or path is None:
         return error
-    return DataError(f"{error}; write data=[{{path: {path}, split: {other[1]}}}]")
+    return DataError(f"{error}; write data=[{{path: {path}, split: {other_split[1]}}}]")
 
 
-def _names(sources: Sequence[TrainSource]) -> list[str]:
-    """A distinct name for each source, which says so if its rows may not serve as each other's negatives.
+def _unique_names(sources: Sequence[TrainSource]) -> list[str]:
+    """A distinct name for each source, with a suffix if its rows may not be used as in-batch negatives.
 
-    The folder that said so is not the one that mined rows lie in, and training reads it off the path.
+    Training reads that suffix from the path, and the mined files do not lie in the folder that had it.
     """
     named = [
         replace(source, name=f"{name}-{NO_IN_BATCH_NEGATIVES}")
@@ -136,3 +149,120 @@ def _names(sources: Sequence[TrainSource]) -> list[str]:
         for name, source in zip(source_names(sources), sources, strict=True)
     ]
     return source_names(named)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentBatch:
+    """Documents in the order in which they are read.
+
+    Attributes:
+        texts: may contain duplicates.
+        ids: one per text, "" for none; an empty list if no document has one.
+        source: number of the source whose rows refer to documents by these ids; NO_SOURCE if none does.
+    """
+
+    texts: list[str]
+    ids: list[str]
+    source: int
+
+
+def all_documents(
+    sources: Sequence[MiningSource], corpus: Sequence[Part], progress: ProgressCallback
+) -> Iterator[DocumentBatch]:
+    """The documents of all rows (positives before negatives), then of the sources' corpora, then of `corpus`.
+
+    Blank documents of corpora are skipped: no row may contain one.
+
+    Raises:
+        DataError: a document cannot be read; with its file and line.
+    """
+    total = sum(len(source.store) for source in sources)
+    done = 0
+    for number, source in enumerate(sources):
+        for num_rows, documents in _row_documents(source.store, number):
+            yield documents
+            done += num_rows
+            progress("collecting documents of rows", done, total)
+    for number, source in enumerate(sources):
+        for part in source.document_parts:
+            yield from _corpus_documents(part, number, progress)
+    for part in corpus:
+        yield from _corpus_documents(part, NO_SOURCE, progress)
+
+
+def corpus_parts(paths: Sequence[str]) -> list[Part]:
+    """The files that the option `corpus` refers to: the corpus of a BEIR folder, all tables of any other folder.
+
+    Raises:
+        DataError: a path does not exist or holds no documents.
+        ConfigError: as `resolve_parts`.
+    """
+    parts: list[Part] = []
+    for path in paths:
+        corpus_files = sorted(Path(path).expanduser().glob("corpus.*")) if Path(path).expanduser().is_dir() else []
+        name, revision = split_revision(path)
+        parts += resolve_parts(TrainSource(path=str(corpus_files[0]) if corpus_files else name, revision=revision))
+    return parts
+
+
+def corpus_digests(parts: Sequence[Part]) -> list[list[str]]:
+    """Digests of the contents of corpus files.
+
+    Raises:
+        DataError: a file is gone or cannot be read.
+    """
+    return [PartReader(TrainSource(path=part.name)).digests(part) for part in parts]
+
+
+def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, DocumentBatch]]:
+    assert isinstance(store.rows, ArrowRows)
+    has_ids = bool({"positive_ids", "negative_ids"} & store.beside)
+    for batch_index in range(len(store.rows.batch_starts) - 1):
+        batch = store.rows.batch(batch_index)
+        missing: list[Any] = [None] * batch.num_rows
+        columns = (
+            batch.column(name).to_pylist() if name in batch.schema.names else missing
+            for name in ("positives", "negatives", "positive_ids", "negative_ids")
+        )
+        texts: list[str] = []
+        ids: list[str] = []
+        for positives, negatives, positive_ids, negative_ids in zip(*columns, strict=True):
+            texts += positives
+            texts += negatives
+            if has_ids:
+                ids += positive_ids or [""] * len(positives)
+                ids += negative_ids or [""] * len(negatives)
+        yield batch.num_rows, DocumentBatch(texts, ids, source)
+
+
+def _corpus_documents(part: Part, source: int, progress: ProgressCallback) -> Iterator[DocumentBatch]:
+    texts: list[str] = []
+    ids: list[str] = []
+    for line, row in raw_rows(part, subset=None, split="train", columns=None):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            text, document_id = _parse_document(row, referenced=source != NO_SOURCE)
+        except BadRow as bad:
+            raise DataError(f"{part.location(line)}: {bad}") from None
+        if text.strip():
+            texts.append(text)
+            ids.append(document_id)
+        if len(texts) == _BATCH_SIZE:
+            progress(f"collecting documents of {part.name}", line, line)
+            yield DocumentBatch(texts, ids, source)
+            texts, ids = [], []
+    yield DocumentBatch(texts, ids, source)
+
+
+def _parse_document(row: dict[str, Any], *, referenced: bool) -> tuple[str, str]:
+    """A document's text, after its title if it has one, and its id or ""."""
+    text_field = next((key for key in _TEXT_FIELDS if key in row), None)
+    if text_field is None and "title" not in row:
+        raise BadRow(f'a document needs a "text", and this one has: {", ".join(row) or "nothing"}')
+    id_field = next((key for key in _ID_FIELDS if key in row), None)
+    document_id = "" if id_field is None else values.identifier(row[id_field], f'"{id_field}"')
+    title, text = row.get("title"), row.get(text_field or "text")
+    titled = values.titled(title, text, f'"{text_field}"')
+    # A text without title keeps its whitespace: the same text in a row has kept it, and must be recognised.
+    return (text if not (referenced or title) and isinstance(text, str) else titled), document_id

@@ -1,6 +1,6 @@
-"""Pairs (key, item) on disk: the items of a key, for many keys at a time.
+"""Pairs (key, item) of integers: on disk as a multimap, and joined in memory.
 
-P pairs, A distinct keys.
+P is the number of pairs.
 """
 
 from pathlib import Path
@@ -14,23 +14,19 @@ IntArray = NDArray[np.int64]
 
 
 class Multimap:
-    """What `write_multimap` wrote, mapped into memory.
-
-    Args:
-        directory: where.
-        name: which.
-    """
+    """The memory-mapped multimap that `write_multimap` wrote as `name` to `directory`."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._keys, self._starts, self._items = (
             mapped(directory / f"{name}-{part}.bin", np.int64) for part in ("keys", "starts", "items")
         )
 
-    def of(self, keys: IntArray) -> tuple[IntArray, IntArray]:
-        """The items of some keys.
+    def lookup(self, keys: IntArray) -> tuple[IntArray, IntArray]:
+        """The items of several keys.
 
         Returns:
-            Two int64 of one length: the place of a key in `keys`, ascending, and an item of it, ascending too.
+            Two int64 arrays of equal length: the index of a key in `keys`, ascending, and one of its items; the items
+            of a key ascend.
         """
         if not len(self._keys):
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
@@ -42,14 +38,7 @@ class Multimap:
 
 
 def write_multimap(directory: Path, name: str, keys: IntArray, items: IntArray) -> None:
-    """Write pairs; any that stands twice is written once.
-
-    Args:
-        directory: where.
-        name: under which.
-        keys: int64 [P].
-        items: int64 [P].
-    """
+    """Write the pairs of `keys` and `items`, int64 [P]; duplicates are written once."""
     keys, items = distinct_pairs(keys, items)
     distinct, starts = np.unique(keys, return_index=True)
     for part, values in (("keys", distinct), ("starts", np.append(starts, len(keys))), ("items", items)):
@@ -57,17 +46,17 @@ def write_multimap(directory: Path, name: str, keys: IntArray, items: IntArray) 
 
 
 def distinct_pairs(keys: IntArray, items: IntArray) -> tuple[IntArray, IntArray]:
-    """Each pair once, ascending by key, then by item."""
+    """Each pair once, sorted by key, then by item."""
     order = np.lexsort((items, keys))
     keys, items = keys[order], items[order]
-    new = np.ones(len(keys), dtype=bool)
-    new[1:] = (keys[1:] != keys[:-1]) | (items[1:] != items[:-1])
-    return keys[new], items[new]
+    is_new = np.ones(len(keys), dtype=bool)
+    is_new[1:] = (keys[1:] != keys[:-1]) | (items[1:] != items[:-1])
+    return keys[is_new], items[is_new]
 
 
-def joined(keys: IntArray, links: IntArray, linked: IntArray, items: IntArray) -> tuple[IntArray, IntArray]:
-    """All pairs (key, item) that a link leads to: (key, link) of the first two, (link, item) of the others."""
-    # What many rows repeat counts once, or the pairs would be as many as its repetitions squared.
+def join_pairs(keys: IntArray, links: IntArray, linked: IntArray, items: IntArray) -> tuple[IntArray, IntArray]:
+    """All pairs (key, item) for which a link exists with (key, link) and (link, item) among the inputs."""
+    # Without the deduplication, a pair that occurs in many rows would be joined with itself: quadratic memory.
     (keys, links), (linked, items) = distinct_pairs(keys, links), distinct_pairs(linked, items)
     starts = np.searchsorted(linked, links, side="left")
     counts = np.searchsorted(linked, links, side="right") - starts
@@ -76,5 +65,5 @@ def joined(keys: IntArray, links: IntArray, linked: IntArray, items: IntArray) -
 
 
 def positions_within(counts: IntArray) -> IntArray:
-    """0, 1, ... for each count: int64 [sum of counts]."""
+    """0, ..., count - 1 for each count, concatenated: int64 [sum of counts]."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

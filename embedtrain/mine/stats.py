@@ -1,4 +1,4 @@
-"""What was found, counted row by row, kept on disk with a block's rows, and told as a summary."""
+"""Statistics of mined rows: collected row by row, stored with each block of rows, merged into the summary."""
 
 import json
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 from embedtrain.data.sources.problems import describe_error
 from embedtrain.errors import DataError
 
-MAX_SUSPECTS = 20  # of suspected false negatives and of suspected wrong labels that are kept
+MAX_SUSPECTS = 20  # of each kind
 QUANTILES = {"min": 0.0, "5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95, "max": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuspectedLabel:
-    """A row whose labels may be wrong.
+    """A row whose labels may be wrong; stored with these names.
 
     Attributes:
         source: its name.
-        place: its file and line.
+        place: file and line of the row.
         query: its text.
-        positive: the text of the positive that is meant.
+        positive: the text of the positive in question.
         positive_score: its score.
-        document: a candidate that is nearer than it may be, or the best of all.
+        document: the text of the candidate with the highest score.
         score: its score.
-        written: whether it is among the negatives that the row got.
+        written: whether the candidate is among the row's negatives.
     """
 
     source: str
@@ -42,34 +42,27 @@ class SuspectedLabel:
     written: bool
 
     @property
-    def order(self) -> tuple[Any, ...]:
-        """The worst come first."""
+    def sort_key(self) -> tuple[Any, ...]:
+        """Sorts the most suspicious first."""
         return self.positive_score - self.score, self.query, self.document, self.positive, not self.written
-
-    @property
-    def pair(self) -> tuple[str, str]:
-        """What is told once, though several rows may ask it."""
-        return self.query, self.document
 
 
 @dataclass(kw_only=True)
 class MiningStats:
-    """Of some rows; arrays have one number for each row, positive, or negative.
+    """Statistics of some rows.
 
     Attributes:
-        negatives: of each row, how many it got.
-        positive_scores: of all positives of all rows.
-        negative_scores: of all negatives that are written.
-        positive_ranks: from 1, among the candidates; of those that are among the first `rank_max`.
-        negative_ranks: from 1, among the candidates, of those that were found.
-        num_candidates: that windows held.
-        num_above_margin: of them, those that score more than the margin allows.
-        num_above_positive: of them, those that score more than the positive that margins are taken from.
-        num_lost: positives that are not among the first `rank_max`.
-        false_negatives: the nearest candidate of rows where one is above the margin, or above the positive where there
-            is no margin; the worst.
-        wrong_labels: the farthest positive of rows where one is not among the first `rank_max`, and the row's best
-            candidate; the worst.
+        negatives: the number of negatives of each row.
+        positive_scores: of all positives.
+        negative_scores: of all negatives.
+        positive_ranks: ranks, from 1, of the positives among the best `rank_max` documents.
+        negative_ranks: ranks, from 1, of the negatives that mining added.
+        num_candidates: of all rows.
+        num_above_margin: candidates that score more than the margin allows.
+        num_above_positive: candidates that score more than the positive that margins refer to.
+        false_negatives: rows whose best candidate is above the margin, or above the positive without a margin; the most
+            suspicious.
+        wrong_labels: rows with a positive that is not among the best `rank_max` documents; the most suspicious.
     """
 
     negatives: NDArray[np.int64]
@@ -80,12 +73,11 @@ class MiningStats:
     num_candidates: int = 0
     num_above_margin: int = 0
     num_above_positive: int = 0
-    num_lost: int = 0
     false_negatives: list[SuspectedLabel] = field(default_factory=list)
     wrong_labels: list[SuspectedLabel] = field(default_factory=list)
 
     def write(self, beside: Path) -> None:
-        """Keep them beside a file."""
+        """Write them next to a file, with the ending `.npz`."""
         facts = {name: getattr(self, name) for name in _COUNTS}
         facts |= {name: [asdict(suspect) for suspect in worst_suspects(getattr(self, name))] for name in _SUSPECTS}
         arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
@@ -93,46 +85,40 @@ class MiningStats:
 
     @classmethod
     def read(cls, beside: Path) -> "MiningStats":
-        """What `write` kept.
+        """Read what `write` wrote.
 
         Raises:
-            DataError: it holds something else.
+            DataError: the file holds something else.
         """
         path = beside.with_suffix(".npz")
         try:
-            with np.load(path, allow_pickle=False) as kept:
-                facts = json.loads(str(kept["facts"]))
-                values: dict[str, Any] = {name: kept[name] for name in _ARRAYS}
+            with np.load(path, allow_pickle=False) as file:
+                facts = json.loads(str(file["facts"]))
+                values: dict[str, Any] = {name: file[name] for name in _ARRAYS}
             values |= {name: facts[name] for name in _COUNTS}
             values |= {name: [SuspectedLabel(**suspect) for suspect in facts[name]] for name in _SUSPECTS}
         except (OSError, ValueError, LookupError, TypeError, RecursionError, BadZipFile) as error:
-            raise DataError(
-                f"{path} cannot be read ({describe_error(error)}): write another folder as output_dir="
-            ) from error
+            raise DataError(f"{path} cannot be read ({describe_error(error)}): choose another output_dir") from error
         return cls(**values)
 
     @classmethod
-    def joined(cls, parts: Sequence["MiningStats"]) -> "MiningStats":
-        """All of several, or of none."""
+    def merge(cls, parts: Sequence["MiningStats"]) -> "MiningStats":
+        """The statistics of all rows of the parts."""
         values: dict[str, Any] = {
-            name: np.concatenate([np.empty(0, dtype=kind), *(getattr(part, name) for part in parts)])
-            for name, kind in _ARRAYS.items()
+            name: np.concatenate([np.empty(0, dtype=dtype), *(getattr(part, name) for part in parts)])
+            for name, dtype in _ARRAYS.items()
         }
         values |= {name: sum(getattr(part, name) for part in parts) for name in _COUNTS}
         for name in _SUSPECTS:
             values[name] = worst_suspects([suspect for part in parts for suspect in getattr(part, name)])
         return cls(**values)
 
-    def summary(self, wanted: int) -> dict[str, Any]:
-        """The figures as JSON.
-
-        Args:
-            wanted: negatives that a row was to get.
-        """
+    def summary(self, max_negatives: int) -> dict[str, Any]:
+        """The statistics as JSON, for rows that should get `max_negatives` negatives each."""
         counts = self.negatives
         return {
             "rows": len(counts),
-            "rows_with_fewer_negatives": int((counts < wanted).sum()),
+            "rows_with_fewer_negatives": int((counts < max_negatives).sum()),
             "rows_without_negatives": int((counts == 0).sum()),
             "negatives": int(counts.sum()),
             "negatives_a_row": quantiles(self.negatives),
@@ -144,7 +130,7 @@ class MiningStats:
             "candidates_above_margin": self.num_above_margin,
             "candidates_above_positive": self.num_above_positive,
             "positives": len(self.positive_scores),
-            "positives_beyond_rank_max": self.num_lost,
+            "positives_beyond_rank_max": len(self.positive_scores) - len(self.positive_ranks),
         }
 
 
@@ -155,21 +141,21 @@ _ARRAYS: dict[str, type] = {
     "positive_ranks": np.int64,
     "negative_ranks": np.int64,
 }
-_COUNTS = ("num_candidates", "num_above_margin", "num_above_positive", "num_lost")
+_COUNTS = ("num_candidates", "num_above_margin", "num_above_positive")
 _SUSPECTS = ("false_negatives", "wrong_labels")
 
 
 def quantiles(values: NDArray[Any]) -> dict[str, float] | None:
-    """The least, the largest and some between, in the order of QUANTILES; None of no values."""
+    """The quantiles of QUANTILES; None without values."""
     if not len(values):
         return None
-    found = np.quantile(values.astype(np.float64), list(QUANTILES.values()))
-    return dict(zip(QUANTILES, found.tolist(), strict=True))
+    results = np.quantile(values.astype(np.float64), list(QUANTILES.values()))
+    return dict(zip(QUANTILES, results.tolist(), strict=True))
 
 
 def worst_suspects(suspects: Sequence[SuspectedLabel]) -> list[SuspectedLabel]:
-    """The worst of them, each pair of texts once."""
-    once: dict[tuple[str, str], SuspectedLabel] = {}
-    for suspect in sorted(suspects, key=lambda suspect: suspect.order):
-        once.setdefault(suspect.pair, suspect)
-    return list(once.values())[:MAX_SUSPECTS]
+    """The most suspicious, each pair of query and document once."""
+    worst: dict[tuple[str, str], SuspectedLabel] = {}
+    for suspect in sorted(suspects, key=lambda suspect: suspect.sort_key):
+        worst.setdefault((suspect.query, suspect.document), suspect)
+    return list(worst.values())[:MAX_SUSPECTS]

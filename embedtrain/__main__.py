@@ -15,8 +15,8 @@ def act(recipes: list[Recipe], stopping: StopSignals) -> None:
 
     for recipe in recipes:
         with joined_world(recipe.parallel.timeout) as world:
-            if world.watch is not None:
-                stopping.tell = world.watch.stopped
+            if world.watchdog is not None:
+                stopping.report = world.watchdog.report_signal
             train(recipe, world, stopping)
 
 

@@ -20,6 +20,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, TrainingError
+from embedtrain.files import atomic_write
 from embedtrain.tracking.sessions import SESSIONS_FILE
 
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
@@ -132,9 +133,8 @@ class RunDirectory:
         if model_commit is not None:
             versions["model_commit"] = model_commit
         content = to_plain(recipe) | {"versions": versions | {"world_size": world_size}}
-        unfinished = self.recipe.with_suffix(".tmp")
-        unfinished.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        os.replace(unfinished, self.recipe)
+        with atomic_write(self.recipe) as file:
+            file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 # Seconds: a run that was killed may take a moment to end, and a shared file system to show what was written.

@@ -19,6 +19,7 @@ from typing import Any
 from embedtrain.checkpoint.index import TensorReader
 from embedtrain.config.recipe import CheckpointLayout
 from embedtrain.errors import CheckpointError
+from embedtrain.files import flush_to_disk
 
 MANIFEST = "checkpoint.json"
 FORMAT = 4  # of what a step folder holds; raised when older versions could no longer read it
@@ -180,12 +181,12 @@ def commit_checkpoint(unfinished: Path, final: Path, manifest: Mapping[str, Any]
         json.dump(plain | {"crc32": _checksum(plain)}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
-    _flush(unfinished)
+    flush_to_disk(unfinished)
     replaced = final.with_name(final.name + _REPLACED)
     if final.exists():  # the same step: saved again after its evaluation, or passed over before
         final.rename(replaced)
     unfinished.rename(final)
-    _flush(final.parent)
+    flush_to_disk(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -195,15 +196,6 @@ def recover_replaced(root: Path) -> None:
         final = path.with_name(path.name.removesuffix(_REPLACED))
         if path.name.endswith(_REPLACED) and not final.exists():
             path.rename(final)
-
-
-def _flush(directory: Path) -> None:
-    """Have the names in a folder on the disk, and not only the files' content."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def delete_checkpoint(path: Path) -> None:

@@ -1,57 +1,73 @@
-"""From the command line and YAML to a checked Recipe: all that embedtrain knows of Hydra.
+"""From YAML and the command line to a checked recipe, or to the options of a command, by Hydra's compose API.
 
-Hydra composes and does nothing else: it writes no file, changes no folder, configures no logging and never
-instantiates anything. What it hands over is turned into dataclasses here and nowhere else.
+Hydra only composes. It writes no file, changes no directory, configures no logging and instantiates nothing, so YAML
+cannot run code. Composed configurations become dataclasses here; no other module sees a DictConfig.
 """
 
+import argparse
 import contextlib
-import functools
-import io
+import itertools
 import os
 import re
-import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import hydra
 import yaml
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.elements import escape_interpolations, items, parse_losses, parse_sources
+from embedtrain.config.elements import escape_interpolations, parse_items, parse_losses, parse_sources
 from embedtrain.config.evaluation import EvaluationSet
-from embedtrain.config.folders import choices, folder
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.messages import explain_hydra_error, one_line, register_options, unknown_option
+from embedtrain.config.messages import explain_hydra_error
 from embedtrain.config.recipe import Recipe
-from embedtrain.config.yaml_safety import guarded
+from embedtrain.config.validation import unknown_option
 from embedtrain.errors import ConfigError
 
 Options = TypeVar("Options")
 
+_PACKAGE = Path(__file__).resolve().parent.parent
+_CREDENTIALS = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY|APIKEY", re.IGNORECASE)
+_HELP = """embedtrain: train a text-embedding model on one GPU, one node or many nodes
 
-def compose_recipes(arguments: list[str]) -> list[Recipe]:
-    """The recipe that the command line asks for; several with Hydra's multirun (`-m`).
+  python -m embedtrain recipe=NAME [option=value ...]
+  torchrun --standalone --nproc-per-node 8 -m embedtrain recipe=NAME [option=value ...]
+
+Recipes and ready-made choices:
+
+{choices}
+
+Options and their defaults (override with option=value):
+
+{options}
+A recipe of your own: DIR/recipe/NAME.yaml, first line `# @package _global_`, with --config-dir DIR.
+`--cfg job` shows the composed recipe and starts nothing. Each option is explained in
+embedtrain/config/recipe.py, those of the losses in embedtrain/config/losses.py."""
+
+
+def compose_recipes(arguments: Sequence[str]) -> list[Recipe]:
+    """The recipe that the command line describes, checked; one for each job with `-m` (multirun).
 
     Raises:
         ConfigError: an unknown option, a value of the wrong type, a combination that cannot work.
-        SystemExit: after `--help` and its like.
+        SystemExit: after `--help` and `--cfg job`.
     """
-    recipes = [
-        check_recipe(apply_accelerate_config(to_recipe(config)))
-        for config in _compose("config", folder("configs"), arguments)
-    ]
-    if os.environ.get("WORLD_SIZE", "1") != "1" and len(recipes) > 1:
+    configs = _compose_recipe_configs(arguments, multirun=True)
+    recipes = [check_recipe(apply_accelerate_config(to_recipe(config))) for config in configs]
+    if len(recipes) > 1 and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            "multirun (-m) under torchrun cannot work: the second job would meet the first one's process group; "
+            "multirun (-m) under torchrun cannot work: the second job would join the first one's process group; "
             "start one torchrun per job, or use -m in a single process"
         )
     if len({recipe.output_dir for recipe in recipes}) < len(recipes):
@@ -62,10 +78,60 @@ def compose_recipes(arguments: list[str]) -> list[Recipe]:
     return recipes
 
 
+def compose_recipe(arguments: Sequence[str]) -> Recipe:
+    """One recipe, not checked: for commands that can do without some of its options.
+
+    Raises:
+        ConfigError: as `compose_recipes`, or multirun.
+        SystemExit: after `--help` and `--cfg job`.
+    """
+    (config,) = _compose_recipe_configs(arguments, multirun=False)
+    return to_recipe(config)
+
+
+def compose_command(name: str, kind: type[Options], arguments: Sequence[str], help_text: str) -> Options:
+    """The options of `python -m embedtrain.NAME`. Types are checked, values are not.
+
+    Args:
+        name: of the command.
+        kind: the dataclass of its options.
+        arguments: the command line.
+        help_text: what `--help` prints, with `{options}` where the options and their values stand.
+
+    Raises:
+        ConfigError: an unknown option, a value of the wrong type, multirun.
+        SystemExit: after `--help` and `--cfg job`.
+    """
+    command_line = _parse(arguments)
+    _refuse_multirun(command_line)
+    ConfigStore.instance().store(name=name, node=kind)
+    config = _compose(name, command_line.overrides)
+    _print_if_asked(command_line, config, help_text)
+    return to_dataclass(config, kind)
+
+
+def quote(text: str) -> str:
+    """A text in quotes, so that nothing in it (commas, brackets, `${`) has a meaning for Hydra."""
+    # Hydra takes a backslash for itself only before a quote and at the end of the text.
+    escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + ('\\"' if match[2] else ""), text)
+    return '"' + escaped.replace("${", "\\${") + '"'
+
+
+def quote_value(argument: str, *names: str) -> str:
+    """`name=text` with its text in quotes, where `name` is one of `names` and there are no quotes yet."""
+    name, _, text = argument.partition("=")
+    return f"{name}={quote(text)}" if name in names and text and text[0] not in "'\"" else argument
+
+
+def option_of(argument: str) -> str:
+    """The name of the option that a command line argument sets."""
+    return argument.lstrip("+~").partition("=")[0]
+
+
 def to_recipe(config: DictConfig) -> Recipe:
-    """A composed configuration as a Recipe, its lists of sources and sets as dataclasses too."""
+    """A composed configuration as a Recipe, with dataclasses in its lists of sources, sets and losses as well."""
     recipe = to_dataclass(config, Recipe)
-    recipe.evaluation.sets = items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
+    recipe.evaluation.sets = parse_items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
     if isinstance(recipe.loss, CombinedConfig):
         recipe.loss.losses = parse_losses(recipe.loss.losses, "loss.losses")
     recipe.data.train = parse_sources(recipe.data.train, "data.train", recipe.loss)
@@ -85,8 +151,23 @@ def to_plain(options: Any) -> Any:
     return options
 
 
+def to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
+    """A composed configuration as the dataclass that it was composed from.
+
+    Raises:
+        ConfigError: an interpolation that cannot be resolved, or an option that the dataclass does not have.
+    """
+    try:
+        options = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain_hydra_error(error)) from None
+    assert isinstance(options, kind)
+    _refuse_added(options, "")
+    return options
+
+
 def load_recipe(path: Path) -> Recipe:
-    """A resolved recipe as a run left it in `recipe.yaml`.
+    """The resolved recipe that a run wrote to `recipe.yaml`.
 
     Raises:
         ConfigError: no such file, or one that this version does not understand.
@@ -95,187 +176,217 @@ def load_recipe(path: Path) -> Recipe:
         saved = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         if not isinstance(saved, dict):
             raise ConfigError(f"{path} cannot be read as a recipe: it is not a mapping")
-        schema = _schema()
+        schema = _recipe_schema()
         loss = saved.get("loss")
         name = loss.get("name", "infonce") if isinstance(loss, dict) else "infonce"
         schema.loss = LOSSES[check_loss_name(name, "loss.name")]()
-        # The run resolved it: an interpolation now could only be there to read what is none of its business.
-        recipe = OmegaConf.merge(
-            schema, escape_interpolations({key: value for key, value in saved.items() if key != "versions"})
-        )
-        return to_recipe(recipe)  # type: ignore[arg-type]
+        # The run has resolved its recipe. An interpolation now could only be there to read the environment.
+        values = escape_interpolations({key: value for key, value in saved.items() if key != "versions"})
+        return to_recipe(OmegaConf.merge(schema, values))  # type: ignore[arg-type]
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
     except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as a recipe: {explain_hydra_error(str(error))}") from None
+        raise ConfigError(f"{path} cannot be read as a recipe: {explain_hydra_error(error)}") from None
 
 
-def compose_command(name: str, kind: type[Options], arguments: list[str]) -> Options:
-    """The options of `python -m embedtrain.NAME`, from configs/commands/NAME.yaml and the command line.
-
-    Raises:
-        ConfigError: as `compose_recipes`, or multirun is asked for.
-        SystemExit: after `--help` and its like.
-    """
-    _refuse_multirun(arguments)
-    ConfigStore.instance().store(name=f"{name}_schema", node=kind)
-    register_options(kind)
-    (config,) = _compose(name, folder("configs") / "commands", arguments)
-    return to_dataclass(config, kind)
+def folder(name: str) -> Path:
+    """The folder `configs` or `recipes`: inside an installed package, beside the package in a checkout."""
+    for path in (_PACKAGE / name, _PACKAGE.parent / name):
+        if path.is_dir():
+            return path
+    raise ConfigError(f"the folder {name} is neither in {_PACKAGE} nor in {_PACKAGE.parent}: reinstall embedtrain")
 
 
-def compose_training(arguments: list[str]) -> DictConfig:
-    """The configuration of one training, for commands that take a training's options besides their own.
-
-    Raises:
-        ConfigError: as `compose_recipes`, or multirun is asked for.
-        SystemExit: after `--help` and its like.
-    """
-    _refuse_multirun(arguments)
-    (config,) = _compose("config", folder("configs"), arguments)
-    return config
+def choices(group: str) -> list[str]:
+    """The names that embedtrain offers for `group=NAME`."""
+    directory = folder("recipes") if group == "recipe" else folder("configs") / group
+    return sorted(path.stem for path in directory.glob("*.yaml"))
 
 
-def _refuse_multirun(arguments: list[str]) -> None:
-    if {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments):  # before Hydra makes a folder for it
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--resolve", "-r", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    return parser.parse_intermixed_args(arguments)
+
+
+def _refuse_multirun(command_line: argparse.Namespace) -> None:
+    if command_line.multirun:
         raise ConfigError("multirun (-m) is for training: write one value of each option, and call the command again")
 
 
-def _compose(name: str, config_dir: Path, arguments: list[str]) -> list[DictConfig]:
-    _register(arguments, with_recipes=name == "config")
-    composed: list[DictConfig] = []
-    application = functools.partial(composed.append)
-    functools.update_wrapper(application, composed.append, assigned=("__doc__",))
-    application.__name__ = "embedtrain"  # type: ignore[attr-defined]
-    task = hydra.main(version_base="1.3", config_path=str(config_dir), config_name=name)(application)
-    # First, for argparse takes options in a row only: `a=1 -m b=2,3` would not be understood.
-    arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
-    program, sys.argv = sys.argv, [sys.argv[0], *arguments]
-    with _clear_errors(arguments), guarded(), tempfile.TemporaryDirectory() as scratch:
-        # Multirun leaves a multirun.yaml in its folder.
-        OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
-        try:
-            task()
-        finally:
-            sys.argv = program
-    if not composed:  # --help, --cfg and the like have printed what was asked for
-        raise SystemExit(0)
-    return composed
+def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, help_text: str) -> None:
+    """Print the help or the configuration, and leave, if the command line asks for it."""
+    if not command_line.help and not command_line.cfg:
+        return
+    options = OmegaConf.to_yaml(config, resolve=command_line.resolve)
+    with contextlib.suppress(BrokenPipeError):  # `--help | head`
+        text = help_text.replace("{options}", options) + "\n" if command_line.help else options
+        print(text, end="", flush=True)
+    raise SystemExit(0)
 
 
-def _register(arguments: list[str], *, with_recipes: bool) -> None:
-    """Tell Hydra the schemas, and each file in recipes/ as an option of `recipe=`.
+def _compose_recipe_configs(arguments: Sequence[str], *, multirun: bool) -> list[DictConfig]:
+    command_line = _parse(arguments)
+    if not multirun:
+        _refuse_multirun(command_line)
+    _register_recipes(command_line.overrides)
+    jobs = _jobs(command_line.overrides) if command_line.multirun else [command_line.overrides]
+    configs = [_compose("config", overrides, command_line.config_dir) for overrides in jobs]
+    _print_if_asked(command_line, configs[0], _HELP.replace("{choices}", _available_choices()))
+    return configs
 
-    A search path could not do the latter: a group's name must be its folder's, and `recipes=` reads badly.
+
+def _jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each job of a multirun: `a=1,2 b=3,4` makes four."""
+    values: list[list[str]] = []
+    try:
+        for override in OverridesParser.create().parse_overrides(overrides):
+            if override.is_discrete_sweep():
+                values.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+            else:
+                values.append([override.input_line or ""])
+    except HydraException as error:
+        raise ConfigError(explain_hydra_error(error)) from None
+    return [list(job) for job in itertools.product(*values)]
+
+
+def _compose(name: str, overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
+    """What Hydra composes from configs/, recipes/, `config_dir` and the overrides.
+
+    Raises:
+        ConfigError: it cannot be composed, or it changes Hydra's own settings.
+    """
+    for override in overrides:
+        if re.match(r"hydra\b", option_of(override)):
+            raise ConfigError(f"{override}: settings of Hydra can name code to run, and embedtrain never runs code")
+    search_path = []
+    if config_dir is not None:
+        directory = Path(config_dir).expanduser().absolute()
+        if not directory.is_dir():
+            raise ConfigError(f"--config-dir {config_dir}: there is no such directory")
+        search_path = [f"hydra.searchpath=[{quote(f'file://{directory}')}]"]
+    OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
+    OmegaConf.register_new_resolver("recipes", lambda: str(folder("recipes")), replace=True)
+    try:
+        with initialize_config_dir(str(folder("configs")), version_base="1.3"):
+            config = compose(name, [*overrides, *search_path], return_hydra_config=True)
+    except Exception as error:
+        raise ConfigError(_explain_composition(error, overrides)) from None
+    _refuse_hydra_settings(config.hydra)
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def _refuse_hydra_settings(settings: DictConfig) -> None:
+    """Refuse YAML that names code where `hydra.main` would run it. The compose API does not; the user should know."""
+    plain = OmegaConf.to_container(settings, resolve=False)
+    assert isinstance(plain, dict)
+    for name, value in plain.items():
+        if _names_code(value):
+            raise ConfigError(f"hydra.{name!s} can name code to run, and YAML never runs code: leave it out")
+
+
+def _names_code(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_names_code, value))
+    return isinstance(value, dict) and any(
+        (key in ("_target_", "()") and not str(item).startswith("hydra._internal.")) or _names_code(item)
+        for key, item in value.items()
+    )
+
+
+def _explain_composition(error: Exception, overrides: Sequence[str]) -> str:
+    """The message for an error of `hydra.compose`."""
+    values = {option_of(override): override.partition("=")[2] for override in overrides}
+    message = explain_hydra_error(error, values)
+    match = re.match(r"unknown option (loss\.\w+)", message)
+    if match and match[1] not in values:
+        return (
+            f"the recipe sets {match[1]}, which the chosen loss does not have (a recipe chooses its loss with "
+            f"`defaults: [override /loss: NAME]`): {message}"
+        )
+    if not isinstance(error, ValueError):
+        return message
+    # OmegaConf raises a bare ValueError for an option within a list, such as data.train.path=x.
+    for override in overrides:
+        node: Any = to_plain(Recipe())
+        keys = option_of(override).split(".")
+        for depth, key in enumerate(keys):
+            if not isinstance(node, dict):
+                kind = "a list, which is written as a whole" if isinstance(node, list) else "a single value"
+                return f"{override}: {'.'.join(keys[:depth])} is {kind}"
+            node = node.get(key, {})
+    return message
+
+
+def _environment(name: str, *default: Any) -> Any:
+    """`${oc.env:NAME}` without credentials: resolved recipes are written to recipe.yaml, the model card and wandb."""
+    if _CREDENTIALS.search(name):
+        raise ValueError(f"{name} is not read from the environment: recipes are written down and published")
+    return oc.env(name, *default)
+
+
+def _register_recipes(overrides: Sequence[str]) -> None:
+    """Store the schemas, and each file of recipes/ as an option of `recipe=`.
+
+    A search path cannot do the latter: the name of a group is that of its folder, and `recipes=` reads badly.
     """
     store = ConfigStore.instance()
-    store.store(name="recipe_schema", node=_schema())
+    store.store(name="recipe_schema", node=_recipe_schema())
     for name, kind in LOSSES.items():
         store.store(group="loss", name=f"{name}_schema", node=kind)
-    if with_recipes:
-        for path in sorted(folder("recipes").glob("*.yaml")):
-            recipe = OmegaConf.load(path)
-            assert isinstance(recipe, DictConfig)
-            # Options of the recipe's own loss: another one, chosen on the command line, begins with its defaults.
-            if any(argument.startswith("loss=") and argument != f"loss={_loss_of(recipe)}" for argument in arguments):
-                recipe.pop("loss", None)
-            store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
-    OmegaConf.register_new_resolver("recipes", lambda: str(folder("recipes")), replace=True)
-    OmegaConf.register_new_resolver("choices", _choices_text, replace=True)
+    chosen_loss = next((override for override in overrides if override.startswith("loss=")), None)
+    for path in sorted(folder("recipes").glob("*.yaml")):
+        recipe = OmegaConf.load(path)
+        assert isinstance(recipe, DictConfig)
+        if chosen_loss not in (None, f"loss={_loss_of_recipe(recipe)}"):
+            recipe.pop("loss", None)  # options of the recipe's own loss; another one starts from its defaults
+        store.store(group="recipe", name=path.stem, node=recipe, package="_global_")
 
 
-def _loss_of(recipe: DictConfig) -> str:
-    """Which loss a recipe chooses."""
+def _loss_of_recipe(recipe: DictConfig) -> str:
     for choice in recipe.get("defaults", []):
         if isinstance(choice, DictConfig) and "override /loss" in choice:
             return str(choice["override /loss"])
     return "infonce"
 
 
-def _choices_text() -> str:
-    """For `--help`: every recipe with the command in its first line, and what the other groups offer."""
+def _recipe_schema() -> DictConfig:
+    schema = OmegaConf.structured(Recipe)
+    assert isinstance(schema, DictConfig)
+    schema.loss = LossConfig()  # any loss can be merged into it; into the default, InfoNCE, only InfoNCE could
+    return schema
+
+
+def _available_choices() -> str:
+    """For `--help`: every recipe with the command in its first line, and the choices of the other groups."""
     lines, names = [], choices("recipe")
-    widest = max(map(len, names))
+    width = max(map(len, names))
     for name in names:
         first = (folder("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        lines.append(f"  recipe={name:<{widest}} {first.removeprefix('# ')}")
+        lines.append(f"  recipe={name:<{width}} {first.removeprefix('# ')}")
     lines += [f"  {group}={'|'.join(choices(group))}" for group in ("model", "loss", "parallel")]
     return "\n".join(lines)
 
 
-def _schema() -> DictConfig:
-    schema_node = OmegaConf.structured(Recipe)
-    assert isinstance(schema_node, DictConfig)
-    schema_node.loss = LossConfig()  # what any loss can be merged into; InfoNCE's own options could take no other's
-    return schema_node
-
-
-def to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
-    """A composed configuration as the dataclass it was made from.
-
-    Raises:
-        ConfigError: a value that cannot be resolved, or an option that the dataclass does not have.
-    """
-    try:
-        options = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:
-        raise ConfigError(one_line(str(error))) from None
-    assert isinstance(options, kind)
-    _refuse_added(options, "")
-    return options
-
-
 def _refuse_added(options: Any, prefix: str) -> None:
-    """Refuse what `+option=value` put beside the fields: nobody would read it."""
+    """Refuse options that `+option=value` added to the dataclass: nothing would read them."""
     names = [field.name for field in fields(options)]
     for name in vars(options):
         if name not in names:
-            raise ConfigError(unknown_option(f"{prefix}{name}", name, names))
+            raise ConfigError(unknown_option(f"{prefix}{name}", names))
     for name in names:
         value = getattr(options, name)
         if is_dataclass(value):
             _refuse_added(value, f"{prefix}{name}.")
-
-
-@contextlib.contextmanager
-def _clear_errors(arguments: list[str]) -> Iterator[None]:
-    """Catch what Hydra prints before it exits and raise it as one sentence."""
-    heard = io.StringIO()
-
-    def told(text: str) -> str:
-        if "Traceback (most recent call last)" in text:
-            return _of_traceback(text, arguments)
-        sentence = explain_hydra_error(text)
-        found = re.match(r"unknown option (loss\.\w+)", sentence)
-        if found and not any(argument.lstrip("+~").startswith(found[1]) for argument in arguments):
-            return (
-                f"the recipe sets {found[1]}, which the loss that is chosen does not have (a recipe chooses with "
-                f"`defaults: [override /loss: NAME]`): {sentence}"
-            )
-        return sentence
-
-    try:
-        with contextlib.redirect_stderr(heard):
-            yield
-    except SystemExit as leaving:
-        if leaving.code in (None, 0):
-            raise
-        raise ConfigError(told(heard.getvalue())) from None
-    except BrokenPipeError:  # `--help | head`
-        raise SystemExit(0) from None
-    except Exception as error:
-        raise ConfigError(told(str(error))) from None
-
-
-def _of_traceback(text: str, arguments: list[str]) -> str:
-    """The sentence about what Hydra did not foresee: mostly an option within one that has no options."""
-    for argument in arguments:
-        at: Any = to_plain(Recipe())
-        parts = argument.lstrip("+~").partition("=")[0].split(".")
-        for place, part in enumerate(parts):
-            if not isinstance(at, dict):
-                kind = "a list, which is written whole" if isinstance(at, list) else "a single value"
-                return f"{argument}: {'.'.join(parts[:place])} is {kind}"
-            at = at.get(part, {})
-    *_, last = (line.strip() for line in text.splitlines() if line.strip())
-    return f"{' '.join(arguments)}: cannot be read ({last})"

@@ -1,6 +1,7 @@
-"""Elements of a recipe's lists: mappings and bare paths -> dataclasses, each checked against its own."""
+"""Parses the list options of a recipe: mappings and bare paths become dataclasses."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -16,95 +17,87 @@ Item = TypeVar("Item")
 
 
 def escape_interpolations(value: Any) -> Any:
-    """Plain values with every `${` in their texts written so that OmegaConf leaves it as it is.
+    """Plain values in which OmegaConf resolves no `${`.
 
-    What was resolved once, or comes from a file that a run wrote, holds no interpolations: a text that looks like one
-    shall not be looked up in the environment.
+    Values that are resolved already, or that come from a file that a run wrote, hold no interpolations: a text that
+    looks like one must not read the environment.
     """
     match value:
         case str():
             return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
         case dict():
-            return {key: escape_interpolations(one) for key, one in value.items()}
+            return {key: escape_interpolations(item) for key, item in value.items()}
         case list():
-            return [escape_interpolations(one) for one in value]
+            return [escape_interpolations(item) for item in value]
         case _:
             return value
 
 
-def items(given: Any, kind: type[Item], option: str) -> list[Item]:
-    """Elements of a list option: a mapping is checked against the dataclass, a bare string is its path.
+def parse_items(value: Any, kind: type[Item], option: str) -> list[Item]:
+    """The elements of a list option: a mapping of the dataclass's options, or a string, which is its `path`.
 
-    What is one path or one mapping is a list of one.
+    A single path or mapping is a list of one.
 
     Raises:
-        ConfigError: it is neither, nor a list; or an element is not what the dataclass says.
+        ConfigError: `value` is none of these, or an element does not fit the dataclass.
     """
-    if isinstance(given, str | dict):
-        given = [given]
-    if not isinstance(given, list):
-        raise ConfigError(f"{option}={given!r} is neither a path, nor a mapping with `path`, nor a list of these")
+    if isinstance(value, str | dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise ConfigError(f"{option}={value!r} is neither a path, nor a mapping with `path`, nor a list of these")
     items: list[Item] = []
-    for index, value in enumerate(given):
-        element = {"path": value} if isinstance(value, str) else value
-        if not isinstance(element, dict):
-            raise ConfigError(f"{option}[{index}]={value!r} is neither a path nor a mapping with `path`")
-        if "path" not in element:
+    for index, element in enumerate(value):
+        mapping = {"path": element} if isinstance(element, str) else element
+        if not isinstance(mapping, dict):
+            raise ConfigError(f"{option}[{index}]={element!r} is neither a path nor a mapping with `path`")
+        if "path" not in mapping:
             raise ConfigError(f"{option}[{index}] has no `path`")
-        try:
-            merged = OmegaConf.merge(OmegaConf.structured(kind), escape_interpolations(element))
-            items.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
-        except OmegaConfBaseException as error:
-            raise ConfigError(
-                f"{option}[{index}]: {_of_list(str(error), element) or explain_hydra_error(str(error))}"
-            ) from None
+        items.append(_merge(kind, mapping, f"{option}[{index}]"))
     return items
 
 
-def _of_list(message: str, element: dict[str, Any]) -> str | None:
-    """What to write where one value stands for a list."""
-    key = re.search(r"full_key: (\w+)", message)
-    if "is not a ListConfig" not in message or key is None:
-        return None
-    return f"{key[1]}={element[key[1]]}: it is a list, write {key[1]}: [{element[key[1]]}]"
+def parse_sources(value: Any, option: str, loss: LossConfig) -> list[TrainSource]:
+    """Training sources; a source with a loss of its own gets all options of that loss.
 
-
-def parse_sources(given: Any, option: str, loss: LossConfig) -> list[TrainSource]:
-    """Training sources, each with its own loss whole where it has one."""
-    sources = items(given, TrainSource, option)
+    Args:
+        value: as `parse_items`.
+        option: the name of the list.
+        loss: the recipe's.
+    """
+    sources = parse_items(value, TrainSource, option)
     for index, source in enumerate(sources):
         if source.loss is not None:
             source.loss = _parse_source_loss(source.loss, loss, f"{option}[{index}].loss")
     return sources
 
 
-def parse_losses(given: list[Any], option: str) -> list[LossConfig]:
-    """Parts of a combination: each mapping is checked against the dataclass that its name chooses."""
+def parse_losses(elements: list[Any], option: str) -> list[LossConfig]:
+    """The parts of a combined loss: mappings of the options of the loss that `name` chooses."""
     losses: list[LossConfig] = []
-    for index, element in enumerate(given):
+    for index, element in enumerate(elements):
         if not isinstance(element, dict) or "name" not in element:
-            raise ConfigError(f"{option}[{index}]={element!r} is no mapping with the `name` of a loss")
+            raise ConfigError(f"{option}[{index}]={element!r} is not a mapping with the `name` of a loss")
         kind = LOSSES[check_loss_name(element["name"], f"{option}[{index}].name")]
-        try:
-            merged = OmegaConf.merge(OmegaConf.structured(kind), escape_interpolations(element))
-            losses.append(OmegaConf.to_object(merged))  # type: ignore[arg-type]
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{option}[{index}]: {explain_hydra_error(str(error))}") from None
+        losses.append(_merge(kind, element, f"{option}[{index}]"))
     return losses
 
 
-def _parse_source_loss(given: Any, loss: LossConfig, option: str) -> LossConfig:
-    """A source's own loss: another one by `name`, from its defaults on, or the recipe's with other options."""
-    element = {"name": given} if isinstance(given, str) else given
-    if not isinstance(element, dict):
-        raise ConfigError(f"{option}={given!r} is neither the name of a loss nor a mapping of its options")
-    name = check_loss_name(element.get("name", loss.name), f"{option}.name")
-    begin = loss if name == loss.name else LOSSES[name]()
-    try:
-        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(begin), escape_interpolations(element)))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{option}: {explain_hydra_error(str(error))}") from None
-    assert isinstance(merged, LossConfig)
-    if isinstance(merged, CombinedConfig) and "losses" in element:
-        merged.losses = parse_losses(element["losses"], f"{option}.losses")
+def _parse_source_loss(value: Any, loss: LossConfig, option: str) -> LossConfig:
+    """The loss of one source: the recipe's with other options, or another one by `name`, with its own defaults."""
+    options = {"name": value} if isinstance(value, str) else value
+    if not isinstance(options, dict):
+        raise ConfigError(f"{option}={value!r} is neither the name of a loss nor a mapping of its options")
+    name = check_loss_name(options.get("name", loss.name), f"{option}.name")
+    merged: LossConfig = _merge(loss if name == loss.name else LOSSES[name](), options, option)
+    if isinstance(merged, CombinedConfig) and "losses" in options:
+        merged.losses = parse_losses(options["losses"], f"{option}.losses")
     return merged
+
+
+def _merge(base: Any, options: Mapping[str, Any], option: str) -> Any:
+    """An instance of the dataclass `base`, or a copy of its instance `base`, with `options` set and types checked."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(base), escape_interpolations(options))
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{option}: {explain_hydra_error(error, options)}") from None

@@ -1,8 +1,6 @@
-"""Options of a loss that cannot work, found when the recipe is composed."""
+"""Checks of loss options that cannot work."""
 
-import difflib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,17 +23,17 @@ from embedtrain.config.losses import (
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.sentence_transformers import check_sentence_transformers
+from embedtrain.config.validation import OptionChecks, did_you_mean, written
 from embedtrain.errors import ConfigError
 
 
 def check_loss(loss: LossConfig) -> None:
-    """Refuse what cannot work.
+    """Refuse options of the recipe's loss that cannot work.
 
     Raises:
-        ConfigError: names the option, its value and what is allowed.
+        ConfigError: the first check that fails.
     """
-    if loss.weight != 1.0:
-        raise ConfigError(f"loss.weight={loss.weight} is for the parts of loss=combined: a loss alone needs no weight")
+    OptionChecks(loss, "loss.").require(loss.weight == 1.0, "weight", "is for the parts of loss=combined; leave it out")
     _check(loss, "loss")
 
 
@@ -43,17 +41,16 @@ def check_loss_name(name: Any, option: str) -> str:
     """The name itself, if a loss has it.
 
     Raises:
-        ConfigError: none has; the nearest is named.
+        ConfigError: no loss has it; names the nearest.
     """
     if str(name) not in LOSSES:
-        near = difflib.get_close_matches(str(name), LOSSES, n=1)
-        hint = f", did you mean {near[0]}?" if near else "."
-        raise ConfigError(f"{option}={name}: there is no such loss{hint} There are {', '.join(LOSSES)}")
+        hint = did_you_mean(str(name), list(LOSSES))
+        raise ConfigError(f"{option}={name}: there is no such loss{hint} Available are {', '.join(LOSSES)}")
     return str(name)
 
 
 def guide_paths(loss: LossConfig) -> list[str]:
-    """The models whose vectors a loss asks for, each once."""
+    """The guide and teacher models of a loss, without duplicates."""
     match loss:
         case CombinedConfig(losses=parts):
             return list(dict.fromkeys(path for part in parts for path in guide_paths(part)))
@@ -64,122 +61,155 @@ def guide_paths(loss: LossConfig) -> list[str]:
 
 
 def _check(loss: LossConfig, option: str) -> None:
-    if type(loss) is not LOSSES[check_loss_name(loss.name, f"{option}.name")]:
-        raise ConfigError(f"{option}.name={loss.name} does not choose a loss: write loss={loss.name}")
-    for problem in _problems(loss):
-        raise ConfigError(f"{option}.{problem}")
-    if isinstance(loss, SentenceTransformersConfig):
-        check_sentence_transformers(loss, option)
-    if isinstance(loss, CombinedConfig):
-        for index, part in enumerate(loss.losses):
-            if isinstance(part, CombinedConfig):
-                raise ConfigError(f"{option}.losses[{index}]: a combination within a combination; list its parts here")
-            where = f"{option}.losses[{index}]"
-            if None not in (loss.matryoshka_dims, part.matryoshka_dims):
-                raise ConfigError(f"{where}.matryoshka_dims: {option}.matryoshka_dims is around this one already")
-            # What a part does not go with, it does not go with around it either.
-            around = loss.matryoshka_dims or part.matryoshka_dims
-            _check(replace(part, matryoshka_dims=around), where)
-        _check_rows_fit(loss, option)
+    """Check one loss, and the parts of a combined one.
 
-
-def _problems(loss: LossConfig) -> Iterator[str]:
-    """What is wrong with the options of one loss, without the loss's own place in the recipe."""
-    if not _positive(loss.weight):
-        yield f"weight={loss.weight}: must be above 0; leave the loss out instead"
-    yield from _matryoshka(loss)
+    Args:
+        loss: its options.
+        option: its name in the recipe, such as `loss.losses[1]`.
+    """
+    check = OptionChecks(loss, f"{option}.")
+    check.require(
+        type(loss) is LOSSES[check_loss_name(loss.name, f"{option}.name")],
+        "name",
+        f"does not choose a loss; write loss={loss.name}",
+    )
+    check.positive("weight", "leave the loss out instead")
+    _check_matryoshka(loss, check)
     for name in ("temperature", "teacher_temperature"):
-        value = getattr(loss, name, None)
-        if value is not None and not _positive(value):
-            yield f"{name}={value}: must be above 0; {'0.01 to 0.1' if name == 'temperature' else '1'} is usual"
+        if hasattr(loss, name):
+            check.positive(name, "0.01 to 0.1 is usual" if name == "temperature" else "1 is usual")
     match loss:
         case InfoNCEConfig():
-            yield from _bounds(loss, trained=loss.learn_temperature)
-            yield from _infonce(loss)
+            _check_temperature_bounds(loss, check)
+            _check_infonce(loss, check)
         case SigLIPConfig():
-            yield from _bounds(loss, trained=loss.learn_temperature)
-            if not math.isfinite(loss.bias):
-                yield f"bias={loss.bias}: must be a number; -10 is usual"
+            _check_temperature_bounds(loss, check)
+            check.number("bias", "-10 is usual")
         case ContrastiveConfig() | OnlineContrastiveConfig() | TripletConfig() | BatchTripletConfig():
-            if not _positive(loss.margin):
-                yield f"margin={loss.margin}: must be above 0"
+            check.positive("margin")
         case OrthogonalConfig():
-            weights = (loss.mean_weight, loss.second_moment_weight)
-            if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
-                yield "mean_weight and second_moment_weight must not be negative, and one of them above 0"
-        case DistillEmbeddingsConfig() if loss.project and loss.matryoshka_dims is not None:
-            yield "project=true: a projection takes all dimensions, so it does not go with matryoshka_dims"
-        case CombinedConfig() if not loss.losses:
-            yield "losses is empty: name some, such as losses=[{name: infonce}, {name: distill_scores, weight: 0.5}]"
+            check.at_least(0, "mean_weight")
+            check.at_least(0, "second_moment_weight")
+            check.require(
+                loss.mean_weight > 0 or loss.second_moment_weight > 0,
+                "mean_weight",
+                "second_moment_weight is 0 as well",
+            )
+        case DistillEmbeddingsConfig():
+            check.require(
+                not loss.project or loss.matryoshka_dims is None,
+                "project",
+                "a projection takes all dimensions; it cannot be combined with matryoshka_dims",
+            )
+        case SentenceTransformersConfig():
+            check_sentence_transformers(loss, option)
+        case CombinedConfig():
+            _check_combined(loss, option)
 
 
-def _matryoshka(loss: LossConfig) -> Iterator[str]:
+def _check_matryoshka(loss: LossConfig, check: OptionChecks) -> None:
     dims, weights = loss.matryoshka_dims, loss.matryoshka_weights
-    if dims is not None and (not dims or min(dims) < 1 or len(set(dims)) < len(dims)):
-        yield f"matryoshka_dims={dims}: different numbers from 1 on, such as [768,256,64]; null switches it off"
-    if weights is None:
-        return
-    if dims is None or len(weights) != len(dims):
-        yield f"matryoshka_weights={weights}: one weight for each of matryoshka_dims={dims}"
-    if not all(map(_positive, weights)):
-        yield f"matryoshka_weights={weights}: must be above 0"
+    check.require(
+        dims is None or (bool(dims) and min(dims) >= 1 and len(set(dims)) == len(dims)),
+        "matryoshka_dims",
+        "must be different numbers from 1 on, such as [768,256,64]; null switches it off",
+    )
+    if weights is not None:
+        check.require(
+            dims is not None and len(weights) == len(dims),
+            "matryoshka_weights",
+            f"must have one weight for each of matryoshka_dims={written(dims)}",
+        )
+        check.require(all(0 < weight < math.inf for weight in weights), "matryoshka_weights", "must be above 0")
 
 
-def _bounds(loss: InfoNCEConfig | SigLIPConfig, *, trained: bool) -> Iterator[str]:
+def _check_temperature_bounds(loss: InfoNCEConfig | SigLIPConfig, check: OptionChecks) -> None:
     bounds = loss.temperature_bounds
-    if len(bounds) != 2 or not all(map(_positive, bounds)) or bounds[0] >= bounds[1]:
-        yield f"temperature_bounds={bounds}: two numbers above 0, the smaller first, such as [0.01, 1.0]"
-    elif trained and not bounds[0] <= loss.temperature <= bounds[1]:
-        yield f"temperature={loss.temperature} is not within temperature_bounds={bounds}"
+    check.require(
+        len(bounds) == 2 and 0 < bounds[0] < bounds[1] < math.inf,
+        "temperature_bounds",
+        "must be two numbers above 0, the smaller first, such as [0.01,1.0]",
+    )
+    check.require(
+        not loss.learn_temperature or bounds[0] <= loss.temperature <= bounds[1],
+        "temperature",
+        f"must be within temperature_bounds={written(bounds)}",
+    )
 
 
-def _infonce(loss: InfoNCEConfig) -> Iterator[str]:
-    directions = [side.value for side in loss.directions]
-    told = f"directions=[{','.join(directions)}]"
-    if LossDirection.query_document not in loss.directions or len(set(directions)) < len(directions):
-        yield f"{told}: query_document (it has the positive) and any of {', '.join(list(LossDirection)[1:])}, each once"
-    without = [
-        side.value for side in loss.directions if side in (LossDirection.query_query, LossDirection.document_document)
+def _check_infonce(loss: InfoNCEConfig, check: OptionChecks) -> None:
+    directions = loss.directions
+    check.require(
+        LossDirection.query_document in directions and len(set(directions)) == len(directions),
+        "directions",
+        "must have query_document, the direction with the positive, "
+        f"and any of {', '.join(list(LossDirection)[1:])}, each once",
+    )
+    without_positive = [
+        direction
+        for direction in directions
+        if direction in (LossDirection.query_query, LossDirection.document_document)
     ]
-    if loss.partition_mode is PartitionMode.separate and without:
-        yield f"partition_mode=separate: a softmax over {without[0]} alone has no positive; write partition_mode=joint"
-    if not loss.in_batch_negatives and loss.directions != [LossDirection.query_document]:
-        yield f"in_batch_negatives=false leaves only query_document, not {told}"
-    if not loss.in_batch_negatives and loss.hardness is Hardness.in_batch:
-        yield "hardness=in_batch: there are none with in_batch_negatives=false"
-    for name in ("margin", "false_negative_margin", "guide_margin", "hardness_strength"):
-        value = getattr(loss, name)
-        if value is not None and not math.isfinite(value):
-            yield f"{name}={value}: must be a number"
-    if loss.margin < 0 or loss.hardness_strength < 0:
-        yield f"margin={loss.margin}, hardness_strength={loss.hardness_strength}: must not be negative"
-    if (loss.hardness is Hardness.none) != (loss.hardness_strength == 0):
-        yield (
-            f"hardness={loss.hardness.value}, hardness_strength={loss.hardness_strength}: "
-            f"one has no effect without the other"
+    check.require(
+        loss.partition_mode is PartitionMode.joint or not without_positive,
+        "partition_mode",
+        f"a softmax over {written(without_positive)} has no positive; write partition_mode=joint",
+    )
+    if not loss.in_batch_negatives:
+        check.require(
+            directions == [LossDirection.query_document],
+            "directions",
+            "must be [query_document] with in_batch_negatives=false",
         )
-    if loss.guide is None and loss.guide_margin != 0:
-        yield f"guide_margin={loss.guide_margin} has no effect without loss.guide"
+        check.require(
+            loss.hardness is not Hardness.in_batch, "hardness", "there are none with in_batch_negatives=false"
+        )
+    check.number("false_negative_margin")
+    check.number("guide_margin")
+    check.at_least(0, "margin")
+    check.at_least(0, "hardness_strength")
+    check.require(
+        (loss.hardness is Hardness.none) == (loss.hardness_strength == 0),
+        "hardness",
+        f"one of hardness and hardness_strength={loss.hardness_strength} has no effect without the other",
+    )
+    check.require(loss.guide is not None or loss.guide_margin == 0, "guide_margin", "has no effect without guide")
 
 
-def _check_rows_fit(loss: CombinedConfig, option: str) -> None:
-    """Refuse losses that ask for different rows."""
-    needs = [row_requirements(part) for part in loss.losses]
-    classes = [need.loss for need in needs if need.label]
-    pairs = [need.loss for need in needs if need.documents]
-    if classes and pairs:
+def _check_combined(loss: CombinedConfig, option: str) -> None:
+    OptionChecks(loss, f"{option}.").require(
+        bool(loss.losses),
+        "losses",
+        "must name losses, such as [{name: infonce}, {name: distill_scores, weight: 0.5}]",
+    )
+    for index, part in enumerate(loss.losses):
+        part_option = f"{option}.losses[{index}]"
+        if isinstance(part, CombinedConfig):
+            raise ConfigError(f"{part_option}.name=combined: a combination cannot hold another; list its parts here")
+        OptionChecks(part, f"{part_option}.").require(
+            loss.matryoshka_dims is None or part.matryoshka_dims is None,
+            "matryoshka_dims",
+            f"{option}.matryoshka_dims is set as well; keep one",
+        )
+        # The dimensions of the combination are those of each part.
+        _check(replace(part, matryoshka_dims=loss.matryoshka_dims or part.matryoshka_dims), part_option)
+    _check_same_rows(loss, option)
+
+
+def _check_same_rows(loss: CombinedConfig, option: str) -> None:
+    """Refuse parts that require different rows."""
+    requirements = [row_requirements(part) for part in loss.losses]
+    of_classes = [row.loss for row in requirements if row.label]
+    of_pairs = [row.loss for row in requirements if row.documents]
+    if of_classes and of_pairs:
         raise ConfigError(
-            f"{option}.losses: {classes[0]} takes rows of one text and its class, {pairs[0]} rows of a query and "
-            f"documents: they cannot be trained on the same rows"
+            f"{option}.losses: {of_classes[0]} takes rows of one text and its class, {of_pairs[0]} rows of a query and "
+            "documents; they cannot be trained on the same rows"
         )
-    scored = [need.loss for need in needs if need.scores is not ScoreRequirement.none]
-    vectors = [need.loss for need in needs if need.vectors]
-    if vectors and (scored or classes):
+    of_scores = [row.loss for row in requirements if row.scores is not ScoreRequirement.none]
+    of_vectors = [row.loss for row in requirements if row.vectors]
+    if of_vectors and (of_scores or of_classes):
         raise ConfigError(
-            f"{option}.losses: rows have one column of values, which is vectors for {vectors[0]} and scores or "
-            f"classes for {(scored or classes)[0]}: give {vectors[0]} a `teacher` instead"
+            f"{option}.losses: rows have one column of values, which holds vectors for {of_vectors[0]} and scores or "
+            f"classes for {(of_scores or of_classes)[0]}; give {of_vectors[0]} a `teacher` instead"
         )
-
-
-def _positive(value: float) -> bool:
-    return math.isfinite(value) and value > 0

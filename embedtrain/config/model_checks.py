@@ -1,129 +1,148 @@
-"""Options of a model that cannot work, as far as that can be told before it is opened."""
+"""Checks of model options that cannot work, without opening the model."""
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from embedtrain.config.export_checks import ADAPTER
-from embedtrain.config.recipe import ALL_LINEAR, LoraConfig, ModelConfig, Pooling, Recipe
+from embedtrain.config.recipe import ADAPTER, ALL_LINEAR, LoraConfig, ModelConfig, Pooling
+from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
-# Each type, and whether transformers keeps beside it how many positions the model was trained with.
+# The types of rotary scaling, and whether transformers keeps the number of positions of the original model for each.
 ROPE_TYPES = {"yarn": True, "linear": False, "llama3": True}
-# Their frequencies follow the longest text of a forward pass.
-_BY_BATCH = ("dynamic", "longrope")
-_EXAMPLE = "model.rope_scaling={rope_type: yarn, factor: 4}"
-
-
-def rope_scaling_error(scaling: Any) -> str | None:
-    """The sentence to say of a `model.rope_scaling` that cannot work; None where none of it is wrong."""
-    if not isinstance(scaling, Mapping):
-        return f"model.rope_scaling={scaling!r}: a mapping with rope_type and factor, such as {_EXAMPLE}"
-    kind = scaling.get("rope_type")
-    if kind in _BY_BATCH:
-        return (
-            f"model.rope_scaling: rope_type={kind} turns positions by the longest text of a batch, so that a text's "
-            f"vector would depend on the texts beside it: write one of {', '.join(ROPE_TYPES)}"
-        )
-    if kind not in ROPE_TYPES:
-        return f"model.rope_scaling: rope_type={kind} is not one of {', '.join(ROPE_TYPES)}, as in {_EXAMPLE}"
-    factor = scaling.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not (math.isfinite(factor) and factor > 1):
-        return f"model.rope_scaling: factor={factor} is how many times further positions reach: a number above 1"
-    original = scaling.get("original_max_position_embeddings")
-    if original is not None and (isinstance(original, bool) or not isinstance(original, int) or original < 1):
-        return (
-            f"model.rope_scaling: original_max_position_embeddings={original} is a number of positions; left out, the "
-            "model's own is taken"
-        )
-    return None
+_ROPE_TYPES_BY_BATCH = ("dynamic", "longrope")  # their frequencies follow the longest text of a forward pass
+_ROPE_EXAMPLE = "such as model.rope_scaling={rope_type: yarn, factor: 4}"
 
 
 def check_model(model: ModelConfig) -> None:
-    """Refuse what no model can have.
+    """Refuse options of the model that cannot work, as far as they show before it is opened.
 
     Raises:
-        ConfigError: the first such option.
+        ConfigError: the first check that fails.
     """
+    check = OptionChecks(model, "model.")
+    if model.path is None and model.config is None:
+        raise ConfigError(
+            "no model: set model.path to a Hub id or a directory, or model.config to start from random weights"
+        )
+    if model.path is not None and model.config is not None:
+        raise ConfigError(
+            "model.path and model.config are both set: the first loads weights, the second has none; keep one"
+        )
+    check.require(
+        model.revision is None or model.path is not None,
+        "revision",
+        "chooses a version of a Hub repository; set model.path to its id",
+    )
+    check.require(
+        model.tokenizer_revision is None or model.tokenizer is not None,
+        "tokenizer_revision",
+        "has no effect without model.tokenizer: the model's own tokenizer has the model's revision",
+    )
+    if model.config is not None and model.pooling is None:
+        raise ConfigError("model.config does not define pooling: set model.pooling to cls, mean or last")
+    check.length("max_length")
     if model.include_prompt is False and model.pooling not in (None, Pooling.mean):
         raise ConfigError(include_prompt_error(model.pooling))
-    if model.rope_scaling is not None and (problem := rope_scaling_error(model.rope_scaling)) is not None:
-        raise ConfigError(problem)
+    if model.rope_scaling is not None:
+        check_rope_scaling(model.rope_scaling)
 
 
 def include_prompt_error(pooling: Pooling) -> str:
-    """The sentence to say where a vector is one token's."""
+    """The message for `model.include_prompt=false` with a pooling other than mean."""
     return (
-        f"model.include_prompt=false is for model.pooling=mean: with {pooling.value} a vector is one token's, and no "
-        "prompt is in it to be left out; leave it out (null)"
+        f"model.include_prompt=false is for model.pooling=mean: with {pooling.value} the embedding is that of one "
+        "token; leave include_prompt out"
     )
 
 
-def check_lora(recipe: Recipe) -> None:
-    """Refuse options of adapters that cannot work.
+def check_rope_scaling(scaling: Any) -> None:
+    """Refuse a `model.rope_scaling` that no model can have.
 
     Raises:
-        ConfigError: the first of them, its value, and what is allowed.
+        ConfigError: not a mapping, an unknown type, a factor or number of positions out of range.
     """
-    lora = recipe.model.lora
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(
+            f"model.rope_scaling={scaling!r}: must be a mapping with rope_type and factor, {_ROPE_EXAMPLE}"
+        )
+    rope_type = scaling.get("rope_type")
+    if rope_type in _ROPE_TYPES_BY_BATCH:
+        raise ConfigError(
+            f"model.rope_scaling.rope_type={rope_type}: scales positions by the longest text of a batch, so the "
+            f"embedding of a text would depend on the other texts; write one of {', '.join(ROPE_TYPES)}"
+        )
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(
+            f"model.rope_scaling.rope_type={rope_type}: must be one of {', '.join(ROPE_TYPES)}, {_ROPE_EXAMPLE}"
+        )
+    factor = scaling.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not (math.isfinite(factor) and factor > 1):
+        raise ConfigError(
+            f"model.rope_scaling.factor={factor}: must be a number above 1, the factor of the context length"
+        )
+    original = scaling.get("original_max_position_embeddings")
+    if original is not None and (isinstance(original, bool) or not isinstance(original, int) or original < 1):
+        raise ConfigError(
+            f"model.rope_scaling.original_max_position_embeddings={original}: must be a number of positions; "
+            "default: the model's"
+        )
+
+
+def check_lora(lora: LoraConfig, export_formats: Sequence[str]) -> None:
+    """Refuse options of adapters that cannot work, also together with `export.formats`.
+
+    Raises:
+        ConfigError: the first check that fails.
+    """
+    defaults = LoraConfig()
+    check = OptionChecks(lora, "model.lora.")
+    has_adapter_export = ADAPTER in export_formats
     if not lora.on:
-        _refuse_without_adapters(recipe)
+        for name in ("alpha", "targets", "dropout", "modules_to_save", "base_dtype", "load_in_4bit", "revision"):
+            check.require(
+                getattr(lora, name) == getattr(defaults, name),
+                name,
+                "has no effect without adapters; set model.lora.rank, or model.lora.path to start from an adapter",
+            )
+        if has_adapter_export:
+            raise ConfigError(
+                f"export.formats={written(list(export_formats))}: there is no adapter to export; set model.lora.rank, "
+                "or leave adapter out"
+            )
         return
-    if lora.rank is not None and lora.rank < 1:
-        raise ConfigError(f"model.lora.rank={lora.rank}: at least 1; null trains the whole model")
-    if lora.alpha is not None and not (math.isfinite(lora.alpha) and lora.alpha > 0):
-        raise ConfigError(f"model.lora.alpha={lora.alpha}: must be above 0; null is twice the rank")
-    if not 0 <= lora.dropout < 1:
-        raise ConfigError(f"model.lora.dropout={lora.dropout}: from 0 to below 1")
+    check.at_least(1, "rank", "null trains the whole model")
+    check.positive("alpha", "null is twice the rank")
+    check.require(0 <= lora.dropout < 1, "dropout", "must be from 0 to below 1")
     targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
-    if not isinstance(targets, list) or not targets or not all(isinstance(one, str) and one for one in targets):
-        raise ConfigError(
-            f"model.lora.targets={lora.targets}: write {ALL_LINEAR}, or names of layers such as [q_proj, v_proj]"
-        )
-    if ALL_LINEAR in targets and len(targets) > 1:
-        raise ConfigError(f"model.lora.targets={targets}: {ALL_LINEAR} is all of them; leave the others out")
+    check.require(
+        isinstance(targets, list) and bool(targets) and all(isinstance(name, str) and name for name in targets),
+        "targets",
+        f"must be {ALL_LINEAR}, or names of layers such as [q_proj,v_proj]",
+    )
+    check.require(
+        ALL_LINEAR not in targets or len(targets) == 1, "targets", f"{ALL_LINEAR} includes the others; leave them out"
+    )
     if lora.path is not None:
-        _refuse_beside_path(lora)
-    elif lora.revision is not None:
-        raise ConfigError(
-            f"model.lora.revision={lora.revision} chooses a version of a Hub adapter: write model.lora.path=ID"
-        )
-    if ADAPTER in recipe.export.formats and "dense" in lora.modules_to_save:
-        raise ConfigError(
-            "export.formats has adapter and model.lora.modules_to_save has dense: an adapter has no place for "
-            "heads "
-            "behind the pooling; leave one of them out (the merged model has them)"
-        )
-    if lora.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "model.lora.load_in_4bit=true needs the package bitsandbytes, which is not installed: "
-            "pip install 'embedtrain[qlora]', or leave it out"
-        )
-
-
-def _refuse_without_adapters(recipe: Recipe) -> None:
-    plain = LoraConfig()
-    for name in ("alpha", "targets", "dropout", "modules_to_save", "base_dtype", "load_in_4bit", "revision"):
-        value = getattr(recipe.model.lora, name)
-        if value != getattr(plain, name):
-            raise ConfigError(
-                f"model.lora.{name}={getattr(value, 'value', value)} has no use without adapters: set model.lora.rank, "
-                "or model.lora.path to go on from an adapter"
+        for name in ("rank", "alpha", "targets", "dropout"):
+            check.require(
+                getattr(lora, name) == getattr(defaults, name),
+                name,
+                f"the adapter of model.lora.path={lora.path} has its own; leave one out",
             )
-    if ADAPTER in recipe.export.formats:
+    check.require(
+        lora.revision is None or lora.path is not None,
+        "revision",
+        "chooses a version of a Hub adapter; set model.lora.path to its id",
+    )
+    if has_adapter_export and "dense" in lora.modules_to_save:
         raise ConfigError(
-            f"export.formats={recipe.export.formats}: there is no adapter to export; set model.lora.rank, or leave "
-            "it out"
+            "export.formats has adapter and model.lora.modules_to_save has dense: PEFT's adapter format cannot "
+            "hold the heads behind the pooling; leave one of them out (the merged model has them)"
         )
-
-
-def _refuse_beside_path(lora: LoraConfig) -> None:
-    """What the adapter that one goes on from decides itself."""
-    plain = LoraConfig()
-    for name in ("rank", "alpha", "targets", "dropout"):
-        value = getattr(lora, name)
-        if value != getattr(plain, name):
-            raise ConfigError(
-                f"model.lora.{name}={value} and model.lora.path={lora.path}: the adapter brings its own; leave one out"
-            )
+    check.require(
+        not lora.load_in_4bit or importlib.util.find_spec("bitsandbytes") is not None,
+        "load_in_4bit",
+        "needs the package bitsandbytes, which is not installed: pip install 'embedtrain[qlora]', or leave it out",
+    )

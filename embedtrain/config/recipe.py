@@ -12,6 +12,8 @@ from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 
 ALL_LINEAR = "all-linear"
+ONNX, ADAPTER = "onnx", "adapter"
+EXPORT_FORMATS = ("sentence_transformers", ONNX, ADAPTER)
 
 
 class BaseDtype(str, Enum):

@@ -1,4 +1,4 @@
-"""What a loss asks of the rows it is trained on: known from the recipe, so bad rows are found when they are read."""
+"""What a loss requires of training rows. The recipe defines it, so that bad rows are found when they are read."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,23 +23,23 @@ from embedtrain.config.losses import (
 
 
 class ScoreRequirement(str, Enum):
-    """What scores a loss wants of a row's documents."""
+    """Which scores of documents a loss requires."""
 
     none = "none"
-    pairs = "pairs"  # how alike query and document are; where rows have none, a positive counts 1 and a negative 0
-    teacher = "teacher"  # a teacher's, or a class; nothing stands in for them
+    pairs = "pairs"  # similarity of query and document; in rows without scores a positive counts 1 and a negative 0
+    teacher = "teacher"  # a teacher's scores, or a class; without a default
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRange:
-    """What scores a loss can use: from `low` to `high`, whole numbers alone or any."""
+    """The scores that a loss accepts: from `low` to `high`, whole numbers only or any."""
 
     low: float = -math.inf
     high: float = math.inf
     whole: bool = False
 
     def __and__(self, other: "ScoreRange") -> "ScoreRange":
-        """What both can use."""
+        """The scores that both accept."""
         return ScoreRange(
             low=max(self.low, other.low), high=min(self.high, other.high), whole=self.whole or other.whole
         )
@@ -48,23 +48,22 @@ class ScoreRange:
         return self.low <= score <= self.high and (not self.whole or float(score).is_integer())
 
     def __str__(self) -> str:
-        """In words."""
         return f"{'a whole number ' * self.whole}from {self.low:g} to {self.high:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowRequirements:
-    """What a loss asks of every row.
+    """What a loss requires of every row.
 
     Attributes:
-        documents: a positive at least; else a row may be one text alone.
-        negatives: a hard negative at least.
+        documents: at least a positive; otherwise a row may be a single text.
+        negatives: at least one hard negative.
         scores: a score for every document.
-        range: what scores it can use.
-        label: the row's class, a whole number.
-        vectors: a teacher's vector for every text.
-        same_num_documents: as many documents in every row.
-        loss: the loss's name, for sentences to the user.
+        range: the scores that it accepts.
+        label: the class of the row, a whole number.
+        vectors: a teacher's embedding of every text.
+        same_num_documents: the same number of documents in every row.
+        loss: the name of the loss, for messages.
     """
 
     documents: bool = True
@@ -77,7 +76,7 @@ class RowRequirements:
     loss: str = "infonce"
 
     def __or__(self, other: "RowRequirements") -> "RowRequirements":
-        """What two losses on the same rows ask together."""
+        """What two losses on the same rows require together."""
         strictest = max(self.scores, other.scores, key=list(ScoreRequirement).index)
         return RowRequirements(
             documents=self.documents or other.documents,
@@ -91,15 +90,15 @@ class RowRequirements:
         )
 
 
-# Compared with a cosine; the weight of pulling together, 1 minus it that of pushing apart; one or the other.
-_COSINE, _SHARE, _EITHER = ScoreRange(low=-1, high=1), ScoreRange(low=0, high=1), ScoreRange(low=0, high=1, whole=True)
+# A cosine; a weight of the attracting term, whose rest is that of the repelling term; the same, but 0 or 1.
+_COSINE, _WEIGHT, _BINARY = ScoreRange(low=-1, high=1), ScoreRange(low=0, high=1), ScoreRange(low=0, high=1, whole=True)
 _COLUMNS = RowRequirements(same_num_documents=True)
 _PAIRS = RowRequirements(same_num_documents=True, scores=ScoreRequirement.pairs)
 _TEACHER = RowRequirements(same_num_documents=True, negatives=True, scores=ScoreRequirement.teacher)
 _CLASSES = RowRequirements(documents=False, label=True, same_num_documents=True)
 _VECTORS = RowRequirements(documents=False, vectors=True, same_num_documents=True)
 
-# The classes of sentence-transformers 6.0 to 6.2 that compute from embeddings.
+# The loss classes of sentence-transformers 6.0 to 6.2 that compute from embeddings.
 SENTENCE_TRANSFORMERS_LOSSES: dict[str, RowRequirements] = {
     "MultipleNegativesRankingLoss": _COLUMNS,
     "MultipleNegativesSymmetricRankingLoss": _COLUMNS,
@@ -112,8 +111,8 @@ SENTENCE_TRANSFORMERS_LOSSES: dict[str, RowRequirements] = {
     "CoSENTLoss": _PAIRS,
     "AnglELoss": _PAIRS,
     "CosineSimilarityLoss": replace(_PAIRS, range=_COSINE),
-    "ContrastiveLoss": replace(_PAIRS, range=_SHARE),
-    "OnlineContrastiveLoss": replace(_PAIRS, range=_EITHER),
+    "ContrastiveLoss": replace(_PAIRS, range=_WEIGHT),
+    "OnlineContrastiveLoss": replace(_PAIRS, range=_BINARY),
     "SoftmaxLoss": RowRequirements(same_num_documents=True, scores=ScoreRequirement.teacher),
     "TripletLoss": replace(_COLUMNS, negatives=True),
     "BatchAllTripletLoss": _CLASSES,
@@ -125,39 +124,39 @@ SENTENCE_TRANSFORMERS_LOSSES: dict[str, RowRequirements] = {
     "MSELoss": _VECTORS,
     "EmbedDistillLoss": _VECTORS,
 }
-# Those that need more than embeddings, and what.
+# The loss classes that need more than embeddings, and what they need.
 UNSUPPORTED_LOSSES: dict[str, str] = {
-    "AdaptiveLayerLoss": "the vectors of inner layers",
-    "Matryoshka2dLoss": "the vectors of inner layers",
-    "ContrastiveTensionLoss": "a second copy of the model that is trained too",
-    "ContrastiveTensionLossInBatchNegatives": "a second copy of the model that is trained too",
+    "AdaptiveLayerLoss": "the embeddings of inner layers",
+    "Matryoshka2dLoss": "the embeddings of inner layers",
+    "ContrastiveTensionLoss": "a second model that is trained as well",
+    "ContrastiveTensionLossInBatchNegatives": "a second model that is trained as well",
     "DenoisingAutoEncoderLoss": "a decoder",
 }
 
 
 def row_requirements(loss: LossConfig) -> RowRequirements:
-    """What `loss` asks of every row. `check_loss` must have passed it."""
+    """What a loss, which `check_loss` has accepted, requires of every row."""
     match loss:
         case CombinedConfig(losses=parts):
-            together = RowRequirements(documents=False, loss="")
+            combined = RowRequirements(documents=False, loss="")
             for part in parts:
-                together |= row_requirements(part)
-            return together
+                combined |= row_requirements(part)
+            return combined
         case SentenceTransformersConfig(class_name=name, arguments=arguments):
             if name == "MatryoshkaLoss":
                 name = arguments["loss"]["class_name"]
-            needs = replace(SENTENCE_TRANSFORMERS_LOSSES[name], loss=name)
+            requirements = replace(SENTENCE_TRANSFORMERS_LOSSES[name], loss=name)
             if name == "SoftmaxLoss" and isinstance(arguments.get("num_labels"), int):
-                return replace(needs, range=ScoreRange(low=0, high=arguments["num_labels"] - 1, whole=True))
-            return needs
+                return replace(requirements, range=ScoreRange(low=0, high=arguments["num_labels"] - 1, whole=True))
+            return requirements
         case CoSENTConfig() | AnglEConfig():
             return RowRequirements(scores=ScoreRequirement.pairs, loss=loss.name)
         case CosineMSEConfig():
             return RowRequirements(scores=ScoreRequirement.pairs, range=_COSINE, loss=loss.name)
         case ContrastiveConfig():
-            return RowRequirements(scores=ScoreRequirement.pairs, range=_SHARE, loss=loss.name)
+            return RowRequirements(scores=ScoreRequirement.pairs, range=_WEIGHT, loss=loss.name)
         case OnlineContrastiveConfig():
-            return RowRequirements(scores=ScoreRequirement.pairs, range=_EITHER, loss=loss.name)
+            return RowRequirements(scores=ScoreRequirement.pairs, range=_BINARY, loss=loss.name)
         case TripletConfig():
             return RowRequirements(negatives=True, loss=loss.name)
         case BatchTripletConfig():

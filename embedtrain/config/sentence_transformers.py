@@ -1,11 +1,11 @@
-"""What can be said of loss=sentence_transformers before sentence-transformers, or torch, is imported."""
+"""Checks of loss=sentence_transformers, without importing sentence-transformers or torch."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from embedtrain.config.losses import SentenceTransformersConfig
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
+from embedtrain.config.validation import OptionChecks, did_you_mean, written
 from embedtrain.errors import ConfigError
 
 MATRYOSHKA = "MatryoshkaLoss"
@@ -22,7 +22,7 @@ _PAIRWISE = (
 _SIAMESE = ("EUCLIDEAN", "MANHATTAN", "COSINE_DISTANCE")
 _BATCH = ("cosine_distance", "euclidean_distance")
 
-# The functions that an argument may name. Looked up by these names, never evaluated.
+# The functions that an argument may name. They are looked up by these names, never evaluated.
 FUNCTION_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     "MultipleNegativesRankingLoss": {"similarity_fct": _MATRIX},
     "MultipleNegativesSymmetricRankingLoss": {"similarity_fct": _MATRIX},
@@ -41,99 +41,107 @@ FUNCTION_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     "BatchSemiHardTripletLoss": {"distance_metric": _BATCH},
 }
 
-# Arguments that nobody can set, and why.
+# Arguments that cannot be set, and why.
 _REFUSED = {
-    "model": "the model is the recipe's; leave it out",
-    "guide": "the guide is set beside class_name, not here: guide=a directory or a Hub id",
-    "gather_across_devices": "the batch of all ranks is gathered in any case; leave it out",
-    "loss_fct": "it is a function, and YAML names none; leave it out",
-    "cos_score_transformation": "it is a function, and YAML names none; leave it out",
+    "model": "the model is that of the recipe; leave it out",
+    "guide": "set the guide beside class_name instead: guide=a directory or a Hub id",
+    "gather_across_devices": "the batch of all ranks is always gathered; leave it out",
+    "loss_fct": "is a function, which YAML cannot name; leave it out",
+    "cos_score_transformation": "is a function, which YAML cannot name; leave it out",
 }
 
 
-def check_sentence_transformers(config: SentenceTransformersConfig, option: str = "loss") -> None:
-    """Refuse what no version of sentence-transformers could make a loss of.
+def check_sentence_transformers(loss: SentenceTransformersConfig, option: str = "loss") -> None:
+    """Refuse options that no supported version of sentence-transformers accepts.
 
     Args:
-        config: the options.
-        option: their name in the recipe, for the sentences.
+        loss: the options.
+        option: their name in the recipe.
 
     Raises:
-        ConfigError: an unknown class, one that needs more than embeddings, an argument that cannot be set, a
-            function that is not known by name, a guide that is missing or has nothing to guide, dimensions to
-            shorten vectors to where the class takes whole ones.
+        ConfigError: an unknown class, one that needs more than embeddings, an argument that cannot be set, a function
+            that is not known by name, a missing or superfluous guide, `matryoshka_dims` for a class that takes whole
+            embeddings.
     """
-    _check_class(config.class_name, config.arguments, option)
-    name = config.class_name
+    _check_class(loss.class_name, loss.arguments, option)
+    name = loss.class_name
     if name == MATRYOSHKA:
-        name = _check_matryoshka(config.arguments, option)
-    if config.matryoshka_dims is not None and (
-        name == "SoftmaxLoss" or SENTENCE_TRANSFORMERS_LOSSES[name].vectors or config.class_name == MATRYOSHKA
-    ):
-        what = "shortens vectors itself" if config.class_name == MATRYOSHKA else "takes whole vectors"
-        raise ConfigError(
-            f"{option}.matryoshka_dims={config.matryoshka_dims}: {config.class_name} {what}; leave it out"
-        )
-    if name in LOSSES_WITH_GUIDE and config.guide is None:
-        raise ConfigError(f"{option}.class_name={name} needs a guide: set {option}.guide to a directory or a Hub id")
-    if name not in LOSSES_WITH_GUIDE and config.guide is not None:
-        raise ConfigError(
-            f"{option}.guide={config.guide} is for {' and '.join(LOSSES_WITH_GUIDE)}; {name} has no guide"
-        )
+        name = _check_matryoshka_arguments(loss.arguments, option)
+    check = OptionChecks(loss, f"{option}.")
+    check.require(
+        loss.matryoshka_dims is None or loss.class_name != MATRYOSHKA,
+        "matryoshka_dims",
+        f"{MATRYOSHKA} shortens embeddings itself; leave it out",
+    )
+    check.require(
+        loss.matryoshka_dims is None or (name != "SoftmaxLoss" and not SENTENCE_TRANSFORMERS_LOSSES[name].vectors),
+        "matryoshka_dims",
+        f"{name} takes whole embeddings; leave it out",
+    )
+    if name in LOSSES_WITH_GUIDE:
+        check.require(loss.guide is not None, "guide", f"{name} needs a guide; write a directory or a Hub id")
+    check.require(
+        loss.guide is None or name in LOSSES_WITH_GUIDE,
+        "guide",
+        f"is for {' and '.join(LOSSES_WITH_GUIDE)}; {name} has no guide",
+    )
 
 
 def _check_class(name: Any, arguments: Any, option: str) -> None:
-    known = [*SENTENCE_TRANSFORMERS_LOSSES, MATRYOSHKA]
+    """Check a class's name and arguments; `option` is that of the mapping that holds both."""
+    supported = [*SENTENCE_TRANSFORMERS_LOSSES, MATRYOSHKA]
     if not name:
-        raise ConfigError(f"{option}.class_name is missing: set it to one of {', '.join(known)}")
+        raise ConfigError(f"{option}.class_name is missing: set it to one of {', '.join(supported)}")
     if name in UNSUPPORTED_LOSSES:
         raise ConfigError(
-            f"{option}.class_name={name} needs {UNSUPPORTED_LOSSES[name]}, and a loss here sees embeddings alone; "
-            f"there are {', '.join(known)}"
+            f"{option}.class_name={name}: needs {UNSUPPORTED_LOSSES[name]}, but losses see embeddings only. "
+            f"Available are {', '.join(supported)}"
         )
-    if name not in known:
-        lower = {one.lower(): one for one in known}
-        near = difflib.get_close_matches(str(name).lower(), lower, n=1)
-        hint = f", did you mean {lower[near[0]]}?" if near else "."
+    if name not in supported:
+        hint = did_you_mean(str(name), supported)
         raise ConfigError(
-            f"{option}.class_name={name}: embedtrain knows no such class{hint} There are {', '.join(known)}"
+            f"{option}.class_name={name}: there is no such class{hint} Available are {', '.join(supported)}"
         )
     if not isinstance(arguments, Mapping):
-        raise ConfigError(f"{option}.arguments={arguments!r}: it is a mapping of {name}'s arguments")
+        raise ConfigError(f"{option}.arguments={arguments!r}: must be a mapping of the arguments of {name}")
     for argument, value in arguments.items():
         if argument in _REFUSED:
-            raise ConfigError(f"{option}.arguments.{argument}={value}: {_REFUSED[argument]}")
+            raise ConfigError(f"{option}.arguments.{argument}={written(value)}: {_REFUSED[argument]}")
         allowed = FUNCTION_ARGUMENTS.get(name, {}).get(argument)
         if allowed and value not in allowed:
-            raise ConfigError(f"{option}.arguments.{argument}={value}: {name} takes one of {', '.join(allowed)}")
+            raise ConfigError(
+                f"{option}.arguments.{argument}={written(value)}: {name} takes one of {', '.join(allowed)}"
+            )
 
 
-def _check_matryoshka(arguments: Mapping[str, Any], option: str) -> str:
-    """The name of the class within."""
-    inner, written = arguments.get("loss"), f"{option}.arguments.loss"
+def _check_matryoshka_arguments(arguments: Mapping[str, Any], option: str) -> str:
+    """Check the arguments of MatryoshkaLoss, and return the name of the class that it wraps."""
+    inner, inner_option = arguments.get("loss"), f"{option}.arguments.loss"
     if not isinstance(inner, Mapping) or "class_name" not in inner or set(inner) - {"class_name", "arguments"}:
         raise ConfigError(
-            f"{written}={inner!r}: {MATRYOSHKA} takes a mapping such as "
+            f"{inner_option}={inner!r}: {MATRYOSHKA} takes a mapping such as "
             "{class_name: MultipleNegativesRankingLoss, arguments: {scale: 20}}"
         )
     name, inner_arguments = inner["class_name"], inner.get("arguments", {})
     if name == MATRYOSHKA:
-        raise ConfigError(f"{written}.class_name={name}: a {MATRYOSHKA} holds another class, not itself")
-    _check_class(name, inner_arguments, written)
+        raise ConfigError(f"{inner_option}.class_name={name}: {MATRYOSHKA} cannot wrap itself")
+    _check_class(name, inner_arguments, inner_option)
     dims = arguments.get("matryoshka_dims")
     if not isinstance(dims, list | tuple) or not dims or not all(type(dim) is int and dim > 0 for dim in dims):
-        raise ConfigError(f"{option}.arguments.matryoshka_dims={dims}: a list of dimensions, such as [768, 256, 64]")
-    # A layer has one width, the shortened vectors another: torch would complain of a matrix product. And a loss
-    # of several parts is a dictionary, which Python would not add up.
-    unfit = {
-        "SoftmaxLoss": f"its classifier takes whole vectors, and {MATRYOSHKA} shortens them",
+        raise ConfigError(
+            f"{option}.arguments.matryoshka_dims={dims}: must be a list of dimensions, such as [768,256,64]"
+        )
+    # A linear layer has one input width, so torch would raise about a matrix product; and a loss of several parts is
+    # a dictionary, which MatryoshkaLoss could not add up.
+    unsupported = {
+        "SoftmaxLoss": f"its classifier takes whole embeddings, and {MATRYOSHKA} shortens them",
         "GlobalOrthogonalRegularizationLoss": f"it has several parts, and {MATRYOSHKA} takes a loss of one",
     }
-    if name in unfit:
-        raise ConfigError(f"{written}.class_name={name}: {unfit[name]}")
+    if name in unsupported:
+        raise ConfigError(f"{inner_option}.class_name={name}: {unsupported[name]}")
     if inner_arguments.get("projection_dim") is not None:
         raise ConfigError(
-            f"{written}.arguments.projection_dim={inner_arguments['projection_dim']}: a projection takes whole "
-            f"vectors, {MATRYOSHKA} shortens them; leave it out"
+            f"{inner_option}.arguments.projection_dim={inner_arguments['projection_dim']}: a projection takes whole "
+            f"embeddings, and {MATRYOSHKA} shortens them; leave it out"
         )
     return str(name)

@@ -1,4 +1,4 @@
-"""Rows over all ranks: gathered with their gradient, in any number per rank, none included.
+"""Differentiable collectives over rows, with any number of rows per rank, including 0.
 
 Shapes: R_r rows on rank r, R = sum of R_r, W ranks, D columns.
 """
@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# torch 2.13 renamed the two collectives and warns of the old names; 2.11 and 2.12 have only those.
+# torch 2.13 renamed these two collectives and warns about the old names; 2.11 and 2.12 only have the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def row_counts(rows: int, device: torch.device) -> list[int]:
-    """How many rows each rank has, in rank order. Every rank must call it."""
+    """Number of rows on each rank. Every rank must call it."""
     counts = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
     _all_gather(counts, torch.tensor([rows], dtype=torch.int64, device=device))
     return [int(n) for n in counts.tolist()]
@@ -25,29 +25,29 @@ def row_counts(rows: int, device: torch.device) -> list[int]:
 def gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
     """Concatenate the rows of all ranks, [R_r, ...] -> [R, ...], differentiably.
 
-    The backward pass sums, over all ranks, the gradients that reached a row, and returns them to the
-    rank the row came from. With a local loss on each rank this makes the gradient of the *sum* of those
-    losses exact; gathering without it is what bends other trainers' gradients.
+    The backward pass sums the gradients of a row over all ranks and returns the sum to the rank that the row came from.
+    With a local loss on each rank, the gradient of the *sum* of the local losses is therefore exact. A gather without
+    gradient, as in other trainers, makes it wrong.
 
     Args:
-        rows: this rank's rows; any number, but the same trailing shape and dtype on all ranks.
-        counts: `row_counts` of these rows where the caller has them already.
+        rows: any number; the same trailing shape and dtype on all ranks.
+        counts: `row_counts` of these rows, if already known.
     """
     counts = row_counts(rows.shape[0], rows.device) if counts is None else counts
     return _GatherRows.apply(rows, counts)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def ring(tensors: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[Tensor]]]:
-    """Every rank's tensors in turn, beginning with this rank's own; no rank ever holds more than two ranks'.
+    """Pass every rank's tensors around, starting with the local ones; a rank holds those of at most two ranks.
 
-    The next rank's tensors travel while these are worked on. Without gradient.
+    The next transfer overlaps with work on the current tensors. Not differentiable.
 
     Args:
-        tensors: this rank's, each with rows first.
-        counts: of each of them, how many rows each rank has.
+        tensors: local tensors with rows in the first dimension.
+        counts: for each tensor, the number of rows on each rank.
 
     Yields:
-        A rank and its tensors. Every rank must take all W of them, and leave them unchanged.
+        A rank and its tensors. Every rank must consume all W of them and must not modify them.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     held = []
@@ -56,38 +56,37 @@ def ring(tensors: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Iterator
         padded[: tensor.shape[0]] = tensor.detach()
         held.append(padded)
     for hop in range(size):
-        coming = [torch.empty_like(tensor) for tensor in held]
+        incoming = [torch.empty_like(tensor) for tensor in held]
         works: list[dist.Work] = []
         if hop < size - 1:
             operations = []
-            for tag, (here, there) in enumerate(zip(held, coming, strict=True)):
-                if here.numel():
-                    operations.append(dist.P2POp(dist.isend, here, (rank + 1) % size, tag=tag))
-                    operations.append(dist.P2POp(dist.irecv, there, (rank - 1) % size, tag=tag))
+            for tag, (outgoing, buffer) in enumerate(zip(held, incoming, strict=True)):
+                if outgoing.numel():
+                    operations.append(dist.P2POp(dist.isend, outgoing, (rank + 1) % size, tag=tag))
+                    operations.append(dist.P2POp(dist.irecv, buffer, (rank - 1) % size, tag=tag))
             works = dist.batch_isend_irecv(operations) if operations else []
-        of = (rank - hop) % size
-        yield of, [tensor[: rows[of]] for tensor, rows in zip(held, counts, strict=True)]
+        source = (rank - hop) % size
+        yield source, [tensor[: rows[source]] for tensor, rows in zip(held, counts, strict=True)]
         for work in works:
             work.wait()
-        held = coming
+        held = incoming
 
 
 def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Send rows to the ranks they belong to: [sum of sent, ...] -> [sum of received, ...]. Without gradient.
+    """Send each row to one rank: [sum of sent, ...] -> [sum of received, ...]. Not differentiable.
 
-    The way back is the same with the two counts swapped. Every rank must call it, also one without rows.
+    The inverse is the same call with the two counts swapped. Every rank must call it, even without rows.
 
     Args:
-        rows: this rank's, those for rank 0 first, then those for rank 1, and so on; the same trailing shape and
-            dtype on all ranks.
-        sent: how many of them go to each rank.
-        received: how many come from each rank: on rank r entry s is what rank s has sent to r.
+        rows: ordered by destination rank; the same trailing shape and dtype on all ranks.
+        sent: number of rows for each rank.
+        received: number of rows from each rank: on rank r, entry s is what rank s sends to r.
 
     Returns:
-        What came, by the rank it came from.
+        The received rows, ordered by source rank.
     """
     out = rows.new_empty((sum(received), *rows.shape[1:]))
-    # One of the few that torch 2.13 did not rename.
+    # torch 2.13 did not rename this one.
     dist.all_to_all_single(out, rows.detach().contiguous(), list(received), list(sent))
     return out
 
@@ -95,8 +94,8 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int]) ->
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The sum of the ranks' tensors of one shape, on every rank, differentiably.
 
-    The backward pass sums, over all ranks, the gradients of what each made of the sum. A rank that takes
-    1/W of a function of the sum for its share therefore gets the function's exact gradient.
+    The backward pass sums the gradients of the result over all ranks. If every rank's local loss is 1/W of a function
+    of the sum, the gradient of that function is exact.
     """
     return _Sum.apply(values)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -109,7 +108,7 @@ def total(count: int, device: torch.device) -> int:
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Make the gradients of replicated parameters their mean over the ranks, in one collective.
 
-    A rank whose loss did not reach a parameter takes part with zero.
+    A parameter without gradient on this rank counts as zero.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -123,24 +122,24 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def max_over_ranks(values: list[int], device: torch.device) -> list[int]:
-    """Each place's largest integer over all ranks, on every rank."""
+    """The elementwise maximum over all ranks, on every rank."""
     box = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return [int(value) for value in box.tolist()]
 
 
 def gather_vector(values: Tensor, more: Sequence[float] = ()) -> Tensor:
-    """Every rank's numbers as a float64 matrix [W, values + more], on the CPU of every rank.
+    """Every rank's numbers as a float64 matrix [W, len(values) + len(more)], on the CPU of every rank.
 
     Args:
-        values: this rank's, a vector where it computes.
-        more: others that follow them.
+        values: local vector on the compute device.
+        more: local numbers to append to it.
     """
     known = torch.tensor(more, dtype=torch.float64).to(values.device, non_blocking=True)
-    mine = torch.cat([values.detach().double(), known])
-    out = torch.empty(dist.get_world_size() * mine.numel(), dtype=torch.float64, device=mine.device)
-    _all_gather(out, mine)
-    return out.view(-1, mine.numel()).cpu()
+    local = torch.cat([values.detach().double(), known])
+    out = torch.empty(dist.get_world_size() * local.numel(), dtype=torch.float64, device=local.device)
+    _all_gather(out, local)
+    return out.view(-1, local.numel()).cpu()
 
 
 class _Sum(torch.autograd.Function):
@@ -158,7 +157,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
-    """Ranks may hold different numbers of rows, so blocks travel padded to the longest and are cut after."""
+    """Ranks may have different numbers of rows: blocks are padded to the longest, and trimmed after the collective."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: list[int]) -> Tensor:
@@ -182,12 +181,12 @@ class _GatherRows(torch.autograd.Function):
         longest = max(counts)
         if longest == 0:
             return grad, None
-        mine = grad.new_empty((longest, *grad.shape[1:]))
+        local = grad.new_empty((longest, *grad.shape[1:]))
         if min(counts) == longest:
-            _reduce_scatter(mine, grad.contiguous())
-            return mine, None
+            _reduce_scatter(local, grad.contiguous())
+            return local, None
         padded = grad.new_zeros((len(counts), longest, *grad.shape[1:]))
         for block, part, n in zip(padded, grad.split(counts), counts, strict=True):
             block[:n] = part
-        _reduce_scatter(mine, padded.flatten(0, 1))
-        return mine[: counts[dist.get_rank()]], None
+        _reduce_scatter(local, padded.flatten(0, 1))
+        return local[: counts[dist.get_rank()]], None

@@ -1,4 +1,4 @@
-"""The (replicate, shard) mesh: DDP, FSDP and HSDP are its shapes, and nothing else tells them apart."""
+"""The (replicate, shard) device mesh: DDP, FSDP and HSDP differ only in its shape."""
 
 import os
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from embedtrain.distributed.world import World
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How weights lie over the ranks, and what is saved of their memory.
+    """How weights are distributed over the ranks, and which memory savings apply.
 
     Attributes:
-        strategy: the name of the shape.
-        replicate: copies.
-        shard: parts that each copy is cut into.
-        reason: why.
-        reshard_after_forward: whether a block's unsharded weights are freed after its forward pass; no effect where
-            weights are replicated.
+        strategy: name of the mesh shape.
+        replicate: number of copies.
+        shard: number of shards of each copy.
+        reason: why this layout was chosen, for the user.
+        reshard_after_forward: whether a block frees its unsharded weights after the forward pass; no effect with one
+            shard.
         activation_checkpointing: whether a block's activations are recomputed in the backward pass.
-        cpu_offload: whether weights, gradients and optimiser lie in host memory, and travel when they are needed.
+        cpu_offload: whether weights, gradients and optimizer state are kept in host memory and copied on demand.
     """
 
     strategy: Strategy
@@ -36,22 +36,22 @@ class ParallelLayout:
     cpu_offload: bool = False
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """The device mesh of this shape, named (replicate, shard). A collective: every rank must call it."""
-        # DTensor keeps what it knows of an operation by mesh, and takes the mesh of a process group that has ended
-        # (an earlier job of a multirun, or test) for an equal one: "Could not resolve the process group".
+        """The device mesh with dimensions (replicate, shard). A collective."""
+        # DTensor caches sharding decisions by mesh, and treats the mesh of a destroyed process group (of an earlier job
+        # of a multirun, or test) as equal to this one: "Could not resolve the process group".
         _clear_sharding_prop_cache()
         return init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
 
 
 def free_memory_of_rank(world: World) -> int:
-    """Bytes of memory that one rank may still take: of its GPU, or its part of what the node has left."""
+    """Free bytes for one rank: of its GPU, or its part of the free memory of the node."""
     if world.device.type == "cuda":
         return int(torch.cuda.mem_get_info(world.device)[0])
     return int(psutil.virtual_memory().available) // world.local_size
 
 
 def memory_of_rank(world: World) -> int:
-    """Bytes of memory that one rank may count on: its GPU's, or its part of the node's."""
+    """Total bytes for one rank: of its GPU, or its part of the memory of the node."""
     if world.device.type == "cuda":
         return int(torch.cuda.get_device_properties(world.device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size

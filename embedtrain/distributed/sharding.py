@@ -1,9 +1,9 @@
-"""Sharding an encoder with FSDP2: checkpointing, then compile, then blocks, then root, then memory.
+"""Sharding an encoder with FSDP2: activation checkpointing, then compile, then blocks, then the root, then memory.
 
-The order is fixed. Activation checkpointing first, for it must lie inside what FSDP gathers; compilation
-next, block by block and in place, so that parameter names stay clean; then every block is a group of its
-own, a large vocabulary's embedding another, and what is left (final norm, heads) the root's. The optimiser
-is built after all this: one built before holds tensors that are no longer the model's.
+The order is fixed. Activation checkpointing comes first, because FSDP must gather weights around it. Compilation is
+next, block by block and in place, so that parameter names do not change. Then every block becomes an FSDP group, a
+large token embedding another, and everything else (final norm, heads) belongs to the root. The optimizer is built after
+all this: if built before, it holds tensors that the model no longer uses.
 """
 
 import contextlib
@@ -28,22 +28,22 @@ from embedtrain.config.recipe import ParallelConfig, Precision
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.errors import ModelError, TrainingError
 
-# From so many elements on a vocabulary's embedding is gathered for the lookup alone: as a part of the root it would
-# stay whole for the whole step, as would its gradient (XLM-R: 192 million elements).
+# Number of elements from which a token embedding is an FSDP group: as part of the root it would stay unsharded for the
+# whole step, as would its gradient (XLM-R: 192 million elements).
 LARGE_EMBEDDING = 2**24
-# Groups that keep their weights after a forward pass, as was asked for; FSDP does not tell.
-_KEEP: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# FSDP groups that keep their unsharded weights after a forward pass (reshard_after_forward=false); FSDP has no getter.
+_KEEP_UNSHARDED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def shard_(
     encoder: nn.Module, blocks: list[nn.Module], layout: ParallelLayout, parallel: ParallelConfig, device: torch.device
 ) -> None:
-    """Shard `encoder` in place and give its parameters (uninitialised) memory. A collective.
+    """Shard `encoder` in place and allocate its parameters without initialising them. A collective.
 
     Args:
-        encoder: parameters on the meta device, of any types that training mixes; buffers in memory.
-        blocks: the modules inside that become groups of their own.
-        layout: how the weights lie, and what is saved of their memory.
+        encoder: parameters on the meta device, buffers in memory.
+        blocks: submodules that become FSDP groups.
+        layout: mesh shape and memory savings.
         parallel: precision and compilation.
         device: where this rank computes.
 
@@ -59,63 +59,63 @@ def shard_(
     mesh = layout.mesh(device)
     policy = _precision(parallel.precision)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if layout.cpu_offload else OffloadPolicy()
-    # With one shard there is nothing to give back, and gathering again would only copy.
-    gives_back = layout.shard > 1 and layout.reshard_after_forward
+    # With one shard there is nothing to free, and gathering again would only copy.
+    reshard_blocks = layout.shard > 1 and layout.reshard_after_forward
     embedding = large_embedding(encoder) if layout.shard > 1 else None
     for part in (*blocks, *([] if embedding is None else [embedding])):
-        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=gives_back)
+        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_blocks)
         if not layout.reshard_after_forward:
-            _KEEP.add(part)
+            _KEEP_UNSHARDED.add(part)
     if isinstance(embedding, FSDPModule):
-        embedding.set_unshard_in_backward(False)  # the gradient of a lookup asks for the ids alone
+        embedding.set_unshard_in_backward(False)  # the gradient of a lookup only needs the ids
     fully_shard(encoder, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
-    home = torch.device("cpu") if layout.cpu_offload else device
-    encoder._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
-    # Not inside compiled blocks, where a hook of Python's would break the graph at every linear layer.
+    storage = torch.device("cpu") if layout.cpu_offload else device
+    encoder._apply(lambda t: torch.empty_like(t, device=storage) if t.is_meta else t.to(device))
+    # Not inside compiled blocks, where a Python hook would break the graph at every linear layer.
     _guard_direct_calls(encoder, outside=blocks if parallel.compile else [])
 
 
 def large_embedding(encoder: nn.Module) -> nn.Embedding | None:
-    """The vocabulary's embedding where it is large enough to be a group of its own."""
-    find = getattr(getattr(encoder, "backbone", None), "get_input_embeddings", None)
+    """The token embedding, if it is large enough to be an FSDP group."""
+    get_embedding = getattr(getattr(encoder, "backbone", None), "get_input_embeddings", None)
     try:
-        found = None if find is None else find()
-    except NotImplementedError:  # of a model's own code
+        embedding = None if get_embedding is None else get_embedding()
+    except NotImplementedError:  # raised by some models with custom code
         return None
-    # Nothing but the table itself: a module that also holds a norm needs its weights in the backward pass.
-    if not isinstance(found, nn.Embedding) or [name for name, _ in found.named_parameters()] != ["weight"]:
+    # Only a plain table: a module that also contains a norm needs its weights in the backward pass.
+    if not isinstance(embedding, nn.Embedding) or [name for name, _ in embedding.named_parameters()] != ["weight"]:
         return None
-    return found if found.weight.numel() >= LARGE_EMBEDDING else None
+    return embedding if embedding.weight.numel() >= LARGE_EMBEDDING else None
 
 
 def _recompute(encoder: nn.Module, blocks: list[nn.Module]) -> None:
-    """Let blocks keep their inputs alone, and compute the rest again in the backward pass.
+    """Checkpoint the activations of blocks: keep only their inputs, and recompute the rest in the backward pass.
 
-    Not by transformers' own switch: some models have none (MPNet, and many with code of their own), and it is of no
+    The switch of transformers is not used: some models have none (MPNet, and many with custom code), and it has no
     effect in evaluation mode.
     """
     if not blocks:
         raise ModelError(
-            f"{type(encoder.backbone).__name__} has no list of repeated layers whose activations could be computed "
-            "again: set parallel.activation_checkpointing=false"
+            f"{type(encoder.backbone).__name__} has no list of repeated layers whose activations could be "
+            "recomputed: set parallel.activation_checkpointing=false"
         )
     for block in blocks:
         block.forward = _recomputed(block.forward)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    # Around `forward` and not around the call: what FSDP hangs on a call would gather the weights once more.
+    # Around `forward` and not around the call, whose FSDP hooks would gather the weights once more.
     @functools.wraps(forward)
-    def computed_twice(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    return computed_twice
+    return checkpointed
 
 
 def _require_shardable(encoder: nn.Module, blocks: list[nn.Module]) -> None:
-    """Refuse what FSDP cannot cut, or would fail on within the first step, by the parameter's name."""
+    """Reject parameters that FSDP cannot shard, or on which it would fail in the first step."""
     owner = {id(p): block for block in blocks for p in block.parameters()}
     types: dict[int, tuple[torch.dtype, str]] = {}
     for name, parameter in encoder.named_parameters():
@@ -123,16 +123,16 @@ def _require_shardable(encoder: nn.Module, blocks: list[nn.Module]) -> None:
             raise ModelError(f"parameter {name} has no dimension, so it cannot be sharded: give it the shape (1,)")
         if not parameter.requires_grad:
             continue
-        first, of = types.setdefault(id(owner.get(id(parameter))), (parameter.dtype, name))
-        if parameter.dtype != first:
+        first_dtype, first_name = types.setdefault(id(owner.get(id(parameter))), (parameter.dtype, name))
+        if parameter.dtype != first_dtype:
             raise ModelError(
-                f"parameters {of} ({first}) and {name} ({parameter.dtype}) are trained in one block with two types: "
-                "give them one"
+                f"parameters {first_name} ({first_dtype}) and {name} ({parameter.dtype}) of one block are "
+                "trained with two dtypes: convert them to one"
             )
 
 
 def _precision(precision: Precision) -> MixedPrecisionPolicy:
-    # reduce_dtype is always said: left out it means param_dtype up to torch 2.13 and fp32 from 2.15 on.
+    # reduce_dtype is explicit: its default is param_dtype up to torch 2.13 and fp32 from 2.15 on.
     match precision:
         case Precision.bf16:
             return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -141,11 +141,10 @@ def _precision(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def reshard(module: nn.Module) -> None:
-    """Give back the memory of every gathered weight below `module`.
+    """Free all unsharded weights below `module`.
 
-    Needed after forward passes without a backward pass: FSDP leaves the root's weights gathered then, and
-    whoever looks at the parameters next (an optimiser, a norm, a checkpoint) would see plain tensors that
-    are not the ones trained.
+    Needed after forward passes without a backward pass: FSDP leaves the root's weights unsharded then, and code that
+    reads the parameters next (optimizer, norm, checkpoint) would see plain tensors that are not the trained ones.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -154,14 +153,14 @@ def reshard(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def unsharded_weights(encoder: nn.Module, one_pass: Callable[[], object]) -> Iterator[None]:
-    """Keep all weights gathered during the block: a forward pass is no collective then, and ranks may run any number.
+    """Keep all weights unsharded during the block, so that a forward pass is not a collective.
 
-    Every rank holds the whole model meanwhile. Afterwards weights are sharded as before. Without effect on a module
-    that is not sharded.
+    Every rank holds the full model meanwhile and may run any number of passes. Afterwards the weights are sharded as
+    before. Without effect on a module that is not sharded.
 
     Args:
-        encoder: sharded, in evaluation mode, and called without gradient during the block.
-        one_pass: runs one forward pass on every rank; it gathers.
+        encoder: in evaluation mode, and called without gradient during the block.
+        one_pass: runs one forward pass on every rank, which gathers the weights.
     """
     parts = [part for part in encoder.modules() if isinstance(part, FSDPModule)]
     for part in parts:
@@ -173,8 +172,8 @@ def unsharded_weights(encoder: nn.Module, one_pass: Callable[[], object]) -> Ite
     finally:
         reshard(encoder)
         for part in parts:
-            gives_back = part is not encoder and part not in _KEEP and _has_shards(part)
-            part.set_reshard_after_forward(gives_back, recurse=False)
+            reshards = part is not encoder and part not in _KEEP_UNSHARDED and _has_shards(part)
+            part.set_reshard_after_forward(reshards, recurse=False)
 
 
 def _has_shards(part: nn.Module) -> bool:
@@ -183,43 +182,41 @@ def _has_shards(part: nn.Module) -> bool:
 
 
 def warm_up(encoder: nn.Module, device: torch.device) -> None:
-    """Run one token through the sharded encoder, without gradient, and give the weights back.
+    """Run one token through the sharded encoder without gradient, and reshard its weights.
 
-    FSDP learns which module is the root from the first forward pass. Whoever would call a block first, or
-    evaluate under `torch.inference_mode` first, would spoil every later step; now neither is the first.
+    FSDP determines the root module in the first forward pass. If that were a call of a block, or under
+    `torch.inference_mode`, every later step would fail.
     """
     training = encoder.training
     with torch.no_grad():
-        one = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        encoder.eval()(one, torch.ones_like(one))
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        encoder.eval()(ids, torch.ones_like(ids))
     encoder.train(training)
     reshard(encoder)
 
 
-def set_gradient_sync(encoder: nn.Module, *, last: bool, whole: bool = True) -> None:
-    """Say before a backward pass whether it is the last of its step.
-
-    Without effect on a module that is not sharded.
+def set_gradient_sync(encoder: nn.Module, *, last: bool, reduce_per_step: bool = True) -> None:
+    """Configure gradient reduction for the next backward pass. Without effect on a module that is not sharded.
 
     Args:
         encoder: about to run a backward pass.
-        last: whether it is the step's last.
-        whole: until the last one gradients pile up on this rank, unreduced, so that a step costs one
-            reduce-scatter a group however many chunks it has; else every pass reduces, this rank keeps its
-            shards, and only the sum over replicas waits for the last one.
+        last: whether the pass is the last of its step.
+        reduce_per_step: accumulate unsharded gradients locally until the last pass, so that a step costs one
+            reduce-scatter per FSDP group. Otherwise every pass reduces into shards, and only the sum over replicas
+            waits for the last pass.
     """
     if isinstance(encoder, FSDPModule):
-        encoder.set_requires_gradient_sync(last or not whole)
+        encoder.set_requires_gradient_sync(last or not reduce_per_step)
         encoder.set_requires_all_reduce(last)
         encoder.set_is_last_backward(last)
-        encoder.set_reshard_after_backward(last or not whole)
+        encoder.set_reshard_after_backward(last or not reduce_per_step)
 
 
 def _guard_direct_calls(encoder: nn.Module, outside: list[nn.Module]) -> None:
-    """Make calls that bypass the gathering of weights say so, instead of failing deep inside torch.
+    """Make calls that bypass FSDP raise a clear error instead of failing inside torch.
 
-    Only `encoder(ids, mask)` gathers the root's weights. `encoder.forward(...)` or a call of a part of it
-    would meet sharded embeddings ("mixed torch.Tensor and DTensor", "'weight' must be 2-D").
+    Only `encoder(ids, mask)` gathers the root's weights. `encoder.forward(...)` or a call of a submodule would use
+    sharded weights ("mixed torch.Tensor and DTensor", "'weight' must be 2-D").
     """
     skipped = {id(part) for block in outside for part in block.modules()}
     for part in encoder.modules():
@@ -230,9 +227,9 @@ def _guard_direct_calls(encoder: nn.Module, outside: list[nn.Module]) -> None:
 
 
 def _refuse_shards(part: nn.Module, _args: tuple[Any, ...]) -> None:
-    # Between a block's hooks and here FSDP has put plain tensors in place; shards mean it was not asked.
+    # FSDP's hooks replace shards by plain tensors before this hook runs; shards mean that they did not run.
     if isinstance(next(part.parameters(recurse=False)), DTensor):
         raise TrainingError(
-            f"{type(part).__name__} was reached while its weights are sharded: call the encoder itself, "
-            f"encoder(ids, mask), on every rank; not its forward method and not a part of it"
+            f"{type(part).__name__} was reached while its weights are sharded: call encoder(ids, mask) on every "
+            f"rank, not its forward method or a submodule"
         )

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted while it trains, obeyed at once before and after."""
+"""Signals that ask a run to stop: deferred to the end of a step while it trains, immediate before and after."""
 
 import contextlib
 import os
@@ -11,111 +11,112 @@ from collections.abc import Callable, Iterator
 from enum import IntFlag
 from types import FrameType
 
-# What schedulers send before they take a machine away, and what a user's Ctrl-C sends.
+# Sent by schedulers before they reclaim a machine, and by Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_INTERRUPTED = 130
-# A launcher forwards a signal that the scheduler may have sent to each of its processes as well.
-ONCE = 3.0
+# Seconds within which a repeated signal is ignored: a launcher forwards a signal that the scheduler may also have sent
+# to each of its processes.
+_REPEAT_WINDOW = 3.0
 
 
 class Notice(IntFlag):
-    """What a rank has to say when ranks meet at the end of a step."""
+    """What a rank announces to the others at the end of a step."""
 
     stop = 1  # a signal asked it to stop
-    save_failed = 2  # a checkpoint that was being written beside training could not be written
+    save_failed = 2  # an asynchronous checkpoint could not be written
 
 
-def exit_code(asked: signal.Signals) -> int:
-    """What a run that a signal stopped ends with: 75 asks a scheduler to start it again, 130 tells of Ctrl-C."""
-    return EXIT_INTERRUPTED if asked is signal.SIGINT else EXIT_TRY_AGAIN
+def exit_code(received: signal.Signals) -> int:
+    """Exit code of a run that a signal stopped: 75 asks a scheduler to start it again, 130 means Ctrl-C."""
+    return EXIT_INTERRUPTED if received is signal.SIGINT else EXIT_TRY_AGAIN
 
 
 class StopSignals:
-    """Listens to this process's signals.
+    """Listens to the signals of this process.
 
-    A thread acts on them, for a main thread that waits for another rank does not come round to it.
+    A thread handles them, because a main thread that waits in a collective does not run Python code.
 
     Attributes:
-        asked: the signal that came; None: none did.
-        is_stopping: whether the run is ending because a rank was asked.
-        tell: says on which signal the process ends at once, and gives the code to end with.
+        received: the signal that was received; None if there was none.
+        is_stopping: whether the run is ending because a rank received a signal.
+        report: prints which signal ends the process immediately, and returns the exit code.
     """
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self.is_stopping = False
-        self.tell: Callable[[signal.Signals], int] = report_early_stop
-        self._asked_at = 0.0
+        self.report: Callable[[signal.Signals], int] = report_early_stop
+        self._received_at = 0.0
         self._deferred = False
 
     @property
     def notice(self) -> Notice:
-        """What this rank has to say to the others."""
-        return Notice(0) if self.asked is None else Notice.stop
+        """What this rank announces to the others."""
+        return Notice(0) if self.received is None else Notice.stop
 
     def listen(self) -> None:
-        """Take the signals over, from the main thread; a process that is forked off has its own again."""
+        """Install the handlers, from the main thread. Forked processes get the default handlers back."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        for each in SIGNALS:
-            signal.signal(each, _woken)
-        os.register_at_fork(after_in_child=_forget)
+        for number in SIGNALS:
+            signal.signal(number, _ignore)
+        os.register_at_fork(after_in_child=_restore_defaults)
         threading.Thread(target=self._listen, args=(ours, theirs), name="signals", daemon=True).start()
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """While the block runs a signal is noted, for the block to look after; a later second one ends the process.
+        """Record a signal during the block instead of ending the process; a second, later signal ends it.
 
-        So it is after the block, too, if it has set `is_stopping`.
+        If the block has set `is_stopping`, signals stay deferred after it.
         """
         self._deferred = True
         yield
         if self.is_stopping:
             return
         self._deferred = False
-        if self.asked is not None:
-            self._end()
+        if self.received is not None:
+            self._exit()
 
     def _listen(self, ours: socket.socket, _theirs: socket.socket) -> None:
         while True:
             for number in ours.recv(64):
                 if number in SIGNALS:
-                    self._take(signal.Signals(number))
+                    self._handle(signal.Signals(number))
 
-    def _take(self, asked: signal.Signals) -> None:
+    def _handle(self, received: signal.Signals) -> None:
         now = time.monotonic()
-        if self.asked is None:
-            self.asked, self._asked_at = asked, now
-        elif now - self._asked_at < ONCE:
+        if self.received is None:
+            self.received, self._received_at = received, now
+        elif now - self._received_at < _REPEAT_WINDOW:
             return
         elif self._deferred:
-            print(f"a second signal: {asked.name} ends the process at once", file=sys.stderr, flush=True)
-            os._exit(exit_code(asked))
+            print(f"second signal {received.name}: ending the process immediately", file=sys.stderr, flush=True)
+            os._exit(exit_code(received))
         if not self._deferred:
-            self._end()
+            self._exit()
 
-    def _end(self) -> None:
-        assert self.asked is not None
-        code = self.tell(self.asked)
+    def _exit(self) -> None:
+        assert self.received is not None
+        code = self.report(self.received)
         sys.stdout.flush()
         os._exit(code)
 
 
-def report_early_stop(asked: signal.Signals) -> int:
-    """Say that a signal ended this process, before it knows the others: the first rank does."""
+def report_early_stop(received: signal.Signals) -> int:
+    """Report that a signal ended this process before it joined the others. Rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"stopped by {asked.name} at the start: the same command begins again", file=sys.stderr, flush=True)
-    return exit_code(asked)
+        print(f"stopped by {received.name} during start-up: run the same command again", file=sys.stderr, flush=True)
+    return exit_code(received)
 
 
-def _woken(_number: int, _frame: FrameType | None) -> None:
-    """Nothing: a handler of Python's has to be there for the thread to be woken."""
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing: without a Python handler the thread would not be woken."""
 
 
-def _forget() -> None:
-    """In a process that was forked off: it must not write into its parent's socket, nor outlive a signal."""
+def _restore_defaults() -> None:
+    """In a forked process: do not write to the parent's socket, and do not survive signals."""
     signal.set_wakeup_fd(-1)
-    for each in SIGNALS:
-        signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)

@@ -1,7 +1,7 @@
-"""How long ranks wait for each other: long until the first step is done and between steps, short within a step.
+"""Time-outs of collectives: long before and between steps, short within a step.
 
 Before the first step one rank may read, load or compile while the others wait; between steps rank 0 may write a
-checkpoint, a table or a model. Within a step all ranks do the same, and one that is late is gone.
+checkpoint, a table or a model. Within a step all ranks do the same work, so a late rank is considered lost.
 """
 
 import contextlib
@@ -15,57 +15,59 @@ import torch.distributed as dist
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.world import BACKGROUND_GROUP, NCCL_EXTRA_SECONDS, World
 
-# A step takes as long as it takes: a GPU is told its work ahead, and NCCL counts from then.
-_STEPS = 3.0
+# The first step is only a rough measure of later ones: work is queued on a GPU ahead of time, and NCCL starts its clock
+# when a collective is queued.
+_FIRST_STEP_FACTOR = 3.0
 
 
 class Timeouts:
-    """The time-outs of a training, on one rank of all.
+    """The time-outs of a training run on this rank.
 
     Args:
-        world: the ranks.
-        timeout: seconds that ranks wait for each other, but
-        step_timeout: seconds within a step, after the first one; at most `timeout`, at least thrice what that one took.
+        world: ranks that train.
+        timeout: seconds that ranks wait for each other before the first step and between steps.
+        step_timeout: seconds that ranks wait within a step, after the first one; at most `timeout`, at least three
+            times the duration of the first step.
     """
 
     def __init__(self, world: World, timeout: float, step_timeout: float) -> None:
         self.world, self.timeout, self.step_timeout = world, timeout, step_timeout
-        self._first: float | None = None  # seconds that the first step took here
-        self._met = False
+        self._first_step_seconds: float | None = None
+        self._in_sync = False
 
-    def between(self) -> None:
-        """Something comes that rank 0 may do while the others wait: the next step begins when all have ended it."""
-        self._met = False
+    def leave_steps(self) -> None:
+        """Announce work between steps, which rank 0 may do alone: the next step starts when all ranks have arrived."""
+        self._in_sync = False
 
     @contextlib.contextmanager
-    def of_step(self) -> Iterator[None]:
-        """Wait as long as a step may take, while the block takes one. Every rank enters it alike."""
-        if self._first is None:
-            began = time.monotonic()
+    def within_step(self) -> Iterator[None]:
+        """Apply the step time-out while the block takes a step. Every rank must enter it."""
+        if self._first_step_seconds is None:
+            started = time.monotonic()
             yield
-            self._first = time.monotonic() - began
+            self._first_step_seconds = time.monotonic() - started
             return
-        if not self._met:
-            # All have to be here before any is impatient.
-            (first,) = max_over_ranks([math.ceil(self._first)], self.world.device)
-            self.step_timeout = min(self.timeout, max(self.step_timeout, _STEPS * first))
-            self._met = True
-            if self.world.watch is not None:
-                self.world.watch.silence = self.step_timeout
-        _wait_at_most(self.world, self.step_timeout)
+        if not self._in_sync:
+            # All ranks must have arrived before any of them applies the shorter time-out.
+            (seconds,) = max_over_ranks([math.ceil(self._first_step_seconds)], self.world.device)
+            self.step_timeout = min(self.timeout, max(self.step_timeout, _FIRST_STEP_FACTOR * seconds))
+            self._in_sync = True
+            if self.world.watchdog is not None:
+                self.world.watchdog.max_silence = self.step_timeout
+        _set_timeout(self.world, self.step_timeout)
         yield
-        # Not after an error: whoever is lost now is not waited for any longer.
-        _wait_at_most(self.world, self.timeout)
+        # Not after an error: a lost rank is not waited for any longer.
+        _set_timeout(self.world, self.timeout)
 
 
-def _wait_at_most(world: World, seconds: float) -> None:
-    """Change the time-out of all process groups from here on; torch has no public way (checked on 2.13).
+def _set_timeout(world: World, seconds: float) -> None:
+    """Change the time-out of all process groups; torch has no public function for it (checked on 2.13).
 
-    gloo and NCCL both take a group's time-out when a collective is asked for.
+    gloo and NCCL read a group's time-out when a collective is called.
     """
-    if world.watch is not None:
-        world.watch.patience = seconds
-    longer = NCCL_EXTRA_SECONDS if world.watch is not None and world.device.type == "cuda" else 0.0
+    if world.watchdog is not None:
+        world.watchdog.timeout = seconds
+    extra = NCCL_EXTRA_SECONDS if world.watchdog is not None and world.device.type == "cuda" else 0.0
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != BACKGROUND_GROUP:
-            group.set_timeout(timedelta(seconds=seconds + longer))
+            group.set_timeout(timedelta(seconds=seconds + extra))

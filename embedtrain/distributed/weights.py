@@ -1,4 +1,4 @@
-"""Moving weights onto shards: each rank reads its own rows of each tensor, or rank 0 hands them out."""
+"""Loading weights into shards: each rank reads its own rows of each tensor, or rank 0 broadcasts them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,15 +12,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from embedtrain.distributed.world import World
 
-# The shape of a weight that is wanted whole, and what takes it.
+# The shape of a weight that every rank needs unsharded, and the function that receives it.
 WholeWeight: TypeAlias = tuple[torch.Size, Callable[[Tensor], None]]
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
-    """Which rows [start, end) of the whole tensor this rank's shard holds; all of them where it is not cut.
+    """Rows [start, end) of the full tensor that the local shard holds; all rows if the tensor is not sharded.
 
-    FSDP2 cuts along the first dimension as `torch.chunk` does: equal parts rounded up, the last ones
-    shorter or empty.
+    FSDP2 splits the first dimension like `torch.chunk`: equal parts rounded up, the last ones shorter or empty.
     """
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] if tensor.dim() else 1
@@ -28,38 +27,38 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
     for dim, placement in enumerate(tensor.placements):
         if not placement.is_shard():
             continue
-        assert placement == Shard(0), f"expected rows to be cut, not {placement}"
+        assert placement == Shard(0), f"expected sharded rows, not {placement}"
         part = -(-(end - start) // tensor.device_mesh.size(dim))
         start = min(start + part * tensor.device_mesh.get_local_rank(dim), end)
         end = min(start + part, end)
-    assert end - start == tensor.to_local().shape[0], "FSDP cut rows in another way than torch.chunk"
+    assert end - start == tensor.to_local().shape[0], "FSDP split rows differently than torch.chunk"
     return start, end
 
 
 def read_shards(
     tensors: Mapping[str, Tensor],
-    places: Mapping[str, tuple[Path, str]],
+    locations: Mapping[str, tuple[Path, str]],
     whole_weights: Mapping[str, WholeWeight] | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Fill tensors in place from safetensors files; of each only this rank's rows are read.
+    """Fill tensors in place from safetensors files, reading only the local rows of each.
 
     Args:
-        tensors: by name; sharded parameters or plain buffers of any dtype (values are cast).
-        places: for every name the file and the key in it, of equal shape.
-        whole_weights: weights that every rank wants whole, by name.
-        device: where it wants them.
+        tensors: sharded parameters or plain buffers of any dtype by name; values are cast.
+        locations: file and key in the file of every name; shapes must be equal.
+        whole_weights: weights that every rank needs unsharded, by name.
+        device: destination of `whole_weights`.
     """
-    wholes = whole_weights or {}
+    unsharded = whole_weights or {}
     by_file: dict[Path, list[str]] = {}
-    for name in (*tensors, *wholes):
-        by_file.setdefault(places[name][0], []).append(name)
+    for name in (*tensors, *unsharded):
+        by_file.setdefault(locations[name][0], []).append(name)
     for path, names in sorted(by_file.items()):
         with safe_open(path, framework="pt") as file, torch.no_grad():
             for name in names:
-                key = places[name][1]
-                if name in wholes:
-                    wholes[name][1](file.get_tensor(key).to(device))
+                key = locations[name][1]
+                if name in unsharded:
+                    unsharded[name][1](file.get_tensor(key).to(device))
                     continue
                 tensor = tensors[name]
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -78,44 +77,44 @@ def broadcast_weights(
 ) -> None:
     """Give every rank its rows of the weights that `make` returns on rank 0, tensor by tensor. A collective.
 
-    Only rank 0 ever holds the whole model; of one tensor all do, on their devices. `make` may fail; then all ranks fail
-    together.
+    Only rank 0 holds the full model; other ranks hold one full tensor at a time, on their devices. If `make` fails, all
+    ranks fail.
 
     Args:
-        tensors: by name; sharded parameters or plain buffers of any dtype (values are cast).
-        whole_weights: likewise of weights that every rank wants whole: their shape, and what takes them.
+        tensors: sharded parameters or plain buffers of any dtype by name; values are cast.
+        whole_weights: weights that every rank needs unsharded, by name.
         world: the ranks.
-        make: whole tensors by the same names, with the same shapes.
+        make: returns full tensors with the same names and shapes.
     """
-    whole: Mapping[str, Tensor] = {}
+    full: Mapping[str, Tensor] = {}
     with world.fail_together("reading the model's weights on rank 0"):
         if world.is_main:
-            whole = make()
-            asked = tensors.keys() | whole_weights.keys()
-            assert whole.keys() == asked, f"{sorted(whole.keys() ^ asked)[:3]} on one side alone"
+            full = make()
+            expected = tensors.keys() | whole_weights.keys()
+            assert full.keys() == expected, f"{sorted(full.keys() ^ expected)[:3]} only on one side"
     for name, tensor in tensors.items():
-        copy_local_rows(tensor, _sent(whole.get(name), tensor.shape, tensor.dtype, world))
-    for name, (shape, keep) in whole_weights.items():
-        keep(_sent(whole.get(name), shape, torch.float32, world))
+        copy_local_rows(tensor, _broadcast(full.get(name), tensor.shape, tensor.dtype, world))
+    for name, (shape, receive) in whole_weights.items():
+        receive(_broadcast(full.get(name), shape, torch.float32, world))
 
 
-def _sent(whole: Tensor | None, shape: torch.Size, dtype: torch.dtype, world: World) -> Tensor:
-    """Rank 0's whole tensor, on every rank's device; floating-point ones in fp32."""
+def _broadcast(full: Tensor | None, shape: torch.Size, dtype: torch.dtype, world: World) -> Tensor:
+    """Rank 0's tensor on every rank's device; floating-point tensors in fp32."""
     dtype = torch.float32 if dtype.is_floating_point else dtype
-    if whole is not None:
-        sent = whole.detach().to(world.device, dtype).contiguous()
+    if full is not None:
+        tensor = full.detach().to(world.device, dtype).contiguous()
     else:
-        sent = torch.empty(shape, dtype=dtype, device=world.device)
-    dist.broadcast(sent, src=0, group=world.group)
-    return sent
+        tensor = torch.empty(shape, dtype=dtype, device=world.device)
+    dist.broadcast(tensor, src=0, group=world.group)
+    return tensor
 
 
-def copy_local_rows(tensor: Tensor, whole: Tensor) -> None:
-    """Fill a tensor in place with this rank's rows of the whole; values are cast."""
+def copy_local_rows(tensor: Tensor, full: Tensor) -> None:
+    """Fill a tensor in place with the local rows of the full tensor; values are cast."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     with torch.no_grad():
         if local.dim() == 0:
-            local.copy_(whole)
+            local.copy_(full)
         elif local.numel():
             start, end = row_range(tensor)
-            local.copy_(whole[start:end])
+            local.copy_(full[start:end])

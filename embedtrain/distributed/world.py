@@ -1,4 +1,4 @@
-"""Who we are among the ranks: joining the process group, agreeing with the others, failing together."""
+"""This process among all ranks: joining the process group, exchanging small objects, failing together."""
 
 import contextlib
 import os
@@ -14,19 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from embedtrain.distributed.watchdog.activity import activity, current_activity, note
-from embedtrain.distributed.watchdog.attempt import agree_on_attempt
+from embedtrain.distributed.watchdog.activity import activity, current_activity, set_activity
+from embedtrain.distributed.watchdog.peers import agree_on_attempt
 from embedtrain.distributed.watchdog.watchdog import Watchdog
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
 
 T = TypeVar("T")
 
-BACKGROUND_GROUP = "apart"  # describes the groups that threads beside the main one use
-NCCL_EXTRA_SECONDS = (
-    60.0  # seconds: its own time-out kills the process without a word of who was late, ours comes first
-)
+BACKGROUND_GROUP = "background"  # description of process groups used by other threads than the main one
+# Seconds: NCCL's own time-out kills the process without naming the late rank, so the watchdog's must come first.
+NCCL_EXTRA_SECONDS = 60.0
 
-# What gloo (torch 2.13), NCCL and the store say when another rank is gone or silent.
+# What gloo (torch 2.13), NCCL and the store raise if another rank is lost or silent.
 _LOST = re.compile(
     r"Connection (closed|reset|refused)[\w ]*|Broken pipe|Socket closed|failed to (recv|send)[\w ,]*|"
     r"Timed out waiting \w+|wait timeout after \w+|(client socket|operation|collective)[\w ]* timed out|"
@@ -37,9 +36,16 @@ _LOST = re.compile(
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of them.
+    """This process among all ranks.
 
-    `rank` counts over all nodes, `local_rank` within this node; `device` is where this rank computes.
+    Attributes:
+        rank: over all hosts.
+        size: number of ranks.
+        local_rank: rank within this host.
+        local_size: number of ranks on this host.
+        device: where this rank computes.
+        group: process group of collectives; None is the default group.
+        watchdog: monitors the other ranks; None without other ranks, or if a test created the process group.
     """
 
     rank: int
@@ -47,73 +53,73 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    group: dist.ProcessGroup | None = None  # that collectives run in; None: the one of all
-    watch: Watchdog | None = None  # over the other ranks; None where there are none, or a test made the group
+    group: dist.ProcessGroup | None = None
+    watchdog: Watchdog | None = None
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that speaks and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     @contextlib.contextmanager
     def watchdog_guard(self) -> Iterator[None]:
-        """Tell the others at once when the block fails here, before what is open around it takes its time to close.
+        """Report a failure of the block to the other ranks before enclosing context managers close, which takes time.
 
         Raises:
-            LostContact: another rank ended or stopped answering.
+            LostContact: another rank ended or stopped responding.
         """
-        with contextlib.nullcontext() if self.watch is None else self.watch.guard(), explain_lost_contact():
+        with contextlib.nullcontext() if self.watchdog is None else self.watchdog.guard(), explain_lost_contact():
             yield
 
     def new_cpu_group(self, timeout: float) -> "World":
-        """The same ranks with a process group of their own, on the host: for a thread beside the main one.
+        """The same ranks with a new gloo process group, for use in another thread. Every rank must call it.
 
-        Every rank must call. Whoever asked destroys the group.
+        The caller destroys the group.
 
         Args:
-            timeout: seconds that a rank waits in a collective of it.
+            timeout: seconds that a rank waits in a collective of the group.
         """
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=BACKGROUND_GROUP)
         return replace(self, device=torch.device("cpu"), group=group)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        # An all-reduce of one number rather than dist.barrier(): the latter guesses a device under NCCL.
+        # An all-reduce of one number instead of dist.barrier(), which guesses a device under NCCL.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's `value`, on every rank. Values are pickled: small Python objects only."""
+        """Rank 0's `value` on every rank. Values are pickled: small Python objects only."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self.group, device=self.device)
         return box[0]  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value` in rank order, on every rank. Values are pickled: small objects only."""
+        """Every rank's `value` in rank order, on every rank. Values are pickled: small Python objects only."""
         boxes: list[Any] = [None] * self.size
         dist.all_gather_object(boxes, value, group=self.group)
         return boxes
 
     @contextlib.contextmanager
     def fail_together(self, phase: str) -> Iterator[None]:
-        """Run a phase in which a rank may fail on its own; when one fails, all do, with the same words.
+        """Run a phase in which a rank may fail on its own; if one fails, all fail with the same message.
 
-        Without this a rank that raises leaves the others waiting in the next collective until they time
-        out. No collective may run inside, or the failed rank would be missing in it.
+        Without this, a rank that raises leaves the others waiting in the next collective until they time out. The block
+        must not call collectives, because a failed rank would be missing in them.
 
         Raises:
-            EmbedtrainError: the error of the first rank that failed; the other ranks' message names it.
+            EmbedtrainError: the error of the first rank that failed; the message on other ranks names that rank.
         """
         error: Exception | None = None
-        before = current_activity().what
-        note(phase)
+        previous = current_activity().name
+        set_activity(phase)
         try:
             yield
         except OSError as caught:
-            # Not for programmers: a disk that is full, a folder that is a file, a permission that is missing.
+            # Errors of the user's environment: a full disk, a folder that is a file, a missing permission.
             error = caught
             if caught.strerror:
-                place = f": {caught.filename}" if caught.filename else ""
-                error = EmbedtrainError(f"{phase} failed: {caught.strerror}{place}")
+                path = f": {caught.filename}" if caught.filename else ""
+                error = EmbedtrainError(f"{phase} failed: {caught.strerror}{path}")
                 error.__cause__ = caught
         except Exception as caught:
             error = caught
@@ -121,7 +127,7 @@ class World:
             failures = self.gather(None if error is None else (type(error).__name__, str(error)))
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
         if not failed:
-            note(before)
+            set_activity(previous)
             return
         if error is not None and (failed[0] == self.rank or failures[failed[0]] != failures[self.rank]):
             raise error
@@ -130,126 +136,130 @@ class World:
 
 
 @contextlib.contextmanager
-def explain_lost_contact(what: str | None = None) -> Iterator[None]:
-    """Turn what a collective raises when another rank is gone into one sentence.
+def explain_lost_contact(name: str | None = None) -> Iterator[None]:
+    """Convert the error of a collective in which another rank is missing into LostContact.
 
     Args:
-        what: is being done, such as "evaluating dev"; None where nobody knows.
+        name: the current activity, such as "evaluating dev"; None if unknown.
 
     Raises:
-        LostContact: another rank ended or stopped answering.
+        LostContact: another rank ended or stopped responding.
     """
     try:
-        with activity(what) if what else contextlib.nullcontext():
+        with activity(name) if name else contextlib.nullcontext():
             yield
-    except LostContact as error:  # from within: what the user asked for says more than a step of it
-        raise LostContact(error.reason, what) if what and error.said is None else error from error.__cause__
+    except LostContact as error:  # of an inner block: the outer activity is what the user asked for
+        raise LostContact(error.reason, name) if name and error.said is None else error from error.__cause__
     except RuntimeError as error:
-        found = _LOST.search(str(error))
-        if found is None:
+        match = _LOST.search(str(error))
+        if match is None:
             raise
-        raise LostContact(found[0].strip(), what) from error
+        raise LostContact(match[0].strip(), name) from error
 
 
 @contextlib.contextmanager
-def _on_an_interface() -> Iterator[None]:
-    """Say in plain words that gloo was told to use an interface that is not there."""
+def _explain_missing_interface() -> Iterator[None]:
+    """Convert gloo's error about a network interface that does not exist into a ConfigError."""
     try:
         yield
     except RuntimeError as error:
         if "Unable to find address for" not in str(error):
             raise
-        there = ", ".join(sorted(psutil.net_if_addrs()))
+        interfaces = ", ".join(sorted(psutil.net_if_addrs()))
         raise ConfigError(
             f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}: {socket.gethostname()} has no such interface "
-            f"with an address; name one that reaches the other hosts ({there}), or unset it"
+            f"with an address; set it to one that reaches the other hosts ({interfaces}), or unset it"
         ) from error
 
 
 def rank_from_environment() -> int:
-    """This process's rank as the launcher set it; 0 where there is no launcher."""
-    return _number("RANK", 0)
+    """This process's rank as set by the launcher; 0 without a launcher."""
+    return _integer("RANK", 0)
 
 
 @contextlib.contextmanager
 def joined_world(timeout: float = 1800.0) -> Iterator[World]:
-    """Join the process group that torchrun prepared, or be a world of one; leave it at the end.
+    """Join the process group that torchrun prepared, or form a world of one rank; leave it at the end.
 
     Args:
         timeout: seconds that a rank waits in a collective before it gives up.
 
     Raises:
-        ConfigError: the launcher's variables contradict each other, or there are fewer GPUs than local
-            ranks, or the port is taken.
-        LostContact: another rank ended or stopped answering meanwhile.
+        ConfigError: the launcher's variables contradict each other, there are fewer GPUs than local ranks, or the port
+            is taken.
+        LostContact: another rank ended or stopped responding.
     """
-    rank, size = rank_from_environment(), _number("WORLD_SIZE", 1)
-    local_rank, local_size = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+    rank, size = rank_from_environment(), _integer("WORLD_SIZE", 1)
+    local_rank, local_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 1)
     if not 0 <= rank < size:
         raise ConfigError(
             f"RANK={rank} and WORLD_SIZE={size} contradict each other: start with torchrun, or unset both"
         )
-    if size > 1 and not ("MASTER_ADDR" in os.environ and "RANK" in os.environ):
+    is_launched = "MASTER_ADDR" in os.environ and "RANK" in os.environ
+    if size > 1 and not is_launched:
         raise ConfigError(
             f"WORLD_SIZE={size} but RANK or MASTER_ADDR is missing, so this process would train alone: "
             f"start with torchrun, or unset WORLD_SIZE"
         )
     device, backend = _device(local_rank, local_size)
-    if dist.is_initialized():  # a test or a notebook that made its own group
+    if dist.is_initialized():  # by a test or a notebook
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
         return
-    if not ("MASTER_ADDR" in os.environ and "RANK" in os.environ):
-        with _on_an_interface():
+    if not is_launched:
+        with _explain_missing_interface():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         try:
             yield World(rank, size, local_rank, local_size, device)
         finally:
             dist.destroy_process_group()
         return
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
-    patience = timedelta(seconds=timeout)
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+    joining = f"joining the process group at {address}"
     try:
-        with explain_lost_contact(f"meeting the others at {place}"):
-            shared, _, _ = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
-            attempt = agree_on_attempt(shared, rank, size, timeout)
+        with explain_lost_contact(joining):
+            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))  # type: ignore[attr-defined]
+            attempt = agree_on_attempt(store, rank, size, timeout)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise ConfigError(f"{place} is in use by another program: set another MASTER_PORT") from error
-    watch = _watch(shared, attempt, rank, size, range(rank - local_rank, rank - local_rank + local_size), timeout)
-    world = World(rank, size, local_rank, local_size, device, watch=watch)
+        raise ConfigError(f"{address} is in use by another program: set another MASTER_PORT") from error
+    local_ranks = range(rank - local_rank, rank - local_rank + local_size)
+    watchdog = _start_watchdog(store, attempt, rank, size, local_ranks, timeout)
+    world = World(rank, size, local_rank, local_size, device, watchdog=watchdog)
     with world.watchdog_guard():
-        with explain_lost_contact(f"meeting the others at {place}"), _on_an_interface():
-            longer = timedelta(seconds=NCCL_EXTRA_SECONDS if watch is not None and device.type == "cuda" else 0)
+        with explain_lost_contact(joining), _explain_missing_interface():
+            extra = NCCL_EXTRA_SECONDS if watchdog is not None and device.type == "cuda" else 0
             dist.init_process_group(
                 backend,
-                store=PrefixStore(f"group/{attempt}", shared),
+                store=PrefixStore(f"group/{attempt}", store),
                 rank=rank,
                 world_size=size,
-                timeout=patience + longer,
+                timeout=timedelta(seconds=timeout + extra),
             )
-        if watch is not None:
-            watch.learn_hosts()
+        if watchdog is not None:
+            watchdog.learn_hosts()
         yield world
-    # Not after an error: a group in which a rank is missing may wait for it while it is taken down.
-    if watch is not None:
-        watch.close()
+    # Not after an error: destroying a group in which a rank is missing may wait for that rank.
+    if watchdog is not None:
+        watchdog.close()
     dist.destroy_process_group()
 
 
-def _watch(store: Store, attempt: str, rank: int, size: int, local: range, timeout: float) -> Watchdog | None:
-    """Over the other ranks, by a connection of its own: the group's threads hold the other for long."""
+def _start_watchdog(
+    store: Store, attempt: str, rank: int, size: int, local_ranks: range, timeout: float
+) -> Watchdog | None:
+    """Start the watchdog with its own connection: the process group's threads block theirs for long."""
     if size == 1:
         return None
-    new_cpu_group = PrefixStore(f"watch/{attempt}", store.clone())  # type: ignore[attr-defined]
-    new_cpu_group.set_timeout(timedelta(seconds=30))
+    connection = PrefixStore(f"watchdog/{attempt}", store.clone())  # type: ignore[attr-defined]
+    connection.set_timeout(timedelta(seconds=30))
     store_on_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    watch = Watchdog(new_cpu_group, rank, size, local, timeout, store_on_rank_0=store_on_rank_0)
-    watch.start()
-    return watch
+    watchdog = Watchdog(connection, rank, size, local_ranks, timeout, store_on_rank_0=store_on_rank_0)
+    watchdog.start()
+    return watchdog
 
 
-def _number(variable: str, default: int) -> int:
+def _integer(variable: str, default: int) -> int:
     text = os.environ.get(variable, str(default))
     try:
         return int(text)
@@ -260,9 +270,9 @@ def _number(variable: str, default: int) -> int:
 def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
-    by_srun = "TORCHELASTIC_RUN_ID" not in os.environ and _number("SLURM_GPUS_ON_NODE", 0) >= local_size
+    by_srun = "TORCHELASTIC_RUN_ID" not in os.environ and _integer("SLURM_GPUS_ON_NODE", 0) >= local_size
     if by_srun and torch.cuda.device_count() == 1:
-        local_rank = 0  # srun --gpus-per-task=1 and --gpu-bind show each task its own GPU alone
+        local_rank = 0  # srun --gpus-per-task=1 and --gpu-bind show each task only its own GPU
     if local_rank >= torch.cuda.device_count():
         option = "--nproc-per-node" if "TORCHELASTIC_RUN_ID" in os.environ else "srun's --ntasks-per-node"
         raise ConfigError(
@@ -270,5 +280,5 @@ def _device(local_rank: int, local_size: int) -> tuple[torch.device, str]:
             f"use {option} {torch.cuda.device_count()}"
         )
     torch.cuda.set_device(local_rank)
-    # gloo beside NCCL serves what lies on the CPU: checkpoints and Python objects.
+    # gloo in addition to NCCL, for tensors on the CPU: checkpoints and Python objects.
     return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"

@@ -1,10 +1,23 @@
-"""The command line of doctor."""
+"""Options of `python -m embedtrain.doctor`."""
 
-import math
 from dataclasses import dataclass
 
 from embedtrain.config.compose import compose_command
-from embedtrain.errors import ConfigError
+from embedtrain.config.validation import OptionChecks
+
+HELP = """embedtrain.doctor: is this machine fit to train?
+
+  python -m embedtrain.doctor [--json] [option=value ...]
+  torchrun --standalone --nproc-per-node 8 -m embedtrain.doctor      all ranks, and the bandwidth between them
+  python -m embedtrain.doctor quick=true                             nothing that takes long: for containers
+
+Each finding is ok, note, warning or problem; what is not ok says what to do. The exit code is 1 where there is a
+problem, else 0.
+
+Options and their defaults (override with option=value):
+
+{options}
+Each option is explained in embedtrain/doctor/options.py, DoctorOptions."""
 
 
 @dataclass(kw_only=True)
@@ -20,15 +33,9 @@ class DoctorOptions:
 
 
 def compose_doctor(arguments: list[str]) -> DoctorOptions:
-    """The options of `python -m embedtrain.doctor`; `--json` and `quick` are `json=true` and `quick=true`.
-
-    Raises:
-        ConfigError: an unknown option, a value of the wrong type or out of range.
-        SystemExit: after `--help` and its like.
-    """
+    """The options, checked. `--json` stands for `json=true`, `quick` for `quick=true`."""
     short = {"--json": "json=true", "quick": "quick=true", "--quick": "quick=true"}
     arguments = [short.get(argument, argument) for argument in arguments]
-    options = compose_command("doctor", DoctorOptions, arguments)
-    if not math.isfinite(options.timeout) or options.timeout <= 0:
-        raise ConfigError(f"timeout={options.timeout}: seconds, above 0")
+    options = compose_command("doctor", DoctorOptions, arguments, HELP)
+    OptionChecks(options).positive("timeout")
     return options

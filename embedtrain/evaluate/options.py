@@ -1,14 +1,38 @@
-"""evaluate.options."""
+"""Options of `python -m embedtrain.evaluate`."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedtrain.config.checks import _positive, check_sets
+from embedtrain.config.checks import check_sets
 from embedtrain.config.compose import compose_command
-from embedtrain.config.elements import items
+from embedtrain.config.elements import parse_items
 from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
 from embedtrain.config.recipe import Pooling, Precision
-from embedtrain.errors import ConfigError
+from embedtrain.config.validation import OptionChecks
+
+HELP = """embedtrain.evaluate: evaluate a model, sharded over all ranks
+
+  python -m embedtrain.evaluate model=DIR sets=[PATH,...] [option=value ...]
+  torchrun --standalone --nproc-per-node 8 -m embedtrain.evaluate model=DIR sets=[PATH,...]
+  torchrun --standalone --nproc-per-node 8 -m embedtrain.evaluate model=DIR mteb=[TASK,...]
+
+PATH: a BEIR folder, a table (scored or labelled pairs, translations, classes, ...), or the id of a Hub data set.
+A mapping says more: sets='[{path: DIR, kind: reranking, metrics: [map], query_prompt: "query: "}]'.
+TASK: a task or a benchmark of mteb, such as mteb=[SciFact] or mteb='["MTEB(eng, v2)"]'; needs embedtrain[mteb].
+
+Metrics are printed and added to OUTPUT_DIR/metrics.jsonl; mteb's own files are in OUTPUT_DIR/mteb.
+
+Options and their defaults (override with option=value):
+
+{options}
+subset=N measures N queries or rows of each set, the same in every run. save_runs=true writes TREC run and qrels files,
+run_depth documents of each query. vectors_dir=DIR keeps documents' vectors: an interrupted evaluation resumes.
+unshard=model gathers sharded weights at once, not layer by layer: faster, if the model fits on every rank.
+index.place=host keeps vectors beside the GPU; auto does so where they would take half of what is free.
+
+Choices: precision fp32 | bf16, unshard layer | model, index.dtype fp32 | bf16, index.place auto | device | host.
+Each option is explained in embedtrain/evaluate/options.py, EvaluateOptions; those of a set in
+embedtrain/config/evaluation.py, EvaluationSet."""
 
 
 @dataclass(kw_only=True)
@@ -44,28 +68,24 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     Raises:
         ConfigError: no model, no set, or a number out of range.
     """
-    if not options.model:
-        raise ConfigError("no model: write model=DIR, a model directory or a Hub id")
-    if not options.sets and not options.mteb:
-        raise ConfigError(
-            "nothing to evaluate on: write sets=[PATH,...] (folders, tables or Hub data sets), or mteb=[TASK,...]"
-        )
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    check.require(
+        bool(options.sets or options.mteb),
+        "sets",
+        "nothing to evaluate on; write sets=[PATH,...] (directories, tables or Hub data sets), or mteb=[TASK,...]",
+    )
     check_sets(options.sets, "sets")
-    if options.subset is not None and options.subset < 1:
-        raise ConfigError(f"subset={options.subset}: at least 1 query or row of each set; null takes all")
-    if options.chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
-    if options.run_depth < 1:
-        raise ConfigError(f"run_depth={options.run_depth}: at least 1 document a query")
-    if options.max_length is not None and options.max_length < 3:
-        raise ConfigError(f"max_length={options.max_length} leaves no room for text between special tokens: at least 3")
-    if not _positive(options.timeout):
-        raise ConfigError(f"timeout={options.timeout}: seconds, above 0")
+    check.at_least(1, "subset", "null takes all queries or rows")
+    check.at_least(1, "chunk_tokens")
+    check.at_least(1, "run_depth")
+    check.length("max_length")
+    check.positive("timeout")
     return options
 
 
 def compose_evaluate(arguments: list[str]) -> EvaluateOptions:
-    """The options of `python -m embedtrain.evaluate`."""
-    options = compose_command("evaluate", EvaluateOptions, arguments)
-    options.sets = items(options.sets, EvaluationSet, "sets")
+    """The options, checked."""
+    options = compose_command("evaluate", EvaluateOptions, arguments, HELP)
+    options.sets = parse_items(options.sets, EvaluationSet, "sets")
     return check_evaluate(options)

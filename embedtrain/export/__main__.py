@@ -1,7 +1,7 @@
 """`python -m embedtrain.export run=runs/NAME step=latest output_dir=DIR`: any checkpoint to a model directory."""
 
 from embedtrain.cli import run_command
-from embedtrain.config.export_checks import check_export
+from embedtrain.config.checks import check_export
 from embedtrain.errors import ConfigError
 from embedtrain.export.options import ExportOptions, compose_export, requested_export
 

@@ -1,11 +1,21 @@
-"""export.options."""
+"""Options of `python -m embedtrain.export`."""
 
 from dataclasses import dataclass, replace
 
+from embedtrain.config.checks import check_export
 from embedtrain.config.compose import compose_command
-from embedtrain.config.export_checks import check_export
 from embedtrain.config.recipe import ExportConfig, ExportDtype
-from embedtrain.errors import ConfigError
+from embedtrain.config.validation import OptionChecks
+
+HELP = """embedtrain.export: any checkpoint of a run -> a model directory, checked against the encoder
+
+  python -m embedtrain.export run=runs/NAME [step=latest|best|N] [output_dir=DIR] [dtype=fp32|bf16|fp16]
+                              [formats=[onnx]] [push_to_hub=ID]
+
+Options and their defaults (override with option=value):
+
+{options}
+Each option is explained in embedtrain/export/options.py, ExportOptions."""
 
 
 @dataclass(kw_only=True)
@@ -25,23 +35,22 @@ class ExportOptions:
 
 
 def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:
-    """The recipe's options of an export, but for those given on the command line.
+    """The export options of the recipe, overridden by those of the command line.
 
-    Whether it is uploaded is the command line's affair alone: the recipe speaks of the run's last step.
+    The command line alone decides about an upload: the recipe's `push_to_hub` is for the last step of the run.
     """
-    given = {name: getattr(options, name) for name in ("formats", "dtype", "max_file_size", "check")}
+    overrides = {name: getattr(options, name) for name in ("formats", "dtype", "max_file_size", "check")}
     return replace(
         recipe,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in overrides.items() if value is not None},
         push_to_hub=options.push_to_hub,
         private=options.private,
     )
 
 
 def compose_export(arguments: list[str]) -> ExportOptions:
-    """The options of `python -m embedtrain.export`."""
-    options = compose_command("export", ExportOptions, arguments)
-    if not options.run:
-        raise ConfigError("no run: write run=DIR, the output_dir of a training run")
+    """The options, checked."""
+    options = compose_command("export", ExportOptions, arguments, HELP)
+    OptionChecks(options).require(bool(options.run), "run", "is missing; write the output_dir of a training run")
     check_export(requested_export(options, ExportConfig()))
     return options

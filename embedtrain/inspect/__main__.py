@@ -3,13 +3,11 @@
 The exit code is 0 where every row can be used, and 1 where one cannot.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
 from embedtrain.config.recipe import Attention, Pooling, Recipe
-from embedtrain.errors import ConfigError
 from embedtrain.inspect.options import InspectOptions, compose_inspect
 
 if TYPE_CHECKING:
@@ -27,13 +25,6 @@ NUM_MEASURED_BATCHES = 8
 # Ranks, what they are, and whether they are GPUs.
 MACHINES = ((1, "1 GPU", True), (8, "8 GPUs", True), (8, "8 CPU processes", False))
 MANY_ROWS = 200_000  # to count them takes a while
-
-
-def read(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
-    """The options, in one process."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("inspect looks at data in one process: start it with python, not with torchrun")
-    return compose_inspect(arguments)
 
 
 def act(asked: tuple[Recipe, InspectOptions]) -> None:
@@ -244,4 +235,4 @@ def _packing(recipe: Recipe) -> set[bool]:
 
 
 if __name__ == "__main__":
-    run_command(read, act)
+    run_command(compose_inspect, act)

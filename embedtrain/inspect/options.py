@@ -1,15 +1,30 @@
-"""The command line of inspect: options of its own, or those of a training -> a recipe whose data is inspected."""
+"""Options of `python -m embedtrain.inspect`, whose command line takes those of a recipe instead, if it names one."""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.compose import compose_command, compose_training, to_recipe
+from embedtrain.config.compose import compose_command, compose_recipe, option_of, quote
 from embedtrain.config.elements import parse_sources
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES
 from embedtrain.config.recipe import DataConfig, Recipe
+from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import ConfigError
+
+HELP = """embedtrain.inspect: what training data holds, as the model will see it
+
+  python -m embedtrain.inspect data=PATH [model=DIR] [for_loss=NAME] [option=value ...]
+  python -m embedtrain.inspect recipe=NAME data.train=[PATH,...] [any option of a training] [examples=N problems=N]
+
+PATH: a file, a folder, a pattern (rows/*.jsonl.gz), a URL, or the id of a Hub data set; several in brackets;
+with options of its own as {path: PATH, columns: [question,answer]}.
+The exit code is 0 where every row can be used, and 1 where one cannot.
+
+Options and their defaults (override with option=value):
+
+{options}
+Each option is explained in embedtrain/inspect/options.py, InspectOptions."""
 
 
 @dataclass(kw_only=True)
@@ -30,29 +45,34 @@ class InspectOptions:
     trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
 
 
-_CONFIG_FLAGS = ("--config", "-cd", "-cp", "-cn")
-_DISPLAY_OPTIONS = ("examples", "problems")  # what is shown, whatever is inspected
+_CONFIG_DIR = ("--config-dir", "-cd")
+_DISPLAY_OPTIONS = ("examples", "problems")  # apply to `data=` and to a recipe
 
 
 def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
-    """The options of `python -m embedtrain.inspect`, and a recipe that has the data, model and loss that are meant.
+    """A recipe with the data, model and loss to inspect, and the options, both checked.
 
-    The arguments are those of the door itself, or those of a training (`recipe=NAME ...`, `data.train=[...]`): then
-    its data is meant, and `examples` and `problems` alone are the door's.
+    The command line has either options of its own (`data=PATH model=DIR`), or those of a training (`recipe=NAME`,
+    `data.train=[...]`) besides `examples` and `problems`.
+
+    Raises:
+        ConfigError: as `compose_recipes`; no data, or options of both kinds.
+        SystemExit: after `--help` and `--cfg job`.
     """
-    because = next(filter(_is_training_option, arguments), None)
-    if because is not None:
-        of_training, own = _split_arguments(arguments, because)
-        config = compose_training(of_training)
-        recipe = to_recipe(config)
-        if not _names_recipe(of_training):
+    require_single_process("inspect")
+    training_option = next(filter(_is_training_option, arguments), None)
+    if training_option is not None:
+        training, own = _split_arguments(arguments, training_option)
+        recipe = compose_recipe(training)
+        if not any(argument.startswith(_CONFIG_DIR) or option_of(argument) == "recipe" for argument in training):
             recipe.name = recipe.name or "inspect"
             if recipe.train.steps is None and recipe.train.epochs is None:
                 recipe.train.epochs = 1.0
-        return _check_without_model(recipe), _inspect_options(own)
-    options = _inspect_options([_as_list(argument) for argument in arguments])
-    if not options.data:
-        raise ConfigError("no data: write data=PATH or data=[PATH,...], or recipe=NAME and its options")
+        return _check_without_model(recipe), _compose_options(own)
+    options = _compose_options([_as_list(argument) for argument in arguments])
+    OptionChecks(options).require(
+        bool(options.data), "data", "no data; write data=PATH or data=[PATH,...], or recipe=NAME and its options"
+    )
     recipe = Recipe(name="inspect", loss=LOSSES[check_loss_name(options.for_loss, "for_loss")]())
     recipe.train.steps = 1
     recipe.model.path, recipe.model.revision = options.model, options.revision
@@ -65,57 +85,45 @@ def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
     return _check_without_model(recipe), options
 
 
-def _inspect_options(arguments: list[str]) -> InspectOptions:
-    options = compose_command("inspect", InspectOptions, arguments)
-    if options.examples < 0 or options.problems < 0:
-        raise ConfigError(f"examples={options.examples}, problems={options.problems}: numbers of rows, 0 for none")
+def _compose_options(arguments: list[str]) -> InspectOptions:
+    options = compose_command("inspect", InspectOptions, arguments, HELP)
+    check = OptionChecks(options)
+    for name in _DISPLAY_OPTIONS:
+        check.at_least(0, name)
     return options
 
 
 def _check_without_model(recipe: Recipe) -> Recipe:
-    """The recipe itself, checked. Without a model lengths are told in characters, so none has to be named."""
+    """The recipe itself, checked. A model is optional: without one lengths are in characters."""
     has_model = recipe.model.path is not None or recipe.model.config is not None
     check_recipe(recipe if has_model else replace(recipe, model=replace(recipe.model, path="none")))
     return recipe
 
 
 def _is_training_option(argument: str) -> bool:
-    """Whether an argument names a recipe, or is an option of one."""
-    first, *others = _option_name(argument).split(".")
-    if argument.startswith(_CONFIG_FLAGS) or first == "recipe":
+    first, *rest = option_of(argument).split(".")
+    if argument.startswith(_CONFIG_DIR) or first == "recipe":
         return True
     own = [field.name for field in fields(InspectOptions)]
-    return first in (field.name for field in fields(Recipe)) and (bool(others) or first not in own)
+    return first in (field.name for field in fields(Recipe)) and (bool(rest) or first not in own)
 
 
-def _split_arguments(arguments: list[str], because: str) -> tuple[list[str], list[str]]:
-    """The arguments of a training, and those that say what inspect shows.
-
-    Args:
-        arguments: all of them.
-        because: one that is a training's.
+def _split_arguments(arguments: list[str], training_option: str) -> tuple[list[str], list[str]]:
+    """The arguments of a training, and those of inspect.
 
     Raises:
         ConfigError: `data=PATH` among them.
     """
-    others: list[str] = []
-    own: list[str] = []
-    for argument in arguments:
-        key = _option_name(argument)
-        if key == "data":
-            raise ConfigError(
-                f"{argument} does not go with {because}, an option of a training: write data.train=[PATH,...] instead"
-            )
-        (own if key in _DISPLAY_OPTIONS else others).append(argument)
-    return others, [argument.lstrip("+") for argument in own]
-
-
-def _names_recipe(arguments: list[str]) -> bool:
-    return any(argument.startswith(_CONFIG_FLAGS) or _option_name(argument) == "recipe" for argument in arguments)
+    if data := next((argument for argument in arguments if option_of(argument) == "data"), None):
+        raise ConfigError(
+            f"{data} cannot be combined with {training_option}, an option of a training: write data.train=[PATH,...]"
+        )
+    own = [argument for argument in arguments if option_of(argument) in _DISPLAY_OPTIONS]
+    return [argument for argument in arguments if argument not in own], [argument.lstrip("+") for argument in own]
 
 
 def _as_list(argument: str) -> str:
-    """`data=` with one path in brackets and quotes: a bare path may hold signs that mean something to Hydra."""
+    """`data=` with a single path in brackets and quotes: a bare path may hold what Hydra's grammar reserves."""
     path = argument.removeprefix("data=")
     if path == argument or not path:
         return argument
@@ -124,10 +132,4 @@ def _as_list(argument: str) -> str:
             return argument
         case ("{", "}") | ("'", "'") | ('"', '"') if len(path) > 1:
             return f"data=[{path}]"
-    quoted = path.replace("\\", "\\\\").replace('"', '\\"')
-    return f'data=["{quoted}"]'
-
-
-def _option_name(argument: str) -> str:
-    """The option that an argument sets."""
-    return argument.lstrip("+~").partition("=")[0]
+    return f"data=[{quote(path)}]"

@@ -1,19 +1,32 @@
 """Options of `python -m embedtrain.mine`."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from embedtrain.config.checks import check_train_sources
 from embedtrain.config.compose import compose_command
-from embedtrain.config.data_checks import FORMAT_SAYS, check_train_sources, is_instruction_format
 from embedtrain.config.elements import parse_sources
 from embedtrain.config.evaluation import IndexConfig, Unshard
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
+from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
+
+HELP = """embedtrain.mine: hard negatives for training rows, found over all ranks
+
+  python -m embedtrain.mine model=DIR data=[PATH,...] output_dir=DIR [corpus=[PATH,...]] [option=value ...]
+  torchrun --standalone --nproc-per-node 8 -m embedtrain.mine model=DIR data=[PATH,...] output_dir=DIR
+
+PATH of data: whatever a training reads, or {path: PATH, query_prompt: ...}; negatives are found among all
+documents of all rows, and in corpus: BEIR folders, corpus files, tables with a text.
+The same command resumes where it was stopped, on any number of ranks.
+
+Options and their defaults (override with option=value):
+
+{options}
+Each option is explained in embedtrain/mine/options.py, MineOptions."""
 
 
 class Sampling(str, Enum):
@@ -82,118 +95,62 @@ class MineOptions:
     timeout: float = 1800.0  # seconds a rank waits for the others, and for rank 0 to collect the documents
 
 
-Rule = tuple[Callable[[MineOptions], bool], Callable[[MineOptions], str]]
-
-MAX_QUERY_BATCH_SIZE = 8192  # that are searched at a time
-
-RULES: list[Rule] = [
-    (
-        lambda o: not o.model,
-        lambda o: "no model: write model=DIR, a model directory or a Hub id",
-    ),
-    (
-        lambda o: not o.data,
-        lambda o: "no data: write data=[PATH,...], files, folders or Hub data sets of training rows",
-    ),
-    (
-        lambda o: not o.output_dir,
-        lambda o: "no place for the mined rows: write output_dir=DIR, a folder of their own",
-    ),
-    (
-        lambda o: o.negatives < 1,
-        lambda o: f"negatives={o.negatives}: at least 1 for each row",
-    ),
-    (
-        lambda o: o.rank_min < 0,
-        lambda o: f"rank_min={o.rank_min}: a number of documents that are passed over, 0 for none",
-    ),
-    (
-        lambda o: o.rank_min >= o.rank_max,
-        lambda o: f"rank_min={o.rank_min} and rank_max={o.rank_max} leave no document between: rank_max must be larger",
-    ),
-    (
-        lambda o: o.negatives > o.rank_max - o.rank_min,
-        lambda o: (
-            f"negatives={o.negatives}, and between rank_min={o.rank_min} and rank_max={o.rank_max} are "
-            f"{o.rank_max - o.rank_min} documents: write a larger rank_max, or fewer negatives"
-        ),
-    ),
-    (
-        lambda o: o.relative_margin is not None and not 0 <= o.relative_margin < 1,
-        lambda o: (
-            f"relative_margin={o.relative_margin}: a share of the positive's score from 0 to below 1, such as 0.05; "
-            "null for none"
-        ),
-    ),
-    (
-        lambda o: o.absolute_margin is not None and not (math.isfinite(o.absolute_margin) and o.absolute_margin >= 0),
-        lambda o: f"absolute_margin={o.absolute_margin}: a difference of scores, not negative; null for none",
-    ),
-    (
-        lambda o: not all(score is None or math.isfinite(score) for score in (o.min_score, o.max_score)),
-        lambda o: f"min_score={o.min_score}, max_score={o.max_score}: finite numbers; null for no limit",
-    ),
-    (
-        lambda o: o.min_score is not None and o.max_score is not None and o.min_score > o.max_score,
-        lambda o: f"min_score={o.min_score} is above max_score={o.max_score}: no document could qualify",
-    ),
-    (
-        lambda o: not 0 <= o.seed < 2**63,
-        lambda o: f"seed={o.seed}: a number from 0 to {2**63 - 1}",
-    ),
-    (
-        lambda o: o.teacher is None and o.teacher_max_length is not None,
-        lambda o: f"teacher_max_length={o.teacher_max_length} has no use without a teacher: write teacher=DIR",
-    ),
-    (
-        lambda o: o.teacher is None and o.teacher_revision is not None,
-        lambda o: f"teacher_revision={o.teacher_revision} has no use without a teacher: write teacher=ID",
-    ),
-    (
-        lambda o: o.teacher == "",
-        lambda o: "teacher= is empty: a bi-encoder or cross-encoder directory, or null for none",
-    ),
-    (
-        lambda o: o.teacher_batch_size < 1,
-        lambda o: f"teacher_batch_size={o.teacher_batch_size}: at least 1 pair",
-    ),
-    (
-        lambda o: any(length is not None and length < 3 for length in (o.max_length, o.teacher_max_length)),
-        lambda o: (
-            f"max_length={o.max_length}, teacher_max_length={o.teacher_max_length}: at least 3, "
-            "or there is no room for text between special tokens"
-        ),
-    ),
-    (
-        lambda o: not is_instruction_format(o.instruction_format),
-        lambda o: f"instruction_format={o.instruction_format!r} {FORMAT_SAYS}",
-    ),
-    (
-        lambda o: o.chunk_tokens < 1,
-        lambda o: f"chunk_tokens={o.chunk_tokens}: must be above 0",
-    ),
-    (
-        lambda o: not 1 <= o.query_batch_size <= MAX_QUERY_BATCH_SIZE,
-        lambda o: f"query_batch_size={o.query_batch_size}: from 1 to {MAX_QUERY_BATCH_SIZE}",
-    ),
-    (
-        lambda o: not (math.isfinite(o.timeout) and o.timeout > 0),
-        lambda o: f"timeout={o.timeout}: seconds, above 0",
-    ),
-]
+MAX_QUERY_BATCH_SIZE = 8192
 
 
 def check_mine(options: MineOptions) -> MineOptions:
     """The options themselves, if they can work. `data` must be a list of sources.
 
     Raises:
-        ConfigError: the first rule that is broken.
+        ConfigError: the first check that fails.
     """
-    for broken, sentence in RULES:
-        if broken(options):
-            raise ConfigError(sentence(options))
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    check.require(
+        bool(options.data),
+        "data",
+        "is missing; write data=[PATH,...], files, folders or Hub data sets of training rows",
+    )
+    check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the mined rows")
+    check.at_least(1, "negatives")
+    check.at_least(0, "rank_min")
+    check.require(options.rank_min < options.rank_max, "rank_min", f"must be below rank_max={options.rank_max}")
+    check.require(
+        options.negatives <= options.rank_max - options.rank_min,
+        "negatives",
+        f"between rank_min={options.rank_min} and rank_max={options.rank_max} are "
+        f"{options.rank_max - options.rank_min} documents; write a larger rank_max, or fewer negatives",
+    )
+    check.require(
+        options.relative_margin is None or 0 <= options.relative_margin < 1,
+        "relative_margin",
+        "must be a fraction of the positive's score from 0 to below 1, such as 0.05; null for none",
+    )
+    check.at_least(0, "absolute_margin", "null for none")
+    check.number("min_score", "null for no limit")
+    check.number("max_score", "null for no limit")
+    check.require(
+        options.min_score is None or options.max_score is None or options.min_score <= options.max_score,
+        "min_score",
+        f"is above max_score={options.max_score}",
+    )
+    check.seed("seed")
+    for name in ("teacher_max_length", "teacher_revision"):
+        check.require(
+            getattr(options, name) is None or options.teacher is not None,
+            name,
+            "has no effect without a teacher; write teacher=DIR",
+        )
+    check.require(options.teacher != "", "teacher", "is empty; write a bi-encoder or cross-encoder, or null for none")
+    check.at_least(1, "teacher_batch_size")
+    check.length("max_length")
+    check.length("teacher_max_length")
+    check.instruction_format()
+    check.at_least(1, "chunk_tokens")
+    check.within(1, MAX_QUERY_BATCH_SIZE, "query_batch_size")
+    check.positive("timeout")
     options.corpus = _paths(options.corpus)
-    check_train_sources(options.data)
+    check_train_sources(options.data, "data")
     for source in options.data:
         _check_source(source, options.output_dir)
     return options
@@ -201,29 +158,29 @@ def check_mine(options: MineOptions) -> MineOptions:
 
 def _paths(corpus: Any) -> list[str]:
     """`corpus` as a list."""
-    given = [corpus] if isinstance(corpus, str) else corpus or []
-    if not isinstance(given, list) or not all(isinstance(path, str) and path for path in given):
-        raise ConfigError(f"corpus={corpus!r} is neither a path nor a list of paths")
-    return given
+    paths = [corpus] if isinstance(corpus, str) else corpus or []
+    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+        raise ConfigError(f"corpus={written(corpus)}: must be a path or a list of paths")
+    return paths
 
 
 def _check_source(source: TrainSource, output_dir: str) -> None:
     if not source.path:
         raise ConfigError("data: a path is empty; write data=[PATH,...]")
-    if source.name is not None and (not source.name or "/" in source.name or source.name.startswith(".")):
+    OptionChecks(source, f"data, {source.path}: ").require(
+        source.name is None or (bool(source.name) and "/" not in source.name and not source.name.startswith(".")),
+        "name",
+        f"becomes the name of a file in {output_dir}; write one without / that does not start with a dot",
+    )
+    directory = Path(source.path).expanduser()
+    if directory.is_dir() and Path(output_dir).expanduser().resolve().is_relative_to(directory.resolve()):
         raise ConfigError(
-            f"data, {source.path}: name={source.name} becomes the name of a file in {output_dir}: "
-            "write one without / and without a dot at its beginning"
-        )
-    folder = Path(source.path).expanduser()
-    if folder.is_dir() and Path(output_dir).expanduser().resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(
-            f"output_dir={output_dir} is in {source.path}, whose files are all read as rows: write a folder outside it"
+            f"output_dir={output_dir} is in {source.path}, whose files are all read as rows: write a directory outside"
         )
 
 
 def compose_mine(arguments: list[str]) -> MineOptions:
-    """The options of `python -m embedtrain.mine`."""
-    options = compose_command("mine", MineOptions, arguments)
+    """The options, checked."""
+    options = compose_command("mine", MineOptions, arguments, HELP)
     options.data = parse_sources(options.data or [], "data", InfoNCEConfig())
     return check_mine(options)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.config.revisions import split_revision
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_table import ArrowRows, RowStore
@@ -30,6 +29,7 @@ from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mine.options import MineOptions
+from embedtrain.models.hub import split_revision
 
 _TEXT_FIELDS = ("text", "contents", "passage", "document_text")
 _ID_FIELDS = ("docid", "_id", "id", "doc_id", "document_id", "pid")

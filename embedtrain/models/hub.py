@@ -1,5 +1,6 @@
 """Where a model's files lie: a directory here, or a snapshot of a repository of the Hugging Face Hub."""
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from embedtrain.errors import ConfigError, ModelError
 
 # Files of a Hub repository that hold the same weights in formats nobody here reads.
 _NEVER_DOWNLOADED = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.pth", "original/*"]
+_PINNED = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)@([\w][\w./-]*)")
 
 
 def resolve_directory(
@@ -56,3 +58,11 @@ def resolve_directory(
 def one_line(error: BaseException) -> str:
     """An error's text without line breaks."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
+
+
+def split_revision(path: str) -> tuple[str, str | None]:
+    """The id and the revision of `owner/name@revision`; a local path, or an id without a revision, has None."""
+    match = _PINNED.fullmatch(path)
+    if match is None or Path(path).expanduser().exists():
+        return path, None
+    return match[1], match[2]

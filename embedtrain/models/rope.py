@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from embedtrain.config.model_checks import ROPE_TYPES, rope_scaling_error
+from embedtrain.config.model_checks import ROPE_TYPES, check_rope_scaling
 from embedtrain.errors import ConfigError
 
 _LOGGER = "transformers.modeling_rope_utils"
@@ -32,8 +32,7 @@ def scale(config: PretrainedConfig, scaling: Mapping[str, Any] | None) -> None:
     """
     if scaling is None:
         return
-    if (problem := rope_scaling_error(scaling)) is not None:
-        raise ConfigError(problem)
+    check_rope_scaling(scaling)
     text = config.get_text_config()
     if not has_rotary_positions(text):
         raise ConfigError(

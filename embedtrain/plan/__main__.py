@@ -3,20 +3,10 @@
 The exit code is 0 where the training fits, and 1 where it does not.
 """
 
-import os
-
 from embedtrain.cli import run_command
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.recipe import Recipe
-from embedtrain.errors import ConfigError
 from embedtrain.plan.options import PlanOptions, compose_plan
-
-
-def read(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
-    """The recipe and the machines, in one process."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("plan needs no ranks: start it with python, not with torchrun")
-    return compose_plan(arguments)
 
 
 def act(asked: tuple[Recipe, PlanOptions]) -> None:
@@ -43,4 +33,4 @@ def act(asked: tuple[Recipe, PlanOptions]) -> None:
 
 
 if __name__ == "__main__":
-    run_command(read, act)
+    run_command(compose_plan, act)

@@ -1,13 +1,25 @@
-"""Options of `python -m embedtrain.plan` that cannot work."""
+"""Options of `python -m embedtrain.plan`, whose command line also takes those of a recipe."""
 
-import math
 from dataclasses import dataclass, fields, replace
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.compose import compose_command, compose_training, to_recipe
-from embedtrain.config.recipe import DataConfig, Recipe, TrainSource
-from embedtrain.errors import ConfigError
+from embedtrain.config.compose import compose_command, compose_recipe, option_of
+from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.validation import OptionChecks, require_single_process
+
+HELP = """embedtrain.plan: memory, strategy and time of a training, before a GPU is booked
+
+  python -m embedtrain.plan recipe=NAME gpus=64 gpus_per_node=8 gpu_memory=80 [any option of a training] [--json]
+
+No GPU is needed, no data, and no weights: of a model on the Hub its configuration alone is fetched.
+The exit code is 0 where the training fits, and 1 where it does not.
+
+Options and their defaults (override with option=value):
+
+{options}
+Each option is explained in embedtrain/plan/options.py, PlanOptions. What is none of them is an option of the
+training: `python -m embedtrain --help` lists these, and all recipes."""
 
 
 @dataclass(kw_only=True)
@@ -29,54 +41,41 @@ def check_plan(options: PlanOptions) -> PlanOptions:
     """The options themselves, if they can work.
 
     Raises:
-        ConfigError: a number out of range, or nodes that are not full.
+        ConfigError: a number out of range, or a node that is not full.
     """
+    check = OptionChecks(options)
     for name in ("gpus", "gpus_per_node", "texts_per_row", "tokens_per_text"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value}: at least 1")
+        check.at_least(1, name)
     for name in ("gpu_memory", "bandwidth_node", "bandwidth_network", "tflops"):
-        value = getattr(options, name)
-        if not math.isfinite(value) or value <= 0:
-            raise ConfigError(f"{name}={value}: must be above 0")
-    if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
-        full = options.gpus // options.gpus_per_node * options.gpus_per_node
-        raise ConfigError(
-            f"gpus={options.gpus} with gpus_per_node={options.gpus_per_node}: nodes have as many each; "
-            f"write gpus={full} or gpus={full + options.gpus_per_node}"
-        )
+        check.positive(name)
+    full = options.gpus // options.gpus_per_node * options.gpus_per_node
+    check.require(
+        options.gpus <= options.gpus_per_node or options.gpus == full,
+        "gpus",
+        f"must be a multiple of gpus_per_node={options.gpus_per_node}; "
+        f"write gpus={full} or gpus={full + options.gpus_per_node}",
+    )
     return options
 
 
-_OWN = [field.name for field in fields(PlanOptions)]
-_ASKS_FOR_HELP = ("--help", "-h")
-
-
 def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
-    """The recipe and the machines that it is planned for.
-
-    What is no option of `PlanOptions` is one of the recipe. A recipe without data, steps or name can be planned.
+    """The recipe to plan and the options, checked. A recipe without data, steps or name can be planned.
 
     Raises:
         ConfigError: as `compose_recipes`, or a number out of range.
-        SystemExit: after `--help` and its like.
+        SystemExit: after `--help` and `--cfg job`.
     """
+    require_single_process("plan")
+    names = [field.name for field in fields(PlanOptions)]
     arguments = ["json=true" if argument == "--json" else argument for argument in arguments]
-    own = [argument for argument in arguments if _is_own(argument)]
-    of_training = [argument for argument in arguments if not _is_own(argument)]
-    options = compose_command("plan", PlanOptions, own)
-    recipe = apply_accelerate_config(to_recipe(compose_training(of_training)))
-    if not any(argument.lstrip("+").startswith("recipe=") for argument in of_training):
+    own = [argument for argument in arguments if option_of(argument) in names or argument in ("--help", "-h")]
+    training = [argument for argument in arguments if argument not in own]
+    options = check_plan(compose_command("plan", PlanOptions, own, HELP))
+    recipe = apply_accelerate_config(compose_recipe(training))
+    if not any(option_of(argument) == "recipe" for argument in training):
         recipe.name = recipe.name or "plan"
     if recipe.train.steps is None and recipe.train.epochs is None:
         recipe.train.epochs = 1.0
-    check_recipe(recipe if recipe.data.train else replace(recipe, data=_any_data(recipe.data)))
-    return recipe, check_plan(options)
-
-
-def _is_own(argument: str) -> bool:
-    return argument.lstrip("+~").partition("=")[0] in _OWN or argument in _ASKS_FOR_HELP
-
-
-def _any_data(data: DataConfig) -> DataConfig:
-    return replace(data, train=[TrainSource(path="none")])
+    data = recipe.data if recipe.data.train else replace(recipe.data, train=[TrainSource(path="none")])
+    check_recipe(replace(recipe, data=data))
+    return recipe, options

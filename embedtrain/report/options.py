@@ -1,11 +1,22 @@
-"""The command line of report: folders of runs as they are, and options behind them or between them."""
+"""Options of `python -m embedtrain.report`, whose command line also takes directories of runs as they are."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from embedtrain.config.compose import compose_command
-from embedtrain.errors import ConfigError
+from embedtrain.config.compose import compose_command, quote_value
+from embedtrain.config.validation import OptionChecks, require_single_process
+
+HELP = """embedtrain.report: one or several runs on one page, as an HTML file that needs no network
+
+  python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]
+
+Of one run the page is report.html in its directory, of several comparison.html in that of the first.
+A run may still be going, may have been stopped, or may have failed.
+
+Options and their defaults (override with option=value):
+
+{options}
+Each option is explained in embedtrain/report/options.py, ReportOptions."""
 
 
 @dataclass(kw_only=True)
@@ -17,35 +28,25 @@ class ReportOptions:
 
 
 def compose_report(arguments: list[str]) -> ReportOptions:
-    """The options of `python -m embedtrain.report`.
-
-    Whatever is no option is a run's folder; a folder may have a `=` in its name, as jobs of a sweep do.
+    """The options, checked. An argument that is not an option is the directory of a run.
 
     Raises:
         ConfigError: no run, or an unknown option.
-        SystemExit: after `--help` and its like.
+        SystemExit: after `--help`.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("report reads files in one process: start it with python, not with torchrun")
+    require_single_process("report")
     runs = [argument for argument in arguments if not _is_option(argument)]
-    options = compose_command("report", ReportOptions, [_quoted(one) for one in arguments if _is_option(one)])
+    own = [quote_value(argument, "output") for argument in arguments if _is_option(argument)]
+    options = compose_command("report", ReportOptions, own, HELP)
     options.runs = [*options.runs, *runs]
-    if not options.runs:
-        raise ConfigError("no run: write python -m embedtrain.report runs/NAME, the output_dir of a run, or several")
-    if options.output is not None and Path(options.output).is_dir():
-        raise ConfigError(
-            f"output={options.output} is a folder: name a file, such as output={options.output.rstrip('/')}/report.html"
-        )
+    check = OptionChecks(options)
+    check.require(bool(options.runs), "runs", "no run; write python -m embedtrain.report runs/NAME, its output_dir")
+    check.require(
+        options.output is None or not Path(options.output).is_dir(), "output", "is a directory; name a file in it"
+    )
     return options
 
 
 def _is_option(argument: str) -> bool:
+    """A directory of a sweep may have a `=` in its name."""
     return argument.startswith(("-", "output=", "runs=", "hydra.")) or ("=" in argument and not Path(argument).exists())
-
-
-def _quoted(argument: str) -> str:
-    """`output=` with its path in quotes: a path may hold what means something to Hydra."""
-    if not argument.startswith("output=") or argument[7:8] in ("'", '"', ""):
-        return argument
-    path = argument.removeprefix("output=").replace("\\", "\\\\").replace('"', '\\"')
-    return f'output="{path}"'

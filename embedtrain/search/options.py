@@ -1,11 +1,19 @@
-"""search.options."""
+"""Options of `python -m embedtrain.search`."""
 
-import os
 from dataclasses import dataclass
 
-from embedtrain.config.compose import compose_command
+from embedtrain.config.compose import compose_command, quote_value
 from embedtrain.config.recipe import Precision
-from embedtrain.errors import ConfigError
+from embedtrain.config.validation import OptionChecks, require_single_process
+
+HELP = """embedtrain.search: find texts with a model
+
+  python -m embedtrain.search model=DIR corpus=DIR query="what you look for"
+
+Options and their defaults (override with option=value):
+
+{options}
+Each option is explained in embedtrain/search/options.py, SearchOptions."""
 
 
 @dataclass(kw_only=True)
@@ -23,22 +31,13 @@ class SearchOptions:
 
 
 def compose_search(arguments: list[str]) -> SearchOptions:
-    """The options of `python -m embedtrain.search`."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("search answers one person in one process: start it with python, not with torchrun")
-    options = compose_command("search", SearchOptions, [_quoted(argument) for argument in arguments])
-    if not options.model or not options.corpus:
-        raise ConfigError("write model=DIR corpus=DIR, a model directory and a folder with a corpus.jsonl")
-    if options.chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens={options.chunk_tokens}: must be above 0")
-    if options.top_k < 1:
-        raise ConfigError(f"top_k={options.top_k}: at least 1")
+    """The options, checked."""
+    require_single_process("search")
+    # A question has commas and apostrophes.
+    options = compose_command("search", SearchOptions, [quote_value(argument, "query") for argument in arguments], HELP)
+    check = OptionChecks(options)
+    check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
+    check.require(bool(options.corpus), "corpus", "is missing; write a BEIR directory or a corpus.jsonl")
+    check.at_least(1, "chunk_tokens")
+    check.at_least(1, "top_k")
     return options
-
-
-def _quoted(argument: str) -> str:
-    """`query=` with its text in quotes: a question has commas and apostrophes, which mean something to Hydra."""
-    if not argument.startswith("query=") or argument[6:7] in ("'", '"', ""):
-        return argument
-    text = argument.removeprefix("query=").replace("\\", "\\\\").replace('"', '\\"')
-    return f'query="{text}"'

@@ -12,9 +12,7 @@ from embedtrain.submit.script import directives, render_script
 
 
 def read(arguments: list[str]) -> tuple[Submission, list[str]]:
-    """What is to be submitted, in one process, and the command that asks for it."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError("submit needs no ranks: start it with python, not with torchrun or srun")
+    """The job, and the command that asks for it."""
     return compose_submit(arguments), ["python", "-m", "embedtrain.submit", *arguments]
 
 

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -11,10 +11,23 @@ import yaml
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.compose import compose_command, compose_training, to_recipe
-from embedtrain.config.messages import unknown_option
+from embedtrain.config.compose import compose_command, compose_recipe, option_of, quote
 from embedtrain.config.recipe import Recipe
+from embedtrain.config.validation import OptionChecks, require_single_process, unknown_option, written
 from embedtrain.errors import ConfigError
+
+HELP = """embedtrain.submit: a training as a SLURM job that saves and requeues itself
+
+  python -m embedtrain.submit recipe=NAME slurm.nodes=4 slurm.gpus_per_node=8 [any option of a training]
+  python -m embedtrain.submit recipe=NAME slurm.dry_run=true       shows the script, submits nothing
+
+The script stays in the run directory, to be read, edited and submitted with sbatch again.
+
+Options and their defaults (override with option=value):
+
+{options}
+Each option is explained in embedtrain/submit/options.py. What does not begin with slurm. is an option of the training:
+`python -m embedtrain --help` lists these, and all recipes."""
 
 
 class Launcher(str, Enum):
@@ -77,14 +90,14 @@ class SubmitOptions:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)  # the job
 
 
-_LARGEST_SIGNAL = 65535  # seconds; sbatch takes no more
+_MAX_SIGNAL_SECONDS = 65535  # seconds; sbatch takes no more
 _UNLIMITED = ("UNLIMITED", "INFINITE")
 _TIMES = re.compile(
     r"(?P<m>\d+)(:(?P<s>\d+))?|(?P<h>\d+):(?P<hm>\d+):(?P<hs>\d+)|(?P<d>\d+)-(?P<dh>\d+)(:(?P<dm>\d+)(:(?P<ds>\d+))?)?"
 )
 _SECONDS = {"m": 60, "s": 1, "h": 3600, "hm": 60, "hs": 1, "d": 86400, "dh": 3600, "dm": 60, "ds": 1}
-# Options of sbatch that the script sets itself -> what to write for them.
-_OURS = {
+# Options of sbatch that the script sets, and the option of ours for each.
+_SET_BY_SCRIPT = {
     "nodes": "nodes", "N": "nodes", "gpus-per-node": "gpus_per_node", "gres": "gres", "cpus-per-task": "cpus_per_node",
     "c": "cpus_per_node", "mem": "mem", "exclusive": "exclusive", "time": "time", "t": "time", "partition": "partition",
     "p": "partition", "account": "account", "A": "account", "qos": "qos", "q": "qos", "constraint": "constraint",
@@ -94,165 +107,137 @@ _OURS = {
     "ntasks": "ranks_per_node", "n": "ranks_per_node",
 }  # fmt: skip
 
-Rule = tuple[Callable[[SlurmConfig], bool], Callable[[SlurmConfig], str]]
 
-RULES: list[Rule] = [
-    (
-        lambda s: s.gpus_per_node < 0,
-        lambda s: f"slurm.gpus_per_node={s.gpus_per_node}: a number of GPUs; 0 trains on the CPU",
-    ),
-    (
-        lambda s: s.gpus_per_node == 0 and (s.gres is not None or s.gpu_type is not None),
-        lambda s: (
-            f"slurm.gpus_per_node=0 with slurm.{'gres' if s.gres is not None else 'gpu_type'}="
-            f"{s.gres if s.gres is not None else s.gpu_type}: write how many GPUs that are"
-        ),
-    ),
-    (
-        lambda s: s.gres is not None and s.gpu_type is not None,
-        lambda s: f"slurm.gres={s.gres} and slurm.gpu_type={s.gpu_type} both name GPUs: keep one",
-    ),
-    (
-        lambda s: (
-            s.launcher is Launcher.srun and s.cpus_per_node is not None and s.cpus_per_node % ranks_per_node(s) != 0
-        ),
-        lambda s: (
-            f"slurm.cpus_per_node={s.cpus_per_node} with slurm.launcher=srun: each of the {ranks_per_node(s)} ranks of "
-            f"a node gets as many; write a multiple of {ranks_per_node(s)}"
-        ),
-    ),
-    (
-        lambda s: s.launcher is Launcher.srun and s.max_restarts > 0,
-        lambda s: f"slurm.max_restarts={s.max_restarts} is torchrun's: leave it out, or write slurm.launcher=torchrun",
-    ),
-    (
-        lambda s: s.max_restarts < 0 or s.max_requeues < 0,
-        lambda s: f"slurm.max_restarts={s.max_restarts}, slurm.max_requeues={s.max_requeues}: must not be negative",
-    ),
-    (
-        lambda s: not 1 <= s.signal_seconds <= _LARGEST_SIGNAL,
-        lambda s: f"slurm.signal_seconds={s.signal_seconds}: seconds before the time limit, 1 to {_LARGEST_SIGNAL}",
-    ),
-    (
-        lambda s: s.time is not None and _TIMES.fullmatch(s.time) is None and s.time.upper() not in _UNLIMITED,
-        lambda s: f"slurm.time={s.time}: written as minutes, MM:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS",
-    ),
-    (
-        lambda s: _seconds(s.time) is not None and (_seconds(s.time) or 0) <= s.signal_seconds,
-        lambda s: (
-            f"slurm.time={s.time} with slurm.signal_seconds={s.signal_seconds}: the job would be asked to stop as soon "
-            f"as it starts; give it more time, or less for its last checkpoint"
-        ),
-    ),
-    (
-        lambda s: len(set(s.seeds)) < len(s.seeds),
-        lambda s: f"slurm.seeds={s.seeds}: one stands twice, and both would train in one directory",
-    ),
-    (
-        lambda s: s.seeds_at_once is not None and not s.seeds,
-        lambda s: f"slurm.seeds_at_once={s.seeds_at_once} is for an array: write slurm.seeds=[1,2,3]",
-    ),
-    (
-        lambda s: s.container_image is not None and s.container_command is not None,
-        lambda s: "slurm.container_image and slurm.container_command are both set: the first is for pyxis; keep one",
-    ),
-    (
-        lambda s: bool(s.container_mounts) and s.container_image is None,
-        lambda s: (
-            "slurm.container_mounts is for slurm.container_image (pyxis): in slurm.container_command write the "
-            "option of that command, such as apptainer exec --bind FROM:TO image.sif"
-        ),
-    ),
-    (
-        lambda s: s.mail_type is not None and s.mail_user is None,
-        lambda s: f"slurm.mail_type={s.mail_type}: to whom? write slurm.mail_user=you@example.org",
-    ),
-    (
-        lambda s: s.log is not None and "\\" in s.log,
-        lambda s: f"slurm.log={s.log}: a backslash switches SLURM's patterns off; write a path without it",
-    ),
-]
-
-
-def check_slurm(options: SlurmConfig) -> SlurmConfig:
+def check_slurm(slurm: SlurmConfig) -> SlurmConfig:
     """The options themselves, if they can work.
 
     Raises:
-        ConfigError: the first rule that is broken.
+        ConfigError: the first check that fails.
     """
-    _refuse_line_ends(options)
+    check = OptionChecks(slurm, "slurm.")
+    for option in fields(slurm):
+        value = getattr(slurm, option.name)
+        lines = value if isinstance(value, list) else [value]
+        check.require(
+            not any(map(_has_control_characters, lines)), option.name, "one line each, without control characters"
+        )
     for name in ("nodes", "ranks_per_node", "cpus_per_node", "seeds_at_once"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"slurm.{name}={value}: at least 1")
-    for broken, sentence in RULES:
-        if broken(options):
-            raise ConfigError(sentence(options))
-    if options.container_command is not None:
-        try:
-            shlex.split(options.container_command)
-        except ValueError:
-            raise ConfigError(f"slurm.container_command={options.container_command}: a quote is not closed") from None
+        check.at_least(1, name)
+    for name in ("gpus_per_node", "max_restarts", "max_requeues"):
+        check.at_least(0, name)
+    check.require(
+        slurm.gres is None or slurm.gpu_type is None, "gres", f"gpu_type={slurm.gpu_type} names GPUs as well; keep one"
+    )
+    check.require(
+        slurm.gpus_per_node > 0 or (slurm.gres is None and slurm.gpu_type is None),
+        "gpus_per_node",
+        f"{'gpu_type' if slurm.gres is None else 'gres'} asks for GPUs; write how many",
+    )
+    ranks = ranks_per_node(slurm)
+    if slurm.launcher is Launcher.srun:
+        check.require(
+            slurm.cpus_per_node is None or slurm.cpus_per_node % ranks == 0,
+            "cpus_per_node",
+            f"must be a multiple of the {ranks} ranks of a node with launcher=srun",
+        )
+        check.require(slurm.max_restarts == 0, "max_restarts", "is for launcher=torchrun")
+    check.within(1, _MAX_SIGNAL_SECONDS, "signal_seconds")
+    check.require(
+        slurm.time is None or _TIMES.fullmatch(slurm.time) is not None or slurm.time.upper() in _UNLIMITED,
+        "time",
+        "must be minutes, MM:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS",
+    )
+    limit = _seconds(slurm.time)
+    check.require(
+        limit is None or limit > slurm.signal_seconds,
+        "time",
+        f"must be longer than signal_seconds={slurm.signal_seconds}, or the job is signalled as soon as it starts",
+    )
+    check.require(len(set(slurm.seeds)) == len(slurm.seeds), "seeds", "must differ: each seed has its own directory")
+    check.require(
+        slurm.seeds_at_once is None or bool(slurm.seeds), "seeds_at_once", "is for an array; write slurm.seeds"
+    )
+    check.require(
+        slurm.container_image is None or slurm.container_command is None,
+        "container_image",
+        "container_command is set as well, which is for other containers than those of pyxis; keep one",
+    )
+    check.require(
+        not slurm.container_mounts or slurm.container_image is not None,
+        "container_mounts",
+        "is for container_image (pyxis); in container_command write the option of that command, such as "
+        "apptainer exec --bind FROM:TO image.sif",
+    )
+    check.require(
+        slurm.mail_type is None or slurm.mail_user is not None,
+        "mail_type",
+        "needs an address; write slurm.mail_user=you@example.org",
+    )
+    check.require(
+        slurm.log is None or "\\" not in slurm.log, "log", "a backslash switches SLURM's patterns off; leave it out"
+    )
+    check.require(_is_shell_words(slurm.container_command or ""), "container_command", "a quote is not closed")
     for name in ("extra", "srun_extra"):
-        for line in getattr(options, name):
-            if not line.startswith("-"):
-                raise ConfigError(f"slurm.{name}: {line!r} is no option; write it as in --exclude=n13")
-    for line in options.extra:
-        ours = _OURS.get(re.split(r"[= ]", line.lstrip("-"), maxsplit=1)[0])
-        if ours is not None:
-            raise ConfigError(f"slurm.extra: {line} is set by the script; write slurm.{ours}= instead")
-    return options
+        lines = getattr(slurm, name)
+        check.require(all(line.startswith("-") for line in lines), name, "must be options such as --exclude=n13")
+    for line in slurm.extra:
+        own_option = _SET_BY_SCRIPT.get(re.split(r"[= ]", line.lstrip("-"), maxsplit=1)[0])
+        check.require(own_option is None, "extra", f"{line} is set by the script; write slurm.{own_option}= instead")
+    return slurm
 
 
 def check_run(recipe: Recipe) -> None:
-    """What a recipe's name and place must not hold so that they can stand in the script.
+    """Refuse a name or an output directory that would break the script.
 
     Raises:
         ConfigError: a line end, a backslash or a quote.
     """
+    check = OptionChecks(recipe)
     for name in ("name", "output_dir"):
-        value = getattr(recipe, name)
-        if re.search(r"[\x00-\x1f\x7f\\']", value):
-            raise ConfigError(f"{name}={value!r}: without line ends, backslashes and quotes, for a job's script")
+        is_safe = re.search(r"[\x00-\x1f\x7f\\']", getattr(recipe, name)) is None
+        check.require(is_safe, name, "cannot have line ends, backslashes or quotes in a job's script")
 
 
 def ranks_per_node(options: SlurmConfig) -> int:
-    """Ranks of each node: one a GPU unless something else is asked for."""
+    """The number of ranks of each node: by default one per GPU."""
     return options.ranks_per_node or options.gpus_per_node or 1
 
 
-def _refuse_line_ends(options: SlurmConfig) -> None:
-    for option in fields(options):
-        values = getattr(options, option.name)
-        for value in values if isinstance(values, list) else [values]:
-            if isinstance(value, str) and re.search(r"[\x00-\x08\x0a-\x1f\x7f]", value):
-                raise ConfigError(f"slurm.{option.name}={value!r}: one line each, without control characters")
+def _has_control_characters(value: object) -> bool:
+    return isinstance(value, str) and re.search(r"[\x00-\x08\x0a-\x1f\x7f]", value) is not None
+
+
+def _is_shell_words(command: str) -> bool:
+    try:
+        shlex.split(command)
+    except ValueError:
+        return False
+    return True
 
 
 def _seconds(time: str | None) -> int | None:
-    """A time limit in seconds; None: there is none, or it is no time."""
-    found = None if time is None else _TIMES.fullmatch(time)
-    if found is None:
+    """A time limit in seconds; None if there is none."""
+    match = None if time is None else _TIMES.fullmatch(time)
+    if match is None:
         return None
-    return sum(int(number) * _SECONDS[unit] for unit, number in found.groupdict().items() if number is not None)
+    return sum(int(number) * _SECONDS[unit] for unit, number in match.groupdict().items() if number is not None)
 
 
-_ASKS_FOR_HELP = ("--help", "-h")
-_ARE_TEXT = [field.name for field in fields(SlurmConfig) if field.type == str | None]
-_ARE_LINES = [field.name for field in fields(SlurmConfig) if field.type == list[str]]
+_TEXT_OPTIONS = [field.name for field in fields(SlurmConfig) if field.type == str | None]
+_LIST_OPTIONS = [field.name for field in fields(SlurmConfig) if field.type == list[str]]
 _HAS_QUOTES = re.compile(r"""(['"]).*\1""", re.DOTALL)
-_NOTHING = ("", "null", "~", "Null", "NULL")
+_NULLS = ("", "null", "~", "Null", "NULL")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What is to be submitted: one training, or one for each seed.
+    """A job: one training, or one for each seed.
 
     Attributes:
-        recipe: checked; of an array that of no seed in particular.
-        slurm: checked.
-        arguments: of `python -m embedtrain`, as they were given.
-        output_dirs: one for each seed, in their order; one where there are none.
+        recipe: the recipe, without the seeds of an array.
+        slurm: the options of the job.
+        arguments: the command line of the training.
+        output_dirs: one for each seed; a single one without seeds.
     """
 
     recipe: Recipe
@@ -262,88 +247,82 @@ class Submission:
 
 
 def compose_submit(arguments: list[str]) -> Submission:
-    """What is to be submitted.
+    """The job to submit, checked.
 
     Raises:
         ConfigError: as `compose_recipes`; or options under `slurm.` that cannot work.
-        SystemExit: after `--help` and its like.
+        SystemExit: after `--help` and `--cfg job`.
     """
+    require_single_process("submit")
     own = [argument for argument in arguments if _is_own(argument)]
-    of_training = [argument for argument in arguments if not _is_own(argument)]
-    for argument in of_training:
-        if re.search(r"[\x00-\x08\x0a-\x1f\x7f]", argument):
-            raise ConfigError(f"{argument!r}: a line end cannot stand in a job's script; write it into a recipe file")
-    own = [*_of_cluster(own), *own]
-    options = compose_command("submit", SubmitOptions, [_quoted(argument) for argument in own])
-    slurm = check_slurm(options.slurm)
-    recipe = _composed(of_training)
+    training = [argument for argument in arguments if not _is_own(argument)]
+    for argument in training:
+        if _has_control_characters(argument):
+            raise ConfigError(f"{argument!r}: a job's script cannot hold a line end; write it into a recipe file")
+    own = [_quote_text(argument) for argument in [*_read_cluster(own), *own]]
+    slurm = check_slurm(compose_command("submit", SubmitOptions, own, HELP).slurm)
+    recipe = _compose_checked(training)
     if not slurm.seeds:
-        return Submission(recipe, slurm, of_training, [recipe.output_dir])
-    if given := next((argument for argument in of_training if argument.lstrip("+").startswith("seed=")), None):
-        raise ConfigError(f"{given} and slurm.seeds={slurm.seeds} both choose seeds: keep one")
-    output_dirs = [_composed([*of_training, f"seed={seed}"]).output_dir for seed in slurm.seeds]
+        return Submission(recipe, slurm, training, [recipe.output_dir])
+    if seed := next((argument for argument in training if option_of(argument) == "seed"), None):
+        raise ConfigError(f"{seed} and slurm.seeds={written(slurm.seeds)} both choose seeds: keep one")
+    output_dirs = [_compose_checked([*training, f"seed={seed}"]).output_dir for seed in slurm.seeds]
     if len(set(output_dirs)) < len(output_dirs):
         output_dirs = [f"{recipe.output_dir}/seed-{seed}" for seed in slurm.seeds]
-    return Submission(recipe, slurm, of_training, output_dirs)
+    return Submission(recipe, slurm, training, output_dirs)
 
 
-def _composed(arguments: Sequence[str]) -> Recipe:
-    recipe = check_recipe(apply_accelerate_config(to_recipe(compose_training(list(arguments)))))
+def _compose_checked(arguments: Sequence[str]) -> Recipe:
+    recipe = check_recipe(apply_accelerate_config(compose_recipe(arguments)))
     check_run(recipe)
     return recipe
 
 
 def _is_own(argument: str) -> bool:
-    return argument.lstrip("+~").partition("=")[0].split(".")[0] == "slurm" or argument in _ASKS_FOR_HELP
+    return option_of(argument).split(".")[0] == "slurm" or argument in ("--help", "-h")
 
 
-def _quoted(argument: str) -> str:
-    """A text, and each line of a list, in quotes: `&`, `=` and others in them mean something to Hydra."""
+def _quote_text(argument: str) -> str:
+    """A text, and each line of a list, in quotes: Hydra's grammar reserves `&`, `=` and others."""
     key, sign, value = argument.partition("=")
     name = key.lstrip("+").removeprefix("slurm.")
-    if not sign or _HAS_QUOTES.fullmatch(value) or value in _NOTHING:
+    if not sign or _HAS_QUOTES.fullmatch(value) or value in _NULLS:
         return argument
-    if name in _ARE_TEXT:
-        return f"{key}={_in_quotes(value)}"
-    if name not in _ARE_LINES:
+    if name in _TEXT_OPTIONS:
+        return f"{key}={quote(value)}"
+    if name not in _LIST_OPTIONS:
         return argument
     if not value.startswith("["):
-        return f"{key}=[{_in_quotes(value)}]"
+        return f"{key}=[{quote(value)}]"
     inner = value[1:-1]
     if not inner.strip() or not value.endswith("]") or re.search(r"""["']""", inner):
         return argument
-    return f"{key}=[{','.join(_in_quotes(line.strip()) for line in inner.split(','))}]"
+    return f"{key}=[{','.join(quote(line.strip()) for line in inner.split(','))}]"
 
 
-def _in_quotes(text: str) -> str:
-    # Hydra takes a backslash for itself only before a quote, and at the end of a text; ${HOME} is the shell's.
-    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)
-    return '"' + escaped.replace("${", "\\${") + '"'
-
-
-def _of_cluster(own: Sequence[str]) -> list[str]:
+def _read_cluster(own: Sequence[str]) -> list[str]:
     """The options in the file that `slurm.cluster` names, as arguments."""
-    named = [argument.partition("=")[2] for argument in own if argument.lstrip("+").startswith("slurm.cluster=")]
-    if not named or named[-1] in _NOTHING:
+    paths = [argument.partition("=")[2] for argument in own if option_of(argument) == "slurm.cluster"]
+    if not paths or paths[-1] in _NULLS:
         return []
-    path = Path(named[-1].strip("'\"")).expanduser()
+    path = Path(paths[-1].strip("'\"")).expanduser()
     try:
-        # Its scalars as they are written: YAML takes 24:00:00 for a number.
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (makes text alone)
+        # Scalars as they are written: YAML reads 24:00:00 as a number.
+        options = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (only makes text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"slurm.cluster={path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"slurm.cluster={path}: lines such as `partition: gpu` are expected")
+    if not isinstance(options, dict):
+        raise ConfigError(f"slurm.cluster={path}: must have lines such as `partition: gpu`")
     allowed = [field.name for field in fields(SlurmConfig) if field.name not in ("cluster", "dry_run")]
     arguments = []
-    for name, value in found.items():
+    for name, value in options.items():
         if name not in allowed:
-            raise ConfigError(f"slurm.cluster={path}: {unknown_option(name, name, allowed)}")
-        if isinstance(value, dict) or (isinstance(value, list) and not all(isinstance(each, str) for each in value)):
-            raise ConfigError(f"slurm.cluster={path}: {name} is a single value, or a list of them")
+            raise ConfigError(f"slurm.cluster={path}: {unknown_option(name, allowed)}")
+        if isinstance(value, dict) or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+            raise ConfigError(f"slurm.cluster={path}: {name} must be a single value, or a list of them")
         if isinstance(value, list):
-            each = [_in_quotes(one) if name in _ARE_LINES else one for one in value]
-            arguments.append(f"slurm.{name}=[{','.join(each)}]")
+            items = [quote(item) if name in _LIST_OPTIONS else item for item in value]
+            arguments.append(f"slurm.{name}=[{','.join(items)}]")
         else:
             arguments.append(f"slurm.{name}={value or 'null'}")
     return arguments

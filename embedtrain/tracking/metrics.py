@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import sys
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from embedtrain.errors import DataError
+from embedtrain.files import atomic_write
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -77,12 +77,8 @@ class MetricsFile:
         content = b"".join(map(_line, rows))
         if only_if_changed and content == self.path.read_bytes():
             return
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        with atomic_write(self.path, durable=True) as file:
+            file.write_bytes(content)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -117,7 +117,7 @@ class Backward:
         slope_of = [*slopes.split([len(vector) for vector in made[:mine]]), *map(torch.zeros_like, made[mine:])]
         for index, chunk in enumerate(chunks):
             final = last and index == most - 1
-            set_gradient_sync(self.encoder, last=final, whole=self.reduce_per_step)
+            set_gradient_sync(self.encoder, last=final, reduce_per_step=self.reduce_per_step)
             with span(spans.BACKWARD):
                 encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
                 assert encoded is not None

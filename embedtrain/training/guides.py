@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig
-from embedtrain.config.revisions import split_revision
 from embedtrain.data.tokens import restore_order
 from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import max_over_ranks
@@ -15,6 +14,7 @@ from embedtrain.errors import ConfigError, ModelError
 from embedtrain.loading.load import load_model
 from embedtrain.losses.types import Guide
 from embedtrain.models.encoder import Encoder
+from embedtrain.models.hub import split_revision
 from embedtrain.training.rank_batch import GuideTokenizer
 
 

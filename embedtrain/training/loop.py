@@ -16,7 +16,7 @@ from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.collectives import max_over_ranks
 from embedtrain.distributed.signals import Notice, StopSignals, exit_code
 from embedtrain.distributed.timeouts import Timeouts
-from embedtrain.distributed.watchdog.activity import note
+from embedtrain.distributed.watchdog.activity import set_activity
 from embedtrain.errors import EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.tracking.tracker import Tracker
@@ -76,7 +76,7 @@ class TrainingLoop:
         Raises:
             TrainingError: on every rank alike, the output directory is no longer there.
         """
-        self.patience.between()
+        self.patience.leave_steps()
         with self.run.world.fail_together("looking at the output directory"):
             if self.run.world.is_main:
                 self.run_dir.require_exists()
@@ -107,11 +107,11 @@ class TrainingLoop:
                 self._evaluate()
             while not (self._over or self._asked):
                 number = state.step + 1
-                with profile.of_step(number, last=self._is_followed(number)), self.patience.of_step():
-                    note("reading the batches", number)
+                with profile.of_step(number, last=self._is_followed(number)), self.patience.within_step():
+                    set_activity("reading the batches", number)
                     with span(BATCHES):
                         own = list(itertools.islice(stream, each))
-                    note("training", number)
+                    set_activity("training", number)
                     with communication.of_step(already_profiled=profile.runs):
                         report = train_step(self.run, *own, measured=self._is_logged(number))
                 if Notice.save_failed in report.notices:
@@ -140,7 +140,7 @@ class TrainingLoop:
 
     def _agree_to_stop(self) -> bool:
         """Whether any rank was asked to stop. A collective."""
-        self._asked = bool(max_over_ranks([int(self.stopping.asked is not None)], self.run.world.device)[0])
+        self._asked = bool(max_over_ranks([int(self.stopping.received is not None)], self.run.world.device)[0])
         return self._asked
 
     def _stop(self) -> Stopped:
@@ -148,7 +148,7 @@ class TrainingLoop:
         world, step = self.run.world, self.run.state.step
         self.stopping.is_stopping = True
         self.checkpoints.wait()
-        asked = world.gather(self.stopping.asked)
+        asked = world.gather(self.stopping.received)
         rank, signal = next((rank, signal) for rank, signal in enumerate(asked) if signal is not None)
         with world.fail_together("writing stopped.json"):
             if world.is_main:
@@ -199,8 +199,8 @@ class TrainingLoop:
         A run that is asked to stop leaves the evaluation, and does it when it goes on.
         """
         state = self.run.state
-        note("evaluating", state.step)
-        self.patience.between()
+        set_activity("evaluating", state.step)
+        self.patience.leave_steps()
         try:
             with self.tracker.progress() as progress, automatic_collection():
                 figures = self.evaluator.evaluate(progress=progress, stop=self._agree_to_stop)

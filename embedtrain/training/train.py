@@ -229,8 +229,8 @@ def _taken(run_dir: RunDirectory, world: World, timeout: float) -> Iterator[None
     with world.fail_together("making the run directory"):
         run_dir.path.mkdir(parents=True, exist_ok=True)
     with output_dir_lock(run_dir.lock, world, timeout):
-        if world.watch is not None:
-            world.watch.resume_hint = run_dir.resume_hint
+        if world.watchdog is not None:
+            world.watchdog.resume_hint = run_dir.resume_hint
         yield
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from embedtrain.config.data_checks import SOURCE_RULES
 
 from embedtrain.config.checks import RULES, SET_RULES, check_recipe
-from embedtrain.config.data_checks import SOURCE_RULES
 from embedtrain.config.evaluation import EvaluationSet, SetKind
 from embedtrain.config.recipe import ModelConfig, Pooling, Recipe, Strategy, TrainSource
 from embedtrain.errors import ConfigError

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
+from embedtrain.config.compose import choices, compose_recipes, load_recipe, to_plain
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.folders import choices
 from embedtrain.config.losses import LOSSES, CombinedConfig, CoSENTConfig, InfoNCEConfig, MarginMSEConfig
 from embedtrain.config.recipe import DataFormat, Pooling, Precision, ScheduleKind, Strategy, TrainSource
 from embedtrain.errors import ConfigError

@@ -26,7 +26,7 @@ def blocks(counts: list[int], trailing: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def weights(rows: int, rank: int, trailing: tuple[int, ...]) -> torch.Tensor:
-    """What rank `rank` makes of the gathered rows: every rank something else."""
+    """Weights of the gathered rows in the loss of a rank, different on every rank."""
     return torch.randn(rows, *trailing, generator=torch.Generator().manual_seed(50 + rank), dtype=torch.float64)
 
 
@@ -34,7 +34,7 @@ def loss(everything: torch.Tensor, rank: int) -> torch.Tensor:
     return (everything.sin() * weights(everything.shape[0], rank, tuple(everything.shape[1:]))).sum()
 
 
-def on_ranks(world: World) -> None:
+def check_gather_rows(world: World) -> None:
     for all_counts in COUNTS:
         for trailing in ((), (2,), (2, 3)):
             counts = all_counts[-world.size :]
@@ -42,20 +42,20 @@ def on_ranks(world: World) -> None:
             reference = torch.cat(whole)
             torch.autograd.backward([sum(loss(reference, rank) for rank in range(world.size))])
 
-            for given in (None, counts):
-                mine = whole[world.rank].detach().clone().requires_grad_()
-                assert row_counts(mine.shape[0], world.device) == counts
-                gathered = gather_rows(mine, given)
+            for known_counts in (None, counts):
+                local = whole[world.rank].detach().clone().requires_grad_()
+                assert row_counts(local.shape[0], world.device) == counts
+                gathered = gather_rows(local, known_counts)
                 assert gathered.dtype == torch.float64
                 torch.testing.assert_close(gathered, reference, rtol=0, atol=0)
                 loss(gathered, world.rank).backward()
-                torch.testing.assert_close(mine.grad, whole[world.rank].grad, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(local.grad, whole[world.rank].grad, rtol=1e-12, atol=1e-12)
 
 
-def whole_numbers(world: World) -> None:
-    mine = torch.arange(world.rank) + 2**62
+def check_integers(world: World) -> None:
+    local = torch.arange(world.rank) + 2**62
     expected = torch.cat([torch.arange(rank) + 2**62 for rank in range(world.size)])
-    assert gather_rows(mine).equal(expected)
+    assert gather_rows(local).equal(expected)
     assert max_over_ranks([7 - world.rank, world.rank], world.device) == [7, world.size - 1]
     table = gather_vector(torch.tensor([world.rank, float("nan")], device=world.device), [1e300])
     assert table[:, 0].tolist() == list(range(world.size))
@@ -63,22 +63,22 @@ def whole_numbers(world: World) -> None:
     assert table[:, 2].tolist() == [1e300] * world.size
 
 
-def around(world: World) -> None:
-    """Two tensors of different counts, types and shapes; what passes is every rank's, in the order it comes."""
+def check_ring(world: World) -> None:
+    """Two tensors of different counts, types and shapes arrive from every rank, in ring order."""
     for all_counts in COUNTS:
         counts = all_counts[-world.size :], all_counts[: world.size]
         floats = blocks(counts[0], (2,))
-        whole_ = [torch.arange(n) + 100 * rank for rank, n in enumerate(counts[1])]
-        seen = []
-        for rank, (rows, numbers) in ring([floats[world.rank], whole_[world.rank]], counts):
+        integers = [torch.arange(n) + 100 * rank for rank, n in enumerate(counts[1])]
+        sources = []
+        for rank, (rows, numbers) in ring([floats[world.rank], integers[world.rank]], counts):
             torch.testing.assert_close(rows, floats[rank], rtol=0, atol=0)
-            assert numbers.equal(whole_[rank])
-            seen.append(rank)
-        assert seen == [(world.rank - hop) % world.size for hop in range(world.size)]
+            assert numbers.equal(integers[rank])
+            sources.append(rank)
+        assert sources == [(world.rank - hop) % world.size for hop in range(world.size)]
 
 
-def exchanged(world: World) -> None:
-    """Every rank gets what is meant for it, in the order of ranks; and back again."""
+def check_exchange(world: World) -> None:
+    """Every rank receives its rows in the order of their source ranks; the inverse returns them."""
     random = torch.Generator().manual_seed(4)
     nobody = torch.zeros(world.size, world.size, dtype=torch.int64)
     to_last = nobody.clone()
@@ -99,31 +99,31 @@ def exchanged(world: World) -> None:
             ]
             rows = torch.cat(parts[world.rank])
             sent, received = counts[world.rank].tolist(), counts[:, world.rank].tolist()
-            found = exchange_rows(rows, sent, received)
-            assert found.dtype == dtype
-            assert found.equal(torch.cat([parts[source][world.rank] for source in range(world.size)]))
-            assert exchange_rows(found, received, sent).equal(rows)
-    # Also of a view that does not lie in one stretch, and of rows that have a gradient.
+            exchanged = exchange_rows(rows, sent, received)
+            assert exchanged.dtype == dtype
+            assert exchanged.equal(torch.cat([parts[source][world.rank] for source in range(world.size)]))
+            assert exchange_rows(exchanged, received, sent).equal(rows)
+    # A view that is not contiguous, of rows that require a gradient.
     wide = torch.randn(world.size, 6, requires_grad=True)[:, ::2]
-    found = exchange_rows(wide, [1] * world.size, [1] * world.size)
-    assert not found.requires_grad
-    assert exchange_rows(found, [1] * world.size, [1] * world.size).equal(wide)
+    exchanged = exchange_rows(wide, [1] * world.size, [1] * world.size)
+    assert not exchanged.requires_grad
+    assert exchange_rows(exchanged, [1] * world.size, [1] * world.size).equal(wide)
 
 
-def summed(world: World) -> None:
-    """The shares 1/W of a function of the sum add up to the function's gradient."""
+def check_sum(world: World) -> None:
+    """Local losses of 1/W of a function of the sum give the gradient of the function."""
     parts = [block.requires_grad_() for block in blocks([1] * world.size, (3,))]
     torch.stack(parts).sum(dim=0).pow(3).sum().backward()
-    mine = parts[world.rank].detach().clone().requires_grad_()
-    whole = sum_over_ranks(mine)
+    local = parts[world.rank].detach().clone().requires_grad_()
+    whole = sum_over_ranks(local)
     (whole.pow(3).sum() / world.size).backward()
     torch.testing.assert_close(whole, torch.stack(parts).sum(dim=0), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mine.grad, parts[world.rank].grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local.grad, parts[world.rank].grad, rtol=1e-12, atol=1e-12)
     assert total(world.rank + 1, world.device) == world.size * (world.size + 1) // 2
 
 
-def averaged(world: World) -> None:
-    """Also where this rank's loss did not reach a parameter; what is frozen has none."""
+def check_average_gradients(world: World) -> None:
+    """Parameters without gradient on this rank count as zero; frozen parameters have none."""
     a, b, c, frozen = (nn.Parameter(torch.zeros(shape)) for shape in ((2, 2), (), (3,), (1,)))
     frozen.requires_grad_(False)
     a.grad = torch.full((2, 2), float(world.rank))
@@ -139,15 +139,15 @@ def averaged(world: World) -> None:
     average_gradients([frozen])
 
 
-def everything(world: World) -> None:
-    on_ranks(world)
-    whole_numbers(world)
-    around(world)
-    exchanged(world)
-    summed(world)
-    averaged(world)
+def check_all(world: World) -> None:
+    check_gather_rows(world)
+    check_integers(world)
+    check_ring(world)
+    check_exchange(world)
+    check_sum(world)
+    check_average_gradients(world)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_as_in_one_process(ranks, world_size):
-    ranks(world_size, everything)
+def test_collectives_equal_one_process(ranks, world_size):
+    ranks(world_size, check_all)

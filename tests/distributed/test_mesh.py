@@ -1,4 +1,4 @@
-"""The mesh of a layout, and the memory that a rank may count on."""
+"""The device mesh of a layout, and the memory of a rank."""
 
 import pytest
 import torch
@@ -23,22 +23,22 @@ def shape_of_mesh(world: World) -> tuple[tuple[int, ...], tuple[str, ...] | None
     return tuple(mesh.shape), mesh.mesh_dim_names
 
 
-def test_the_mesh_has_that_shape(ranks):
+def test_the_mesh_has_the_shape_of_the_layout(ranks):
     assert ranks(4, shape_of_mesh) == [((2, 2), ("replicate", "shard"))] * 4
 
 
 def load(world: World, path: str, strategies: list[Strategy]) -> list[float]:
-    found = []
+    outputs = []
     for strategy in strategies:
         model = load_model(ModelConfig(path=path, pooling=Pooling.mean), parallel(strategy), world, seed=0)
         ids = torch.tensor([[0, 5, 2]])
         with torch.no_grad():
-            found.append(model.encoder.eval()(ids, torch.ones_like(ids))[0, 0].item())
-    return found
+            outputs.append(model.encoder.eval()(ids, torch.ones_like(ids))[0, 0].item())
+    return outputs
 
 
-def test_the_mesh_of_a_process_group_that_has_ended_is_forgotten(ranks, tmp_path):
-    """The jobs of a multirun make process groups in one process, and their meshes are equal but for the groups."""
+def test_the_mesh_of_a_destroyed_process_group_is_not_reused(ranks, tmp_path):
+    """The jobs of a multirun create process groups in one process; their meshes compare equal."""
     path = str(save_small(small_model("bert"), tmp_path))
     two, one = ranks(2, load, path, [Strategy.fsdp, Strategy.ddp]), ranks(2, load, path, [Strategy.ddp])
     assert two[0] == pytest.approx([one[0][0]] * 2, abs=1e-6)

@@ -213,7 +213,7 @@ def test_ways_to_save_memory_change_nothing(ranks, tmp_path, name):
 
 
 def two_types(world: World) -> None:
-    """Trained weights of one block in two types are refused by name; frozen ones may have another."""
+    """Trained weights of one block with two dtypes are rejected by name; frozen ones may have another dtype."""
     for frozen in (False, True):
         model = Scaled()
         del model.temperature

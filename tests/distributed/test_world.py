@@ -1,4 +1,4 @@
-"""Ranks agree, and fail together."""
+"""Ranks exchange small objects and fail together."""
 
 import socket
 import time
@@ -9,8 +9,8 @@ from embedtrain.distributed.world import World, explain_lost_contact, joined_wor
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError, FailedElsewhere, LostContact
 
 
-def caught(world: World, failures: dict[int, Exception]) -> tuple[str, str]:
-    """Class and text of what this rank raises when the ranks named in `failures` fail in a phase."""
+def error_of(world: World, failures: dict[int, Exception]) -> tuple[str, str]:
+    """Type and text of the error on this rank if the ranks in `failures` fail in a phase."""
     try:
         with world.fail_together("counting sheep"):
             if world.rank in failures:
@@ -20,40 +20,40 @@ def caught(world: World, failures: dict[int, Exception]) -> tuple[str, str]:
     return "", ""
 
 
-def agreement(world: World) -> list[tuple[str, str]]:
+def exchange_and_fail(world: World) -> list[tuple[str, str]]:
     assert world.broadcast({"rank": world.rank, "text": "ä" * 5000}) == {"rank": 0, "text": "ä" * 5000}
     assert world.gather((world.rank, "x" * world.rank)) == [(rank, "x" * rank) for rank in range(world.size)]
     world.barrier()
-    began = time.monotonic()
-    answers = [
-        caught(world, {}),
-        caught(world, {world.size - 1: DataError("no sheep")}),
-        caught(world, {rank: ConfigError("wolves") for rank in range(world.size)}),
-        caught(world, {0: OSError("disk full"), world.size - 1: DataError("no sheep")}),
-        caught(world, {rank: ValueError(f"sheep {rank}") for rank in range(world.size)}),
+    started = time.monotonic()
+    errors = [
+        error_of(world, {}),
+        error_of(world, {world.size - 1: DataError("no sheep")}),
+        error_of(world, {rank: ConfigError("wolves") for rank in range(world.size)}),
+        error_of(world, {0: OSError("disk full"), world.size - 1: DataError("no sheep")}),
+        error_of(world, {rank: ValueError(f"sheep {rank}") for rank in range(world.size)}),
     ]
-    assert time.monotonic() - began < 10
-    world.barrier()  # and the ranks are still in step
-    return answers
+    assert time.monotonic() - started < 10
+    world.barrier()  # the ranks are still in sync
+    return errors
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_failing_together(ranks, world_size):
-    answers = ranks(world_size, agreement)
+def test_all_ranks_fail_with_the_first_error(ranks, world_size):
+    results = ranks(world_size, exchange_and_fail)
     last = world_size - 1
-    for rank, (fine, one, alike, two, each) in enumerate(answers):
-        assert fine == ("", "")
+    for rank, (none, last_fails, equal_errors, two_errors, different_errors) in enumerate(results):
+        assert none == ("", "")
         elsewhere = ("FailedElsewhere", f"rank {last} failed while counting sheep: DataError: no sheep")
-        assert one == (("DataError", "no sheep") if rank == last else elsewhere)
-        # What all ranks say alike is said once.
+        assert last_fails == (("DataError", "no sheep") if rank == last else elsewhere)
+        # An error that all ranks share is reported once.
         follows = ("FailedElsewhere", "rank 0 failed while counting sheep: ConfigError: wolves")
-        assert alike == (("ConfigError", "wolves") if rank == 0 else follows)
+        assert equal_errors == (("ConfigError", "wolves") if rank == 0 else follows)
         follows = ("FailedElsewhere", "rank 0 failed while counting sheep: OSError: disk full")
-        assert two == {0: ("OSError", "disk full"), last: ("DataError", "no sheep")}.get(rank, follows)
-        assert each == ("ValueError", f"sheep {rank}")
+        assert two_errors == {0: ("OSError", "disk full"), last: ("DataError", "no sheep")}.get(rank, follows)
+        assert different_errors == ("ValueError", f"sheep {rank}")
 
 
-def test_all_failures_are_of_the_users_tree():
+def test_a_failure_elsewhere_is_a_user_error():
     assert issubclass(FailedElsewhere, EmbedtrainError)
 
 
@@ -65,7 +65,7 @@ def no_launcher(monkeypatch):
 
 
 def test_a_world_of_one(no_launcher):
-    for _ in range(2):  # and it can be left and joined again
+    for _ in range(2):  # it can be left and joined again
         with joined_world(30.0) as world:
             assert (world.rank, world.size, world.is_main) == (0, 1, True)
             assert world.gather("x") == ["x"]
@@ -75,7 +75,7 @@ def test_a_world_of_one(no_launcher):
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "message"),
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
@@ -85,15 +85,15 @@ def test_a_world_of_one(no_launcher):
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
     ],
 )
-def test_a_launcher_that_contradicts_itself(no_launcher, variables, words):
+def test_contradicting_variables_of_a_launcher(no_launcher, variables, message):
     for name, value in variables.items():
         no_launcher.setenv(name, value)
-    with pytest.raises(ConfigError, match=words), joined_world(5.0):
+    with pytest.raises(ConfigError, match=message), joined_world(5.0):
         pass
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("raised", "reason"),
     [
         ("[pair.cc:534] Connection closed by peer [127.0.0.1]:3441", "Connection closed by peer"),
         ("[pair.cc:538] Read error [127.0.0.1]:62: Connection reset by peer", "Connection reset by peer"),
@@ -105,20 +105,20 @@ def test_a_launcher_that_contradicts_itself(no_launcher, variables, words):
         ),
     ],
 )
-def test_another_rank_is_gone(said, reason):
+def test_errors_of_a_lost_rank_are_explained(raised, reason):
     with pytest.raises(LostContact) as caught, explain_lost_contact("evaluating dev"):
-        raise RuntimeError(said)
-    assert str(caught.value) == (
-        f"lost contact with another rank while evaluating dev: it ended or stopped answering ({reason}); "
-        f"its own output says why"
-    )
+        raise RuntimeError(raised)
+    assert "while evaluating dev" in str(caught.value)
+    assert f"({reason})" in str(caught.value)
 
 
-def test_other_errors_stay_what_they_are():
-    for error in (RuntimeError("mat1 and mat2 cannot be multiplied"), DataError("Connection closed by peer")):
-        with pytest.raises(type(error)) as caught, explain_lost_contact("evaluating dev"):
-            raise error
-        assert caught.value is error
+@pytest.mark.parametrize(
+    "error", [RuntimeError("mat1 and mat2 cannot be multiplied"), DataError("Connection closed by peer")]
+)
+def test_other_errors_are_unchanged(error):
+    with pytest.raises(type(error)) as caught, explain_lost_contact("evaluating dev"):
+        raise error
+    assert caught.value is error
 
 
 def test_a_port_that_is_taken(no_launcher):
@@ -128,5 +128,5 @@ def test_a_port_that_is_taken(no_launcher):
         port = str(taken.getsockname()[1])
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             no_launcher.setenv(name, value)
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use by another program"), joined_world(5.0):
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*MASTER_PORT"), joined_world(5.0):
             pass

@@ -12,12 +12,12 @@ from huggingface_hub import constants
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import ModelConfig
-from embedtrain.config.revisions import split_revision
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.inspect.options import compose_inspect
 from embedtrain.mine.options import MineOptions, compose_mine
 from embedtrain.mine.teacher import open_teacher
+from embedtrain.models.hub import split_revision
 from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.training.guides import load_guides

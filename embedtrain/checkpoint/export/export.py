@@ -40,8 +40,7 @@ from embedtrain.checkpoint.export.reopen import (
 )
 from embedtrain.checkpoint.index import TensorReader
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, shard_position
-from embedtrain.config.export_checks import ADAPTER, ONNX
-from embedtrain.config.recipe import ExportConfig, ExportDtype
+from embedtrain.config.recipe import ADAPTER, ONNX, ExportConfig, ExportDtype
 from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError
 from embedtrain.models.adapters import has_adapters
 from embedtrain.models.build import build_encoder, stored_dtype

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, is_offline_mode
 
-from embedtrain.config.export_checks import ONNX
-from embedtrain.config.recipe import ExportConfig
+from embedtrain.config.recipe import ONNX, ExportConfig
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.hub import one_line
 

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from embedtrain import __version__
-from embedtrain.config.export_checks import ONNX, is_repository_name
+from embedtrain.config.checks import is_repository_name
+from embedtrain.config.recipe import ONNX
 
 
 def model_card(

@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 
 from embedtrain.data.cache.cache import cannot_write, read_metadata, write_metadata
 from embedtrain.errors import DataError, EmbedtrainError
+from embedtrain.files import flush_to_disk
 
 Task: TypeAlias = Callable[[Path], None]  # writes one file or folder at the path it is given
 
@@ -207,7 +208,7 @@ class _Builder:
                 # On a disk whose locks do not reach all nodes another one may have been faster, and wrote the same.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            _sync_entry(self._directory)
+            flush_to_disk(self._directory)
         finally:
             shutil.rmtree(self._unfinished, ignore_errors=True)
 
@@ -272,15 +273,6 @@ def _files(path: Path) -> list[Path]:
 def _sync(path: Path) -> None:
     """Have a file, or a folder with all in it, on the disk before it gets the name that says it is whole."""
     for file in _files(path):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+        flush_to_disk(file)
     if path.is_dir():
-        _sync_entry(path)
-
-
-def _sync_entry(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+        flush_to_disk(path)

@@ -1,1 +1,1 @@
-"""Detect ranks that are lost or hang."""
+"""Detection of lost and hanging ranks, independent of collectives."""

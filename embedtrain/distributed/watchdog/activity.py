@@ -1,4 +1,4 @@
-"""What this process is doing, noted as it goes, for those who wonder why it does not answer."""
+"""The current activity of this process, recorded for messages about ranks that do not respond."""
 
 import contextlib
 import threading
@@ -12,54 +12,54 @@ class Activity:
     """What the main thread is doing.
 
     Attributes:
-        what: such as "evaluating dev".
-        step: the optimiser step it belongs to; None before training.
-        number: notes made so far. Ranks do the same in the same order, so a rank with fewer of them is behind.
-        since: when it began, on the clock of `time.monotonic`.
+        name: such as "evaluating dev".
+        step: optimizer step it belongs to; None before training.
+        number: activities recorded so far. All ranks record the same sequence, so a rank with a lower number is behind.
+        since: start, on the clock of `time.monotonic`.
     """
 
-    what: str = "starting"
+    name: str = "starting"
     step: int | None = None
     number: int = 0
     since: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
-        return describe_activity(self.what, self.step)
+        return describe_activity(self.name, self.step)
 
 
-def describe_activity(what: str, step: int | None) -> str:
-    """Words for it: "training, step 13"."""
-    return what if step is None else f"{what}, step {step}"
+def describe_activity(name: str, step: int | None) -> str:
+    """`training, step 13`."""
+    return name if step is None else f"{name}, step {step}"
 
 
-# A process does one thing, as it has one main thread; a list, for a name cannot be set from within a function.
-_now = [Activity()]
+# One main thread does one thing at a time. A list, because a function cannot rebind a module's name without `global`.
+_current = [Activity()]
 
 
 def current_activity() -> Activity:
-    """What the main thread is doing; any thread may ask."""
-    return _now[0]
+    """The activity of the main thread; callable from any thread."""
+    return _current[0]
 
 
-def note(what: str, step: int | None = None) -> None:
-    """Note what comes now. Threads beside the main one may pass here too: theirs is not noted.
+def set_activity(name: str, step: int | None = None) -> None:
+    """Record what the main thread does next. Calls from other threads are ignored.
 
     Args:
-        what: is about to be done.
-        step: the optimiser step; None: as before.
+        name: what is about to happen.
+        step: optimizer step; None keeps the previous one.
     """
     if threading.current_thread() is threading.main_thread():
-        before = _now[0]
-        _now[0] = Activity(what, before.step if step is None else step, before.number + 1)
+        previous = _current[0]
+        _current[0] = Activity(name, previous.step if step is None else step, previous.number + 1)
 
 
 @contextlib.contextmanager
-def activity(what: str) -> Iterator[None]:
-    """Note what the block does, and afterwards what was being done before it.
+def activity(name: str) -> Iterator[None]:
+    """Record the activity of the block, and the previous one again when the block ends.
 
-    Not after an error: what was being done when it arose is what one wants to know.
+    After an error the activity is kept: a message about the error names it.
     """
-    before = _now[0]
-    note(what)
+    previous = _current[0]
+    set_activity(name)
     yield
-    note(before.what)
+    set_activity(previous.name)

@@ -1,4 +1,4 @@
-"""What ranks tell one another beside all collectives, over the store they met by: signs of life, and what failed."""
+"""Heartbeats and the first failure, exchanged over the rendezvous store instead of collectives."""
 
 import json
 import queue
@@ -12,9 +12,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 Answer = TypeVar("Answer")
 
-# Seconds that an answer is waited for. The store itself waits for as long as TCP sends again to a host that is out of
-# reach, which is a quarter of an hour.
-_WITHIN = 5.0
+# Seconds to wait for a reply. The store itself waits until TCP gives up on an unreachable host: a quarter of an hour.
+_REPLY_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +21,20 @@ class Heartbeat:
     """A rank's sign of life.
 
     Attributes:
-        count: beats so far.
-        number: notes made so far, see `Activity`.
-        what: it does.
-        step: the optimiser step.
-        seconds: for how long it has been doing it.
-        left: how it left; empty while it is there.
+        count: heartbeats so far.
+        activity_number: see `Activity.number`.
+        activity: name of the current activity.
+        step: optimizer step.
+        seconds: duration of the activity so far.
+        exit_state: how the rank left; empty while it runs.
     """
 
     count: int
-    number: int
-    what: str
+    activity_number: int
+    activity: str
     step: int | None
     seconds: float
-    left: str
+    exit_state: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,9 @@ class Failure:
 
     Attributes:
         text: one sentence for the user.
-        reporting_rank: the rank that says it.
-        code: what every rank ends with.
-        hanging: ranks that do not answer; they say where they were, once they can.
+        reporting_rank: the rank that prints it.
+        code: exit code of every rank.
+        hanging: ranks that do not respond; they print their stack once they can.
     """
 
     text: str
@@ -56,80 +55,80 @@ class Failure:
 
 
 class HeartbeatStore:
-    """Where beats and the first failure are read and written; any thread may.
+    """Reads and writes heartbeats and the first failure; may be used from any thread.
 
-    Once the store has failed it is left alone: torch prints a trace each time. While it does not answer nothing more is
-    asked; a cable that is put back has the answer come.
+    After the store has failed it is not used again, because torch prints a trace each time. While a reply is
+    outstanding no further request is sent; the reply arrives when the network recovers.
 
     Args:
         store: a connection that no collective uses.
-        rank: this one.
-        size: how many there are.
-        reports_alone: whether this rank speaks where the store is gone and nothing can be agreed on.
+        rank: this rank.
+        size: number of ranks.
+        reports_alone: whether this rank prints a failure that ranks cannot agree on because the store is lost.
 
     Attributes:
-        is_lost: whether the store has failed, for good.
+        is_lost: whether the store has failed permanently.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, reports_alone: bool) -> None:
-        self._store, self.rank, self._speaks_alone = store, rank, reports_alone
-        self._others = [other for other in range(size) if other != rank]
+        self._store, self.rank, self._reports_alone = store, rank, reports_alone
+        self._other_ranks = [other for other in range(size) if other != rank]
         self.is_lost = False
-        self._late: Future[object] | None = None  # asked, and not answered in time
-        self._asked: queue.SimpleQueue[tuple[Callable[[Store], object], Future[object]]] = queue.SimpleQueue()
-        threading.Thread(target=self._ask_one_by_one, name="board", daemon=True).start()
+        self._overdue: Future[object] | None = None
+        self._requests: queue.SimpleQueue[tuple[Callable[[Store], object], Future[object]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve_requests, name="heartbeat-store", daemon=True).start()
 
     @property
     def is_unresponsive(self) -> bool:
-        """Whether the store is waited for: its host is out of reach, or very slow."""
-        return self._late is not None and not self._late.done()
+        """Whether a reply is overdue: the store's host is unreachable or very slow."""
+        return self._overdue is not None and not self._overdue.done()
 
-    def publish(self, beat: Heartbeat) -> None:
-        """Replace this rank's beat."""
-        self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(asdict(beat))))
+    def publish(self, heartbeat: Heartbeat) -> None:
+        """Replace this rank's heartbeat."""
+        self._request(lambda store: store.set(f"heartbeat/{self.rank}", json.dumps(asdict(heartbeat))))
 
     def heartbeats(self) -> dict[int, Heartbeat] | None:
-        """The other ranks' latest; None where the store is gone or silent."""
+        """The latest heartbeat of every other rank; None if the store is lost or unresponsive."""
 
         def read(store: Store) -> dict[int, Heartbeat]:
-            there = [rank for rank in self._others if store.check([f"beat/{rank}"])]
-            texts = store.multi_get([f"beat/{rank}" for rank in there]) if there else []
-            return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+            ranks = [rank for rank in self._other_ranks if store.check([f"heartbeat/{rank}"])]
+            texts = store.multi_get([f"heartbeat/{rank}" for rank in ranks]) if ranks else []
+            return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
-        return self._ask(read)
+        return self._request(read)
 
     def failure(self) -> Failure | None:
-        """The first failure, if there is one."""
-        return self._ask(lambda store: _failure_of(store.get("failure")) if store.check(["failure"]) else None)
+        """The first published failure, if any."""
+        return self._request(lambda store: _parse_failure(store.get("failure")) if store.check(["failure"]) else None)
 
     def claim_failure(self, failure: Failure) -> Failure:
-        """Publish a failure, unless there is one; the one that counts."""
+        """Publish a failure unless one is published already; return the one that counts."""
         text = json.dumps(asdict(failure))
-        counts = self._ask(lambda store: _failure_of(store.compare_set("failure", "", text)))
-        return counts or (failure if self._speaks_alone else replace(failure, reporting_rank=-1))
+        first = self._request(lambda store: _parse_failure(store.compare_set("failure", "", text)))
+        return first or (failure if self._reports_alone else replace(failure, reporting_rank=-1))
 
-    def _ask(self, ask: Callable[[Store], Answer]) -> Answer | None:
+    def _request(self, request: Callable[[Store], Answer]) -> Answer | None:
         if self.is_lost or self.is_unresponsive:
             return None
         answer: Future[Answer] = Future()
-        self._asked.put((ask, answer))  # type: ignore[arg-type]
+        self._requests.put((request, answer))  # type: ignore[arg-type]
         try:
-            return answer.result(_WITHIN)
+            return answer.result(_REPLY_TIMEOUT)
         except TimeoutError:
-            self._late = answer  # type: ignore[assignment]
+            self._overdue = answer  # type: ignore[assignment]
         except RuntimeError:
             self.is_lost = True
         return None
 
-    def _ask_one_by_one(self) -> None:
+    def _serve_requests(self) -> None:
         while True:
-            ask, answer = self._asked.get()
+            request, answer = self._requests.get()
             try:
-                answer.set_result(ask(self._store))
+                answer.set_result(request(self._store))
             except Exception as error:
                 answer.set_exception(error)
 
 
-def _failure_of(text: bytes) -> Failure:
+def _parse_failure(text: bytes) -> Failure:
     values = json.loads(text)
     return Failure(**values | {"hanging": tuple(values["hanging"])})

@@ -1,10 +1,10 @@
-"""The launcher of this host, where it cannot notice that its ranks have ended: torchrun asks its store all the time.
+"""Termination of a torchrun agent that hangs after all its ranks have ended.
 
-When the host of that store is out of reach, torchrun waits in the kernel until TCP gives up, after a quarter of an
-hour, and no signal but SIGKILL reaches it (torch 2.13). A rank that leaves then has a small process of its own stay
-behind, which ends a launcher that has nothing left to do:
+The agent polls its store. If the host of the store is unreachable, the agent waits in the kernel until TCP gives up
+after a quarter of an hour, and ignores every signal except SIGKILL (torch 2.13). A rank that ends in this situation
+starts a small process that outlives it and terminates an agent that has no ranks left:
 
-    python -m embedtrain.distributed.launcher PID CREATED
+    python -m embedtrain.distributed.watchdog.launcher PID CREATED
 """
 
 import os
@@ -14,28 +14,28 @@ import time
 
 import psutil
 
-_ALONE = 15.0  # seconds that a launcher without ranks has to end by itself
-_ON_SIGNAL = 5.0
-_AT_MOST = 180.0
+_GRACE = 15.0  # seconds that an agent without ranks has to end by itself
+_TERMINATE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+_MAX_WAIT = 180.0
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def start_launcher_reaper() -> None:
-    """Have this process's launcher ended if it hangs once its ranks are gone.
+    """Have this process's agent terminated if it hangs after its ranks have ended.
 
-    One that may start them again is left alone: it goes on when the other host is back.
+    An agent that may still restart its ranks is left alone: it continues when the other host is back.
     """
     restarts = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if not all(number.isdecimal() for number in restarts) or int(restarts[0]) < int(restarts[1]):
         return
-    launcher = _launcher()
+    launcher = _find_launcher()
     if launcher is not None:
         command = [sys.executable, "-m", __name__, str(launcher.pid), repr(launcher.create_time())]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603
 
 
-def _launcher() -> psutil.Process | None:
-    for parent in psutil.Process().parents()[:3]:  # a shell may stand between
+def _find_launcher() -> psutil.Process | None:
+    for parent in psutil.Process().parents()[:3]:  # there may be a shell in between
         try:
             words = parent.cmdline()[:4]
         except psutil.Error:
@@ -45,20 +45,23 @@ def _launcher() -> psutil.Process | None:
     return None
 
 
-def _end(pid: int, created: float) -> None:
-    """Wait for the launcher to have no rank left, and then for it to go; end it if it does not."""
+def _reap(pid: int, created: float) -> None:
+    """Wait until the agent has no ranks left and ends; terminate it if it does not end."""
     try:
         launcher = psutil.Process(pid)
-        until, alone = time.monotonic() + _AT_MOST, None
+        deadline, alone_since = time.monotonic() + _MAX_WAIT, None
         while launcher.is_running() and launcher.create_time() == created and launcher.status() != psutil.STATUS_ZOMBIE:
             now = time.monotonic()
             ranks = [child for child in launcher.children() if child.status() != psutil.STATUS_ZOMBIE]
-            alone = None if ranks else alone or now
-            if now > until or (alone is not None and now - alone > _ALONE):
-                told = f"torchrun (process {pid}) still waits for a host that is out of reach, with all its ranks gone"
-                print(f"{told}: it is ended", file=sys.stderr, flush=True)
+            alone_since = None if ranks else alone_since or now
+            if now > deadline or (alone_since is not None and now - alone_since > _GRACE):
+                message = (
+                    f"torchrun (process {pid}) still waits for an unreachable host although all its ranks have ended: "
+                    "terminating it"
+                )
+                print(message, file=sys.stderr, flush=True)
                 launcher.terminate()
-                time.sleep(_ON_SIGNAL)
+                time.sleep(_TERMINATE_GRACE)
                 launcher.kill()
                 return
             time.sleep(0.5)
@@ -67,4 +70,4 @@ def _end(pid: int, created: float) -> None:
 
 
 if __name__ == "__main__":
-    _end(int(sys.argv[1]), float(sys.argv[2]))
+    _reap(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,107 +1,168 @@
-"""Where the other ranks are, and the processes of those on this node, which can be looked at without a collective."""
+"""What ranks know of each other before they share a process group: the name of this start, hosts and processes."""
 
 import contextlib
 import json
 import os
 import socket
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import psutil
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from embedtrain.errors import LostContact
+
+_POLL_SECONDS = 0.05
+
+
+def agree_on_attempt(store: Store, rank: int, size: int, timeout: float) -> str:
+    """Return a name that the processes of this start share, and no others. Every rank must call it.
+
+    torchrun keeps its store when it restarts all ranks, so the store still holds entries of earlier ranks. Its restart
+    count (TORCHELASTIC_RESTART_COUNT) does not identify a start: each host counts separately, and a host that restarts
+    its ranks because those of another host failed does not increment it (torch 2.13). Ranks that used the count as a
+    name read the failure that ended the previous start, and ended as well.
+
+    Each rank announces itself under a fresh id. Rank 0 answers every id that it has not answered yet, until all ranks
+    have confirmed. No rank of an earlier start can confirm: a launcher ends all ranks before it starts new ones.
+
+    Args:
+        store: shared by all ranks.
+        rank: this rank.
+        size: number of ranks.
+        timeout: seconds that ranks wait for each other.
+
+    Raises:
+        LostContact: ranks did not announce themselves in time.
+    """
+    own_id = uuid.uuid4().hex
+    if rank:
+        store.set(f"attempt/of/{rank}", own_id)
+        try:
+            store.wait([f"attempt/for/{own_id}"], timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise _timed_out("rank 0", rank, timeout) from error
+        token = store.get(f"attempt/for/{own_id}").decode()
+        store.set(f"attempt/heard/{token}/{rank}", "")
+        return token
+    missing, answered, deadline = set(range(1, size)), set[str](), time.monotonic() + timeout
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"attempt/heard/{own_id}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"attempt/of/{other}"]):
+                other_id = store.get(f"attempt/of/{other}").decode()
+                if other_id not in answered:
+                    store.set(f"attempt/for/{other_id}", own_id)
+                    answered.add(other_id)
+        if missing and time.monotonic() > deadline:
+            raise _timed_out(format_ranks(sorted(missing)), rank, timeout)
+        time.sleep(_POLL_SECONDS)
+    return own_id
+
+
+def _timed_out(missing: str, rank: int, timeout: float) -> LostContact:
+    message = (
+        f"rank {rank} on {socket.gethostname()} waited {timeout:.0f} s for {missing} while joining the process group: "
+        f"see the output of {missing}"
+    )
+    return LostContact(f"{missing} did not join", said=message)
+
 
 @dataclass(slots=True)
 class LocalProcesses:
-    """The processes of the other ranks on this node, which can be looked at.
+    """The processes of the other ranks on this host.
 
     Args:
-        store: where each rank says who it is.
-        rank: this one.
-        local: the ranks of this node.
+        store: where each rank publishes its host and process id.
+        rank: this rank.
+        local: the ranks of this host.
     """
 
     store: Store
     rank: int
     local: range
     _processes: dict[int, psutil.Process] = field(default_factory=dict)
-    _unknown: set[int] = field(default_factory=set)
-    _gone: set[int] = field(default_factory=set)
+    _unidentified: set[int] = field(default_factory=set)
+    _ended: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._unknown = set(self.local) - {self.rank}
-        me = psutil.Process()
-        self.store.set(f"who/{self.rank}", json.dumps([_place(), me.pid, me.create_time()]))
+        self._unidentified = set(self.local) - {self.rank}
+        process = psutil.Process()
+        self.store.set(f"who/{self.rank}", json.dumps([_pid_namespace(), process.pid, process.create_time()]))
 
-    def gone(self) -> list[int]:
+    def ended(self) -> list[int]:
         """Ranks whose process has ended, in order."""
-        self._look_up()
-        self._gone |= {rank for rank, process in self._processes.items() if not _runs(process)}
-        return sorted(self._gone)
+        self._identify()
+        self._ended |= {rank for rank, process in self._processes.items() if not _runs(process)}
+        return sorted(self._ended)
 
     def runs(self, rank: int) -> bool:
-        """Whether the rank's process is seen to run."""
+        """Whether the process of a rank is known and running."""
         return rank in self._processes and _runs(self._processes[rank])
 
-    def told(self, ranks: Sequence[int]) -> str:
-        """What is seen of silent processes: `, process 123 is suspended`."""
-        seen = []
+    def describe(self, ranks: Sequence[int]) -> str:
+        """The state of known processes: `, its process 123 is suspended`."""
+        states = []
         for rank in ranks:
             if self.runs(rank):
                 process = self._processes[rank]
-                suspended = process.status() == psutil.STATUS_STOPPED
-                seen.append(f", its process {process.pid} is {'suspended' if suspended else 'there'}")
-        return "".join(seen)
+                state = "suspended" if process.status() == psutil.STATUS_STOPPED else "running"
+                states.append(f", its process {process.pid} is {state}")
+        return "".join(states)
 
-    def _look_up(self) -> None:
-        """Find the processes of ranks that have said who they are by now."""
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            for rank in sorted(self._unknown):
+    def _identify(self) -> None:
+        """Look up the processes of ranks that have published their ids since the last call."""
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            for rank in sorted(self._unidentified):
                 if self.store.check([f"who/{rank}"]):
-                    self._unknown.discard(rank)
-                    self._find(rank, *json.loads(self.store.get(f"who/{rank}")))
+                    self._unidentified.discard(rank)
+                    self._add(rank, *json.loads(self.store.get(f"who/{rank}")))
 
-    def _find(self, rank: int, place: str, pid: int, created: float) -> None:
-        if place != _place():
+    def _add(self, rank: int, namespace: str, pid: int, created: float) -> None:
+        if namespace != _pid_namespace():
             return
         try:
             process = psutil.Process(pid)
             if process.create_time() != created:
                 raise psutil.NoSuchProcess(pid)
         except psutil.NoSuchProcess:
-            self._gone.add(rank)
+            self._ended.add(rank)
         else:
             self._processes[rank] = process
 
 
 def hosts_by_rank(store: Store, rank: int, size: int) -> list[str]:
-    """The host of every rank, in rank order, once all have said who they are. Every rank must ask.
+    """The host of every rank, in rank order, after all ranks have published theirs. Every rank must call it.
 
-    The first rank collects: that all ranks did would be as many questions as the square of their number.
+    Rank 0 collects the hosts: if all ranks did, the number of requests would be quadratic in the number of ranks.
     """
     if rank == 0:
-        who = store.multi_get([f"who/{other}" for other in range(size)])
-        store.set("hosts", json.dumps([json.loads(one)[0].partition(" ")[0] for one in who]))
+        published = store.multi_get([f"who/{other}" for other in range(size)])
+        store.set("hosts", json.dumps([json.loads(text)[0].partition(" ")[0] for text in published]))
     return list(json.loads(store.get("hosts")))
 
 
 def format_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """Ranks in words: "rank 1 on node7", "ranks 1, 2 on node7, ranks 8, 9 on node8".
+    """`rank 1 on node7`, `ranks 1, 2 on node7, ranks 8, 9 on node8`.
 
     Args:
-        ranks: which.
-        hosts: of every rank, as far as they are known.
+        ranks: ranks to name.
+        hosts: host of every rank; empty if unknown.
     """
     if not hosts:
-        return _numbers(ranks)
+        return _format_numbers(ranks)
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(rank)
-    told = [f"{_numbers(found)} on {host}" for host, found in by_host.items()]
-    return f"{', '.join(told[:4])}{' and more' if len(told) > 4 else ''}"
+    names = [f"{_format_numbers(numbers)} on {host}" for host, numbers in by_host.items()]
+    return f"{', '.join(names[:4])}{' and more' if len(names) > 4 else ''}"
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def _format_numbers(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:8]))}{' and more' if len(ranks) > 8 else ''}"
@@ -114,9 +175,9 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _place() -> str:
-    """Where process ids mean the same: the host and its namespace of processes."""
+def _pid_namespace() -> str:
+    """Where process ids are unique: the host and its pid namespace."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return socket.gethostname()

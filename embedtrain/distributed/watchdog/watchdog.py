@@ -1,8 +1,8 @@
-"""Who among the ranks failed, ended or hangs: told over the store that ranks met by, beside all collectives.
+"""Detection of failed, lost and hanging ranks over the rendezvous store, independent of collectives.
 
-Every rank publishes a beat a second: how far it has come, and whether it has left. One key holds the first failure;
-whoever writes it speaks for all ranks, the others end in silence. So a run ends with one message, within seconds, also
-where the main thread waits in a collective that nothing will end.
+Every rank publishes a heartbeat each second: its current activity, and whether it has left. One key holds the first
+failure. The rank that writes it reports for all ranks; the others end silently. So a run ends with one message within
+seconds, even if the main thread waits in a collective that never completes.
 """
 
 import contextlib
@@ -24,123 +24,124 @@ from embedtrain.distributed.watchdog.launcher import start_launcher_reaper
 from embedtrain.distributed.watchdog.peers import LocalProcesses, format_ranks, hosts_by_rank
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
 
-BEAT = 1.0  # seconds
-LOOK = 3.5  # seconds within which a rank that is alive has published a beat
-GRACE = 5.0  # seconds that the main thread has to end by itself once the run has failed
-# Seconds that another rank has to speak first: one that knows the cause, and the first where all know the same.
-_LET_THE_CAUSE_SPEAK, _LET_THE_FIRST_SPEAK = 3.0, 1.0
-_SILENT = 10.0  # seconds without a beat after which a rank that is waited for too long counts as gone
-_CLOSING = 90.0  # seconds that files and trackers take to be closed at most
+HEARTBEAT_INTERVAL = 1.0  # seconds
+OBSERVATION = 3.5  # seconds within which every live rank publishes a heartbeat
+GRACE = 5.0  # seconds that the main thread has to end by itself after the run has failed
+# Seconds that other ranks have to report first: a rank that knows the cause, and rank 0 if all ranks know the same.
+_WAIT_FOR_CAUSE, _WAIT_FOR_RANK_0 = 3.0, 1.0
+_MAX_SILENCE_WHEN_LATE = 10.0  # seconds without a heartbeat after which a rank that others wait for counts as lost
+_MAX_CLOSING = 90.0  # seconds that closing files and trackers may take
 
 
 class Watchdog:
-    """This rank's part in watching over all of them.
+    """This rank's part in monitoring all ranks.
 
     Args:
-        store: a connection of its own to the store, which nothing of an earlier attempt is found in.
-        rank: this one.
-        size: how many there are.
-        local: the ranks of this node.
-        patience: seconds that ranks wait for each other.
-        store_on_rank_0: whether one of the ranks, the first, holds the store, which then ends with it.
+        store: a connection of its own to the rendezvous store, without entries of earlier starts.
+        rank: this rank.
+        size: number of ranks.
+        local: the ranks of this host.
+        timeout: seconds that ranks wait for each other.
+        store_on_rank_0: whether rank 0 hosts the store, which then ends with it.
+
+    Attributes:
+        resume_hint: returns the end of a message: where a run would resume, if known.
+        max_silence: seconds without a heartbeat after which a rank counts as lost, whatever the ranks are doing.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, local: range, patience: float, *, store_on_rank_0: bool
+        self, store: Store, rank: int, size: int, local: range, timeout: float, *, store_on_rank_0: bool
     ) -> None:
-        self.rank, self.size, self.patience, self.store_on_rank_0 = rank, size, patience, store_on_rank_0
-        self.resume_hint: Callable[[], str] = (
-            str  # ends a message: from where the same command goes on, if that is known
-        )
-        self._board = HeartbeatStore(store, rank, size, reports_alone=rank in {1, local.start})
-        self._peers = LocalProcesses(store, rank, local)
+        self.rank, self.size, self.timeout, self.store_on_rank_0 = rank, size, timeout, store_on_rank_0
+        self.resume_hint: Callable[[], str] = str
+        self.max_silence = timeout
+        self._heartbeats = HeartbeatStore(store, rank, size, reports_alone=rank in {1, local.start})
+        self._processes = LocalProcesses(store, rank, local)
         self._store, self._hosts = store, list[str]()
-        self.silence = patience  # seconds after which a rank without a sign of life is gone, whatever is being done
-        self._seen: dict[int, tuple[int, float]] = {}  # the count of each rank's beats, and when it was first seen
-        self._look_at = 0.0
-        self._silent_since: float | None = None
-        self._is_first_here = rank == local.start
-        self._beats = 0
-        self._left = ""
+        self._last_seen: dict[int, tuple[int, float]] = {}  # rank -> heartbeat count, and when it was first seen
+        self._next_check = 0.0
+        self._unresponsive_since: float | None = None
+        self._may_start_reaper = rank == local.start
+        self._count = 0
+        self._exit_state = ""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._go, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._monitor, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Publish who this is, and begin to watch."""
+        """Start publishing heartbeats and monitoring."""
         self._publish()
         self._thread.start()
 
     def learn_hosts(self) -> None:
-        """Learn where the ranks are, once all have said so, and look for the processes of those on this host."""
-        self._peers.gone()
+        """Read the hosts of all ranks, once all have published theirs, and find the processes on this host."""
+        self._processes.ended()
         self._hosts = hosts_by_rank(self._store, self.rank, self.size)
 
     def close(self) -> None:
-        """Leave in peace."""
+        """Leave without a failure."""
         self._leave("done")
         self._closed.set()
-        self._thread.join(LOOK)
+        self._thread.join(OBSERVATION)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Tell the others at once when the block fails, and agree on who tells the user.
+        """Report a failure of the block to the other ranks at once, and agree on the rank that tells the user.
 
         Raises:
-            LostContact: says which rank is gone or hangs.
+            LostContact: names the rank that is lost or hangs.
         """
         try:
             yield
         except LostContact as error:
-            if self._left:
+            if self._exit_state:
                 raise
-            raise self._explained(error) from error.__cause__
+            raise self._explain(error) from error.__cause__
         except Stopped:
             self._leave("done")  # as all ranks do
             raise
         except BaseException as error:
-            if not self._left:
-                self._tell(error)
+            if not self._exit_state:
+                self._report(error)
             raise
 
-    def stopped(self, asked: Signals) -> int:
-        """Say that a signal ends this process at once; the code to end with.
+    def report_signal(self, received: Signals) -> int:
+        """Report that a signal ends this process immediately; return its exit code.
 
-        A launcher also sends a signal when another rank has ended: then it is that rank that is spoken of.
+        A launcher also sends a signal after another rank has ended; in that case the report is about that rank.
         """
-        if self._left:  # the main thread is about to end the process, with the code of what happened
-            time.sleep(LOOK + GRACE)
+        if self._exit_state:  # the main thread is about to end the process, with the exit code of the failure
+            time.sleep(OBSERVATION + GRACE)
             return 1
-        doing = current_activity()
-        self._left = "lost"
-        failure = self._found()
+        activity = current_activity()
+        self._exit_state = "lost"
+        failure = self._find_ended()
         if failure is None:
-            text = f"stopped by {asked.name} (rank {self.rank}) while {doing}: the same command goes on"
-            failure = self._board.claim_failure(Failure(text, self.rank, exit_code(asked)))
+            text = f"stopped by {received.name} (rank {self.rank}) while {activity}: run the same command to resume"
+            failure = self._heartbeats.claim_failure(Failure(text, self.rank, exit_code(received)))
         self._leave("lost")
-        self._say(failure)
+        self._print(failure)
         return failure.code
 
-    def _explained(self, lost: LostContact) -> LostContact:
+    def _explain(self, error: LostContact) -> LostContact:
         self._leave("lost")
-        what = describe_activity(lost.what, current_activity().step) if lost.what else str(current_activity())
-        failure = self._find(what) or self._board.claim_failure(self._cut_off(what, lost))
+        activity = describe_activity(error.what, current_activity().step) if error.what else str(current_activity())
+        failure = self._find_failure(activity) or self._heartbeats.claim_failure(self._isolated(activity, error))
         self._linger()
-        explained = LostContact(lost.reason, lost.what, said=failure.text)
+        explained = LostContact(error.reason, error.what, said=failure.text)
         explained.reporting_rank, explained.exit_code = failure.reporting_rank, failure.code
         return explained
 
-    def _tell(self, error: BaseException) -> None:
-        """Publish this rank's failure, unless another rank speaks of it."""
-        of_user = isinstance(error, EmbedtrainError)
+    def _report(self, error: BaseException) -> None:
+        """Publish this rank's failure unless another rank reports it."""
+        is_user_error = isinstance(error, EmbedtrainError)
         if isinstance(error, FailedElsewhere):
-            self._await_failure(_LET_THE_CAUSE_SPEAK)
-        elif of_user and self.rank:
-            self._await_failure(_LET_THE_FIRST_SPEAK)
-        text = f"{self._names([self.rank])} failed while {current_activity()}: {type(error).__name__}: {error}"
-        said = str(error) if of_user else text + self._ending()
-        failure = self._board.claim_failure(
-            Failure(said, self.rank, EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
-        )
+            self._await_failure(_WAIT_FOR_CAUSE)
+        elif is_user_error and self.rank:
+            self._await_failure(_WAIT_FOR_RANK_0)
+        text = f"{self._format_ranks([self.rank])} failed while {current_activity()}: {type(error).__name__}: {error}"
+        message = str(error) if is_user_error else text + self._resume_suffix()
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        failure = self._heartbeats.claim_failure(Failure(message, self.rank, code))
         self._leave("failed")
         if isinstance(error, EmbedtrainError):
             error.reporting_rank, error.exit_code = failure.reporting_rank, failure.code
@@ -148,188 +149,192 @@ class Watchdog:
             error.add_note(f"error: {failure.text}")
         self._linger()
 
-    def _find(self, what: str) -> Failure | None:
-        """Look for who is gone or late; None if nobody is.
+    def _find_failure(self, activity: str) -> Failure | None:
+        """Find ranks that are lost or late; None if there are none.
 
         Args:
-            what: was being done, by all ranks.
+            activity: what all ranks were doing.
         """
-        began, before = time.monotonic(), self._board.heartbeats()
-        while time.monotonic() - began < LOOK:
-            failure = self._board.failure() or self._found(what)
+        started, before = time.monotonic(), self._heartbeats.heartbeats()
+        while time.monotonic() - started < OBSERVATION:
+            failure = self._heartbeats.failure() or self._find_ended(activity)
             if failure is not None:
                 return failure
             time.sleep(0.1)
-        after = self._board.heartbeats()
+        after = self._heartbeats.heartbeats()
         if after is None:
             return None
-        there = {rank: beat for rank, beat in after.items() if not beat.left and rank != self.rank}
+        running = {rank: beat for rank, beat in after.items() if not beat.exit_state and rank != self.rank}
         earlier = {rank: beat.count for rank, beat in (before or {}).items()}
-        silent = [rank for rank, beat in there.items() if beat.count == earlier.get(rank)]
+        silent = [rank for rank, beat in running.items() if beat.count == earlier.get(rank)]
         if silent:
-            return self._board.claim_failure(self._no_sign(silent, what, LOOK))
-        late = self._hang(there)
-        return None if late is None else self._board.claim_failure(late)
+            return self._heartbeats.claim_failure(self._silent(silent, activity, OBSERVATION))
+        hanging = self._hanging(running)
+        return None if hanging is None else self._heartbeats.claim_failure(hanging)
 
-    def _found(self, what: str | None = None) -> Failure | None:
-        """A failure that is certain at once: a process of this node has ended without a word, or the store has."""
-        gone = self._gone()
-        return (
-            self._board.claim_failure(
-                self._failure(f"{self._names(gone)} ended while {what or current_activity()}", gone)
-            )
-            if gone
-            else None
-        )
+    def _find_ended(self, activity: str | None = None) -> Failure | None:
+        """A failure that is certain: a process of this host has ended without reporting, or the store is lost."""
+        ranks = self._ended_ranks()
+        if not ranks:
+            return None
+        text = f"{self._format_ranks(ranks)} ended while {activity or current_activity()}"
+        return self._heartbeats.claim_failure(self._failure(text, ranks))
 
-    def _gone(self) -> list[int]:
-        """Ranks that have ended without saying so."""
-        gone = self._peers.gone()
-        # All beats are read only where a process is missing: ranks that each did so every second would drown the store.
-        heartbeats = self._board.heartbeats() if gone else {}
-        if self._board.is_lost:  # with the store nothing can be known of the others
-            return [0] if self.store_on_rank_0 and not self._peers.runs(0) else []
-        if heartbeats is None:  # it does not answer for the moment: who is gone may have said so
+    def _ended_ranks(self) -> list[int]:
+        """Ranks that have ended without reporting."""
+        ended = self._processes.ended()
+        # Heartbeats are read only if a process is missing: reads by every rank each second would overload the store.
+        heartbeats = self._heartbeats.heartbeats() if ended else {}
+        if self._heartbeats.is_lost:  # nothing can be learned about other ranks
+            return [0] if self.store_on_rank_0 and not self._processes.runs(0) else []
+        if heartbeats is None:  # no reply at the moment: the ended ranks may have reported
             return []
-        return [rank for rank in gone if rank not in heartbeats or not heartbeats[rank].left]
+        return [rank for rank in ended if rank not in heartbeats or not heartbeats[rank].exit_state]
 
-    def _no_sign(self, silent: list[int], what: str, seconds: float) -> Failure:
-        signs = f"no sign of life for {seconds:.0f} s{self._peers.told(silent)}"
-        away = bool(self._hosts) and all(self._hosts[rank] != self._hosts[self.rank] for rank in silent)
-        which = f"ended or hangs{', or the network is out' if away else ''}"
-        return self._failure(f"{self._names(silent)} {which} ({signs}) while {what}", silent)
+    def _silent(self, ranks: list[int], activity: str, seconds: float) -> Failure:
+        remote = bool(self._hosts) and all(self._hosts[rank] != self._hosts[self.rank] for rank in ranks)
+        state = f"ended or {'hangs' if len(ranks) == 1 else 'hang'}{', or the network is down' if remote else ''}"
+        signs = f"no heartbeat for {seconds:.0f} s{self._processes.describe(ranks)}"
+        return self._failure(f"{self._format_ranks(ranks)} {state} ({signs}) while {activity}", ranks)
 
-    def _hang(self, late: dict[int, Heartbeat]) -> Failure | None:
+    def _hanging(self, late: dict[int, Heartbeat]) -> Failure | None:
         if not late:
             return None
         first = next(iter(late.values()))
-        which = "hangs: alive, but has" if len(late) == 1 else "hang: alive, but the first has"
-        doing = describe_activity(first.what, first.step)
-        return self._failure(
-            f"{self._names(list(late))} {which} been in {doing}, for {first.seconds:.0f} s", list(late)
-        )
+        state = "hangs: alive, but" if len(late) == 1 else "hang: alive, the first"
+        activity = describe_activity(first.activity, first.step)
+        text = f'{self._format_ranks(list(late))} {state} in "{activity}" for {first.seconds:.0f} s'
+        return self._failure(text, list(late))
 
-    def _cut_off(self, what: str, lost: LostContact | None = None) -> Failure:
-        """Nobody is found to be gone or late: then it is this rank that is, or the network."""
-        me = self._names([self.rank])
-        if self._board.is_unresponsive:
-            there = os.environ.get("MASTER_ADDR", "another host")
-            out = f"the network between them is out, or that host{f' ({lost.reason})' if lost else ''}"
-            return self._failure(f"{me} lost contact with {there} while {what}: {out}", [])
-        return self._failure(f"{me}: {lost or 'another rank is gone'}", [])
+    def _isolated(self, activity: str, error: LostContact | None = None) -> Failure:
+        """No rank is lost or late, so this rank or the network is the cause."""
+        own_name = self._format_ranks([self.rank])
+        if self._heartbeats.is_unresponsive:
+            host = os.environ.get("MASTER_ADDR", "another host")
+            reason = f" ({error.reason})" if error else ""
+            text = f"{own_name} lost contact with {host} while {activity}: "
+            return self._failure(f"{text}that host or the network between them is down{reason}", [])
+        return self._failure(f"{own_name}: {error or 'another rank is lost'}", [])
 
-    def _names(self, ranks: Sequence[int]) -> str:
+    def _format_ranks(self, ranks: Sequence[int]) -> str:
         return format_ranks(ranks, self._hosts)
 
     def _failure(self, text: str, ranks: list[int]) -> Failure:
-        return Failure(text + self._ending(), self.rank, hanging=tuple(ranks))
+        return Failure(text + self._resume_suffix(), self.rank, hanging=tuple(ranks))
 
-    def _ending(self) -> str:
-        # A shared file system may be gone with the network: it is not waited for.
-        found: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._look, args=(found,), daemon=True).start()
+    def _resume_suffix(self) -> str:
+        # In a thread with a time-out: a shared file system may be lost together with the network.
+        result: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read_resume_hint, args=(result,), daemon=True).start()
         try:
-            return found.get(timeout=GRACE)
+            return result.get(timeout=GRACE)
         except queue.Empty:
             return ""
 
-    def _look(self, found: "queue.SimpleQueue[str]") -> None:
+    def _read_resume_hint(self, result: "queue.SimpleQueue[str]") -> None:
         with contextlib.suppress(OSError):
-            text = self.resume_hint()
-            found.put(f"; {text}" if text else "")
+            hint = self.resume_hint()
+            result.put(f"; {hint}" if hint else "")
 
-    # What follows runs in the thread.
+    # The following methods run in the watchdog's thread.
 
-    def _go(self) -> None:
-        trouble: float | None = None
-        while not self._closed.wait(BEAT):
+    def _monitor(self) -> None:
+        failed_since: float | None = None
+        while not self._closed.wait(HEARTBEAT_INTERVAL):
             self._publish()
             now = time.monotonic()
-            if self._left:
-                trouble = trouble or now
-                if now - trouble > _CLOSING:
+            if self._exit_state:
+                failed_since = failed_since or now
+                if now - failed_since > _MAX_CLOSING:
                     os._exit(1)
                 continue
-            failure = self._board.failure()
-            if failure is None and not self._gone():
-                trouble = None
-                failure = self._behind(now)
+            failure = self._heartbeats.failure()
+            if failure is None and not self._ended_ranks():
+                failed_since = None
+                failure = self._find_late(now)
                 if failure is not None:
-                    self._end(self._board.claim_failure(failure))
+                    self._exit(self._heartbeats.claim_failure(failure))
                 continue
-            trouble = trouble or now
-            if now - trouble > GRACE and not self._left:
+            failed_since = failed_since or now
+            if now - failed_since > GRACE and not self._exit_state:
                 self._leave("lost")
-                self._end(failure or self._find(str(current_activity())) or self._cut_off(str(current_activity())))
+                activity = str(current_activity())
+                self._exit(failure or self._find_failure(activity) or self._isolated(activity))
 
-    def _behind(self, now: float) -> Failure | None:
-        """Whether ranks hang that this one has waited for longer than ranks wait, or some have long been silent.
+    def _find_late(self, now: float) -> Failure | None:
+        """Find ranks that this rank has waited for longer than the time-out, or that have been silent for long.
 
-        A collective of gloo ends by itself then; of NCCL's one does not know whom it waited for.
+        A gloo collective times out by itself; an NCCL collective does not tell which rank it waited for.
         """
-        doing = current_activity()
-        waited_long = now - doing.since > self.patience + LOOK
-        if self._board.is_unresponsive:
-            self._silent_since = self._silent_since or now
-            too_long = waited_long or now - self._silent_since > self.silence
-            return self._cut_off(str(doing)) if too_long else None
-        self._silent_since = None
-        # The first rank looks for all: ranks that each read all beats would drown the store.
-        if not waited_long and (self.rank or now < self._look_at):
+        activity = current_activity()
+        waited_long = now - activity.since > self.timeout + OBSERVATION
+        if self._heartbeats.is_unresponsive:
+            self._unresponsive_since = self._unresponsive_since or now
+            too_long = waited_long or now - self._unresponsive_since > self.max_silence
+            return self._isolated(str(activity)) if too_long else None
+        self._unresponsive_since = None
+        # Rank 0 checks for all ranks: reads by every rank would overload the store.
+        if not waited_long and (self.rank or now < self._next_check):
             return None
-        self._look_at = now + LOOK
-        heartbeats = self._board.heartbeats()
+        self._next_check = now + OBSERVATION
+        heartbeats = self._heartbeats.heartbeats()
         if heartbeats is None:
-            return self._cut_off(str(doing)) if waited_long else None
+            return self._isolated(str(activity)) if waited_long else None
         for rank, beat in heartbeats.items():
-            if self._seen.get(rank, (-1, 0.0))[0] != beat.count:
-                self._seen[rank] = beat.count, now
-        limit = _SILENT if waited_long else self.silence
-        quiet = {rank: now - self._seen[rank][1] for rank, beat in heartbeats.items() if not beat.left}
-        if max(quiet.values(), default=0.0) > limit:
-            # Ranks that were lost together have not all spoken last in the same second.
-            silent = [rank for rank, seconds in quiet.items() if seconds > max(limit - LOOK, limit / 2)]
-            return self._no_sign(silent, str(doing), limit)
-        late = {rank: beat for rank, beat in heartbeats.items() if beat.number < doing.number and not beat.left}
-        return self._hang(late) if waited_long else None
+            if self._last_seen.get(rank, (-1, 0.0))[0] != beat.count:
+                self._last_seen[rank] = beat.count, now
+        limit = _MAX_SILENCE_WHEN_LATE if waited_long else self.max_silence
+        silence = {rank: now - self._last_seen[rank][1] for rank, beat in heartbeats.items() if not beat.exit_state}
+        if max(silence.values(), default=0.0) > limit:
+            # Ranks that were lost together did not all send their last heartbeat in the same second.
+            ranks = [rank for rank, seconds in silence.items() if seconds > max(limit - OBSERVATION, limit / 2)]
+            return self._silent(ranks, str(activity), limit)
+        late = {
+            rank: beat
+            for rank, beat in heartbeats.items()
+            if beat.activity_number < activity.number and not beat.exit_state
+        }
+        return self._hanging(late) if waited_long else None
 
-    def _end(self, failure: Failure) -> None:
+    def _exit(self, failure: Failure) -> None:
         self._leave("lost")
         if self.rank in failure.hanging:
-            print(f"rank {self.rank} was here when the others gave up:", file=sys.stderr, flush=True)
+            print(f"stack of rank {self.rank} when the other ranks gave up:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.stderr)
-        self._say(failure)
+        self._print(failure)
         self._linger()
         sys.stdout.flush()
         os._exit(failure.code)
 
-    def _say(self, failure: Failure) -> None:
+    def _print(self, failure: Failure) -> None:
         if failure.reporting_rank == self.rank:
             print(("error: " if failure.code == 1 else "") + failure.text, file=sys.stderr, flush=True)
 
     def _publish(self) -> None:
-        self._beats += 1
-        doing = current_activity()
-        seconds = time.monotonic() - doing.since
-        self._board.publish(Heartbeat(self._beats, doing.number, doing.what, doing.step, seconds, self._left))
+        self._count += 1
+        activity = current_activity()
+        seconds = time.monotonic() - activity.since
+        self._heartbeats.publish(
+            Heartbeat(self._count, activity.number, activity.name, activity.step, seconds, self._exit_state)
+        )
 
-    def _leave(self, how: str) -> None:
-        self._left = how
+    def _leave(self, exit_state: str) -> None:
+        self._exit_state = exit_state
         self._publish()
-        if how != "done" and self._is_first_here and self._board.is_unresponsive:
-            self._is_first_here = False  # once
+        if exit_state != "done" and self._may_start_reaper and self._heartbeats.is_unresponsive:
+            self._may_start_reaper = False
             start_launcher_reaper()
 
     def _await_failure(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while self._board.failure() is None and time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while self._heartbeats.failure() is None and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _linger(self) -> None:
-        """Stay until the others have read why the run ends, where the store ends with this process."""
-        until = time.monotonic() + GRACE
-        while self.store_on_rank_0 and self.rank == 0 and time.monotonic() < until:
-            heartbeats, gone = self._board.heartbeats() or {}, self._peers.gone()
-            if all(beat.left for rank, beat in heartbeats.items() if rank not in gone):
+        """Keep the store alive until the other ranks have read the failure, if this process hosts the store."""
+        deadline = time.monotonic() + GRACE
+        while self.store_on_rank_0 and self.rank == 0 and time.monotonic() < deadline:
+            heartbeats, ended = self._heartbeats.heartbeats() or {}, self._processes.ended()
+            if all(beat.exit_state for rank, beat in heartbeats.items() if rank not in ended):
                 return
             time.sleep(0.1)

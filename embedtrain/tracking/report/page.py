@@ -4,7 +4,6 @@ import base64
 import functools
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from embedtrain import __version__
+from embedtrain.files import atomic_write
 from embedtrain.tracking.report.chart import Chart
 from embedtrain.tracking.report.differences import differences, options_of, version_differences
 from embedtrain.tracking.report.evaluations import MainMetric, evaluation_sections, main_metric
@@ -59,11 +59,9 @@ def write_report(directories: Sequence[Path], to: Path) -> None:
         OSError: the file cannot be written.
     """
     content = render(read_runs(directories))
-    to.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = to.with_name(f".{to.name}.tmp")
-    # A lone surrogate, which JSON can carry, has no bytes in UTF-8.
-    unfinished.write_bytes(content.encode("utf-8", errors="replace"))
-    os.replace(unfinished, to)
+    with atomic_write(to) as file:
+        # A lone surrogate, which JSON can carry, has no bytes in UTF-8.
+        file.write_bytes(content.encode("utf-8", errors="replace"))
 
 
 def render(runs: Sequence[Run]) -> str:

@@ -4,7 +4,6 @@ n texts, D dimensions.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from embedtrain.errors import DataError
+from embedtrain.files import atomic_write
 
 TEXTS_FILE = "sample.json"
 BEFORE, AFTER = "before", "after"
@@ -108,7 +108,8 @@ def write_texts(directory: Path, sample: Sample) -> None:
         "pairs": [[pair.first, pair.second, pair.relation.value] for pair in sample.pairs],
     }
     # Lone surrogates, which a tokenizer may take, have no UTF-8: they are written as escapes.
-    _replaced(directory / TEXTS_FILE, json.dumps(content).encode("ascii"))
+    with atomic_write(directory / TEXTS_FILE) as file:
+        file.write_text(json.dumps(content), encoding="ascii")
 
 
 def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], step: int) -> None:
@@ -120,7 +121,8 @@ def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], ste
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
     # Not save_file: what it writes is the owner's alone to read.
-    _replaced(_file(directory, which), save({"vectors": unit}, metadata={"step": str(step)}))
+    with atomic_write(_file(directory, which)) as file:
+        file.write_bytes(save({"vectors": unit}, metadata={"step": str(step)}))
 
 
 def read_texts(directory: Path) -> Sample | None:
@@ -182,9 +184,3 @@ def _text(values: Mapping[str, Any]) -> SampleText:
 
 def _file(directory: Path, which: str) -> Path:
     return directory / f"{which}.safetensors"
-
-
-def _replaced(path: Path, content: bytes) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)

@@ -1,0 +1,44 @@
+"""An unresponsive store blocks nobody, and is used again when it responds."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from embedtrain.distributed.watchdog.heartbeats import Heartbeat, HeartbeatStore
+from embedtrain.distributed.world import World
+
+
+def use_suspended_store(world: World) -> dict[str, object]:
+    """The process of rank 1 hosts the store and is suspended, which looks like an unreachable host."""
+    hosted = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    port, host_pid = world.gather((hosted.port, os.getpid()))[1]
+    results: dict[str, object] = {}
+    if world.rank == 0:
+        store = HeartbeatStore(TCPStore("127.0.0.1", port, None, False), 0, 2, reports_alone=True)
+        store.publish(Heartbeat(1, 1, "training", 3, 0.0, ""))
+        results["before"] = store.failure(), store.is_unresponsive
+        os.kill(host_pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            results["suspended"] = store.failure(), store.heartbeats()
+            results["seconds"] = time.monotonic() - started
+            results["state"] = store.is_unresponsive, store.is_lost
+        finally:
+            os.kill(host_pid, signal.SIGCONT)
+        while store.is_unresponsive and time.monotonic() - started < 30:
+            time.sleep(0.05)
+        results["after"] = store.heartbeats(), store.is_unresponsive, store.is_lost
+    world.barrier()
+    return results
+
+
+def test_an_unreachable_store(ranks):
+    results, _ = ranks(2, use_suspended_store)
+    assert results["before"] == (None, False)
+    assert results["suspended"] == (None, None)
+    assert 4 < results["seconds"] < 8, "two requests, but only the first waits for a reply"
+    assert results["state"] == (True, False)
+    assert results["after"] == ({}, False, False)

@@ -1,0 +1,36 @@
+"""Formats of counts, bytes and durations."""
+
+import pytest
+
+from embedtrain.formatting import format_bytes, format_count, format_duration
+
+
+def test_counts_are_grouped_and_plural():
+    assert [format_count(n, "row") for n in (0, 1, 1234)] == ["0 rows", "1 row", "1,234 rows"]
+    assert format_count(2, "query", "queries") == "2 queries"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "decimal", "binary"),
+    [
+        (0, "0 bytes", "0 bytes"),
+        (999, "999 bytes", "999 bytes"),
+        (1536, "1.5 KB", "1.5 KiB"),
+        (3 * 10**9, "3.0 GB", "2.8 GiB"),
+        (5 * 2**50, "5,629.5 TB", "5,120.0 TiB"),
+    ],
+)
+def test_bytes_have_the_largest_unit(num_bytes, decimal, binary):
+    assert format_bytes(num_bytes) == decimal
+    assert format_bytes(num_bytes, binary=True) == binary
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.84, "0.8 s"), (9.96, "10 s"), (59.6, "1 min 0 s"), (250, "4 min 10 s"), (3599.7, "1 h 0 min"),
+        (11520, "3 h 12 min"), (273600, "3 d 4 h"),
+    ],
+)  # fmt: skip
+def test_durations_have_two_units_at_most(seconds, text):
+    assert format_duration(seconds) == text

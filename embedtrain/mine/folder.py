@@ -8,7 +8,6 @@ A block is complete or absent: its directory gets its final name after every ran
 """
 
 import json
-import os
 import secrets
 import shutil
 import time
@@ -197,7 +196,7 @@ class MiningFolder:
             stats.write(path)
         with self.world.fail_together("writing mined rows"):
             if self.world.is_main:
-                os.replace(unfinished, self._blocks / name)
+                unfinished.rename(self._blocks / name)
 
     def read_lines(self, blocks: Sequence[str]) -> Iterator[str]:
         """The lines of some blocks, with line ends.

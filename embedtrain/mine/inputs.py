@@ -3,7 +3,6 @@
 T is the number of documents with duplicates, N of distinct ones, R of a source's rows.
 """
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ def _write_inputs(
         "has_ids": [(unfinished / f"ids-{number}.arrow").is_file() for number in range(len(sources))],
     }
     write_metadata(unfinished / "facts.json", metadata)
-    os.replace(unfinished, directory)
+    unfinished.rename(directory)
 
 
 def _documents_with_same_id(

@@ -142,7 +142,7 @@ class RunReporter:
             made = self._encoder.encode_all(
                 [f"{text.before}{text.text}{text.after}" for text in some],
                 max_length=length,
-                what="the sample of the report",
+                label="the sample of the report",
                 existing_prompt=[text.before for text in some],
             )
             if vectors is None:

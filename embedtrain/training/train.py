@@ -140,14 +140,8 @@ def _train(recipe: Recipe, world: World, stopping: StopSignals, held: contextlib
     state = _state(found, checkpoints, trained, optimizer, recipe.checkpoint.best_metric, total_steps, console)
     if found is not None:  # whose weights stand only now
         model = verify_packing(model, recipe.model, recipe.parallel, world, say=console.note)
-    encoder = SentenceEncoder(
-        model.encoder,
-        model.tokenizer,
-        world,
-        chunk_tokens=recipe.evaluation.chunk_tokens,
-        query_prompt=prompts.get("query", ""),
-        document_prompt=prompts.get("document", ""),
-        unshard=recipe.evaluation.unshard,
+    encoder = SentenceEncoder.from_model(
+        model, world, chunk_tokens=recipe.evaluation.chunk_tokens, unshard=recipe.evaluation.unshard
     )
     with (
         _recorded(recipe, run_dir, world, model, state, console) as tracker,

@@ -86,11 +86,11 @@ def _door(name: str) -> Callable[[list[str]], None]:
 
     doors: dict[str, Callable[[list[str]], None]] = {
         "train": _train,
-        "evaluate": lambda given: embedtrain.evaluate.act(compose_evaluate(given)),
+        "evaluate": lambda given: embedtrain.evaluate.__main__.main(compose_evaluate(given)),
         "export": lambda given: embedtrain.export.act(compose_export(given)),
         "inspect": lambda given: embedtrain.inspect.act(compose_inspect(given)),
-        "mine": lambda given: embedtrain.mine.act(compose_mine(given)),
-        "search": lambda given: embedtrain.search.act(compose_search(given)),
+        "mine": lambda given: embedtrain.mine.__main__.main(compose_mine(given)),
+        "search": lambda given: embedtrain.search.__main__.main(compose_search(given)),
     }
     return doors[name]
 

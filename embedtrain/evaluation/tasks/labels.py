@@ -81,8 +81,7 @@ def _class_numbers(data: ClassificationSet) -> tuple[NDArray[np.int64], NDArray[
     """The classes of training and test texts as numbers, in the order in which scikit-learn sorts the labels."""
     labels = {*data.train_labels, *data.labels}
     number_of = {
-        label: number
-        for number, label in enumerate(sorted(labels, key=lambda label: (isinstance(label, str), label)))
+        label: number for number, label in enumerate(sorted(labels, key=lambda label: (isinstance(label, str), label)))
     }
 
     def numbers(labels: Sequence[int | str]) -> NDArray[np.int64]:
@@ -147,9 +146,7 @@ def measure_clustering(data: ClusteringSet, context: EvaluationContext) -> dict[
         if context.world.is_main:
             vectors = encoded.cpu().numpy()
             clusterings = (
-                _cluster_samples(vectors, data)
-                if data.groups is None
-                else _cluster_groups(vectors, data, data.groups)
+                _cluster_samples(vectors, data) if data.groups is None else _cluster_groups(vectors, data, data.groups)
             )
             scores = [(v_measure_score(*pair), adjusted_mutual_info_score(*pair)) for pair in clusterings]
             v_measures, amis = zip(*scores, strict=True)
@@ -158,9 +155,7 @@ def measure_clustering(data: ClusteringSet, context: EvaluationContext) -> dict[
     return context.world.broadcast(metrics)
 
 
-def _cluster_groups(
-    vectors: NDArray[np.float32], data: ClusteringSet, groups: Sequence[Sequence[int]]
-) -> Clusterings:
+def _cluster_groups(vectors: NDArray[np.float32], data: ClusteringSet, groups: Sequence[Sequence[int]]) -> Clusterings:
     """Cluster the texts of each group, on each level."""
     for level in range(max(map(len, data.labels))):
         rows, clusters = _labels_of_level(data.labels, level)

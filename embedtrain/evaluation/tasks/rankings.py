@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from embedtrain.evaluation.metrics import (
-    RETRIEVAL_METRICS,
     judged_documents,
     mean_metrics,
     metrics_per_query,
@@ -77,7 +76,9 @@ def measure_reranking(data: RetrievalSet, context: EvaluationContext) -> dict[st
     scores = torch.cat([torch.empty((0, width)), *(index.scores_of(*batch) for batch in batches)])
 
     def ranked(number: int) -> dict[str, float]:
-        run = _sort_by_score([ids[document] for document in documents[number].tolist() if document >= 0], scores[number])
+        run = _sort_by_score(
+            [ids[document] for document in documents[number].tolist() if document >= 0], scores[number]
+        )
         if data.ignore_identical_ids:
             run.pop(judged[number], None)
         return run
@@ -177,5 +178,3 @@ def _file_name(name: str) -> str:
 
 def _escape(text: str) -> str:
     return re.sub(r"\s+", lambda whitespace: quote(whitespace[0]), text)
-
-

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.errors import EmbedtrainError
-from embedtrain.mine.__main__ import act
+from embedtrain.mine.__main__ import main
 from embedtrain.mine.options import compose_mine
 from tests.small import WORDS, save_guide, small_model
 
@@ -57,7 +57,7 @@ def save_model(folder: Path, seed: int = 0) -> Path:
 
 def mine(_world: Any, arguments: Sequence[str]) -> None:
     """The door, on this rank."""
-    act(compose_mine(list(arguments)))
+    main(compose_mine(list(arguments)))
 
 
 def try_mining(_world: Any, folder: Path, arguments: Sequence[str]) -> tuple[str, str]:
@@ -65,7 +65,7 @@ def try_mining(_world: Any, folder: Path, arguments: Sequence[str]) -> tuple[str
     printed, error = io.StringIO(), ""
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         try:
-            act(compose_mine(list(arguments)))
+            main(compose_mine(list(arguments)))
         except EmbedtrainError as caught:
             error = str(caught)
     return printed.getvalue(), error

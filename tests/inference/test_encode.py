@@ -30,9 +30,14 @@ def encode_all(world, texts, prompt="", chunk_tokens=40):
     return sentence_encoder(world, chunk_tokens=chunk_tokens).encode_all(texts, prompt).tolist()
 
 
+def join_blocks(blocks):
+    blocks = list(blocks)
+    return torch.cat([block.rows for block in blocks]), torch.cat([block.vectors for block in blocks])
+
+
 def encode_sharded(world, texts):
-    shard = sentence_encoder(world).encode_sharded(texts)
-    return shard.rows.tolist(), shard.vectors.tolist()
+    rows, vectors = join_blocks(sentence_encoder(world).encode_blocks(texts))
+    return rows.tolist(), vectors.tolist()
 
 
 def test_the_same_bits_on_any_number_of_ranks(ranks):
@@ -62,7 +67,7 @@ def test_ranks_with_fewer_chunks_run_dummies(ranks, num_texts, chunk_tokens):
 
 def shape_of_nothing(world):
     encoder = sentence_encoder(world)
-    return tuple(encoder.encode_all([]).shape), tuple(encoder.encode_sharded([]).vectors.shape)
+    return tuple(encoder.encode_all([]).shape), tuple(join_blocks(encoder.encode_blocks([]))[1].shape)
 
 
 def test_no_texts(ranks):
@@ -75,7 +80,7 @@ def evaluate_then_train(world, inference_mode):
     model.train()
     model.backbone.embeddings.eval()  # as one that freezes a part would have it
     with torch.inference_mode(inference_mode):
-        shard = encoder.encode_sharded(TEXTS)
+        shard = next(encoder.encode_blocks(TEXTS))
         everything = encoder.encode_all(TEXTS)
     assert not everything.is_inference()
     assert not shard.vectors.is_inference()
@@ -94,7 +99,7 @@ def evaluate_then_train(world, inference_mode):
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])
-def test_evaluation_before_the_first_step_does_not_spoil_training(ranks, inference_mode):
+def test_model_can_be_trained_after_evaluation(ranks, inference_mode):
     moved = ranks(2, evaluate_then_train, inference_mode)
     assert moved[0] == moved[1] > 1e-4
 
@@ -118,7 +123,7 @@ def fail_between_two_passes(world):
     return model.training and all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_the_model_is_put_back_after_an_error(ranks):
+def test_model_is_restored_after_an_error(ranks):
     assert ranks(2, fail_between_two_passes) == [True, True]
 
 
@@ -138,7 +143,7 @@ def encode_with_nan(world):
     return None
 
 
-def test_vectors_that_are_not_finite_stop_all_ranks(ranks):
+def test_vectors_that_are_not_finite_fail_on_all_ranks(ranks):
     answers = ranks(2, encode_with_nan)
     assert answers[0] == answers[1]
     kind, message = answers[0]
@@ -166,7 +171,7 @@ def gathered_at_a_time(world, gather):
     return counts, vectors.tolist(), sharded, max(whole)
 
 
-def test_no_more_than_a_block_is_gathered_unless_all_is_asked_for(ranks):
+def test_one_layer_is_gathered_at_a_time_unless_the_whole_model_is_requested(ranks):
     results = {gather: ranks(3, gathered_at_a_time, gather) for gather in Unshard}
     vectors = [result[1] for of in results.values() for result in of]
     assert all(result == vectors[0] for result in vectors)
@@ -197,67 +202,61 @@ def test_weights_stay_whole_from_block_to_block(ranks):
     assert ranks(2, several_blocks) == [(False, 4, True, True)] * 2
 
 
-def stored_encoding(world, folder, texts, stop_after=None):
-    """Encode with vectors kept in `folder`; perhaps fail after some forward passes, as a killed run would."""
+def encode_with_cache(world, folder, texts, stop_after=None):
+    """Encode with vectors stored in `folder`, two chunks per block; perhaps fail between forward passes."""
     encoder = sentence_encoder(world, chunk_tokens=16)
-    forward, passes = encoder._forward, []
+    model, ids = encoder.encoder, encoder.tokenizer.ids
 
-    def counted(*arguments):
-        if stop_after is not None and len(passes) == stop_after:
+    def ids_until_stop(texts, max_length=None, prompts=""):
+        if model.forwards == stop_after:
             raise Breaks
-        passes.append(1)
-        return forward(*arguments)
+        return ids(texts, max_length, prompts)
 
-    encoder._forward = counted
+    encoder.tokenizer.ids = ids_until_stop
     vector_cache = VectorCache(Path(folder), {"model": "tiny"})
-    found = {}
-    try:
-        for block in encoder.encode_blocks(
-            texts, "alpha ", vector_cache=vector_cache, finish=lambda v: v.to(torch.bfloat16)
-        ):
-            found |= dict(zip(block.rows.tolist(), block.vectors.float().tolist(), strict=True))
-    except Breaks:
-        return None
-    return found, len(passes)
-
-
-def test_encoding_that_was_stopped_goes_on(ranks, tmp_path, monkeypatch):
-    texts = [text(i, 1 + i % 13) for i in range(150)] + [text(3, 4)] * 3
-    whole = ranks(1, in_small_blocks, tmp_path / "whole", texts)[0]
-    assert ranks(2, in_small_blocks, tmp_path / "again", texts, 9) == [None, None]
-    kept = len(list((tmp_path / "again").rglob("*.safetensors")))
-    assert kept == 2 * 4, "four blocks of two passes on each of two ranks"
-    results = ranks(3, in_small_blocks, tmp_path / "again", texts)
-    rows = [row for found, _ in results for row in found]
-    assert sorted(rows) == list(range(len(texts))), "each text on one rank"
-    assert {row: vector for found, _ in results for row, vector in found.items()} == whole[0]
-    assert sum(passes for _, passes in results) < whole[1] - 12
-    assert sum(passes for _, passes in ranks(2, in_small_blocks, tmp_path / "again", texts)[0:1]) == 0
-    # Other texts, or another model, are another place.
-    assert ranks(1, in_small_blocks, tmp_path / "again", texts[1:])[0][1] > 20
-
-
-def in_small_blocks(world, folder, texts, stop_after=None):
+    vectors = {}
     before, encode.CHUNKS_PER_BLOCK = encode.CHUNKS_PER_BLOCK, 2
     try:
-        return stored_encoding(world, folder, texts, stop_after)
+        for block in encoder.encode_blocks(
+            texts, "alpha ", vector_cache=vector_cache, transform=lambda v: v.to(torch.bfloat16)
+        ):
+            vectors |= dict(zip(block.rows.tolist(), block.vectors.float().tolist(), strict=True))
+    except Breaks:
+        return None
     finally:
         encode.CHUNKS_PER_BLOCK = before
+    return vectors, model.forwards
 
 
-def spoiled(world, folder):
+def test_interrupted_encoding_resumes(ranks, tmp_path):
+    texts = [text(i, 1 + i % 13) for i in range(150)] + [text(3, 4)] * 3
+    expected, num_passes = ranks(1, encode_with_cache, tmp_path / "whole", texts)[0]
+    assert ranks(2, encode_with_cache, tmp_path / "resumed", texts, 9) == [None, None]
+    num_files = len(list((tmp_path / "resumed").rglob("*.safetensors")))
+    assert num_files == 2 * 4, "four blocks of two passes on each of two ranks"
+    results = ranks(3, encode_with_cache, tmp_path / "resumed", texts)
+    rows = [row for vectors, _ in results for row in vectors]
+    assert sorted(rows) == list(range(len(texts))), "each text on one rank"
+    assert {row: vector for vectors, _ in results for row, vector in vectors.items()} == expected
+    assert sum(passes for _, passes in results) < num_passes - 12
+    assert ranks(2, encode_with_cache, tmp_path / "resumed", texts)[0][1] == 0
+    # Other texts do not share vectors.
+    assert ranks(1, encode_with_cache, tmp_path / "resumed", texts[1:])[0][1] > 20
+
+
+def encode_with_damaged_cache(world, folder):
     try:
-        in_small_blocks(world, folder, TEXTS)
+        encode_with_cache(world, folder, TEXTS)
     except EmbedtrainError as error:
         return str(error)
     return None
 
 
-def test_stored_vectors_that_are_damaged_are_named(ranks, tmp_path):
-    ranks(2, in_small_blocks, tmp_path, TEXTS)
+def test_damaged_stored_vectors_are_named(ranks, tmp_path):
+    ranks(2, encode_with_cache, tmp_path, TEXTS)
     path = next(tmp_path.rglob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-10])
-    answers = ranks(2, spoiled, tmp_path)
+    answers = ranks(2, encode_with_damaged_cache, tmp_path)
     assert str(path) in answers[0]
     assert "delete" in answers[0]
     assert answers[0] in answers[1]
@@ -271,5 +270,5 @@ def count_forwards(world):
     return encoder.forwards
 
 
-def test_ranks_run_as_many_passes_as_the_longest_list_of_chunks(ranks):
+def test_every_rank_runs_the_same_number_of_passes(ranks):
     assert ranks(3, count_forwards) == [2, 2, 2]

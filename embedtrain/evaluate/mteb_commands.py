@@ -1,6 +1,6 @@
-"""What rank 0 has all ranks do while mteb runs on it alone: encode, index, search. The others wait for its orders.
+"""Commands with which rank 0, on which mteb runs, makes all ranks encode, index and search.
 
-Texts travel in portions, so that no rank holds a corpus; documents' vectors stay where they were made.
+Texts are sent in batches, so that no rank holds a corpus; document vectors stay on the rank that encoded them.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, dtype_of
 from embedtrain.inference.vector_cache import VectorCache
 
-# How long the other ranks wait while rank 0 fits a classifier or downloads a data set. One that died is noticed at
-# once, so this only ends ranks that nobody will ever call again.
+# How long the other ranks wait while rank 0 fits a classifier or downloads a data set. A rank that died is noticed
+# immediately, so this only ends ranks that will never get another command.
 _COMMAND_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
 class StartTask:
-    """Another task begins; what was indexed is of no more use."""
+    """Start a task and drop the index."""
 
     task: str
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeTexts:
-    """Encode texts; every rank gets the vectors as the model gives them."""
+    """Encode texts; every rank gets the vectors, not normalized."""
 
     texts: list[str]
     prompt: str
@@ -43,14 +43,14 @@ class EncodeTexts:
 
 @dataclass(frozen=True, slots=True)
 class NewIndex:
-    """Documents will come: for each its place among equal scores, int64 [N]."""
+    """Create an index for documents with these tie priorities, int64 [N]."""
 
     priorities: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class AddDocuments:
-    """Encode documents and keep them; `first` is the number of the first of them."""
+    """Encode documents and add them to the index; `first` is the number of the first."""
 
     texts: list[str]
     prompt: str
@@ -68,7 +68,7 @@ class SearchDocuments:
 
 @dataclass(frozen=True, slots=True)
 class ScoreDocuments:
-    """Score given documents of each query, numbers int64 [Q, M], -1 where there is none."""
+    """Score documents of each query, given as numbers int64 [Q, M] padded with -1."""
 
     queries: list[str]
     prompt: str
@@ -77,7 +77,7 @@ class ScoreDocuments:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """All is done, or rank 0 failed on its own; `error` says how."""
+    """No more commands; `error` describes why rank 0 failed, if it did."""
 
     error: str | None = None
 
@@ -86,20 +86,20 @@ Command = StartTask | EncodeTexts | NewIndex | AddDocuments | SearchDocuments | 
 
 
 class CommandChannel:
-    """Work that all ranks do at rank 0's word.
+    """Executes commands of rank 0 on all ranks.
 
-    Making one is a collective. Rank 0 then calls `do`, and at last `end`; the other ranks call `serve`, which returns
-    when rank 0 has ended.
+    The constructor is a collective. Rank 0 then calls `run`, and finally `finish`; the other ranks call `serve`, which
+    returns after `finish`.
 
     Args:
-        encoder: the live model.
+        encoder: of the live model.
         world: the ranks.
-        index: how documents' vectors are kept.
-        unit: whether texts are compared by cosine; else by inner product.
-        vector_cache: where documents' vectors are kept on disk.
+        index: data type and placement of document vectors.
+        normalize: compare texts by cosine instead of inner product.
+        vector_cache: stores document vectors on disk.
 
     Attributes:
-        in_sync: whether the others wait for an order; no longer, once one was not carried out to its end.
+        in_sync: whether the other ranks wait for a command; False after a command that was not completed.
     """
 
     def __init__(
@@ -108,44 +108,44 @@ class CommandChannel:
         world: World,
         index: IndexConfig,
         *,
-        unit: bool = True,
+        normalize: bool = True,
         vector_cache: VectorCache | None = None,
     ) -> None:
         self.encoder, self.world = encoder, world
-        self._config, self._unit, self._stored = index, unit, vector_cache
+        self._config, self._normalize, self._vector_cache = index, normalize, vector_cache
         self._index: ShardedIndex | None = None
         self._task = "mteb"
         self.in_sync = True
-        # Orders are Python objects and lie on the CPU, whatever the ranks compute on.
+        # Commands are Python objects on the CPU, on whatever device the ranks compute.
         self._group = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
 
-    def do(self, command: Command) -> Any:
-        """Have all ranks carry out an order; what comes out of it. On rank 0.
+    def run(self, command: Command) -> Any:
+        """Execute a command on all ranks and return its result. On rank 0.
 
         Raises:
             TrainingError: on every rank, if a vector is not finite on any.
             LostContact: another rank is gone.
         """
-        # Whatever interrupts this leaves the ranks at different places, and no order would reach them any more.
+        # After an interruption, the ranks are at different points and cannot receive further commands.
         self.in_sync = False
         with explain_lost_contact(f"running {self._task}"):
             result = self._execute(self._broadcast(command))
         self.in_sync = True
         return result
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Let the other ranks go. On rank 0; does nothing if they were lost in the midst of an order."""
+    def finish(self, error: BaseException | None = None) -> None:
+        """Release the other ranks. On rank 0; does nothing if they were lost within a command."""
         if self.in_sync:
             self.in_sync = False
             with explain_lost_contact(f"running {self._task}"):
                 self._broadcast(Finish(None if error is None else f"{type(error).__name__}: {error}"))
 
     def serve(self) -> None:
-        """Carry out rank 0's orders until it ends. On every other rank.
+        """Execute rank 0's commands until it finishes. On every other rank.
 
         Raises:
-            FailedElsewhere: rank 0 ended with an error.
-            TrainingError, LostContact: as `do`.
+            FailedElsewhere: rank 0 finished with an error.
+            TrainingError, LostContact: as in `run`.
         """
         while True:
             with explain_lost_contact(f"running {self._task}"):
@@ -159,40 +159,44 @@ class CommandChannel:
     def _broadcast(self, command: Command | None) -> Command:
         box: list[Any] = [command]
         dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        told: Command = box[0]
-        return told
+        received: Command = box[0]
+        return received
 
     def _execute(self, command: Command) -> Any:
         match command:
             case StartTask(task):
                 self._task, self._index = task, None
             case EncodeTexts(texts, prompt):
-                return self.encoder.encode_all(texts, prompt, what="texts")
+                return self.encoder.encode_all(texts, prompt, label="texts")
             case NewIndex(priorities):
                 self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self._config)
             case AddDocuments(texts, prompt, first):
-                self._add(texts, prompt, first)
+                self._add_documents(texts, prompt, first)
             case SearchDocuments(queries, prompt, k):
-                return self._ready.search(self._queries(queries, prompt), k)
+                return self._current_index.search(self._encode_queries(queries, prompt), k)
             case ScoreDocuments(queries, prompt, documents):
-                return self._ready.scores_of(self._queries(queries, prompt), torch.from_numpy(documents))
+                vectors = self._encode_queries(queries, prompt)
+                return self._current_index.scores_of(vectors, torch.from_numpy(documents))
         return None
 
-    def _add(self, texts: list[str], prompt: str, first: int) -> None:
+    def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
         dtype = dtype_of(self._config)
         blocks = self.encoder.encode_blocks(
-            texts, prompt, vector_cache=self._stored, finish=lambda vectors: self._comparable(vectors).to(dtype)
+            texts,
+            prompt,
+            vector_cache=self._vector_cache,
+            transform=lambda vectors: self._normalized(vectors).to(dtype),
         )
         for block in blocks:
-            self._ready.add(EncodedShard(block.vectors, block.rows + first))
+            self._current_index.add(EncodedShard(block.vectors, block.rows + first))
 
-    def _queries(self, texts: list[str], prompt: str) -> Tensor:
-        return self._comparable(self.encoder.encode_all(texts, prompt))
+    def _encode_queries(self, texts: list[str], prompt: str) -> Tensor:
+        return self._normalized(self.encoder.encode_all(texts, prompt))
 
-    def _comparable(self, vectors: Tensor) -> Tensor:
-        return unit_vectors(vectors) if self._unit else vectors
+    def _normalized(self, vectors: Tensor) -> Tensor:
+        return unit_vectors(vectors) if self._normalize else vectors
 
     @property
-    def _ready(self) -> ShardedIndex:
-        assert self._index is not None, "documents come before queries"
+    def _current_index(self) -> ShardedIndex:
+        assert self._index is not None, "documents are added before queries are searched"
         return self._index

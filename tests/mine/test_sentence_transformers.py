@@ -5,7 +5,8 @@ from datasets import Dataset
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.util import mine_hard_negatives
 
-from tests.evaluation.mining.mined import (
+from tests.mine.models import save_cross_encoder
+from tests.mine.runs import (
     arguments,
     mine,
     more_documents,
@@ -14,7 +15,6 @@ from tests.evaluation.mining.mined import (
     save_model,
     write_jsonl,
 )
-from tests.evaluation.mining.models import save_cross_encoder
 
 ROWS = rows_alone(70)
 DOCUMENTS = [text for text in more_documents(90) if text not in {row["query"] for row in ROWS}]

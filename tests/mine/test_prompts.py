@@ -1,4 +1,4 @@
-"""Rows are scored as training sees them: instructions, prompts and lengths, of the row, the source or the model."""
+"""Rows are scored as in training: with the instructions, prompts and lengths of the row, the source or the model."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from tests.evaluation.mining.mined import (
+from tests.mine.runs import (
     arguments,
     more_documents,
     positive,
@@ -51,9 +51,9 @@ def test_prompts_are_those_of_training(ranks, folder, include_prompt):
         folder / "model" / "guide", [folder / "plain.jsonl", source], to, corpus=folder / "pool.jsonl",
         negatives=4, rank_max=15, instruction_format="'{instruction} kappa {text}'",
     )  # fmt: skip
-    told, error = ranks(2, try_mining, folder, command)[0]
+    printed, error = ranks(2, try_mining, folder, command)[0]
     assert error == ""
-    assert "they are encoded 3 times" in told
+    assert "encoded 3 times" in printed
     model = SentenceTransformer(str(folder / "model" / "guide"), device="cpu")
 
     def vectors(prompt, texts, length):
@@ -104,15 +104,15 @@ def _pool():
     return list(dict.fromkeys([*(text for row in (*PLAIN, *OWN) for text in row["pos"]), *CORPUS]))
 
 
-def test_an_instruction_of_documents_alone_is_refused(ranks, folder):
-    def told(role, text):
+def test_instruction_of_documents_alone_is_rejected(ranks, folder):
+    def message(role, text):
         return {"role": role, "content": text}
 
     row = {
-        "messages": [told("user", "alpha")],
-        "positive_messages": [[told("system", "Stored"), told("user", "beta")]],
+        "messages": [message("user", "alpha")],
+        "positive_messages": [[message("system", "Stored"), message("user", "beta")]],
     }
     write_jsonl(folder / "messages.jsonl", [row])
     command = arguments(folder / "model" / "guide", ["messages.jsonl"], folder / "never")
     ((_, error),) = ranks(1, try_mining, folder, command)
-    assert "messages.jsonl:1: its documents have an instruction and its query has none" in error
+    assert "messages.jsonl:1: " in error and "instruction" in error

@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.mine.written import MinedNegatives, format_row
+from embedtrain.mine.negatives import MinedNegatives, format_row
 
 ROWS = [
     {"query": "a b", "pos": ["x", "y"], "neg": ["z"]},

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
-from tests.evaluation.mining.mined import (
+from tests.mine.models import save_cross_encoder
+from tests.mine.reference import documents_of, mine_reference
+from tests.mine.runs import (
     arguments,
     mine,
     more_documents,
@@ -15,8 +17,6 @@ from tests.evaluation.mining.mined import (
     words,
     write_jsonl,
 )
-from tests.evaluation.mining.models import save_cross_encoder
-from tests.evaluation.mining.plain import documents_of, mine_reference
 
 SAME = "alpha beta gamma"
 FIRST = [

@@ -32,9 +32,9 @@ from benchmarks.inputs import MINILM, train_data
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from benchmarks.sides import OPTIM, trainable
-from embedtrain.checkpoint.export.export import live_weights, plan_export
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.manager import Checkpointer
+from embedtrain.checkpoint.export.model_export import live_weights, plan_export
 from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.recipe import (
     CheckpointConfig,
@@ -83,7 +83,7 @@ def _run(rank: int, folder: Path) -> tuple[str, str]:
             seed=0,
         )
         run = trainable(model, world, OPTIM)
-        data = train_data(PAIRS)
+        data = train_data(PAIRS, model.tokenizer)
 
         def step(number: int) -> None:
             batch = data.batch(number)
@@ -95,7 +95,7 @@ def _run(rank: int, folder: Path) -> tuple[str, str]:
 
 def _checkpoints(world: World, root: Path, layout: CheckpointLayout, *, asynchronous: bool) -> Checkpointer:
     config = CheckpointConfig(layout=layout, asynchronous=asynchronous, keep=1)
-    return Checkpointer(root, config, world, metadata={}, say=print)
+    return Checkpointer(root, config, world, metadata={}, log=print)
 
 
 def _cost_of_a_save(world: World, run: StepContext, folder: Path, step: Callable[[int], None]) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -68,10 +67,10 @@ def measure() -> str:
 def _count(rank: int, folder: Path) -> Counted:
     rows, results, groups, besides = [], list[tuple[float, float]](), 0, dict[Strategy, Counts]()
     with world_of(RANKS, rank, folder / "store", most=RANKS) as world:
-        batch = train_data(PAIRS).batch(0)
         for strategy, reshard in ((Strategy.fsdp, True), (Strategy.fsdp, False), (Strategy.ddp, None)):
             model = small_bert(world, strategy, reshard_after_forward=reshard)
             run, groups = trainable(model, world, OPTIM), _groups(model.encoder)
+            batch = train_data(PAIRS, model.tokenizer).batch(0)
             for kept, share in KEPT.items():
                 cells = []
                 for chunks in CHUNKS:
@@ -103,16 +102,14 @@ def _groups(encoder: nn.Module) -> int:
 
 
 def _in_chunks(batch: GlobalBatch, world: World, model: LoadedModel, chunks: int, *, kept: int) -> RankBatch:
-    """The rank's share in exactly so many chunks."""
-    rows = batch.share(world.rank, world.size)
-    ids = model.tokenizer.ids([row.query for row in rows] + [text for row in rows for text in row.documents])
-    places = [list(range(len(ids)))[i::chunks] for i in range(chunks)]
-    return replace(
-        cut(batch, world.rank, world.size, model.tokenizer, ChunkOptions(16384)),
-        chunks=tuple(model.tokenizer.chunk(ids, rows) for rows in places),
-        order=torch.tensor([row for rows in places for row in rows]).argsort(),
-        kept=kept,
-    )
+    """The rank's texts in exactly so many chunks."""
+    for chunk_tokens in range(16384, 0, -16):
+        part = cut(
+            batch, world.rank, world.size, model.tokenizer, ChunkOptions(chunk_tokens, pass_overhead_tokens=10**6)
+        )
+        if part.num_passes == chunks:
+            return replace(part, kept=kept)
+    raise AssertionError(f"collectives: no chunk size gives {chunks} chunks")
 
 
 class Collectives(TorchDispatchMode):

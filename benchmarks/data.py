@@ -1,6 +1,5 @@
 """From files to chunks beside sentence-transformers' data loader and collator: speed, padding, balance, first start."""
 
-import gzip
 import io
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.inputs import MINILM, QUICKSTART
 from benchmarks.measure import Timed, interleave, markdown, require, seconds, unit
-from embedtrain.config.recipe import DataCache, TrainSource
+from embedtrain.config.recipe import TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData, load_train_data
@@ -63,8 +62,8 @@ def measure() -> str:
     per_s = f"real tokens / {unit()}"
     tables = [
         markdown(
-            ["data set", "batch", *(f"ours, {way}, {per_s}" for way in ("1 rank", "1 of 8 ranks", "no cache")),
-             f"theirs, {per_s}", *(f"ratio, {way}" for way in ("1 rank", "1 of 8 ranks", "no cache"))],
+            ["data set", "batch", *(f"ours, {way}, {per_s}" for way in ("1 rank", "1 of 8 ranks")),
+             f"theirs, {per_s}", *(f"ratio, {way}" for way in ("1 rank", "1 of 8 ranks"))],
             speed,
         ),
         "Padding as a share of computed tokens, and what the busiest of 8 ranks computes over the mean. Ours is cut as "
@@ -106,26 +105,18 @@ class Case:
         """Rows of the file."""
         return len(self.data(2))
 
-    def data(self, batch: int, keep: DataCache = DataCache.tokens, cache: Path | None = None) -> TrainData:
-        """The rows, their hard negatives left out, and for `tokens` the tokens."""
-        path = self.plain if keep == DataCache.offsets else self.path
-        where = Cache(directory=cache or self.folder / "cache", keep=keep)
-        source = TrainSource(path=str(path), negatives=0)
+    def data(self, batch: int, cache: Path | None = None) -> TrainData:
+        """The rows, their hard negatives left out, and their tokens."""
+        where = Cache(directory=cache or self.folder / "cache")
+        source = TrainSource(path=str(self.path), negatives=0)
         data = load_train_data([source], seed=0, global_batch_size=batch, cache=where)
         data.prepare(self.tokenizer, where)
         return data
 
-    @cached_property
-    def plain(self) -> Path:
-        """The file unpacked."""
-        path = self.folder / "rows.jsonl"
-        path.write_bytes(gzip.decompress(self.path.read_bytes()))
-        return path
-
 
 def _speed(one: Case, batch: int) -> list[object]:
     count = max(1, ROWS_A_ROUND // batch)
-    cached, fly = one.data(batch), one.data(batch, DataCache.offsets)
+    cached = one.data(batch)
     theirs = Theirs(cached, one.folder, batch)
     theirs.compare(cached, one.tokenizer)
 
@@ -145,7 +136,7 @@ def _speed(one: Case, batch: int) -> list[object]:
 
         return batches
 
-    ways = (ours(cached, 1, 8 * count), ours(cached, RANKS, 8 * count), ours(fly, 1, count))
+    ways = (ours(cached, 1, 8 * count), ours(cached, RANKS, 8 * count))
     *mine, other = interleave(*ways, lambda _: theirs.tokens(count))
     ratios = [[_rate(a) / _rate(b) for a, b in zip(way, other, strict=True)] for way in mine]
     told = [f"{statistics.median(r):.1f} ({min(r):.1f} to {max(r):.1f})" for r in ratios]

@@ -42,7 +42,8 @@ def retrieval_set(num_queries: int, num_documents: int) -> LoadedSet:
     texts = dict(zip(loaded.data.documents.ids, loaded.data.documents.texts, strict=True))
     ids = list(dict.fromkeys([d for query in judged for d in judgements[query]] + list(texts)))[:num_documents]
     return replace(
-        loaded, data=replace(loaded.data, documents=Corpus.of({key: texts[key] for key in ids}), judgements=judgements)
+        loaded,
+        data=replace(loaded.data, documents=Corpus.from_dict({key: texts[key] for key in ids}), judgements=judgements),
     )
 
 

@@ -30,7 +30,6 @@ SCALE = 20.0
 OPTIM = OptimConfig(lr=2e-5, weight_decay=0.01, max_grad_norm=1.0, schedule=ScheduleKind.constant, warmup=0)
 # How far losses may be apart. In bf16 a vector has three digits, and the scale makes differences of cosines larger.
 TOLERANCE = {Precision.fp32: 1e-5, Precision.bf16: 2e-2}
-_FEW = 8  # rows of the step that warms up
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ Rounds = Sequence[Timed[Took]]
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Some batches for each round, the same for all sides; round 0, which warms up, has a few rows."""
+    """Some batches for each round, the same for all sides; round 0 warms up on one batch."""
 
     data: TrainData
     steps: int
@@ -58,7 +57,7 @@ class Batches:
     def __call__(self, number: int) -> list[GlobalBatch]:
         """Those of round `number`."""
         if not number:
-            return [GlobalBatch(0, self.data.batch(0).rows[:_FEW])]
+            return [self.data.batch(0)]
         return [self.data.batch(step) for step in range((number - 1) * self.steps, number * self.steps)]
 
     def each(self, make: Callable[[GlobalBatch], T]) -> list[list[T]]:

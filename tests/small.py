@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,12 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
+@cache
+def text_tokenizer() -> TextTokenizer:
+    """`small_tokenizer` with texts of 48 tokens, padded."""
+    return TextTokenizer(small_tokenizer(), 48)
+
+
 def small_model(architecture: str, *, dropout: float = 0.0, **changes: Any) -> ModelConfig:
     """A recipe's model options for a small random model of the named architecture."""
     config: dict[str, Any] = {"model_type": architecture, "vocab_size": 64, "pad_token_id": 1, "bos_token_id": 0}
@@ -97,7 +104,7 @@ def batch(num_rows: int, step: int = 0, first: int = 0) -> GlobalBatch:
         rows.append(Row(text(i, 1 + i % 4), tuple(documents)))
     if num_rows > 3:
         rows[3] = Row(rows[3].query, (rows[0].documents[0], *rows[3].documents[1:]))
-    return GlobalBatch(step, tuple(rows))
+    return tokenised(GlobalBatch(step, tuple(rows)), text_tokenizer())
 
 
 class TextTokens:
@@ -115,7 +122,7 @@ class TextTokens:
 
 
 def tokenised(batch: GlobalBatch, tokenizer: TextTokenizer) -> GlobalBatch:
-    """The same batch with its tokens known on every rank, so that its texts may be encoded anywhere."""
+    """The same batch with the tokens of its texts."""
     return replace(batch, tokens=TextTokens(batch, tokenizer))
 
 

@@ -16,7 +16,7 @@ from sentence_transformers.sentence_transformer import modules as parts
 from transformers import AutoModel
 
 import embedtrain.training.train
-from embedtrain.checkpoint.export.probes import PROBES
+from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from tests.own_code import model_with_remote_code, unload_remote_code

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
-from embedtrain.config.recipe import DataCache, OnError, TrainSource
+from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
@@ -42,10 +42,8 @@ def rows(count: int) -> list[dict]:
     return made
 
 
-def load(
-    path: Path, folder: Path, *, keep: DataCache = DataCache.tokens, needs: RowRequirements | None = None, **options
-):
-    cache = Cache(directory=folder / "cache", keep=keep)
+def load(path: Path, folder: Path, *, needs: RowRequirements | None = None, **options):
+    cache = Cache(directory=folder / "cache")
     source = TrainSource(path=str(path), **options)
     data = load_train_data([source], seed=0, global_batch_size=8, needs=needs or RowRequirements(), cache=cache)
     return data, cache
@@ -62,28 +60,25 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
         "negatives": [text for row in written for text in row["neg"]],
     }
     path = write(tmp_path / "rows.jsonl", *written)
-    for keep in (DataCache.tokens, DataCache.offsets):
-        data, cache = load(path, tmp_path, keep=keep, query_prompt="alpha ", query_max_length=5)
-        data.prepare(tokenizer, cache)
-        assert (data.tokens is None) == (keep == DataCache.offsets)
-        found = measure(data.stores[0], data.tokens and data.tokens[0], data.given[0], uncut)
-        for role, limit in zip(ROLES, (5, 24, 24), strict=True):
-            whole = sorted(len(uncut.tokenizer(one)["input_ids"]) for one in texts[role])
-            lengths = found.lengths[role]
-            assert sorted(lengths.values.tolist()) == whole
-            assert (lengths.limit, lengths.num_truncated) == (limit, sum(length > limit for length in whole))
-            assert lengths.is_exact
-        kept = [ids for role, most in zip(ROLES, (5, 24, 24), strict=True) for ids in tokenizer.ids(texts[role], most)]
-        unknown = sum(ids.count(tokenizer.tokenizer.unk_token_id) for ids in kept)
-        told = (0, 0) if keep == DataCache.offsets else (sum(map(len, kept)), unknown)
-        assert (found.num_tokens, found.num_unknown) == told
-        duplicates = duplicates_in(found.keys)
-        assert duplicates.queries == Repetition(30, 60)
-        assert duplicates.both == 12
-        assert duplicates.contradictions == 6  # of equal queries, next to one another
-        characters = measure(data.stores[0], None, data.given[0], None)
-        assert characters.lengths["positives"].values.tolist() == [len(one) for one in texts["positives"]]
-        assert (characters.keys.negatives == found.keys.negatives).all()
+    data, cache = load(path, tmp_path, query_prompt="alpha ", query_max_length=5)
+    data.prepare(tokenizer, cache)
+    found = measure(data.stores[0], data.tokens[0], data.given[0], uncut)
+    for role, limit in zip(ROLES, (5, 24, 24), strict=True):
+        whole = sorted(len(uncut.tokenizer(one)["input_ids"]) for one in texts[role])
+        lengths = found.lengths[role]
+        assert sorted(lengths.values.tolist()) == whole
+        assert (lengths.limit, lengths.num_truncated) == (limit, sum(length > limit for length in whole))
+        assert lengths.is_exact
+    kept = [ids for role, most in zip(ROLES, (5, 24, 24), strict=True) for ids in tokenizer.ids(texts[role], most)]
+    unknown = sum(ids.count(tokenizer.tokenizer.unk_token_id) for ids in kept)
+    assert (found.num_tokens, found.num_unknown) == (sum(map(len, kept)), unknown)
+    duplicates = duplicates_in(found.keys)
+    assert duplicates.queries == Repetition(30, 60)
+    assert duplicates.both == 12
+    assert duplicates.contradictions == 6  # of equal queries, next to one another
+    characters = measure(data.stores[0], None, data.given[0], None)
+    assert characters.lengths["positives"].values.tolist() == [len(one) for one in texts["positives"]]
+    assert (characters.keys.negatives == found.keys.negatives).all()
     together = joined([found, found])
     assert together.lengths["queries"].num_texts == 120
     assert duplicates_in(together.keys).rows == Repetition(60, 120)
@@ -93,16 +88,15 @@ def test_of_very_many_texts_a_sample_is_tokenised_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("embedtrain.inspect.measured.MAX_SAMPLED_TEXTS", 80)
     tokenizer = TextTokenizer(small_tokenizer(), 12)
     path = write(tmp_path / "rows.jsonl", *rows(100))
-    for keep in (DataCache.tokens, DataCache.offsets):
-        data, cache = load(path, tmp_path, keep=keep)
-        data.prepare(tokenizer, cache)
-        found = measure(data.stores[0], data.tokens and data.tokens[0], data.given[0], UntruncatedTokenizer(tokenizer))
-        lengths = found.lengths["positives"]
-        assert not lengths.is_exact
-        assert (lengths.num_texts, len(lengths.values)) == (100, 100 if keep == DataCache.tokens else 8)
-        share = lengths.num_truncated / len(lengths.values)
-        assert share == pytest.approx(0.88, abs=0.15)  # those of more than 9 words, with a number, <s> and </s>
-        assert len(found.keys.positives) == 100
+    data, cache = load(path, tmp_path)
+    data.prepare(tokenizer, cache)
+    found = measure(data.stores[0], data.tokens[0], data.given[0], UntruncatedTokenizer(tokenizer))
+    lengths = found.lengths["positives"]
+    assert not lengths.is_exact
+    assert (lengths.num_texts, len(lengths.values)) == (100, 100)
+    share = lengths.num_truncated / len(lengths.values)
+    assert share == pytest.approx(0.88, abs=0.15)  # those of more than 9 words, with a number, <s> and </s>
+    assert len(found.keys.positives) == 100
 
 
 def test_rows_are_equal_whatever_the_order_of_their_negatives_and_contradictions_are_found():
@@ -130,11 +124,10 @@ def test_what_lies_beside_texts_is_counted(tmp_path):
     ]
     path = write(tmp_path / "rows.jsonl", *written)
     needs = RowRequirements(scores=ScoreRequirement.teacher)
-    for keep in (DataCache.tokens, DataCache.offsets):
-        data, _ = load(path, tmp_path, keep=keep, needs=needs)
-        found = summarise_extra_columns(data.stores[0])
-        assert found.scores == (10, -5.0, 5.0, 0.0)
-        assert dict(found.instructions) == {"do 1": 3, "do 0": 2}
+    data, _ = load(path, tmp_path, needs=needs)
+    found = summarise_extra_columns(data.stores[0])
+    assert found.scores == (10, -5.0, 5.0, 0.0)
+    assert dict(found.instructions) == {"do 1": 3, "do 0": 2}
     (query, positive, negative) = seen(
         data.stores[0][0], data.given[0], UntruncatedTokenizer(TextTokenizer(small_tokenizer(), 6)), 4
     )
@@ -238,7 +231,7 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     assert re.findall(r"^== (.*) ==$", told, re.M) == ["one", "sts", "missing", "list", "rows", "all of it"]
     one, sts, missing, listed, _, whole = re.split(r"^== .* ==$", told, flags=re.M)[1:]
     assert "1 row that cannot be used\n" in one
-    assert "✗  sts.csv: column 'score' makes these scored pairs, which loss=infonce has no use for: " in sts
+    assert "✗  sts.csv: column 'score' makes these scored pairs, which loss=infonce does not use: " in sts
     assert "losses that use scores: cosent, " in sts
     assert "as for_loss=cosent reads it" in sts
     assert re.search(r"^  recognised as +columns a = query, b = positive, score = score$", sts, re.M)

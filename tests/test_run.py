@@ -131,7 +131,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(ranks, workshop, tmp_path
     flipped.write_bytes(content)
     told, silent = ranks(2, run, *options(workshop, tmp_path / "run", *common))
     assert silent == ""
-    assert "step-00000009.tmp was not written to its end: passed over" in told
+    assert "step-00000009.tmp is an interrupted save: skipped" in told
     assert "weights-00000-of-00002.safetensors is damaged" in told
     assert "optimizer-00001-of-00002.safetensors is damaged: the checksum of state.encoder." in told
     assert f"resuming from {checkpoints / 'step-00000004'}" in told

@@ -104,7 +104,7 @@ def test_an_epoch_of_accumulated_batches_ends_with_what_is_left(ranks, workshop,
 
 
 def test_workers_and_the_cache_change_nothing(ranks, workshop, tmp_path):
-    """No thread, two of them, rows read from their files whenever a batch needs them, files elsewhere: one run."""
+    """No thread, two of them, files elsewhere: one run."""
     plain = [f"data.train=[{workshop / 'train.jsonl'}]", f"model.path={workshop / 'model'}", "train.steps=6"]
     cache = f"data.cache_dir={workshop / 'cache'}"
     ranks(2, run, *plain, cache, f"output_dir={tmp_path / 'tokens'}")
@@ -112,16 +112,12 @@ def test_workers_and_the_cache_change_nothing(ranks, workshop, tmp_path):
     for name, more in {"no-thread": "data.workers=0", "two": "data.workers=2"}.items():
         ranks(2, run, *plain, cache, f"output_dir={tmp_path / name}", more)
         assert losses(tmp_path / name) == expected
-    for name, workers in {"offsets": 0, "threads": 3}.items():
-        more = ("data.cache=offsets", f"data.workers={workers}")
-        ranks(2, run, *plain, cache, f"output_dir={tmp_path / name}", *more)
-        assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5)
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     shutil.copy(workshop / "train.jsonl", moved)
     shutil.rmtree(tmp_path / "tokens" / "model")
     elsewhere = [f"data.train=[{moved / 'train.jsonl'}]", *plain[1:]]
-    told = ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}", "data.cache=offsets")[0]
+    told = ranks(2, run, *elsewhere, cache, f"output_dir={tmp_path / 'tokens'}")[0]
     assert "is the end of this run" in told
     changed = (moved / "train.jsonl").read_text().replace("alpha", "beta", 1)
     (moved / "train.jsonl").write_text(changed)

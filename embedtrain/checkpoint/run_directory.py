@@ -1,4 +1,4 @@
-"""What a run directory holds, and writing the recipe into it."""
+"""The run directory: its files and folders, recipe.yaml, and the lock that only one run holds."""
 
 import contextlib
 import json
@@ -21,6 +21,7 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, TrainingError
 from embedtrain.files import atomic_write
+from embedtrain.formatting import format_count
 from embedtrain.tracking.sessions import SESSIONS_FILE
 
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
@@ -28,33 +29,33 @@ _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The files and folders of a run, by name."""
+    """Files and folders of a run."""
 
     path: Path
 
     @property
     def recipe(self) -> Path:
-        """The resolved recipe, versions and world size: enough to run it again."""
+        """The resolved recipe, versions and world size: enough to repeat the run."""
         return self.path / "recipe.yaml"
 
     @property
     def checkpoints(self) -> Path:
-        """One folder per saved step."""
+        """One directory per saved step."""
         return self.path / "checkpoints"
 
     @property
     def architecture(self) -> Path:
-        """Configuration, tokenizer and pooling: with any checkpoint, all an export needs."""
+        """Configuration, tokenizer and pooling; with a checkpoint, all that an export needs."""
         return self.path / "architecture"
 
     @property
     def adapter(self) -> Path:
-        """What adapters are trained, as PEFT writes it, where the recipe asked for some."""
+        """PEFT configuration of the adapters, if the recipe trains adapters."""
         return self.path / "adapter"
 
     @property
     def tokenizer(self) -> Path:
-        """A vocabulary trained on the data, where the recipe asked for one."""
+        """A tokenizer trained on the data, if the recipe requests one."""
         return self.path / "tokenizer"
 
     @property
@@ -69,50 +70,50 @@ class RunDirectory:
 
     @property
     def cache(self) -> Path:
-        """Prepared data, where the home directory cannot take it."""
+        """Data cache, if the home directory cannot be written."""
         return self.path / "cache"
 
     @property
     def sample(self) -> Path:
-        """A few texts and their vectors before and after training, for the report."""
+        """A few texts and their embeddings before and after training, for the report."""
         return self.path / "sample"
 
     @property
     def sessions(self) -> Path:
-        """When the run was under way, on how many ranks, and how each time ended."""
+        """Start, number of ranks and outcome of each session of the run."""
         return self.path / SESSIONS_FILE
 
     @property
     def lock(self) -> Path:
-        """Held by the run that is under way; says which that is."""
+        """Lock file of the running process; contains its description."""
         return self.path / "run.lock"
 
     @property
     def stopped(self) -> Path:
-        """There after a signal has stopped the run, until it goes on."""
+        """Exists from when a signal stops the run until it resumes."""
         return self.path / "stopped.json"
 
     def require_exists(self) -> None:
-        """Refuse to write into a directory that was moved or deleted while the run was under way.
+        """Check that the directory was not moved or deleted during the run.
 
         Raises:
-            TrainingError: what is there now is not what the run began in.
+            TrainingError: it was.
         """
         if not self.lock.is_file():
             raise TrainingError(
-                f"output_dir={self.path} has vanished while the run was under way: bring it back, and the same "
-                f"command goes on from its newest checkpoint"
+                f"output_dir={self.path} has disappeared during the run: restore it, and the same command resumes from "
+                "its newest checkpoint"
             )
 
     def resume_hint(self) -> str:
-        """From where the same command goes on, for the end of a message."""
+        """From where the same command resumes, for the end of a message."""
         steps = list_steps(self.checkpoints)
         if not steps:
-            return "there is no checkpoint yet: the same command begins again"
-        return f"the newest complete checkpoint is {steps[0][1]}: the same command goes on from there"
+            return "there is no checkpoint yet: the same command starts from scratch"
+        return f"the newest complete checkpoint is {steps[0][1]}: the same command resumes from it"
 
     def write_stopped(self, step: int, signal: str, rank: int) -> None:
-        """Write `stopped.json`, for who looks whether to start the run again; on one rank."""
+        """Write `stopped.json`, by which job scripts decide whether to restart the run; on one rank."""
         content = {"step": step, "signal": signal, "rank": rank, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         self.stopped.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
@@ -120,9 +121,9 @@ class RunDirectory:
         """Write `recipe.yaml`; on one rank.
 
         Args:
-            recipe: resolved.
+            recipe: the resolved recipe.
             world_size: number of ranks.
-            model_commit: of the Hub repository that the model came from.
+            model_commit: commit of the model's Hub repository.
         """
         versions: dict[str, object] = {"embedtrain": __version__, "python": sys.version.split()[0]}
         for name in _VERSIONS_OF:
@@ -137,66 +138,66 @@ class RunDirectory:
             file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-# Seconds: a run that was killed may take a moment to end, and a shared file system to show what was written.
-_PATIENCE = 10.0
+# Seconds: a killed run may take a moment to end, and a shared file system to show what another host wrote.
+_LOCK_TIMEOUT = 10.0
 
 
 @contextlib.contextmanager
 def output_dir_lock(path: Path, world: World, timeout: float) -> Iterator[None]:
     """Hold the lock of an output directory while the block runs. A collective.
 
-    It is the operating system's: a run that is killed holds it no longer.
+    The operating system releases the lock if the run is killed.
 
     Args:
-        path: the lock's file, in the output directory; it says who holds it.
-        world: the ranks; the first one holds it.
+        path: the lock file in the output directory; contains a description of the run that holds it.
+        world: the ranks, of which the first holds the lock.
         timeout: seconds that a rank waits for the others.
 
     Raises:
-        ConfigError: on every rank alike, another run holds it, or a rank does not see the directory.
+        ConfigError: on every rank alike, another run holds the lock, or a rank cannot see the directory.
     """
-    patience = min(_PATIENCE, timeout / 2)
+    lock_timeout = min(_LOCK_TIMEOUT, timeout / 2)
     lock = FileLock(path)
-    held = ""
-    with contextlib.ExitStack() as leaving:
+    owner = ""
+    with contextlib.ExitStack() as stack:
         with world.fail_together("taking the output directory"):
             if world.is_main:
                 try:
-                    leaving.enter_context(lock.acquire(timeout=patience))
+                    stack.enter_context(lock.acquire(timeout=lock_timeout))
                 except Timeout:
                     raise ConfigError(
                         f"output_dir={path.parent} is in use by {_holder(path)}: wait for it, stop it, or choose "
                         f"another output_dir"
                     ) from None
-                held = _this_run(world)
-                path.write_text(held, encoding="utf-8")
-        held = world.broadcast(held)
+                owner = _describe_run(world)
+                path.write_text(owner, encoding="utf-8")
+        owner = world.broadcast(owner)
         with world.fail_together("looking at the output directory"):
-            _require_seen(path, held, patience)
+            _require_visible(path, owner, lock_timeout)
         yield
 
 
-def _require_seen(path: Path, held: str, patience: float) -> None:
-    until = time.monotonic() + patience
-    while not (path.is_file() and path.read_text(encoding="utf-8") == held):
-        if time.monotonic() > until:
+def _require_visible(path: Path, owner: str, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not (path.is_file() and path.read_text(encoding="utf-8") == owner):
+        if time.monotonic() > deadline:
             raise ConfigError(
-                f"output_dir={path.parent}: {socket.gethostname()} does not see what {json.loads(held)['host']} has "
-                f"written there: it has to lie on a file system that all hosts share"
+                f"output_dir={path.parent}: {socket.gethostname()} does not see what {json.loads(owner)['host']} "
+                f"wrote there: it must be on a file system that all hosts share"
             )
         time.sleep(0.1)
 
 
-def _this_run(world: World) -> str:
+def _describe_run(world: World) -> str:
     started = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started, "ranks": world.size})
 
 
 def _holder(path: Path) -> str:
-    """Who holds the lock, in words."""
+    """Description of the run that holds the lock."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        ranks = f"{held['ranks']} rank{'s' * (held['ranks'] != 1)}"
-        return f"another run (process {held['pid']} on {held['host']}, {ranks}, since {held['started']})"
+        owner = json.loads(path.read_text(encoding="utf-8"))
+        ranks = format_count(owner["ranks"], "rank")
+        return f"another run (process {owner['pid']} on {owner['host']}, {ranks}, since {owner['started']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another run"

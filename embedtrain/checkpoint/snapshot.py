@@ -1,6 +1,6 @@
-"""What this rank holds of a model and its optimiser at one step, and copies of it that training may outrun."""
+"""This rank's shards of a model and its optimizer at one step, and their copies for asynchronous saves."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from embedtrain.distributed.weights import row_range
 from embedtrain.models.adapters import has_adapters
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
-ENCODER = "encoder."  # before the names of the encoder's weights; the loss's own are `loss.`
+ENCODER = "encoder."  # prefix of the encoder's weights; the loss's own have the prefix `loss.`
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,57 +26,57 @@ class LocalShard:
     """This rank's rows of one tensor.
 
     Attributes:
-        spec: of the whole tensor.
-        rows: what this rank holds, on whatever device; all of it where the tensor is not cut.
-        first: the row of the whole that `rows` begins with.
-        cut: whether the shards hold different rows.
+        spec: of the unsharded tensor.
+        rows: on any device; the whole tensor if it is not sharded.
+        first_row: index of the first of `rows` in the unsharded tensor.
+        sharded: whether ranks hold different rows.
     """
 
     spec: TensorSpec
     rows: Tensor
-    first: int
-    cut: bool
+    first_row: int
+    sharded: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPosition:
-    """Which part of the weights is this rank's: shard `shard` of `shards`, in copy `replica`."""
+    """Position of this rank in the mesh: shard `shard` of `num_shards`, in replica `replica`."""
 
     replica: int
     shard: int
-    shards: int
+    num_shards: int
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank writes: of several copies one does."""
+    def is_writer(self) -> bool:
+        """Whether this rank writes: one replica does."""
         return self.replica == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A model's and its optimiser's tensors at one step, as far as this rank holds them.
+    """The tensors of a model and its optimizer at one step, as far as this rank holds them.
 
     Attributes:
-        share: which part is this rank's.
-        tensors: `weights` and `optimizer` -> name -> part; the latter is missing where it is not saved. Learning rates
-            and the like are not kept: they follow from the recipe and the step.
+        position: of this rank.
+        tensors: kind (`weights`, and `optimizer` if it is saved) -> name -> shard. Learning rates and other
+            hyperparameters are not included, because they follow from the recipe and the step.
     """
 
-    share: ShardPosition
+    position: ShardPosition
     tensors: Mapping[str, Mapping[str, LocalShard]]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all whole tensors: what a checkpoint takes on disk, but for headers and manifest."""
-        return sum(part.spec.num_bytes for parts in self.tensors.values() for part in parts.values())
+        """Bytes of all unsharded tensors: the size of the checkpoint without headers and manifest."""
+        return sum(shard.spec.num_bytes for shards in self.tensors.values() for shard in shards.values())
 
 
 def take_snapshot(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> Snapshot:
-    """The present tensors themselves, not copies; no collective.
+    """The current tensors themselves, not copies; no collective.
 
     Args:
         trained: encoder and loss, sharded, between two steps.
-        optimizer: theirs, or None where its state is not saved.
+        optimizer: theirs, or None if its state is not saved.
     """
     model = checkpointed_weights(trained)
     tensors = {WEIGHTS: local_shards(model)}
@@ -90,36 +90,44 @@ def take_snapshot(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -
 
 
 def checkpointed_weights(trained: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a checkpoint holds of a model, by name: with adapters, what is frozen is not among them."""
+    """State dict that a checkpoint holds of a model; without the frozen weights if it has adapters."""
     options = StateDictOptions(ignore_frozen_params=has_adapters(trained))
     return cast("dict[str, Tensor]", get_model_state_dict(trained, options=options))
 
 
 def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, LocalShard]:
-    """What this rank holds of each tensor."""
+    """This rank's rows of each tensor."""
     return {
         name: LocalShard(
             spec=TensorSpec.of(tensor),
             rows=(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach(),
-            first=row_range(tensor)[0],
-            cut=isinstance(tensor, DTensor),
+            first_row=row_range(tensor)[0],
+            sharded=isinstance(tensor, DTensor),
         )
         for name, tensor in tensors.items()
     }
 
 
 def shard_position(tensors: Mapping[str, Tensor]) -> ShardPosition:
-    """Which part of sharded tensors is this rank's."""
+    """Position of this rank in the mesh of the tensors."""
     mesh = next((tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
     if mesh is None:
         return ShardPosition(0, 0, 1)
     return ShardPosition(mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank(), mesh["shard"].size())
 
 
-def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that no step has reached (those of a loss whose source has not come) AdamW's first state.
+def rows_to_write(shards: Mapping[str, LocalShard], position: ShardPosition) -> Iterator[tuple[str, int, Tensor]]:
+    """The rows that this rank writes, such that the ranks together write each row once: name, first row, rows."""
+    for name, shard in shards.items():
+        if position.is_writer and (shard.sharded or position.shard == 0) and shard.rows.numel():
+            yield name, shard.first_row, shard.rows
 
-    It is made when a parameter first has a gradient, but asked for of all parameters when a checkpoint is read.
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create AdamW's initial state for parameters that have none yet.
+
+    torch creates it when a parameter first has a gradient, but a checkpoint needs it for all parameters. Those of a
+    loss have none until a batch of its source occurs.
     """
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if not optimizer.state[parameter]:
@@ -131,10 +139,10 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Staging:
-    """Host memory that a snapshot is copied to, kept from one save to the next: training goes on beside the writing.
+    """Host buffers for copies of snapshots, reused from one save to the next, so that training continues meanwhile.
 
-    From a GPU the copies run on a stream of their own into pinned memory. Weights change in the optimiser's step
-    alone, so only that has to wait for them.
+    On a GPU the copies run on a separate stream into pinned memory. Only the optimizer step changes weights, so only
+    it has to wait for the copies.
     """
 
     def __init__(self) -> None:
@@ -144,7 +152,7 @@ class Staging:
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """The same snapshot in host memory; on a GPU it is complete after `wait`."""
-        first = next(part.rows for parts in snapshot.tensors.values() for part in parts.values())
+        first = next(shard.rows for shards in snapshot.tensors.values() for shard in shards.values())
         if first.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(first.device)
             self._stream.wait_stream(torch.cuda.current_stream(first.device))
@@ -156,12 +164,12 @@ class Staging:
         return self._copy(snapshot)
 
     def wait(self) -> None:
-        """Block until the copies are complete: for the thread that writes them."""
-        if (copied := self._copied) is not None:  # held here, for the main thread may let go of it meanwhile
+        """Block until the copies are complete; for the writing thread."""
+        if (copied := self._copied) is not None:  # a local reference, because the main thread may reset it meanwhile
             copied.synchronize()
 
     def wait_for_staging(self) -> None:
-        """Let what this thread queues next on the GPU wait for the copies: before weights change."""
+        """Make work that this thread queues on the GPU wait for the copies; call it before weights change."""
         if self._copied is not None:
             self._copied.wait()
             self._copied = None if self._copied.query() else self._copied
@@ -171,13 +179,14 @@ class Staging:
             snapshot,
             tensors={
                 kind: {
-                    name: replace(part, rows=self._copied_rows((kind, name), part.rows)) for name, part in parts.items()
+                    name: replace(shard, rows=self._copy_rows((kind, name), shard.rows))
+                    for name, shard in shards.items()
                 }
-                for kind, parts in snapshot.tensors.items()
+                for kind, shards in snapshot.tensors.items()
             },
         )
 
-    def _copied_rows(self, key: tuple[str, str], rows: Tensor) -> Tensor:
+    def _copy_rows(self, key: tuple[str, str], rows: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != rows.shape or buffer.dtype != rows.dtype:
             buffer = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)

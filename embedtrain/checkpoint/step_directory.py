@@ -1,8 +1,8 @@
-"""The checkpoint folder on disk: which steps are complete, written whole or not at all, how many are kept.
+"""Step directories below `checkpoints/`: which are complete, atomic commit, retention, disk space.
 
-A step is first written as `step-00000100.tmp`; when every rank has written its part a manifest with the checksums of
-every tensor is added, and the folder is renamed. What is half-written or damaged is therefore told by looking, named,
-and passed over. Tensors are safetensors and the manifest is JSON: reading a folder runs no code, whoever wrote it.
+A step is written as `step-00000100.tmp`. When every rank has written its shard, a manifest with the checksums of all
+tensors is added and the directory is renamed, so that partial or damaged checkpoints are detected, reported and
+skipped. Tensors are safetensors and the manifest is JSON: reading a checkpoint executes no code, whoever wrote it.
 """
 
 import contextlib
@@ -11,32 +11,37 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embedtrain.checkpoint.index import TensorReader
-from embedtrain.config.recipe import CheckpointLayout
-from embedtrain.errors import CheckpointError
+from torch import Tensor, nn
+
+from embedtrain.checkpoint.snapshot import checkpointed_weights
+from embedtrain.checkpoint.tensor_files import TensorReader
+from embedtrain.config.recipe import CheckpointConfig, CheckpointContents, CheckpointLayout
+from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.files import flush_to_disk
 
 MANIFEST = "checkpoint.json"
-FORMAT = 4  # of what a step folder holds; raised when older versions could no longer read it
-# That this version reads. Those before had a pickled index, which an attacker may have written.
+FORMAT = 4  # of a step directory; raised whenever older versions can no longer read it
+# The oldest that this version reads. Earlier formats had a pickled index, which an attacker could have written.
 OLDEST_FORMAT = 4
 _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".tmp"
 _REPLACED = ".replaced.tmp"
+GB = 10**9
+_ADAM_MOMENTS = 2  # per trained weight
 
 
 class UnsupportedFormatError(CheckpointError):
-    """An intact checkpoint of another version's format: passing it over would train anew and then delete it."""
+    """An intact checkpoint in another version's format: skipping it would train from scratch and then delete it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: its folder, its step, and what its manifest says."""
+    """A complete checkpoint on disk."""
 
     path: Path
     step: int
@@ -44,14 +49,14 @@ class Checkpoint:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Which tensors it has: `weights`, and `optimizer` where it holds all."""
+        """Kinds of tensors it holds: `weights`, and `optimizer` unless it was saved without."""
         return tuple(self.manifest["tensors"])
 
     def tensors(self, kind: str) -> TensorReader:
         """Its tensors of one kind.
 
         Raises:
-            KeyError, TypeError, ValueError: the manifest describes none.
+            KeyError, TypeError, ValueError: the manifest does not describe them.
         """
         manifest = self.manifest
         return TensorReader(
@@ -60,63 +65,63 @@ class Checkpoint:
 
 
 def step_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies once complete."""
+    """Directory of the complete checkpoint of `step`."""
     return root / f"step-{step:08d}"
 
 
 def unfinished_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written."""
+    """Directory in which the checkpoint of `step` is written."""
     return root / f"step-{step:08d}{_UNFINISHED}"
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
-    """Renamed step folders, the newest first; whether they are intact is another question."""
+    """Committed step directories, newest first. They are not verified."""
     if not root.is_dir():
         return []
-    found = [
+    steps = [
         (int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()
     ]
-    return sorted(found, reverse=True)
+    return sorted(steps, reverse=True)
 
 
 def list_unfinished(root: Path) -> list[Path]:
-    """Folders that a save left behind when it was cut off."""
+    """Directories left behind by interrupted saves."""
     return sorted(root.glob(f"step-*{_UNFINISHED}")) if root.is_dir() else []
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """What the manifest of a step folder says; sizes of its files are compared.
+    """Read the manifest of a step directory and compare the sizes of its files.
 
     Raises:
-        CheckpointError: no manifest, one that cannot be read, a missing file, or one of another size.
+        CheckpointError: the manifest is missing or unreadable, or a file is missing or has another size.
         UnsupportedFormatError: another version wrote it.
     """
     file = path / MANIFEST
     if not file.is_file():
-        raise CheckpointError(f"{path} has no {MANIFEST}: it was not written to its end")
+        raise CheckpointError(f"{path} has no {MANIFEST}: the save was interrupted")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        written_as = int(manifest["format"])
+        version = int(manifest["format"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
         raise _damaged(file, error) from None
-    if written_as > FORMAT:
+    if version > FORMAT:
         raise UnsupportedFormatError(
-            f"{path} was written by a newer embedtrain (format {written_as}; this one reads {FORMAT})"
+            f"{path} was written by a newer embedtrain (format {version}; this version reads {FORMAT})"
         )
-    if written_as < OLDEST_FORMAT:
+    if version < OLDEST_FORMAT:
         raise UnsupportedFormatError(
-            f"{path} was written by an earlier embedtrain (format {written_as}; this one reads {OLDEST_FORMAT} and on)"
+            f"{path} was written by an older embedtrain (format {version}; this version reads {OLDEST_FORMAT} and up)"
         )
     try:
         if manifest.pop("crc32") != _checksum(manifest):
-            raise ValueError("its checksum is not the one that was written")
-        folder = Checkpoint(path, int(manifest["step"]), manifest)
-        stored = [folder.tensors(kind) for kind in folder.kinds]
+            raise ValueError("its checksum does not match")
+        checkpoint = Checkpoint(path, int(manifest["step"]), manifest)
+        readers = [checkpoint.tensors(kind) for kind in checkpoint.kinds]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _damaged(file, error) from None
-    for tensors in stored:
-        tensors.require_sizes()
-    return folder
+    for reader in readers:
+        reader.require_sizes()
+    return checkpoint
 
 
 def _damaged(file: Path, error: Exception) -> CheckpointError:
@@ -127,63 +132,64 @@ def _checksum(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
-def find_checkpoint(root: Path, asked: str) -> Checkpoint:
-    """The checkpoint that `latest`, `best` or a step's number names.
+def find_checkpoint(root: Path, name: str) -> Checkpoint:
+    """The verified checkpoint that `latest`, `best` or a step number refers to.
 
     Raises:
-        CheckpointError: there is none, or the one asked for is not intact.
+        CheckpointError: there is none, or it is damaged.
     """
     steps = dict(list_steps(root))
     if not steps:
         raise CheckpointError(f"{root} holds no checkpoint")
-    if asked == "latest":
-        damage = []
+    if name == "latest":
+        problems = []
         for path in steps.values():
             try:
-                return _intact(path)
+                return _open_verified(path)
             except CheckpointError as error:
-                damage.append(str(error))
-        raise CheckpointError(f"{root} holds no intact checkpoint: {damage[0]}")
-    there = ", ".join(str(step) for step in sorted(steps))
-    if asked == "best":
-        best = _intact(steps[max(steps)]).manifest["state"].get("best_step")
+                problems.append(str(error))
+        raise CheckpointError(f"{root} holds no intact checkpoint: {problems[0]}")
+    available = ", ".join(str(step) for step in sorted(steps))
+    if name == "best":
+        best = _open_verified(steps[max(steps)]).manifest["state"].get("best_step")
         if best is None:
             raise CheckpointError(
-                f"step=best: this run was not asked to keep its best step (checkpoint.best_metric); there are {there}"
+                "step=best: this run did not track its best step (checkpoint.best_metric); "
+                f"available are latest and {available}"
             )
-        asked = str(best)
-    if not asked.isdigit() or int(asked) not in steps:
-        raise CheckpointError(f"step={asked}: {root} has latest and {there}")
-    return _intact(steps[int(asked)])
+        name = str(best)
+    if not name.isdigit() or int(name) not in steps:
+        raise CheckpointError(f"step={name}: not in {root}; available are latest and {available}")
+    return _open_verified(steps[int(name)])
 
 
-def _intact(path: Path) -> Checkpoint:
-    folder = open_checkpoint(path)
-    verify_checksums(folder, 0, 1)
-    return folder
+def _open_verified(path: Path) -> Checkpoint:
+    checkpoint = open_checkpoint(path)
+    verify_checksums(checkpoint, 0, 1)
+    return checkpoint
 
 
-def verify_checksums(folder: Checkpoint, part: int, parts: int) -> None:
-    """Compare checksums of every `parts`-th piece, so that ranks share the reading.
+def verify_checksums(checkpoint: Checkpoint, rank: int, world_size: int) -> None:
+    """Verify the part of the checksums that falls to a rank.
 
     Raises:
-        CheckpointError: a file's content is not what was written.
+        CheckpointError: the content of a file has changed.
     """
-    for kind in folder.kinds:
-        folder.tensors(kind).verify_checksums(part, parts)
+    for kind in checkpoint.kinds:
+        checkpoint.tensors(kind).verify_checksums(rank, world_size)
 
 
 def commit_checkpoint(unfinished: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest and give the folder its name; on one rank, when all have written their part."""
+    """Write the manifest and rename the directory; on one rank, after all ranks have written."""
     file = unfinished / MANIFEST
-    plain = json.loads(json.dumps(manifest))  # as it will be read: keys are texts, tuples lists
+    plain = json.loads(json.dumps(manifest))  # as it will be read: keys are strings, tuples are lists
     with file.open("w", encoding="utf-8") as out:
         json.dump(plain | {"crc32": _checksum(plain)}, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
     flush_to_disk(unfinished)
     replaced = final.with_name(final.name + _REPLACED)
-    if final.exists():  # the same step: saved again after its evaluation, or passed over before
+    if final.exists():  # the same step, saved again after its evaluation, or skipped as damaged
         final.rename(replaced)
     unfinished.rename(final)
     flush_to_disk(final.parent)
@@ -191,7 +197,7 @@ def commit_checkpoint(unfinished: Path, final: Path, manifest: Mapping[str, Any]
 
 
 def recover_replaced(root: Path) -> None:
-    """Give a step its name back whose saving again was cut off just before the new one had it; on one rank."""
+    """Restore a step whose second save was interrupted between the two renames; on one rank."""
     for path in list_unfinished(root):
         final = path.with_name(path.name.removesuffix(_REPLACED))
         if path.name.endswith(_REPLACED) and not final.exists():
@@ -199,21 +205,94 @@ def recover_replaced(root: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a step; renamed first, for a deletion cut off midway must not leave what looks like a checkpoint."""
+    """Delete a step; renames it first, because an interrupted deletion must not look like a checkpoint."""
     doomed = path.with_name(f"{path.name}.old{_UNFINISHED}")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def clear_unfinished(root: Path) -> None:
-    """Delete what saves and deletions that were cut off left behind; on one rank, while none is under way."""
+def prunable(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> list[Path]:
+    """Steps to delete, newest first: all but the `keep` newest up to `newest`, every `every`-th, and the protected.
+
+    Steps above `newest`, the one just saved, are leftovers of an abandoned run: damaged, or without optimizer state.
+    If they stayed, every restart would try them first.
+    """
+    steps = list_steps(root)
+    kept = {step for step, _ in [item for item in steps if item[0] <= newest][:keep]} | protected
+    if every > 0:
+        kept |= {step for step, _ in steps if step <= newest and step % every == 0}
+    return [path for step, path in steps if step not in kept]
+
+
+def checkpoint_bytes(trained: nn.Module, contents: CheckpointContents) -> int:
+    """Bytes of the tensors of a checkpoint; headers and manifest are negligible."""
+    total: int = sum(_num_bytes(tensor) for tensor in checkpointed_weights(trained).values())
+    if contents is CheckpointContents.all:
+        moments = sum(_num_bytes(parameter) for parameter in trained.parameters() if parameter.requires_grad)
+        total += _ADAM_MOMENTS * moments
+    return total
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # of the unsharded tensor if it is a DTensor
+
+
+def require_disk_limit(config: CheckpointConfig, size: int, total_steps: int) -> None:
+    """Reject a `checkpoint.max_disk_gb` that the run would exceed, before training; `size` is that of one checkpoint.
+
+    Raises:
+        ConfigError: the checkpoints to be kept do not fit.
+    """
+    if config.max_disk_gb is None:
+        return
+    count = max_checkpoints_on_disk(config, total_steps)
+    if count * size > config.max_disk_gb * GB:
+        raise ConfigError(
+            f"checkpoint.max_disk_gb={config.max_disk_gb:g}: there are up to {count} checkpoints of {size / GB:.3g} GB "
+            f"on disk at a time (keep={config.keep}, keep_every={config.keep_every}, "
+            f"best_metric={config.best_metric or 'null'}; the previous one stays until the new one is complete): allow "
+            f"{count * size / GB:.3g} or more, or keep fewer"
+        )
+
+
+def max_checkpoints_on_disk(config: CheckpointConfig, total_steps: int) -> int:
+    """Number of checkpoints on disk while the last one is written, itself included."""
+    saved = list(range(config.every, total_steps, config.every)) if config.every else []
+    kept = set(saved[-max(1, config.keep - 1) :])
+    kept |= {step for step in saved if config.keep_every and step % config.keep_every == 0}
+    # A run that was stopped and resumes has a previous checkpoint even if it only saves at its end.
+    return max(2, len(kept) + 1 + (config.best_metric is not None))
+
+
+def free_disk_space(root: Path, needed: int, limit_gb: float | None, deletable: Sequence[Path]) -> None:
+    """Ensure that a checkpoint of `needed` bytes fits below the limit and on the disk; on one rank.
+
+    Deletes the remains of interrupted saves, and steps from the end of `deletable` as long as space is missing.
+
+    Raises:
+        CheckpointError: the space does not suffice; nothing was written, and the newest checkpoint is untouched.
+    """
     for path in list_unfinished(root):
         shutil.rmtree(path, ignore_errors=True)
+    used, candidates = _directory_size(root), list(deletable)
+    while candidates and (_exceeds(used + needed, limit_gb) or needed > shutil.disk_usage(root).free):
+        delete_checkpoint(candidates.pop())
+        used = _directory_size(root)
+    if limit_gb is not None and _exceeds(used + needed, limit_gb):
+        raise CheckpointError(
+            f"no space for a checkpoint of {needed / GB:.3g} GB: {root} already holds {used / GB:.3g} GB, and "
+            f"checkpoint.max_disk_gb={limit_gb:g}; raise it, or keep fewer"
+        )
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise CheckpointError(
+            f"no space for a checkpoint of {needed / GB:.3g} GB: the disk of {root} has {free / GB:.3g} GB left"
+        )
 
 
-def directory_size(path: Path) -> int:
-    """Bytes of all files below a folder; what disappears meanwhile does not count."""
+def _directory_size(path: Path) -> int:
+    """Bytes of all files below a directory, without those that disappear meanwhile."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -222,20 +301,5 @@ def directory_size(path: Path) -> int:
     return total
 
 
-def prune(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> None:
-    """Delete all but the `keep` newest steps up to `newest`, every `every`-th and the `protected` ones; on one rank.
-
-    Steps above the one just saved were left by a course that was abandoned, because they are damaged or hold
-    weights alone; they would be looked at first at every restart.
-    """
-    for path in prunable(root, newest, keep, every=every, protected=protected):
-        delete_checkpoint(path)
-
-
-def prunable(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> list[Path]:
-    """The steps that need not be kept, the oldest last."""
-    steps = list_steps(root)
-    kept = {step for step, _ in [item for item in steps if item[0] <= newest][:keep]} | protected
-    if every > 0:
-        kept |= {step for step, _ in steps if step <= newest and step % every == 0}
-    return [path for step, path in steps if step not in kept]
+def _exceeds(size: int, limit_gb: float | None) -> bool:
+    return limit_gb is not None and size > limit_gb * GB

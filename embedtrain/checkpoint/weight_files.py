@@ -1,7 +1,7 @@
-"""Safetensors files that are laid out before a byte of them is written, so that several writers fill one side by side.
+"""Safetensors files with a layout that is computed before writing, so that several processes fill one concurrently.
 
-The offset of every tensor follows from types and shapes alone, and rows of a tensor are one range of bytes. So each
-rank writes its own rows in place, with no gathering, and a tensor is never whole in anybody's memory.
+The offset of every tensor follows from types and shapes alone, and rows of a tensor are a contiguous range of bytes.
+So each rank writes its own rows in place, and no process ever holds an unsharded tensor.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-# The names that the format gives to types, in the order in which the library writes them: wide ones first, so that
-# every tensor begins at a multiple of its item's size.
+# Type names of the format, in the order in which the library writes them: wide types first, so that every tensor starts
+# at a multiple of its item size.
 DTYPE_NAMES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -30,27 +30,27 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ORDER = {dtype: place for place, dtype in enumerate(DTYPE_NAMES)}
+_ORDER = {dtype: index for index, dtype in enumerate(DTYPE_NAMES)}
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# Bytes that are added to the checksum and written while they are in the processor's cache.
+# Bytes that are checksummed and written at a time, while they are in the CPU cache.
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Type and shape of a whole tensor."""
+    """Type and shape of an unsharded tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """Of a tensor; of a DTensor that of the whole."""
+        """The spec of a tensor; of the unsharded tensor if it is a DTensor."""
         return cls(tensor.dtype, tuple(tensor.shape))
 
     @property
     def num_rows(self) -> int:
-        """Length of the first dimension; 1 where there is none."""
+        """Length of the first dimension; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -64,13 +64,13 @@ class TensorSpec:
         return self.num_rows * self.row_bytes
 
     def rows(self, count: int) -> "TensorSpec":
-        """The same with another number of rows."""
+        """The same spec with another number of rows."""
         return TensorSpec(self.dtype, (count, *self.shape[1:])) if self.shape else self
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where everything lies in a file: its header, each tensor's first byte, and its size in bytes."""
+    """Header of a file, offset of each tensor, and size of the file, in bytes."""
 
     specs: Mapping[str, TensorSpec]
     header: bytes
@@ -79,7 +79,7 @@ class FileLayout:
 
 
 def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
-    """The layout that the safetensors library gives a file of these tensors, in whatever order they come."""
+    """The layout that the safetensors library gives a file of these tensors; their order does not matter."""
     names = sorted(specs, key=lambda name: (_ORDER[specs[name].dtype], name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
@@ -99,34 +99,34 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
 
 
 class RowWriter:
-    """One of those who write a file. As a context manager it flushes to the disk at the end.
+    """One of the writers of a file. As a context manager it flushes the file to disk at the end.
 
     Args:
-        path: of the file, made if missing; the others write it too.
-        layout: the same for all.
-        begins: whether this writer writes the header and gives the file its size; one of them has to.
+        path: file to write, created if missing; other processes may write it at the same time.
+        layout: the same for all writers.
+        writes_header: whether this writer writes the header and sets the size of the file; one of them has to.
 
     Raises:
-        OSError: from any method; no room, no right, or the folder is gone.
+        OSError: from any method: no space, no permission, or the folder is gone.
     """
 
-    def __init__(self, path: Path, layout: FileLayout, *, begins: bool) -> None:
+    def __init__(self, path: Path, layout: FileLayout, *, writes_header: bool) -> None:
         self._layout = layout
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        if begins:
+        if writes_header:
             _write_at(self._descriptor, memoryview(layout.header), 0)
             os.ftruncate(self._descriptor, layout.size)
 
     def write(self, name: str, rows: Tensor, first: int = 0) -> int:
-        """Write rows of a tensor; their CRC-32.
+        """Write rows of a tensor; returns their CRC-32.
 
         Args:
-            name: of the tensor.
-            rows: in host memory, of the tensor's type; the whole tensor where it has no dimension.
-            first: the row of the whole tensor that they begin with.
+            name: name of the tensor.
+            rows: in host memory and of the tensor's type; the whole tensor if it is a scalar.
+            first: index of the first row in the unsharded tensor.
         """
         spec = self._layout.specs[name]
-        assert rows.dtype == spec.dtype, f"{name} is laid out as {spec.dtype}, not {rows.dtype}"
+        assert rows.dtype == spec.dtype, f"{name} has the type {spec.dtype} in the layout, not {rows.dtype}"
         return _write_at(self._descriptor, bytes_of(rows), self._layout.offsets[name] + first * spec.row_bytes)
 
     def __enter__(self) -> Self:
@@ -141,12 +141,12 @@ class RowWriter:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, without a copy where it is contiguous."""
+    """The bytes of a tensor in host memory; copies only if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def checksum_of(blocks: Iterable[memoryview]) -> int:
-    """CRC-32 of bytes that come in blocks."""
+    """CRC-32 of a sequence of blocks."""
     value = 0
     for block in blocks:
         value = zlib.crc32(block, value)
@@ -166,7 +166,7 @@ def read_blocks(path: Path, offset: int, size: int) -> Iterable[memoryview]:
 
 
 def _write_at(descriptor: int, content: memoryview, offset: int) -> int:
-    """Write at an offset, whatever part of it each call takes; CRC-32 of the content."""
+    """Write at an offset, in as many calls as needed; returns the CRC-32 of the content."""
     value = 0
     for start in range(0, len(content), _BLOCK):
         block = content[start : start + _BLOCK]

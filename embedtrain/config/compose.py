@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -105,7 +105,7 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
     command_line = _parse(arguments)
     _refuse_multirun(command_line)
     ConfigStore.instance().store(name=name, node=kind)
-    config = _compose(name, command_line.overrides)
+    config = _compose(name, command_line.overrides, groups=False)
     _print_if_asked(command_line, config, help_text)
     return to_dataclass(config, kind)
 
@@ -241,7 +241,7 @@ def _compose_recipe_configs(arguments: Sequence[str], *, multirun: bool) -> list
         _refuse_multirun(command_line)
     _register_recipes(command_line.overrides)
     jobs = _jobs(command_line.overrides) if command_line.multirun else [command_line.overrides]
-    configs = [_compose("config", overrides, command_line.config_dir) for overrides in jobs]
+    configs = [_compose("config", overrides, command_line.config_dir, groups=True) for overrides in jobs]
     _print_if_asked(command_line, configs[0], _HELP.replace("{choices}", _available_choices()))
     return configs
 
@@ -260,8 +260,8 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*values)]
 
 
-def _compose(name: str, overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
-    """What Hydra composes from configs/, recipes/, `config_dir` and the overrides.
+def _compose(name: str, overrides: Sequence[str], config_dir: str | None = None, *, groups: bool) -> DictConfig:
+    """What Hydra composes from the overrides, and from configs/ and `config_dir` if there are groups to choose from.
 
     Raises:
         ConfigError: it cannot be composed, or it changes Hydra's own settings.
@@ -278,7 +278,9 @@ def _compose(name: str, overrides: Sequence[str], config_dir: str | None = None)
     OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
     OmegaConf.register_new_resolver("recipes", lambda: str(folder("recipes")), replace=True)
     try:
-        with initialize_config_dir(str(folder("configs")), version_base="1.3"):
+        # Without groups `model=DIR` is a value and not a file of configs/model.
+        configs = str(folder("configs"))
+        with initialize_config_dir(configs, version_base="1.3") if groups else initialize(None, version_base="1.3"):
             config = compose(name, [*overrides, *search_path], return_hydra_config=True)
     except Exception as error:
         raise ConfigError(_explain_composition(error, overrides)) from None

@@ -137,18 +137,6 @@ class WeightMode(str, Enum):
     proportions = "proportions"
 
 
-class DataCache(str, Enum):
-    """What is kept on disk of the training data, memory-mapped.
-
-    `tokens`: checked rows and the tokens of their texts, so that a step finds them ready. `offsets`: only where
-    each row begins in its file, which must be plain JSONL; rows are read and tokenised anew whenever a batch needs
-    them, and each rank encodes the texts of its own rows.
-    """
-
-    tokens = "tokens"
-    offsets = "offsets"
-
-
 class OnError(str, Enum):
     """What to do with a row that cannot be used."""
 
@@ -251,7 +239,6 @@ class DataConfig:
     mixing_temperature: float = 1.0  # above 1 small sources are seen more: shares are (rows x weight)^(1/temperature)
     # How an instruction that a row carries is put around its query, instead of a prompt.
     instruction_format: str = "Instruct: {instruction}\nQuery: {text}"
-    cache: DataCache = DataCache.tokens
     cache_dir: str | None = None  # default: $EMBEDTRAIN_CACHE, else ~/.cache/embedtrain
     workers: int = 1  # threads that make batches ahead; 0: made when they are needed
 

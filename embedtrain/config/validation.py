@@ -88,7 +88,7 @@ def written(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     text = str(value)
-    return text if text.isprintable() else repr(text)
+    return text if text and text.isprintable() else repr(text)
 
 
 def did_you_mean(name: str, allowed: Sequence[str], *, cutoff: float = 0.6) -> str:

@@ -45,11 +45,6 @@ class ChunkPlan:
         chunks = [column[start:stop] for start, stop in pairwise(self.bounds)]
         return [chunk[chunk >= 0] for chunk in chunks]
 
-    def texts_of(self, rank: int) -> NDArray[np.int64]:
-        """All texts of one rank in the order of its chunks: the order in which it makes their vectors."""
-        column = self.texts[:, rank]
-        return column[column >= 0]
-
     def max_tokens_per_chunk(self, lengths: NDArray[np.int64], *, packed: bool) -> list[int]:
         """What each chunk has on the rank where it has most, padding included, given the tokens of each text."""
         sizes = np.where(self.texts >= 0, lengths[self.texts], 0)
@@ -59,17 +54,9 @@ class ChunkPlan:
     @property
     def encoder_rank(self) -> NDArray[np.int64]:
         """The rank that encodes each text: int64 [T]."""
-        return self._by_text(np.arange(self.texts.shape[1]))
-
-    @property
-    def place_of(self) -> NDArray[np.int64]:
-        """Where each text stands among all of its rank, as in `texts_of`: int64 [T]."""
-        return self._by_text(np.arange(self.texts.shape[0])[:, None])
-
-    def _by_text(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         dealt = self.texts >= 0
         out = np.empty(int(dealt.sum()), dtype=np.int64)
-        out[self.texts[dealt]] = np.broadcast_to(values, self.texts.shape)[dealt]
+        out[self.texts[dealt]] = np.broadcast_to(np.arange(self.texts.shape[1]), self.texts.shape)[dealt]
         return out
 
 
@@ -78,7 +65,6 @@ def plan_chunks(
     size: int,
     chunk_tokens: int,
     pass_overhead_tokens: int,
-    most_chunks: int | None = None,
     *,
     packed: bool = False,
 ) -> ChunkPlan:
@@ -97,7 +83,6 @@ def plan_chunks(
         size: W.
         chunk_tokens: tokens of one forward pass, padding included.
         pass_overhead_tokens: what one more forward pass costs, in tokens that could be computed meanwhile.
-        most_chunks: cut into no more chunks than this, unless `chunk_tokens` asks for more.
         packed: whether a chunk takes as many tokens as its texts have; else rows x longest.
     """
     found = np.asarray(lengths, dtype=np.int64)
@@ -110,15 +95,8 @@ def plan_chunks(
         bounds = _even(longest, chunk_tokens)
     else:
         reach = np.arange(num_groups) + np.maximum(1, chunk_tokens // longest)
-        bounds = _cut(longest, reach, pass_overhead_tokens, most_chunks)
+        bounds = _cut(longest, reach, pass_overhead_tokens)
     return ChunkPlan(_balanced(texts, found, bounds, packed=packed), tuple(bounds))
-
-
-def cut_rows(
-    lengths: NDArray[np.int64] | Sequence[int], chunk_tokens: int, pass_overhead_tokens: int, *, packed: bool = False
-) -> list[NDArray[np.int64]]:
-    """`plan_chunks` for one rank alone: chunks of text numbers, the longest texts first."""
-    return plan_chunks(lengths, 1, chunk_tokens, pass_overhead_tokens, packed=packed).chunks_of_rank(0)
 
 
 def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -129,30 +107,11 @@ def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.argsort(short.astype(np.uint16) if most < 2**16 else short, kind="stable").astype(np.int64)
 
 
-def _cut(
-    longest: NDArray[np.int64], reach: NDArray[np.int64], pass_overhead_tokens: int, most_chunks: int | None
-) -> list[int]:
+def _cut(longest: NDArray[np.int64], reach: NDArray[np.int64], pass_overhead_tokens: int) -> list[int]:
     """Where to cut groups, given the longest text of each and the last group at which a chunk from there may end."""
     if not len(longest):
         return [0]
-    places = _candidates(longest, reach)
-    bounds = _cheapest(places, longest, reach, pass_overhead_tokens)
-    if most_chunks is None or len(bounds) - 1 <= most_chunks:
-        return bounds
-    # The dearer a pass, the fewer chunks: look for the least price at which they are few enough. The cost is convex
-    # in their number, so a cut that is best at some price is best among all with as many chunks.
-    low, high, dearest = max(1, pass_overhead_tokens), max(1, pass_overhead_tokens), int(longest[0]) * len(longest)
-    while len(bounds) - 1 > most_chunks and high <= dearest:
-        low, high = high, 4 * high
-        bounds = _cheapest(places, longest, reach, high)
-    while high - low > low // 32 + 1 and len(bounds) - 1 < most_chunks:
-        price = (low + high) // 2
-        found = _cheapest(places, longest, reach, price)
-        if len(found) - 1 <= most_chunks:
-            high, bounds = price, found
-        else:
-            low = price
-    return bounds
+    return _cheapest(_candidates(longest, reach), longest, reach, pass_overhead_tokens)
 
 
 def _even(longest: NDArray[np.int64], chunk_tokens: int) -> list[int]:

@@ -17,8 +17,8 @@ from embedtrain.data.drawn import Given, SelectedRows, SelectedTokens
 from embedtrain.data.sampling.draw import draw
 from embedtrain.data.sampling.mixing import rows_per_source_of_epoch
 from embedtrain.data.sampling.plan import BatchPlan
-from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
-from embedtrain.data.sources.sources import expand_sources, no_in_batch_negatives
+from embedtrain.data.sources.layouts import TEXTS_ONLY
+from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch
 
@@ -60,8 +60,7 @@ class TrainData:
     def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> list[str]:
         """Have every text tokenised, as far as that has not been done before; batches hold tokens from here on.
 
-        Processes that call this at the same time share the work. Sources that are read from their files whenever a
-        batch needs them stay as they are, and then all do: texts of a batch are tokenised by one way.
+        Processes that call this at the same time share the work.
 
         Returns:
             Lines for the user.
@@ -80,8 +79,7 @@ class TrainData:
             )
             for store, given in zip(self.stores, self.given, strict=True)
         ]
-        if all(store.has_texts for store in self.stores):
-            self.tokens = prepare_all(wanted, tokenizer, cache)
+        self.tokens = prepare_all(wanted, tokenizer, cache)
         return [note for one in wanted for note in one.notes(tokenizer)]
 
     def batch(self, k: int) -> GlobalBatch:

@@ -142,7 +142,7 @@ class GlobalBatch:
         step: counted from 0.
         rows: may make its elements when they are asked for, so that a rank pays for its share alone.
         source: the source that all rows are of, where batches are made so.
-        tokens: of all texts, where they are kept; else a rank tokenises the texts of its rows.
+        tokens: of all texts; None until the data is tokenised.
         beside: whether rows hold more than texts: scores, ids, labels or vectors.
     """
 
@@ -226,8 +226,3 @@ class Tokens:
     def lengths(self) -> Tensor:
         """Int64 [N], real tokens of each text."""
         return self.mask.sum(dim=1) if self.packing is None else torch.tensor(self.packing.lengths)
-
-    @property
-    def num_real(self) -> int:
-        """Real tokens, padding not counted."""
-        return int(self.lengths.sum())

@@ -85,7 +85,7 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
 
     config, parallel = command_model_config(options), ParallelConfig(precision=options.precision)
     with command_option_names(MODEL_OPTION_NAMES):
-        model = load_model(config, parallel, world, seed=0, trains=False)
+        model = load_model(config, parallel, world, seed=0, work=None)
     for note in model.notes:
         console.note(note)
     return model
@@ -96,7 +96,8 @@ def _report(options: EvaluateOptions, metrics: Metrics, world: "World", console:
     from pathlib import Path
 
     from embedtrain.formatting import format_count
-    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile, peak_memory_gib
+    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile
+    from embedtrain.tracking.tracker import peak_memory_gib
 
     console.evaluation(0, metrics, title=f"evaluation of {options.model}")
     peak = max(world.gather(peak_memory_gib(world.device)))

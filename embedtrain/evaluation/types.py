@@ -1,4 +1,4 @@
-"""What an evaluation set is once it is read: one dataclass for each kind, and LoadedSet around it."""
+"""Evaluation sets in memory: one dataclass for each kind, and LoadedSet with the options of a set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from embedtrain.config.evaluation import Classifier
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents in the order of the file: `texts[i]` is that of `ids[i]`, title and text in one; ids are unique."""
+    """Documents in the order of the file: `texts[i]` is title and text of `ids[i]`; ids are unique."""
 
     ids: Sequence[str]
     texts: Sequence[str]
 
     @classmethod
-    def of(cls, documents: Mapping[str, str]) -> "Corpus":
-        """Documents given as texts by id."""
+    def from_dict(cls, documents: Mapping[str, str]) -> "Corpus":
+        """A corpus of texts by id."""
         return cls(list(documents), list(documents.values()))
 
     def __len__(self) -> int:
@@ -24,16 +24,16 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalSet:
-    """Queries, documents, and which documents answer which query.
+    """Queries, documents, and judgements of their relevance.
 
     Attributes:
-        name: what figures are reported under.
+        name: in reports.
         queries: texts by query id, in the order of the file.
-        documents: what is searched.
-        judgements: by query id the gain of each judged document; only ids that `queries` holds. Documents
-            that `documents` does not hold stay: they are relevant and can never be found, as in trec_eval.
-        candidates: by query id the numbers of the documents to rank (reranking), for every judged query; None: all
-            documents are searched.
+        documents: the corpus.
+        judgements: the gain of each judged document by query id; only ids of `queries`. Documents that `documents`
+            lacks stay: they are relevant and can never be found, as in trec_eval.
+        candidates: the numbers of the documents to rank (reranking), for every judged query; None: all documents are
+            searched.
         ignore_identical_ids: whether a document with the query's own id is never found.
     """
 
@@ -46,13 +46,13 @@ class RetrievalSet:
 
     @property
     def judged_queries(self) -> list[str]:
-        """Ids of the queries that are measured, in the order of the file."""
+        """Ids of the queries with judgements, in the order of the file."""
         return [query for query in self.queries if query in self.judgements]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPairs:
-    """Pairs of sentences with a gold similarity each (semantic textual similarity); lists of equal length."""
+    """Pairs of sentences with gold similarities (semantic textual similarity); lists of equal length."""
 
     name: str
     first: Sequence[str]
@@ -62,7 +62,7 @@ class ScoredPairs:
 
 @dataclass(frozen=True, slots=True)
 class LabelledPairs:
-    """Pairs of sentences that mean the same (1) or do not (0); lists of equal length."""
+    """Pairs of sentences with the same meaning (1) or not (0); lists of equal length."""
 
     name: str
     first: Sequence[str]
@@ -81,17 +81,17 @@ class Bitext:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationSet:
-    """Texts with classes, some to learn from and some to be told.
+    """Texts to learn classes from, and texts to classify.
 
     Attributes:
-        name: what figures are reported under.
+        name: in reports.
         train_texts: to learn from.
-        train_labels: their classes, whole numbers or texts.
-        texts: to be told.
-        labels: their classes.
-        classifier: what is fitted to vectors.
-        samples_per_label: texts of each class that an experiment learns from; None: all.
-        experiments: how many draws are averaged.
+        train_labels: classes of `train_texts`, whole numbers or texts.
+        texts: to classify.
+        labels: classes of `texts`.
+        classifier: fitted to the vectors.
+        samples_per_label: training texts of each class per experiment; None: all.
+        experiments: number of draws that are averaged.
     """
 
     name: str
@@ -106,16 +106,15 @@ class ClassificationSet:
 
 @dataclass(frozen=True, slots=True)
 class ClusteringSet:
-    """Texts with the cluster each belongs to.
+    """Texts with their clusters.
 
     Attributes:
-        name: what figures are reported under.
-        texts: all of them.
-        labels: the cluster of each, whole numbers or texts; several, from the coarsest to the finest, where clusters
-            are nested.
-        groups: numbers of the texts that are clustered together, as older sets of MTEB have them; None: texts are
-            drawn, `experiments` times.
-        experiments: how many draws are averaged.
+        name: in reports.
+        texts: of all clusters.
+        labels: the cluster of each text, a whole number or a text; nested clusters from the coarsest to the finest.
+        groups: numbers of the texts that are clustered together, as in older sets of MTEB; None: texts are drawn,
+            `experiments` times.
+        experiments: number of draws that are averaged.
     """
 
     name: str
@@ -130,16 +129,16 @@ EvaluationData = RetrievalSet | ScoredPairs | LabelledPairs | Bitext | Classific
 
 @dataclass(frozen=True, slots=True)
 class LoadedSet:
-    """A set with what its recipe entry says about it.
+    """A set with its options.
 
     Attributes:
         data: the set itself.
-        query_prompt: put before queries, and before all texts that are no documents; None: the model's.
-        document_prompt: put before documents; None: the model's.
-        query_max_length: tokens kept of what has the query's prompt; None: the model's.
-        document_max_length: tokens kept of documents; None: the model's.
-        metrics: which figures are wanted, the main one first; None: those of its kind.
-        notes: one line each, what was found odd and what was done about it.
+        query_prompt: of queries and of all texts that are not documents; None: the model's.
+        document_prompt: None: the model's.
+        query_max_length: tokens; None: the model's.
+        document_max_length: tokens; None: the model's.
+        metrics: the metrics to report, the main one first; None: those of its kind.
+        notes: irregularities and how they are handled, one line each.
     """
 
     data: EvaluationData

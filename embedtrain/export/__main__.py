@@ -1,4 +1,4 @@
-"""`python -m embedtrain.export run=runs/NAME step=latest output_dir=DIR`: any checkpoint to a model directory."""
+"""`python -m embedtrain.export run=runs/NAME step=latest output_dir=DIR`: convert a checkpoint to a model directory."""
 
 from embedtrain.cli import run_command
 from embedtrain.config.checks import check_export
@@ -6,16 +6,16 @@ from embedtrain.errors import ConfigError
 from embedtrain.export.options import ExportOptions, compose_export, requested_export
 
 
-def act(options: ExportOptions) -> None:
-    """Read a checkpoint in one process, write the directory, reopen it and compare."""
+def main(options: ExportOptions) -> None:
+    """Read a checkpoint in one process, write the model directory, reopen and verify it."""
     from pathlib import Path
 
-    from embedtrain.checkpoint.export.export import require_replaceable
     from embedtrain.checkpoint.export.hub import require_export_support, upload_model
+    from embedtrain.checkpoint.export.model_export import require_replaceable
     from embedtrain.checkpoint.run_directory import RunDirectory
     from embedtrain.checkpoint.step_directory import find_checkpoint
     from embedtrain.config.compose import load_recipe
-    from embedtrain.export.offline import export_step
+    from embedtrain.export.convert import export_checkpoint
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.models.security import require_no_links
     from embedtrain.tracking.console import Console
@@ -27,25 +27,27 @@ def act(options: ExportOptions) -> None:
     trusted = options.trust_remote_code
     if recipe.model.trust_remote_code and not trusted:
         raise ConfigError(
-            f"{run_dir.recipe} says model.trust_remote_code: true, and a file does not decide that here: where you "
+            f"{run_dir.recipe} has model.trust_remote_code: true, but a file does not grant this permission: if you "
             f"trust the Python in {run_dir.architecture}, write trust_remote_code=true"
         )
     require_no_links(run_dir.architecture)
-    asked = requested_export(options, recipe.export)
-    check_export(asked)
-    require_export_support(asked)
-    folder = find_checkpoint(run_dir.checkpoints, options.step)
-    to = require_replaceable(Path(options.output_dir) if options.output_dir else run_dir.model, run_dir.path)
-    console.note(f"{folder.path}: step {folder.step}, {folder.manifest['layout']} layout")
-    exported = export_step(run_dir, recipe, folder, to, asked, trust_remote_code=trusted, console=console)
-    if exported.difference is None:
-        console.warn("check=false: names and shapes are right, but nobody has compared the model with the encoder")
-    console.note(f"model: {exported.directory} ({exported.told})")
-    if asked.push_to_hub is not None:
-        with console.phase(f"uploading to {asked.push_to_hub}"):
-            address = upload_model(exported.directory, asked.push_to_hub, private=asked.private, step=folder.step)
+    config = requested_export(options, recipe.export)
+    check_export(config)
+    require_export_support(config)
+    checkpoint = find_checkpoint(run_dir.checkpoints, options.step)
+    output_dir = require_replaceable(Path(options.output_dir) if options.output_dir else run_dir.model, run_dir.path)
+    console.note(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.manifest['layout']} layout")
+    result = export_checkpoint(
+        run_dir, recipe, checkpoint, output_dir, config, trust_remote_code=trusted, console=console
+    )
+    if result.difference is None:
+        console.warn("check=false: names and shapes are correct, but the embeddings were not compared")
+    console.note(f"model: {result.directory} ({result.describe()})")
+    if config.push_to_hub is not None:
+        with console.phase(f"uploading to {config.push_to_hub}"):
+            address = upload_model(result.directory, config.push_to_hub, private=config.private, step=checkpoint.step)
         console.note(f"uploaded: {address}")
 
 
 if __name__ == "__main__":
-    run_command(compose_export, act)
+    run_command(compose_export, main)

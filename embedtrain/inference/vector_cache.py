@@ -23,7 +23,7 @@ from torch import Tensor, from_numpy
 
 from embedtrain.config.recipe import Precision
 from embedtrain.data.keys import text_keys
-from embedtrain.data.sources.digests import file_digest
+from embedtrain.data.sources.files import file_digest
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError

@@ -41,7 +41,7 @@ def act(asked: tuple[Recipe, InspectOptions]) -> None:
     console, page = Console(), Page()
     tokenizer, prompts, no_tokenizer = _tokenizer(recipe)
     with console.progress() as told:
-        cache = Cache(directory=cache_directory(recipe.data.cache_dir), keep=recipe.data.cache, progress=told)
+        cache = Cache(directory=cache_directory(recipe.data.cache_dir), progress=told)
         looked_at = look_at(recipe, prompts, cache)
         if tokenizer is not None:
             for data in looked_at.datasets:
@@ -142,7 +142,7 @@ def _print_examples(
     page: "Page", looked: "InspectedSource", tokenizer: "UntruncatedTokenizer | None", count: int
 ) -> None:
     """Some rows from all over a source, the first among them."""
-    from embedtrain.data.sources.sources import find_parts
+    from embedtrain.data.sources.resolve import find_parts
     from embedtrain.inspect.printing import print_example
     from embedtrain.inspect.seen import seen
 

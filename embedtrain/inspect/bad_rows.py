@@ -7,10 +7,10 @@ from embedtrain.data.cache.documents import DocumentStore, documents_build
 from embedtrain.data.cache.row_requirements import RowCheck
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.shared_build import build
-from embedtrain.data.sources.pieces import PartReader, Piece
-from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.reading import SourceReader
-from embedtrain.data.sources.sources import find_parts
+from embedtrain.data.sources.part_reader import PartReader, Piece
+from embedtrain.data.sources.reader import SourceReader
+from embedtrain.data.sources.resolve import find_parts
+from embedtrain.data.sources.values import BadRow
 
 _WHOLE_FILE_BYTES = 2**62  # bytes of a piece: no part is cut, so that lines are counted from its beginning
 
@@ -30,8 +30,8 @@ def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, most:
     """
     reading = SourceReader(source, name, needs)
     layout, documents = reading.detect_layout(OnError.skip), None
-    if reading.document_parts:
-        corpus = documents_build(reading, reading.content(), OnError.skip, cache)
+    if reading.documents is not None:
+        corpus = documents_build(reading.documents, OnError.skip, cache)
         build([corpus])
         documents = DocumentStore(corpus.directory)
     found: list[str] = []
@@ -64,6 +64,9 @@ def num_empty_files(source: TrainSource, store: RowStore) -> int:
     Raises:
         DataError: a file is gone or cannot be read.
     """
-    with_rows, opened = {stretch.part for stretch in store.row_ranges}, PartReader(source)
+    with_rows, opened = (
+        {stretch.part for stretch in store.row_ranges},
+        PartReader(subset=source.subset, split=source.split, columns=source.columns),
+    )
     others = [part for number, part in enumerate(find_parts(source).parts) if number not in with_rows]
     return sum(all(line.row is None for line in opened.lines(Piece(part))) for part in others)

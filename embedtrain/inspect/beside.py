@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.row_table import EXTRA_COLUMNS, TEXTS, ArrowRows, RowStore
+from embedtrain.data.cache.row_table import EXTRA_COLUMNS, RowStore
 
 MAX_INSTRUCTIONS = 1_000  # different ones that are told apart
-_ROWS_AT_ONCE = 4096
 
 
 @dataclass(slots=True)
@@ -62,17 +61,9 @@ def summarise_extra_columns(store: RowStore) -> ExtraColumns:
 
 
 def batches_of(store: RowStore) -> Iterator[pa.RecordBatch]:
-    """All rows as columns, whether they are kept or read from their files again."""
-    if isinstance(store.rows, ArrowRows):
-        for number in range(len(store.rows.batch_starts) - 1):
-            yield store.rows.batch(number)
-        return
-    kinds = {name: kind for name, kind in (TEXTS | EXTRA_COLUMNS).items() if name in TEXTS or name in store.beside}
-    kinds.pop("vectors", None)
-    for start in range(0, len(store), _ROWS_AT_ONCE):
-        examples = [store[row] for row in range(start, min(start + _ROWS_AT_ONCE, len(store)))]
-        columns = [pa.array([getattr(example, name) for example in examples], kind) for name, kind in kinds.items()]
-        yield pa.RecordBatch.from_arrays(columns, names=list(kinds))
+    """All rows as columns."""
+    for number in range(len(store.rows.batch_starts) - 1):
+        yield store.rows.batch(number)
 
 
 def _scores(

@@ -7,7 +7,7 @@ from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.row_table import RowStore
-from embedtrain.data.sources.sources import source_names
+from embedtrain.data.sources.resolve import source_names
 from embedtrain.data.train_data import TrainData, load_recipe_data, resolve_sources
 from embedtrain.errors import ConfigError, DataError
 

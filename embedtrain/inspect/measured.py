@@ -68,18 +68,16 @@ def measure(
     """Measure all texts of a source: in tokens where there is a tokenizer, else in characters.
 
     The token store knows how long every text is once it is cut. Of those that reach the limit, as many as
-    MOST_SAMPLED are tokenised anew without it. Where no tokens are kept, a sample of the rows is tokenised.
+    MOST_SAMPLED are tokenised anew without it.
 
     Args:
         store: the source's rows.
-        tokens: their tokens, where they are kept.
+        tokens: their tokens, where there is a tokenizer.
         given: what holds for all rows.
         tokenizer: the model's.
     """
-    if tokens is None:
-        measured = _by_characters(store)
-        return measured if tokenizer is None else _of_sample(measured, store, given, tokenizer)
-    assert tokenizer is not None
+    if tokens is None or tokenizer is None:
+        return _by_characters(store)
     lengths, keys = {}, {}
     first, counts = tokens.first[:-1], (store.num_positives, store.num_negatives)
     starts = (first, first + 1, first + 1 + counts[0])
@@ -143,27 +141,6 @@ def _by_characters(store: RowStore) -> TextStatistics:
         ),
         "characters",
     )
-
-
-def _of_sample(
-    measured: TextStatistics, store: RowStore, given: Given, tokenizer: UntruncatedTokenizer
-) -> TextStatistics:
-    """The same with lengths in tokens of some rows."""
-    texts: dict[str, list[str]] = {role: [] for role in ROLES}
-    for row in _spread(len(store), MAX_SAMPLED_TEXTS // 10).tolist():
-        example = store[row]
-        prompts = row_prompts(example, given.query_prompt, given.document_prompt, given.instruction_format)
-        texts["queries"].append(prompts[0](example.query))
-        texts["positives"] += map(prompts[1], example.positives)
-        texts["negatives"] += map(prompts[1], example.negatives)
-    lengths = {}
-    for role, chosen in texts.items():
-        values = np.array([len(ids) for ids in tokenizer.ids(chosen)], dtype=np.int32)
-        limit = tokenizer.limit(given, of_queries=role == "queries")
-        num_truncated = int(np.count_nonzero(values > limit))
-        num_texts = measured.lengths[role].num_texts
-        lengths[role] = Lengths(values, limit, num_truncated, num_texts, is_exact=len(values) == num_texts)
-    return TextStatistics(lengths, measured.keys, "tokens")
 
 
 def _whole_lengths(

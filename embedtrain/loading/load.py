@@ -27,7 +27,7 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
-from embedtrain.planning.cached_graphs import activation_tokens
+from embedtrain.planning.memory import activation_tokens
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.strategy import choose, choose_encoding_layout
 from embedtrain.planning.workload import ClusterSpec, StepWorkload

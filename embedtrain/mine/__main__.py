@@ -96,7 +96,7 @@ def _load_models(
 
     config, parallel = command_model_config(options), ParallelConfig(precision=precision)
     with command_option_names(MODEL_OPTION_NAMES):
-        model = load_model(config, parallel, world, seed=0, trains=False)
+        model = load_model(config, parallel, world, seed=0, work=None)
     encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
     teacher: Teacher | None = None
     teacher_notes: tuple[str, ...] = ()

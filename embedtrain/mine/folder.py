@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.compose import to_plain
-from embedtrain.data.sources.kinds import Part
-from embedtrain.data.sources.problems import shorten
+from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.values import shorten
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write

@@ -13,7 +13,7 @@ import numpy as np
 from embedtrain.data.cache.cache import mapped, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_table import ArrowRows
 from embedtrain.data.keys import asked, text_keys
-from embedtrain.data.sources.kinds import Part
+from embedtrain.data.sources.parts import Part
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback

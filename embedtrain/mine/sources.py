@@ -11,13 +11,11 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.cache.row_table import ArrowRows, RowStore
 from embedtrain.data.prompts import make_prompt
-from embedtrain.data.sources import values
-from embedtrain.data.sources.files import raw_rows
-from embedtrain.data.sources.kinds import Part
-from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
-from embedtrain.data.sources.pieces import PartReader
-from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.sources import (
+from embedtrain.data.sources.documents import DocumentReader
+from embedtrain.data.sources.layouts import TEXTS_ONLY
+from embedtrain.data.sources.part_reader import PartReader, Piece
+from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.resolve import (
     NO_IN_BATCH_NEGATIVES,
     expand_sources,
     find_parts,
@@ -25,14 +23,13 @@ from embedtrain.data.sources.sources import (
     resolve_parts,
     source_names,
 )
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mine.options import MineOptions
 from embedtrain.models.hub import split_revision
 
-_TEXT_FIELDS = ("text", "contents", "passage", "document_text")
-_ID_FIELDS = ("docid", "_id", "id", "doc_id", "document_id", "pid")
 _BATCH_SIZE = 4096
 NO_SOURCE = -1
 
@@ -211,7 +208,8 @@ def corpus_digests(parts: Sequence[Part]) -> list[list[str]]:
     Raises:
         DataError: a file is gone or cannot be read.
     """
-    return [PartReader(TrainSource(path=part.name)).digests(part) for part in parts]
+    reader = PartReader()
+    return [reader.digests(part) for part in parts]
 
 
 def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, DocumentBatch]]:
@@ -238,31 +236,17 @@ def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, Document
 def _corpus_documents(part: Part, source: int, progress: ProgressCallback) -> Iterator[DocumentBatch]:
     texts: list[str] = []
     ids: list[str] = []
-    for line, row in raw_rows(part, subset=None, split="train", columns=None):
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            text, document_id = _parse_document(row, referenced=source != NO_SOURCE)
-        except BadRow as bad:
-            raise DataError(f"{part.location(line)}: {bad}") from None
+    reader = DocumentReader([part], part.name, ids_required=False)
+    for line, document in reader.documents(Piece(part)):
+        if isinstance(document, BadRow):
+            raise DataError(f"{part.location(line)}: {document}")
+        # Whitespace around a text without a title is kept, so that it equals the same text in a row.
+        text = document.text if source == NO_SOURCE and not document.title else document.full_text
         if text.strip():
             texts.append(text)
-            ids.append(document_id)
+            ids.append(document.id)
         if len(texts) == _BATCH_SIZE:
             progress(f"collecting documents of {part.name}", line, line)
             yield DocumentBatch(texts, ids, source)
             texts, ids = [], []
     yield DocumentBatch(texts, ids, source)
-
-
-def _parse_document(row: dict[str, Any], *, referenced: bool) -> tuple[str, str]:
-    """A document's text, after its title if it has one, and its id or ""."""
-    text_field = next((key for key in _TEXT_FIELDS if key in row), None)
-    if text_field is None and "title" not in row:
-        raise BadRow(f'a document needs a "text", and this one has: {", ".join(row) or "nothing"}')
-    id_field = next((key for key in _ID_FIELDS if key in row), None)
-    document_id = "" if id_field is None else values.identifier(row[id_field], f'"{id_field}"')
-    title, text = row.get("title"), row.get(text_field or "text")
-    titled = values.titled(title, text, f'"{text_field}"')
-    # A text without title keeps its whitespace: the same text in a row has kept it, and must be recognised.
-    return (text if not (referenced or title) and isinstance(text, str) else titled), document_id

@@ -10,7 +10,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.sources.problems import describe_error
+from embedtrain.data.sources.values import describe_error
 from embedtrain.errors import DataError
 
 MAX_SUSPECTS = 20  # of each kind

@@ -133,7 +133,7 @@ def load_teacher(
         ConfigError, ModelError: on every rank alike.
     """
     if not spec.is_cross_encoder:
-        model = load_model(spec.model, ParallelConfig(precision=precision), world, seed=0, trains=False)
+        model = load_model(spec.model, ParallelConfig(precision=precision), world, seed=0, work=None)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
         identity = model_identity(model.source, precision, world)
         return _BiEncoder(encoder, options, identity), model.notes[:1]

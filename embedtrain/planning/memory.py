@@ -7,7 +7,7 @@ group's gradient is whole, in that type, until the group is through, then copied
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction
@@ -239,3 +239,37 @@ def _loss(facts: ModelSpec, machines: ClusterSpec, work: StepWorkload, texts: in
     ):
         return own + 4.0 * gathered / machines.ranks + 2.0 * _FP32 * TILE_CELLS
     return own + gathered + 2.0 * _FP32 * TILE_CELLS
+
+
+# Of memory, what may be planned with here. Less than for a layout: one that does not fit fails at once, this would
+# with the one batch whose texts are longest.
+_SHARE = 0.8
+
+
+def activation_tokens(
+    facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool, free: int
+) -> int:
+    """What `train.activation_tokens` is where the recipe leaves it open; at least `train.chunk_tokens`.
+
+    Args:
+        facts: the model.
+        layout: how its weights lie.
+        machines: where.
+        work: what a step does.
+        whole: whether whole gradients are kept between chunks.
+        free: bytes that a rank still has, of its GPU or of its part of the node.
+    """
+    most = work.passes(machines.ranks).texts * work.tokens_per_text
+    if work.activation_tokens is not None or most <= work.chunk_tokens:
+        return work.chunk_tokens if work.activation_tokens is None else work.activation_tokens
+    room = _SHARE * min(free, machines.memory)
+    found = work.chunk_tokens
+    for known in (facts.bounded(), facts):  # measured only where it has to be
+        each = known.keeps(layout.activation_checkpointing).kept(len(known.blocks))
+        taken = step_memory(
+            known, layout, machines, replace(work, activation_tokens=work.chunk_tokens), whole=whole
+        ).total
+        found = work.chunk_tokens + max(0, int((room - taken) / each))
+        if found >= most:
+            return most
+    return found

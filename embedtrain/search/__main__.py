@@ -13,7 +13,7 @@ def main(options: SearchOptions) -> None:
 
     from embedtrain.config.recipe import ModelConfig, ParallelConfig
     from embedtrain.distributed.world import joined_world
-    from embedtrain.evaluation.readers.beir import read_corpus
+    from embedtrain.evaluation.readers.retrieval import read_corpus
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.exact import unit_vectors
     from embedtrain.inference.index import ShardedIndex, trec_order
@@ -27,7 +27,7 @@ def main(options: SearchOptions) -> None:
     with joined_world() as world:
         config = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
         with command_option_names(MODEL_OPTION_NAMES):
-            model = load_model(config, ParallelConfig(precision=options.precision), world, seed=0, trains=False)
+            model = load_model(config, ParallelConfig(precision=options.precision), world, seed=0, work=None)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         index = ShardedIndex(trec_order(ids), world)
         with console.phase(f"encoding {len(texts):,} texts"):

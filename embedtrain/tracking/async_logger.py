@@ -1,4 +1,4 @@
-"""A tracker that works beside training, in a thread of its own: whatever fails or hangs there is said once."""
+"""Runs a metric logger (wandb, TensorBoard) in its own thread, so that its failures and hangs never affect training."""
 
 import contextlib
 import queue
@@ -8,92 +8,92 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-# Calls that may wait for a tracker; it is given up when there are more.
-MOST_WAITING = 10_000
+# Calls that may be queued; a logger with more is given up.
+MAX_QUEUED_CALLS = 10_000
 # Seconds that one call may take.
-PATIENCE = 120.0
+CALL_TIMEOUT = 120.0
 
 
 class MetricLogger(Protocol):
-    """What a tracker does with a run's figures; the next one needs these four methods and a line in `recorders`.
+    """A destination for metrics. To add one, implement these four methods and start it in `tracker.start_loggers`.
 
-    Any of them may raise. None is called by more than one thread.
+    Every method may raise. Only one thread calls them.
     """
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A logged step: `step`, and its figures."""
+        """Log the metrics of a training step; `row` contains `step`."""
 
     def evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """What was measured after `step`, as `{set: {metric: value}}`."""
+        """Log the results of the evaluation after `step`, as `{set: {metric: value}}`."""
 
     def exported(self, directory: Path) -> None:
-        """The run's model lies in `directory`."""
+        """The model of the run has been exported to `directory`."""
 
     def close(self, failed: bool) -> None:
-        """Nothing more comes; `failed`: an error ended the run."""
+        """Finish logging; `failed`: an error ended the run."""
 
 
 class AsyncLogger:
-    """Runs one recorder. Training never waits for it but at its start and its end, and there not for long.
+    """Runs one metric logger in a thread. Training waits for it only at the start and at the end, with a timeout.
 
     Args:
-        name: in sentences to the user.
-        make: starts it.
-        warn: says a sentence to the user; called by the thread that calls methods here, and once at most.
-        start: seconds that starting may take.
-        finish: seconds that closing may take.
-        abandon: lets go of what must not keep this process from ending, when it hangs.
+        name: of the logger, in warnings.
+        create: starts the logger.
+        warn: prints a warning; called at most once, in the thread that calls the methods of this class.
+        start_timeout: seconds that starting may take.
+        finish_timeout: seconds that closing may take.
+        abandon: releases whatever would keep this process alive when the logger hangs.
     """
 
     def __init__(
         self,
         name: str,
-        make: Callable[[], MetricLogger],
+        create: Callable[[], MetricLogger],
         warn: Callable[[str], None],
         *,
-        start: float,
-        finish: float,
+        start_timeout: float,
+        finish_timeout: float,
         abandon: Callable[[], None] = lambda: None,
     ) -> None:
-        self._name, self._warn, self._finish, self._abandon = name, warn, finish, abandon
+        self._name, self._warn, self._finish_timeout, self._abandon = name, warn, finish_timeout, abandon
         self.logger: MetricLogger | None = None
         self._failure: str | None = None
         self._has_warned = self._given_up = False
-        self._since: float | None = None  # when the call now under way began
-        self._calls: queue.Queue[tuple[str, Callable[[], None]]] = queue.Queue(MOST_WAITING)
+        self._call_started: float | None = None
+        self._calls: queue.Queue[tuple[str, Callable[[], None]]] = queue.Queue(MAX_QUEUED_CALLS)
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
-        def begin() -> None:
-            self.logger = make()
+        def start() -> None:
+            self.logger = create()
 
-        self._calls.put(("could not be started", begin))
-        if not self._wait(start):
-            self._give_up(f"did not start within {start:.0f} s")
+        self._calls.put(("could not be started", start))
+        if not self._wait(start_timeout):
+            self._give_up(f"did not start within {start_timeout:.0f} s")
         self._report_failure()
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """See Recorder."""
+        """Queue the metrics of a training step."""
         self._call(lambda logger: logger.step(row))
 
     def evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """See Recorder."""
+        """Queue the results of an evaluation."""
         self._call(lambda logger: logger.evaluation(step, results))
 
     def exported(self, directory: Path) -> None:
-        """See Recorder."""
+        """Queue the notice that the model has been exported."""
         self._call(lambda logger: logger.exported(directory))
 
     def close(self, failed: bool) -> None:
-        """See Recorder; also after a failure, for what came before it may still be sent."""
+        """Close the logger, also after a failure, because it may still send earlier metrics."""
         logger = self.logger
         if self._given_up or logger is None:
             return
         self._report_failure()
         self._failure = None
-        with contextlib.suppress(queue.Full):  # it hangs, and is found to
+        with contextlib.suppress(queue.Full):  # it hangs, which _wait detects
             self._calls.put_nowait(("could not be finished", lambda: logger.close(failed)))
-        if not self._wait(self._finish):
-            self._give_up(f"did not finish within {self._finish:.0f} s")
+        if not self._wait(self._finish_timeout):
+            self._give_up(f"did not finish within {self._finish_timeout:.0f} s")
         elif self._failure is not None:
             self._abandon()
         self._report_failure()
@@ -104,17 +104,17 @@ class AsyncLogger:
         logger = self.logger
         if logger is None or self._has_warned or self._given_up:
             return
-        since = self._since
-        if since is not None and time.monotonic() - since > PATIENCE:
-            self._give_up(f"has not answered for {PATIENCE:.0f} s")
+        call_started = self._call_started
+        if call_started is not None and time.monotonic() - call_started > CALL_TIMEOUT:
+            self._give_up(f"has not answered for {CALL_TIMEOUT:.0f} s")
             return
         try:
             self._calls.put_nowait(("failed", lambda: action(logger)))
         except queue.Full:
-            self._give_up(f"has left {MOST_WAITING} calls unanswered")
+            self._give_up(f"has left {MAX_QUEUED_CALLS} calls unanswered")
 
     def _wait(self, seconds: float) -> bool:
-        """Whether all calls are done in time."""
+        """Whether all queued calls finish in time."""
         done = threading.Event()
         try:
             self._calls.put_nowait(("", done.set))
@@ -124,31 +124,32 @@ class AsyncLogger:
 
     def _work(self) -> None:
         while True:
-            what, action = self._calls.get()
-            if what == "failed" and (self._failure is not None or self._given_up):
+            failure, action = self._calls.get()
+            if failure == "failed" and (self._failure is not None or self._given_up):
                 continue
-            self._since = time.monotonic()
+            self._call_started = time.monotonic()
             try:
                 action()
             except (Exception, SystemExit) as error:  # wandb has ended processes in the past
                 reason = " ".join(str(error).split()) or type(error).__name__
-                self._failure = f"{what}: {reason}"
-            self._since = None
+                self._failure = f"{failure}: {reason}"
+            self._call_started = None
 
     def _report_failure(self) -> None:
-        """Say what went wrong meanwhile."""
         if self._failure is not None:
             self._warn_once(self._failure)
 
-    def _give_up(self, what: str) -> None:
+    def _give_up(self, failure: str) -> None:
         self._given_up = True
-        self._warn_once(what)
+        self._warn_once(failure)
         self._abandon()
 
-    def _warn_once(self, what: str) -> None:
+    def _warn_once(self, failure: str) -> None:
         if self._has_warned:
             return
         self._has_warned = True
-        said, _, why = what.partition(": ")
-        reason = f": {why}" if why else ""
-        self._warn(f"{self._name} {said}, training goes on without it (metrics.jsonl has everything){reason}")
+        failure, _, reason = failure.partition(": ")
+        self._warn(
+            f"{self._name} {failure}, training continues without it (metrics.jsonl has all metrics)"
+            f"{f': {reason}' if reason else ''}"
+        )

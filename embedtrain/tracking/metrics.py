@@ -1,15 +1,11 @@
-"""metrics.jsonl: one JSON object per line, one clean history even when a run was killed and continued."""
+"""metrics.jsonl: one JSON object per line, one consistent history even if a run is killed and resumed."""
 
 import json
 import math
-import resource
-import sys
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write
@@ -21,7 +17,7 @@ class MetricsFile:
     """A file of rows that grows by one line at a time; each line is in the file when `append` returns."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open `path` to append to it; a last line that a killed run wrote half is dropped.
+        """Open `path` for appending; an incomplete last line of a killed run is dropped.
 
         Raises:
             DataError: the file holds a line that is not a JSON object.
@@ -31,13 +27,13 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self._rewrite(read_metrics(self.path), only_if_changed=True)
-        self._file = self._opened()
+        self._file = self._open()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row. NaN and infinity, which JSON does not have, become null.
 
         Raises:
-            OSError: the row could not be written whole (the disk is full, ...); none of it stays in the file.
+            OSError: the row could not be written completely (the disk is full, ...); the file holds none of it.
         """
         line = _line(row)
         try:
@@ -45,31 +41,31 @@ class MetricsFile:
             if written < len(line):
                 raise OSError(f"{self.path} took {written} of {len(line)} bytes: the disk is full")
         except OSError:
-            # Half a line in the middle would make the whole file unreadable once the next row follows it.
+            # Half a line followed by the next row would make the whole file unreadable.
             self._file.truncate(self._length)
             raise
         self._length += len(line)
 
     def truncate_after(self, step: int, *, evaluated: bool = True) -> None:
-        """Drop the rows of later steps: a run continued from `step` will write them again.
+        """Drop the rows of later steps, which a run resumed from `step` writes again. The file is replaced atomically.
 
-        Rows that carry no step stay. The file is replaced whole or not at all.
+        Rows without a step stay.
 
         Args:
-            step: the last whose rows stay.
-            evaluated: whether those of its evaluation stay as well.
+            step: the last step whose rows stay.
+            evaluated: whether the rows of its evaluation stay as well.
         """
         self._file.close()
         rows = [row for row in read_metrics(self.path) if row.get("step") is None or row["step"] <= step]
         self._rewrite([row for row in rows if evaluated or row.get("step") != step or "set" not in row])
-        self._file = self._opened()
+        self._file = self._open()
 
     def close(self) -> None:
-        """Close the file; the object is of no further use."""
+        """Close the file."""
         self._file.close()
 
-    def _opened(self) -> FileIO:
-        file = FileIO(self.path, "a")  # unbuffered: what is written is in the file
+    def _open(self) -> FileIO:
+        file = FileIO(self.path, "a")  # unbuffered: a written row is in the file
         self._length = file.tell()
         return file
 
@@ -77,18 +73,23 @@ class MetricsFile:
         content = b"".join(map(_line, rows))
         if only_if_changed and content == self.path.read_bytes():
             return
-        with atomic_write(self.path, durable=True) as file:
-            file.write_bytes(content)
+        with atomic_write(self.path, durable=True) as temporary:
+            temporary.write_bytes(content)
+
+
+def split_lines(content: bytes) -> list[str]:
+    """The lines of a JSON Lines file."""
+    # Not splitlines(): a text may contain U+2028, which ends a line in Python but not in JSON.
+    return content.decode("utf-8", errors="replace").removesuffix("\n").split("\n")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a metrics file, in order; a last line that was written half is left out.
+    """All rows of a metrics file, in order, without an incomplete last line.
 
     Raises:
         DataError: a line before the last is not a JSON object.
     """
-    # Not splitlines(): a text may hold U+2028, which is a line's end to Python but not to JSON.
-    lines = Path(path).read_bytes().decode("utf-8", errors="replace").removesuffix("\n").split("\n")
+    lines = split_lines(Path(path).read_bytes())
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -102,31 +103,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
-    return (json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    if value is None or isinstance(value, str | int):
-        return value
-    number = float(value)  # numpy's and torch's scalars as well
-    return number if math.isfinite(number) else None
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """GiB: what torch allocated at most on a GPU; on a CPU the process's largest resident size."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device)) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB here
-
-
 def metrics_at(run_dir: Path, step: int) -> dict[str, dict[str, float]]:
-    """What was measured at `step`: evaluation set -> metric -> value; empty where nothing was."""
+    """The evaluation results of `step` as set -> metric -> value; empty if there are none."""
     return {
         str(row["set"]): {key: value for key, value in row.items() if key not in ("step", "set")}
         for row in _evaluations(run_dir)
@@ -135,7 +113,7 @@ def metrics_at(run_dir: Path, step: int) -> dict[str, dict[str, float]]:
 
 
 def metric_changes(run_dir: Path) -> list[str]:
-    """One line per evaluation set that was measured more than once: its main figure then and now."""
+    """One line per set that was evaluated more than once: the first and the last value of its main metric."""
     by_set: dict[str, list[dict[str, Any]]] = {}
     for row in _evaluations(run_dir):
         by_set.setdefault(row["set"], []).append(row)
@@ -154,3 +132,19 @@ def metric_changes(run_dir: Path) -> list[str]:
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS_FILE
     return [row for row in read_metrics(path) if "set" in row] if path.is_file() else []
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    number = float(value)  # also scalars of numpy and torch
+    return number if math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""A page of facts, tables and texts: laid out for a terminal's width, whole lines without codes anywhere else."""
+"""Standard output for people: a stream whose writes never fail, and pages of facts, tables and texts."""
 
 import io
 import sys
@@ -12,16 +12,27 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+_INDENT = "  "
+_GAP = 2  # between columns
+_ELLIPSIS = " … "
+# Characters that would move the cursor or change the direction of the line instead of being visible.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160))}
+_CONTROL |= {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+_CONTROL |= {ord("\n"): "↵", ord("\r"): "", ord("\t"): "⇥"}
+
 
 class SafeStream(io.TextIOBase):
-    """Passes text on; once the other end is gone (closed pipe, closed terminal, full disk) it swallows it."""
+    """Forwards text, and drops it once the reader is gone (closed pipe, closed terminal, full disk).
+
+    Output that nobody can read must not stop training.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the stream behind."""
+        """The encoding of the wrapped stream."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
@@ -34,7 +45,7 @@ class SafeStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what is buffered."""
+        """Flush the wrapped stream."""
         if self._stream is not None:
             try:
                 self._stream.flush()
@@ -42,14 +53,14 @@ class SafeStream(io.TextIOBase):
                 self._stream = None
 
     def isatty(self) -> bool:
-        """Whether a terminal is behind it."""
+        """Whether the wrapped stream is a terminal."""
         try:
             return self._stream is not None and self._stream.isatty()
         except ValueError:
             return False
 
     def fileno(self) -> int:
-        """The stream's file descriptor.
+        """The file descriptor of the wrapped stream.
 
         Raises:
             OSError: there is none.
@@ -59,32 +70,29 @@ class SafeStream(io.TextIOBase):
         return self._stream.fileno()
 
 
-_INDENT = "  "
-_GAP = 2  # between columns
-_BETWEEN = " … "
-# What would move the cursor or turn the line's direction instead of being seen.
-_UNSEEN = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160))}
-_UNSEEN |= {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-_UNSEEN |= {ord("\n"): "↵", ord("\r"): "", ord("\t"): "⇥"}
+def standard_output() -> RichConsole:
+    """A rich console on standard output."""
+    # Asks stdout itself whether it is a terminal: rich would obey FORCE_COLOR, and fill a log file with escape codes.
+    return RichConsole(
+        file=cast(TextIO, SafeStream(sys.stdout)),
+        force_terminal=sys.stdout is not None and sys.stdout.isatty(),
+        force_jupyter=False,
+        highlight=False,
+    )
 
 
 class Page:
-    """Prints on standard output.
+    """Prints headings, facts, tables and texts: laid out on a terminal, as whole lines without escape codes elsewhere.
 
     Args:
-        terminal: where to print instead.
+        terminal: where to print; default: standard output.
     """
 
     def __init__(self, terminal: RichConsole | None = None) -> None:
-        self._rich = terminal or RichConsole(
-            file=cast(TextIO, SafeStream(sys.stdout)),
-            force_terminal=sys.stdout is not None and sys.stdout.isatty(),
-            force_jupyter=False,
-            highlight=False,
-        )
+        self._rich = terminal or standard_output()
 
     def heading(self, text: str) -> None:
-        """Begin something new."""
+        """Print the heading of a section."""
         if self._rich.is_terminal:
             self._rich.print()
             self._rich.rule(Text(escape_control(text), style="bold"), align="left", style="dim", characters="─")
@@ -92,7 +100,7 @@ class Page:
             self._plain("", f"== {escape_control(text)} ==")
 
     def subheading(self, text: str) -> None:
-        """Begin a part of it."""
+        """Print the heading of a subsection."""
         if self._rich.is_terminal:
             self._rich.print()
             self._rich.print(Text(f"{_INDENT}{escape_control(text)}", style="bold cyan"))
@@ -100,11 +108,11 @@ class Page:
             self._plain("", escape_control(text))
 
     def facts(self, facts: Sequence[tuple[str, str]], style: str = "") -> None:
-        """Lines of a label and what there is to say; a label may be empty."""
+        """Print lines of a label and a text; a label may be empty."""
         facts = [(label, escape_control(text)) for label, text in facts]
         if not self._rich.is_terminal:
             width = max(map(cell_len, (label for label, _ in facts)), default=0)
-            self._plain(*(f"{_INDENT}{_padded(label, width)}  {text}" for label, text in facts))
+            self._plain(*(f"{_INDENT}{pad(label, width)}  {text}" for label, text in facts))
             return
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
@@ -114,14 +122,14 @@ class Page:
         self._rich.print(Padding(grid, (0, 0, 0, len(_INDENT))))
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Figures: the first column on the left, the others on the right. None is ever shortened."""
+        """Print a table of numbers: the first column on the left, the others on the right, nothing shortened."""
         lines = [list(header), *([escape_control(cell) for cell in row] for row in rows)]
         widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
         if not self._rich.is_terminal or self._rich.width < len(_INDENT) + sum(widths) + _GAP * (len(widths) - 1):
             for line in lines:
-                first, *others = zip(line, widths, strict=True)
-                told = [_padded(*first), *(" " * (width - cell_len(cell)) + cell for cell, width in others)]
-                self._plain(f"{_INDENT}{(' ' * _GAP).join(told)}".rstrip())
+                first, *numbers = zip(line, widths, strict=True)
+                cells = [pad(*first), *(" " * (width - cell_len(cell)) + cell for cell, width in numbers)]
+                self._plain(f"{_INDENT}{(' ' * _GAP).join(cells)}".rstrip())
             return
         table = Table(
             box=SIMPLE_HEAD,
@@ -131,28 +139,28 @@ class Page:
             header_style="dim",
             border_style="dim",
         )
-        for place, name in enumerate(header):
-            table.add_column(Text(name), justify="right" if place else "left", no_wrap=True)
+        for index, name in enumerate(header):
+            table.add_column(Text(name), justify="right" if index else "left", no_wrap=True)
         for line in lines[1:]:
-            table.add_row(*(Text(cell, style="" if place else "bold") for place, cell in enumerate(line)))
+            table.add_row(*(Text(cell, style="" if index else "bold") for index, cell in enumerate(line)))
         self._rich.print(Padding(table, (0, 0, 0, len(_INDENT))))
 
     def texts(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Lines of a label, a figure and a text; on a terminal what does not fit is left out of the text's middle."""
-        rows = [(label, figure, escape_control(text)) for label, figure, text in rows]
-        widths = [max((cell_len(row[place]) for row in rows), default=0) for place in (0, 1)]
-        for label, figure, text in rows:
-            before = f"{_INDENT}{_padded(label, widths[0])}  "
-            told = f"{' ' * (widths[1] - cell_len(figure))}{figure}  "
+        """Print lines of a label, a number and a text. A terminal shows the beginning and the end of long texts."""
+        rows = [(label, number, escape_control(text)) for label, number, text in rows]
+        widths = [max((cell_len(row[column]) for row in rows), default=0) for column in (0, 1)]
+        for label, number, text in rows:
+            left = f"{_INDENT}{pad(label, widths[0])}  "
+            middle = f"{' ' * (widths[1] - cell_len(number))}{number}  "
             if not self._rich.is_terminal:
-                self._plain(before + told + text)
+                self._plain(left + middle + text)
                 continue
-            room = self._rich.width - cell_len(before + told)
-            line = Text.assemble((before, "cyan"), (told, "dim"), _styled(shorten_middle(text, room)))
+            available = self._rich.width - cell_len(left + middle)
+            line = Text.assemble((left, "cyan"), (middle, "dim"), _styled(shorten_middle(text, available)))
             self._rich.print(line, no_wrap=True, overflow="crop")
 
     def note(self, text: str, style: str = "") -> None:
-        """A sentence."""
+        """Print a sentence."""
         if self._rich.is_terminal:
             self._rich.print(Padding(Text(escape_control(text), style=style), (0, 0, 0, len(_INDENT))))
         else:
@@ -165,29 +173,30 @@ class Page:
 
 
 def escape_control(text: str) -> str:
-    """The text on one line, its control characters as signs that are seen."""
-    return text.translate(_UNSEEN)
+    """The text on one line, with visible signs for control characters."""
+    return text.translate(_CONTROL)
 
 
 def shorten_middle(text: str, width: int) -> str:
     """At most `width` columns of a text: its beginning and its end."""
     if cell_len(text) <= width or width <= 0:
         return text
-    room = max(0, width - cell_len(_BETWEEN))
-    # Before cells are counted: texts may be long, and only the ends matter.
-    begin = chop_cells(text[:width], max(2, room - room // 2))[0]
-    end = chop_cells(text[: -width - 1 : -1], max(2, room // 2))[0][::-1]
-    return f"{begin}{_BETWEEN}{end}"
+    available = max(0, width - cell_len(_ELLIPSIS))
+    # Slice first: texts may be long, counting cells is slow, and only the ends matter.
+    begin = chop_cells(text[:width], max(2, available - available // 2))[0]
+    end = chop_cells(text[: -width - 1 : -1], max(2, available // 2))[0][::-1]
+    return f"{begin}{_ELLIPSIS}{end}"
+
+
+def pad(text: str, width: int) -> str:
+    """The text with spaces up to `width` columns."""
+    # Not str.ljust: a Chinese character takes two columns.
+    return text + " " * (width - cell_len(text))
 
 
 def _styled(text: str) -> Text:
     styled = Text(text)
-    begin, between, _ = text.partition(_BETWEEN)
-    if between:
-        styled.stylize("bold yellow", len(begin), len(begin) + len(between))
+    begin, ellipsis, _ = text.partition(_ELLIPSIS)
+    if ellipsis:
+        styled.stylize("bold yellow", len(begin), len(begin) + len(ellipsis))
     return styled
-
-
-def _padded(text: str, width: int) -> str:
-    # Not str.ljust: a Chinese character takes two columns.
-    return text + " " * (width - cell_len(text))

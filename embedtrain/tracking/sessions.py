@@ -1,4 +1,4 @@
-"""sessions.jsonl: when a run was under way, on how many ranks, and how each time ended."""
+"""sessions.jsonl: when a run was in progress, on how many ranks, and how each session ended."""
 
 import json
 import time
@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 SESSIONS_FILE = "sessions.jsonl"
-# Of an error only its beginning: the terminal has all of it.
+# Only the beginning of an error is stored: the terminal shows all of it.
 _ERROR_LENGTH = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One time that the run was under way.
+    """One period in which the run was in progress.
 
     Attributes:
         started: seconds since the epoch.
         step: steps done before.
-        total_steps: steps it meant to go to.
-        ranks: how many.
-        devices: what they are, such as `cpu` or `NVIDIA H100`.
-        ended: seconds since the epoch; None: it is still going, or was killed.
-        how: `finished`, `stopped` or `failed`; None likewise.
+        total_steps: the last step that it was to reach.
+        ranks: number of ranks.
+        devices: such as `cpu` or `NVIDIA H100`.
+        ended: seconds since the epoch; None: still in progress, or killed.
+        how: `finished`, `stopped` or `failed`; None: still in progress, or killed.
         last_step: steps done at its end.
-        error: what it failed with.
+        error: of a failed session.
         exported: the step whose weights were exported.
     """
 
@@ -41,27 +41,27 @@ class Session:
     exported: int | None = None
 
 
-def began(path: Path, *, step: int, total_steps: int, ranks: int, devices: str, anew: bool) -> None:
-    """Note that the run is under way.
+def record_start(path: Path, *, step: int, total_steps: int, ranks: int, devices: str, from_scratch: bool) -> None:
+    """Append the start of a session.
 
     Args:
         path: the file.
         step: steps done before.
-        total_steps: how many are meant to be done.
-        ranks: how many.
-        devices: what they are.
-        anew: whether training begins from the start: what was noted before is of another run.
+        total_steps: the last step to reach.
+        ranks: number of ranks.
+        devices: such as `cpu` or `NVIDIA H100`.
+        from_scratch: replace the file: its sessions are of another run.
 
     Raises:
         OSError: the file cannot be written.
     """
     row = {"started": time.time(), "step": step, "total_steps": total_steps, "ranks": ranks, "devices": devices}
-    with path.open("w" if anew else "a", encoding="utf-8") as file:
+    with path.open("w" if from_scratch else "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
-def ended(path: Path, how: str, *, step: int, error: str | None = None, exported: int | None = None) -> None:
-    """Note how it ended.
+def record_end(path: Path, how: str, *, step: int, error: str | None = None, exported: int | None = None) -> None:
+    """Append the end of a session.
 
     Raises:
         OSError: the file cannot be written.
@@ -74,12 +74,12 @@ def ended(path: Path, how: str, *, step: int, error: str | None = None, exported
 
 
 def read_sessions(path: Path) -> list[Session]:
-    """All of them in order; lines that are none are left out, as a process that is killed may leave half of one."""
+    """All sessions in order; invalid lines are skipped, as a killed process may leave an incomplete one."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for line in lines:
         try:
             row = json.loads(line)
@@ -88,10 +88,10 @@ def read_sessions(path: Path) -> list[Session]:
         if not isinstance(row, dict):
             continue
         if "started" in row:
-            found.append(row)
-        elif found and "ended" not in found[-1]:
-            found[-1] |= row
-    sessions = [_session(row) for row in found]
+            rows.append(row)
+        elif rows and "ended" not in rows[-1]:
+            rows[-1] |= row
+    sessions = [_session(row) for row in rows]
     return [session for session in sessions if session is not None]
 
 
@@ -100,7 +100,7 @@ def _session(row: Mapping[str, Any]) -> Session | None:
         value = row.get(name)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
-    def whole(name: str) -> int | None:
+    def integer(name: str) -> int | None:
         value = number(name)
         return None if value is None else int(value)
 
@@ -113,32 +113,32 @@ def _session(row: Mapping[str, Any]) -> Session | None:
         return None
     return Session(
         started,
-        whole("step") or 0,
-        whole("total_steps") or 0,
-        whole("ranks") or 1,
+        integer("step") or 0,
+        integer("total_steps") or 0,
+        integer("ranks") or 1,
         text("devices") or "",
         number("ended"),
         text("how"),
-        whole("last_step"),
+        integer("last_step"),
         text("error"),
-        whole("exported"),
+        integer("exported"),
     )
 
 
-def total_seconds(sessions: Sequence[Session], last_seen: float | None) -> float | None:
-    """How long a run was under way in all, in seconds.
+def total_seconds(sessions: Sequence[Session], last_written: float | None) -> float | None:
+    """How long a run was in progress over all sessions, in seconds.
 
     Args:
         sessions: all of them.
-        last_seen: when a figure was last written: the end of a session that did not say when it ended.
+        last_written: when a metric was last written; used as the end of a session that did not record one.
     """
     if not sessions:
         return None
     total = 0.0
     for number, session in enumerate(sessions):
-        until = session.ended
-        if until is None:
-            later = sessions[number + 1].started if number + 1 < len(sessions) else float("inf")
-            until = min(later, last_seen if last_seen is not None else session.started)
-        total += max(0.0, until - session.started)
+        end = session.ended
+        if end is None:
+            next_start = sessions[number + 1].started if number + 1 < len(sessions) else float("inf")
+            end = min(next_start, last_written if last_written is not None else session.started)
+        total += max(0.0, end - session.started)
     return total

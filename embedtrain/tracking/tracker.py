@@ -1,71 +1,35 @@
-"""What training holds to tell how it goes: the terminal, metrics.jsonl and other trackers behind one object."""
+"""Tracks a run: prints and records its metrics on the terminal, in metrics.jsonl, wandb and TensorBoard."""
 
 import contextlib
+import resource
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
-from embedtrain.tracking import tensorboard as event_files
-from embedtrain.tracking import wandb as weights_and_biases
 from embedtrain.tracking.async_logger import AsyncLogger
-from embedtrain.tracking.console import Console
-from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile, peak_memory_gib, read_metrics
-from embedtrain.tracking.tensorboard import TensorBoardLogger
-from embedtrain.tracking.wandb import WandbLogger
-
-
-def recorders(
-    recipe: Recipe,
-    world_size: int,
-    run_dir: Path,
-    resumed_step: int | None,
-    wandb_id: str | None,
-    measured: Mapping[int, Mapping[str, Mapping[str, float]]],
-    warn: Callable[[str], None],
-) -> list[AsyncLogger]:
-    """Start them. On rank 0 alone.
-
-    Args:
-        recipe: its `tracking` says which.
-        world_size: number of ranks.
-        run_dir: where they write.
-        resumed_step: the step training goes on from; None: it starts anew.
-        wandb_id: what continues the wandb run.
-        measured: evaluations before this start, as step -> set -> metric -> value.
-        warn: says a sentence to the user.
-    """
-    started = []
-    if recipe.tracking.wandb:
-        started.append(
-            AsyncLogger(
-                "wandb",
-                lambda: WandbLogger(recipe, world_size, run_dir, wandb_id, measured),
-                warn,
-                start=weights_and_biases.start_seconds(),
-                finish=weights_and_biases.finish_seconds(recipe),
-                abandon=weights_and_biases.abandon,
-            )
-        )
-    if recipe.tracking.tensorboard:
-        started.append(
-            AsyncLogger(
-                "TensorBoard",
-                lambda: TensorBoardLogger(recipe, run_dir, resumed_step),
-                warn,
-                start=event_files.START,
-                finish=event_files.FINISH,
-            )
-        )
-    return started
+from embedtrain.tracking.console import Console, Results
+from embedtrain.tracking.loggers import (
+    TENSORBOARD_FINISH_TIMEOUT,
+    TENSORBOARD_START_TIMEOUT,
+    TensorBoardLogger,
+    WandbLogger,
+    abandon_wandb,
+    wandb_finish_timeout,
+    wandb_start_timeout,
+)
+from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile, read_metrics
 
 
 class Tracker:
-    """Tells and records steps and evaluations. On all ranks but the first every method does nothing.
+    """Prints and records steps and evaluations. On all ranks but the first every method does nothing.
 
-    No method holds a collective, so that rank 0 may be slow or fail here without another rank's counterpart.
+    No method is a collective, so rank 0 may be slow or fail here without affecting other ranks.
     """
 
     def __init__(
@@ -73,17 +37,17 @@ class Tracker:
         world: World,
         console: Console,
         metrics: MetricsFile | None = None,
-        others: Sequence[AsyncLogger] = (),
+        loggers: Sequence[AsyncLogger] = (),
         wandb_id: str | None = None,
     ) -> None:
-        """Bundle what `open` made."""
+        """Use `Tracker.open` instead."""
         self.console = console
         self._world = world
         self._metrics = metrics
-        self._others = others
-        runs = (other.logger for other in others)
+        self._loggers = loggers
+        runs = (logger.logger for logger in loggers)
         self._wandb_id = next((run.id for run in runs if isinstance(run, WandbLogger)), wandb_id)
-        self._file_failed = False
+        self._write_failed = False
 
     @classmethod
     def open(
@@ -97,20 +61,20 @@ class Tracker:
         wandb_id: str | None = None,
         console: Console | None = None,
     ) -> "Tracker":
-        """Start recording into `run_dir`; call it once the process group is joined, on every rank.
+        """Start tracking. Call it on every rank, after the process group is initialized.
 
         Args:
-            recipe: its `tracking` says where figures go beside the terminal and metrics.jsonl.
-            world: who speaks.
-            run_dir: holds metrics.jsonl; made if it is not there.
-            resumed_step: the step training goes on from; later rows of metrics.jsonl are dropped. None: training
-                starts anew, and rows of an earlier run are put aside as `metrics.previous.jsonl`.
-            evaluated: whether that step's evaluation is done; it writes its rows again otherwise.
-            wandb_id: `wandb_id` as it was when the checkpoint was written.
-            console: where to speak, if one is open already.
+            recipe: its `tracking` selects the destinations besides the terminal and metrics.jsonl.
+            world: rank 0 prints and records.
+            run_dir: holds metrics.jsonl; created if it does not exist.
+            resumed_step: the step that training resumes from; later rows of metrics.jsonl are dropped. None: training
+                starts from scratch, and rows of an earlier run are moved to `metrics.previous.jsonl`.
+            evaluated: whether the evaluation of that step is done; otherwise it writes its rows again.
+            wandb_id: `wandb_id` from the checkpoint.
+            console: where to print, if one is open already.
 
         Raises:
-            DataError: metrics.jsonl is there but is not what it claims to be.
+            DataError: metrics.jsonl exists but is invalid.
             OSError: `run_dir` cannot be written.
         """
         console = console or Console(enabled=world.is_main)
@@ -120,22 +84,22 @@ class Tracker:
         path = run_dir / METRICS_FILE
         if resumed_step is None and path.exists() and path.stat().st_size:
             path.replace(run_dir / "metrics.previous.jsonl")
-            console.note(f"training starts anew: the rows of {path} are now in metrics.previous.jsonl")
+            console.note(f"training starts from scratch: the rows of {path} are now in metrics.previous.jsonl")
         metrics = MetricsFile(path)
         if resumed_step is not None:
             metrics.truncate_after(resumed_step, evaluated=evaluated)
-        measured: dict[int, dict[str, dict[str, float]]] = {}
+        evaluations: dict[int, dict[str, dict[str, float]]] = {}
         for row in read_metrics(path):
             if "set" in row:
-                measured.setdefault(row["step"], {})[row["set"]] = _figures(row)
-        for results in measured.values():
+                evaluations.setdefault(row["step"], {})[row["set"]] = _numbers(row)
+        for results in evaluations.values():
             console.set_previous(results)
-        others = recorders(recipe, world.size, run_dir, resumed_step, wandb_id, measured, console.warn)
-        return cls(world, console, metrics, others, wandb_id if recipe.tracking.wandb else None)
+        loggers = start_loggers(recipe, world.size, run_dir, resumed_step, wandb_id, evaluations, console.warn)
+        return cls(world, console, metrics, loggers, wandb_id if recipe.tracking.wandb else None)
 
     @property
     def wandb_id(self) -> str | None:
-        """What continues the wandb run: to be stored in checkpoints. None without wandb, and on other ranks."""
+        """The id that continues the wandb run, for checkpoints. None without wandb, and on other ranks."""
         return self._wandb_id
 
     def training(self, total_steps: int, start_step: int = 0) -> contextlib.AbstractContextManager[None]:
@@ -143,23 +107,23 @@ class Tracker:
         return self.console.training(total_steps, start_step)
 
     def phase(self, text: str) -> contextlib.AbstractContextManager[None]:
-        """Show what is going on while the block runs, and say how long it took."""
+        """Show what the block does while it runs, and print how long it took."""
         return self.console.phase(text)
 
     def progress(self) -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
-        """Show how far work has come that tells (what, parts done, of how many)."""
+        """Show progress that the block reports as (activity, parts done, parts in total)."""
         return self.console.progress()
 
     def advance(self, step: int) -> None:
-        """Move the bar to `step`, which is done but not logged; costs nothing."""
+        """Move the bar to `step`, which is done but not logged."""
         self.console.advance(step)
 
     def step(self, row: Mapping[str, float]) -> None:
-        """Tell and record a logged step.
+        """Print and record a logged step.
 
         Args:
-            row: `step` and any figures of it; `console` tells those it knows, the others record all. `padding`,
-                `data_wait`, `mfu` and `communication` are shares of 1. `memory_gib` is filled in if it is not there.
+            row: `step` and its metrics; the console prints those it knows, the other destinations record all.
+                `padding`, `data_wait`, `mfu` and `communication` are fractions of 1. `memory_gib` is added if missing.
         """
         if not self._world.is_main:
             return
@@ -167,39 +131,39 @@ class Tracker:
         row = {"step": row.pop("step"), **row}
         self._record(row)
         self.console.step(row)
-        for other in self._others:
-            other.step(row)
+        for logger in self._loggers:
+            logger.step(row)
 
-    def evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Tell and record what was measured after `step`, as `{set: {metric: value}}`."""
+    def evaluation(self, step: int, results: Results) -> None:
+        """Print and record the results of the evaluation after `step`, as `{set: {metric: value}}`."""
         if not self._world.is_main:
             return
-        for name, figures in results.items():
-            self._record({"step": step, "set": name, **figures})
+        for name, metrics in results.items():
+            self._record({"step": step, "set": name, **metrics})
         self.console.evaluation(step, results)
-        for other in self._others:
-            other.evaluation(step, results)
+        for logger in self._loggers:
+            logger.evaluation(step, results)
 
     def exported(self, directory: Path) -> None:
-        """The run's model lies in `directory`: for trackers that keep models."""
-        for other in self._others:
-            other.exported(directory)
+        """Report that the model has been exported to `directory`, for loggers that upload models."""
+        for logger in self._loggers:
+            logger.exported(directory)
 
     def note(self, text: str) -> None:
-        """Say something in passing."""
+        """Print a message."""
         self.console.note(text)
 
     def warn(self, text: str) -> None:
-        """Say something the user should look at."""
+        """Print a warning."""
         self.console.warn(text)
 
     def close(self, *, failed: bool = False) -> None:
-        """End the display, close the file, and have the trackers send what is not sent yet."""
+        """End the display, close the file, and wait until the loggers have sent their metrics."""
         self.console.close()
         if self._metrics is not None:
             self._metrics.close()
-        for other in self._others:
-            other.close(failed)
+        for logger in self._loggers:
+            logger.close(failed)
 
     def __enter__(self) -> "Tracker":
         """Use it as `with Tracker.open(...) as tracker`."""
@@ -217,12 +181,65 @@ class Tracker:
         try:
             self._metrics.append(row)
         except OSError as error:
-            if not self._file_failed:
+            if not self._write_failed:
                 self.console.warn(
-                    f"{self._metrics.path} cannot be written, training goes on without some rows: {error}"
+                    f"{self._metrics.path} cannot be written, training continues without some rows: {error}"
                 )
-            self._file_failed = True
+            self._write_failed = True
 
 
-def _figures(row: Mapping[str, Any]) -> dict[str, float]:
+def start_loggers(
+    recipe: Recipe,
+    world_size: int,
+    run_dir: Path,
+    resumed_step: int | None,
+    wandb_id: str | None,
+    evaluations: Mapping[int, Results],
+    warn: Callable[[str], None],
+) -> list[AsyncLogger]:
+    """Start the loggers that `recipe.tracking` asks for besides the terminal and metrics.jsonl. On rank 0 only.
+
+    Args:
+        recipe: the resolved recipe.
+        world_size: number of ranks.
+        run_dir: where they write.
+        resumed_step: the step that training resumes from; None: it starts from scratch.
+        wandb_id: of the wandb run to continue.
+        evaluations: earlier evaluations of the run, as step -> set -> metric -> value.
+        warn: prints a warning.
+    """
+    loggers = []
+    if recipe.tracking.wandb:
+        loggers.append(
+            AsyncLogger(
+                "wandb",
+                lambda: WandbLogger(recipe, world_size, run_dir, wandb_id, evaluations),
+                warn,
+                start_timeout=wandb_start_timeout(),
+                finish_timeout=wandb_finish_timeout(recipe),
+                abandon=abandon_wandb,
+            )
+        )
+    if recipe.tracking.tensorboard:
+        loggers.append(
+            AsyncLogger(
+                "TensorBoard",
+                lambda: TensorBoardLogger(recipe, run_dir, resumed_step),
+                warn,
+                start_timeout=TENSORBOARD_START_TIMEOUT,
+                finish_timeout=TENSORBOARD_FINISH_TIMEOUT,
+            )
+        )
+    return loggers
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory in GiB: on a GPU what torch allocated, on a CPU the resident size of the process."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in row.items() if key not in ("step", "set") and isinstance(value, int | float)}

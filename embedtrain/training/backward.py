@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from embedtrain.data.types import Tokens
-from embedtrain.distributed.collectives import average_gradients, max_over_ranks
+from embedtrain.distributed.collectives import average_gradients
 from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, geometry
@@ -25,9 +25,6 @@ from embedtrain.training import spans
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.rank_batch import RankBatch
 from embedtrain.training.spans import span
-
-# More chunks than any rank has.
-_ALL = 2**31
 
 
 class Backward:
@@ -100,9 +97,11 @@ class Backward:
 
     def _one(self, batch: RankBatch, weight: float, *, last: bool, measured: bool) -> tuple[LossOutput, Tensor]:
         # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
-        mine = len(batch.chunks)
-        most, kept, max_documents = self._agree_on_passes(batch)
-        sample = MeasuredRows.of(batch.num_rows, max_documents, self.world.rank, self.world.size) if measured else None
+        mine, most = len(batch.chunks), max(1, batch.num_passes)
+        kept = most if batch.kept == batch.num_passes else batch.kept  # a dummy's graphs are no burden
+        sample = (
+            MeasuredRows.of(batch.num_rows, batch.max_documents, self.world.rank, self.world.size) if measured else None
+        )
         chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
         vectors: list[Tensor | None] = []
         for index, chunk in enumerate(chunks):
@@ -125,36 +124,17 @@ class Backward:
             vectors[index] = encoded = None  # the graph's memory
         return output, finite
 
-    def _agree_on_passes(self, batch: RankBatch) -> tuple[int, int, int]:
-        """How many passes every rank runs, of how many it keeps the graphs, and the documents of the longest row.
-
-        A dummy's graphs are no burden.
-        """
-        if batch.num_passes is not None:
-            most = max(1, batch.num_passes)
-            return most, most if batch.kept == batch.num_passes else batch.kept, batch.max_documents
-        mine = len(batch.chunks)
-        kept = batch.kept if batch.kept < mine else _ALL
-        told = [max(1, mine), -kept, batch.max_documents]
-        most, fewest, max_documents = max_over_ranks(told, self.world.device)
-        return most, min(-fewest, most), max_documents
-
     def _loss_at_row_owners(
         self, encoded: Tensor, batch: RankBatch, weight: float, sample: MeasuredRows | None
     ) -> tuple[LossOutput, Tensor, Tensor]:
         """The loss where the rows are, its gradient at the vectors encoded here, and whether these are finite."""
-        rows = encoded if batch.order is None else encoded[batch.order]
-        rows = rows.clone() if batch.exchange is None else batch.exchange.home(rows)
+        rows = batch.exchange.home(encoded)
         output = self._loss_backward(rows.requires_grad_(), batch, weight)
         if sample is not None and self.row_specs is not None:
             seen, row_spec = rows.detach(), self.row_specs[batch.batch_info.source]
             queries, documents = seen[: batch.num_queries], seen[batch.num_queries :]
             output.metrics.update(geometry(queries, documents, batch.batch_info, sample, row_spec))
-        slopes = torch.zeros_like(rows) if rows.grad is None else rows.grad
-        if batch.exchange is not None:
-            slopes = batch.exchange.back(slopes)
-        if batch.order is not None:
-            slopes = torch.empty_like(slopes).index_copy_(0, batch.order, slopes)
+        slopes = batch.exchange.back(torch.zeros_like(rows) if rows.grad is None else rows.grad)
         return output, slopes, encoded.isfinite().all()
 
     def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:

@@ -5,12 +5,11 @@ import contextlib
 import torch
 from torch import Tensor
 
-from embedtrain.checkpoint.export.export import ExportResult, export_dtype, export_lock, live_weights, plan_export
+from embedtrain.checkpoint.checkpointer import read_tensors
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.checkpoint.export.model_card import model_card
-from embedtrain.checkpoint.export.probes import PROBES, ExportReference, export_tolerance
-from embedtrain.checkpoint.export.reopen import AdapterBase
-from embedtrain.checkpoint.load import read_tensors
+from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, export_lock, live_weights, plan_export
+from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.config.compose import to_plain
@@ -52,29 +51,27 @@ def export_run(
             folder = open_checkpoint(step_path(run_dir.checkpoints, step))
         read_tensors(folder, trained, None)
         tracker.note(f"exporting step {step}, the best by {recipe.checkpoint.best_metric} ({state.best:.4f})")
-    asked, dtype = recipe.export, export_dtype(recipe.export.dtype, model.source)
-    expected: ExportReference | None = None
-    if asked.check:
+    config, dtype = recipe.export, export_dtype(recipe.export.dtype, model.source)
+    reference: ExportReference | None = None
+    if config.check:
         tolerance = export_tolerance(dtype, exact_encoder=recipe.parallel.precision is Precision.fp32)
         vectors = encoder.encode_all(PROBES)
-        without: Tensor | None = None
+        base_vectors: Tensor | None = None
         if model.adapted is not None:
             with without_adapters(model.encoder):
-                without = encoder.encode_all(PROBES).cpu()
-        expected = ExportReference(vectors, tolerance, model.source.prompts, model.tokenizer.max_length, without)
-    pieces = live_weights(model.encoder)
-    exported: ExportResult | None = None
-    with contextlib.ExitStack() as held:
+                base_vectors = encoder.encode_all(PROBES).cpu()
+        reference = ExportReference(vectors, tolerance, model.source.prompts, model.tokenizer.max_length, base_vectors)
+    weights = live_weights(model.encoder)
+    result: ExportResult | None = None
+    with contextlib.ExitStack() as stack:
         with world.fail_together("exporting the model"):
-            settings, base = (None, None) if model.adapted is None else (run_dir.adapter, _base(model, recipe))
-            export = plan_export(
-                run_dir.model, run_dir.architecture, pieces, dtype, asked, settings=settings, base=base
-            )
+            adapter = None if model.adapted is None else _adapter_base(model, recipe, run_dir)
+            export = plan_export(run_dir.model, run_dir.architecture, weights, dtype, config, adapter=adapter)
             if world.is_main:
-                held.enter_context(export_lock(run_dir.model))
+                stack.enter_context(export_lock(run_dir.model))
                 export.begin()
         with world.fail_together("exporting the model"), tracker.phase("exporting the model"):
-            export.write(pieces.rows, main=world.is_main)
+            export.write(weights.rows, main=world.is_main)
         with world.fail_together("exporting the model"):
             if world.is_main:
                 card = model_card(
@@ -84,22 +81,23 @@ def export_run(
                     dimension=model.encoder.dimension,
                     max_length=model.tokenizer.max_length,
                     prompts=model.source.prompts,
-                    formats=asked.formats,
-                    name=asked.push_to_hub,
+                    formats=config.formats,
+                    name=config.push_to_hub,
                 )
                 trusted = recipe.model.trust_remote_code
-                exported = export.finish(card, expected, trust_remote_code=trusted, phase=tracker.phase)
-        if not asked.check:
-            tracker.warn("export.check=false: nobody has compared the exported model with the encoder")
+                result = export.finish(card, reference, trust_remote_code=trusted, phase=tracker.phase)
+        if not config.check:
+            tracker.warn("export.check=false: the exported model was not compared with the encoder")
         with world.fail_together("uploading the model"):
-            if world.is_main and asked.push_to_hub is not None:
-                with tracker.phase(f"uploading to {asked.push_to_hub}"):
-                    address = upload_model(run_dir.model, asked.push_to_hub, private=asked.private, step=step)
+            if world.is_main and config.push_to_hub is not None:
+                with tracker.phase(f"uploading to {config.push_to_hub}"):
+                    address = upload_model(run_dir.model, config.push_to_hub, private=config.private, step=step)
                 tracker.note(f"uploaded: {address}")
-    return world.broadcast(exported)  # type: ignore[return-value]
+    return world.broadcast(result)  # type: ignore[return-value]
 
 
-def _base(model: LoadedModel, recipe: Recipe) -> AdapterBase:
-    coarse = any(p.dtype == torch.bfloat16 for p in model.encoder.parameters() if not p.requires_grad)
-    coarse = coarse and stored_dtype(model.source) == torch.float32
-    return AdapterBase(model.source, recipe.seed, rounded=coarse, load_in_4bit=recipe.model.lora.load_in_4bit)
+def _adapter_base(model: LoadedModel, recipe: Recipe, run_dir: RunDirectory) -> AdapterBase:
+    bf16_base = any(p.dtype == torch.bfloat16 for p in model.encoder.parameters() if not p.requires_grad)
+    rounded = bf16_base and stored_dtype(model.source) == torch.float32
+    in_4bit = recipe.model.lora.load_in_4bit
+    return AdapterBase(run_dir.adapter, model.source, recipe.seed, rounded=rounded, load_in_4bit=in_4bit)

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.chunks import ChunkPlan, cut_rows, plan_chunks
-from embedtrain.data.keys import asked, text_keys
+from embedtrain.data.chunks import ChunkPlan, plan_chunks
+from embedtrain.data.keys import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch, Row, Tokens
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide
@@ -139,12 +139,10 @@ class RankBatch:
         num_queries: B.
         batch_info: what the loss needs to know of this rank's rows.
         num_rows: rows of the whole global batch.
-        kept: of how many chunks, the first ones, the graphs may be held in memory together.
-        num_passes: the largest number of chunks of any rank, where all ranks know it; `kept` is then the same on all.
-        max_documents: of one row: of all ranks' where `num_passes` is known, else of this rank's.
-        order: int64, which of the vectors in the order of chunks each text's is; None where they are in that order.
-        exchange: how vectors come to the ranks of their rows; None where each rank encodes the texts of its own
-            rows, B queries and then M documents.
+        kept: of how many chunks, the first ones, the graphs may be held in memory together; the same on all ranks.
+        num_passes: chunks of the rank that has most.
+        max_documents: documents of the longest row of all ranks.
+        exchange: how vectors come to the ranks of their rows.
         guides: chunks of this rank's rows for other models, by path.
     """
 
@@ -154,10 +152,9 @@ class RankBatch:
     batch_info: BatchInfo
     num_rows: int
     kept: int
-    num_passes: int | None = None
-    max_documents: int = 1
-    order: torch.Tensor | None = None
-    exchange: Exchange | None = None
+    num_passes: int
+    max_documents: int
+    exchange: Exchange
     guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)
 
     @property
@@ -188,8 +185,7 @@ class RankBatch:
             self,
             chunks=tuple(chunk.each(change) for chunk in self.chunks),
             batch_info=self.batch_info.each(change),
-            order=None if self.order is None else change(self.order),
-            exchange=None if self.exchange is None else self.exchange.each(change),
+            exchange=self.exchange.each(change),
             guides={path: tuple(chunk.each(change) for chunk in chunks) for path, chunks in self.guides.items()},
         )
 
@@ -206,10 +202,9 @@ def cut(
 ) -> RankBatch:
     """Rank `rank`'s part of `batch`: queries and documents share chunks, for one encoder serves both.
 
-    Where the texts' tokens are kept, all ranks know all lengths: texts are dealt so that every rank has as many
-    chunks as any other and as much to compute, and vectors travel to the ranks of their rows. Else each rank
-    tokenises and encodes the texts of its own rows. Of graphs that may not all be kept the longest texts' are: the
-    most saved for the memory they take.
+    All ranks know all lengths: texts are dealt so that every rank has as many chunks as any other and as much to
+    compute, and vectors travel to the ranks of their rows. Of graphs that may not all be kept the longest texts' are:
+    the most saved for the memory they take.
 
     Args:
         batch: the global batch.
@@ -220,25 +215,12 @@ def cut(
         guides: how the same rows are cut for other models.
         teacher_dimension: of the vectors that rows hold, if they do: a rank without rows must know it too.
     """
-    rows = batch.share(rank, size) if batch.tokens is None or batch.beside or guides else None
-    if batch.tokens is None:
-        assert rows is not None
-        keys, num_documents, ids = _texts_of(rows, tokenizer)
-        lengths = np.array([len(text) for text in ids], dtype=np.int64)
-        parts = cut_rows(lengths, cutting.chunk_tokens, cutting.pass_overhead_tokens, packed=tokenizer.packed)
-        chunks = [tokenizer.chunk(ids, part.tolist()) for part in parts]
-        num_passes, kept = None, cutting.kept(chunk.ids.numel() for chunk in chunks)
-        order = torch.from_numpy(np.argsort(np.concatenate([*parts, np.empty(0, dtype=np.int64)])))
-        exchange, counted = None, num_documents
-    else:
-        chunks, exchange, dealt = _dealt(batch.tokens, rank, size, tokenizer, cutting)
-        num_passes, kept = (
-            dealt.num_chunks,
-            cutting.kept(dealt.max_tokens_per_chunk(batch.tokens.lengths, packed=tokenizer.packed)),
-        )
-        order = None
-        counted, num_documents = batch.tokens.num_documents, batch.tokens.num_documents[rank::size]
-        keys = torch.from_numpy(batch.tokens.keys[_ranks_of_rows(batch.tokens, size) == rank])
+    tokens = batch.tokens
+    assert tokens is not None, "the data is not tokenised"
+    chunks, exchange, dealt = _dealt(tokens, rank, size, tokenizer, cutting)
+    rows = batch.share(rank, size) if batch.beside or guides else None
+    num_documents = tokens.num_documents[rank::size]
+    keys = torch.from_numpy(tokens.keys[_ranks_of_rows(tokens, size) == rank])
     num_queries = len(num_documents)
     return RankBatch(
         step=batch.step,
@@ -254,33 +236,12 @@ def cut(
             teacher_dimension=teacher_dimension,
         ),
         num_rows=len(batch.rows),
-        kept=kept,
-        num_passes=num_passes,
-        max_documents=int(counted.max(initial=0)),
-        order=order,
+        kept=cutting.kept(dealt.max_tokens_per_chunk(tokens.lengths, packed=tokenizer.packed)),
+        num_passes=dealt.num_chunks,
+        max_documents=int(tokens.num_documents.max(initial=0)),
         exchange=exchange,
         guides={path: texts(rows or ()) for path, texts in (guides or {}).items()},
     )
-
-
-def _texts_of(
-    rows: Sequence[Row], tokenizer: TextTokenizer
-) -> tuple[torch.Tensor, NDArray[np.int64], list[Sequence[int]]]:
-    """Keys of all queries and documents, documents of each row, and the tokens of all texts."""
-    plain = [asked(row.query, row.instruction) for row in rows] + [text for row in rows for text in row.documents]
-    seen = [row.query_prompt(row.query) for row in rows]
-    seen += [row.document_prompt(text) for row in rows for text in row.documents]
-    before = [row.query_prompt.before for row in rows]
-    before += [row.document_prompt.before for row in rows for _ in row.documents]
-    most = [row.query_max_length for row in rows] + [row.document_max_length for row in rows for _ in row.documents]
-    ids: list[Sequence[int]] = [()] * len(seen)
-    for length in dict.fromkeys(most):
-        places = [place for place, other in enumerate(most) if other == length]
-        prompts = [before[place] for place in places]
-        found = tokenizer.ids([seen[place] for place in places], length, prompts)
-        for place, one in zip(places, found, strict=True):
-            ids[place] = one
-    return text_keys(plain), np.array([len(row.documents) for row in rows], dtype=np.int64), ids
 
 
 def _dealt(

@@ -45,7 +45,6 @@ EFFECTS = {
     "data.weight_mode": Effect.no_effect,
     "data.mixing_temperature": Effect.no_effect,
     "data.instruction_format": Effect.no_effect,
-    "data.cache": Effect.changes_rounding,  # which rank encodes which text
     "data.cache_dir": Effect.no_effect,
     "data.workers": Effect.no_effect,
     "loss": Effect.must_match,

@@ -14,7 +14,7 @@ from embedtrain.errors import TrainingError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.tracking.report.page import REPORT_FILE, write_report
 from embedtrain.tracking.report.sample import AFTER, BEFORE, Sample, read_texts, write_texts, write_vectors
-from embedtrain.tracking.sessions import began, ended
+from embedtrain.tracking.sessions import record_end, record_start
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.state import TrainState
 
@@ -55,13 +55,13 @@ class RunReporter:
         devices = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
         def note() -> None:
-            began(
+            record_start(
                 self._run_dir.sessions,
                 step=self._state.step,
                 total_steps=self._total_steps,
                 ranks=self._world.size,
                 devices=devices,
-                anew=self._anew,
+                from_scratch=self._anew,
             )
 
         self._unless_it_fails("sessions.jsonl", note)
@@ -108,7 +108,7 @@ class RunReporter:
         return self._state.step == 0
 
     def _ended(self, how: str, *, error: str | None = None, exported: int | None = None) -> None:
-        ended(self._run_dir.sessions, how, step=self._state.step, error=error, exported=exported)
+        record_end(self._run_dir.sessions, how, step=self._state.step, error=error, exported=exported)
 
     def _encode(self, sample_of: Callable[[], Sample | None], which: str, step: int) -> None:
         """The vectors of the sample, if there is one, on all ranks; the first one writes them."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
 from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.export.model_directory import write_architecture
-from embedtrain.checkpoint.manager import Checkpointer
 from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
 from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.config.accelerate import describe_accelerate_config
@@ -88,7 +88,7 @@ def _train(recipe: Recipe, world: World, stopping: StopSignals, held: contextlib
         base = weights_digest(source) if world.is_main and recipe.model.lora.on else None
     place = cache_place(recipe.data.cache_dir, run_dir.cache, world, console.note)
     with world.fail_together("reading training data"), console.progress() as told:
-        cache = Cache(directory=place, keep=recipe.data.cache, progress=told)
+        cache = Cache(directory=place, progress=told)
         data, losses = load_recipe_data(recipe, prompts, cache)
         total_steps, total_batches = _lengths(recipe, data)
     require_same_data(data, world)
@@ -108,7 +108,7 @@ def _train(recipe: Recipe, world: World, stopping: StopSignals, held: contextlib
         recipe.checkpoint,
         world,
         metadata={"identity": identity, "recipe": to_plain(recipe)},
-        say=console.warn,
+        log=console.warn,
         timeout=recipe.parallel.timeout,
     )
     found = checkpoints.newest()

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from embedtrain.checkpoint.export.export import ExportResult, export_lock, plan_export
 from embedtrain.checkpoint.export.model_directory import WeightStream, write_architecture
-from embedtrain.checkpoint.export.probes import ExportReference, export_tolerance, probe_vectors
+from embedtrain.checkpoint.export.model_export import ExportResult, export_lock, plan_export
+from embedtrain.checkpoint.export.verify import ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig
 from embedtrain.data.tokens import TextTokenizer

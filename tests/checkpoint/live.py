@@ -1,4 +1,4 @@
-"""Models to save, a real encoder and one of all that is odd to a checkpoint, and the checkpoints of a run."""
+"""Models to save, a real encoder and one with everything unusual for a checkpoint, and a run's checkpoints."""
 
 import hashlib
 import threading
@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from embedtrain.checkpoint.manager import Checkpointer
+from embedtrain.checkpoint import checkpointer
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.snapshot import init_optimizer_state
 from embedtrain.checkpoint.step_directory import Checkpoint, list_steps, open_checkpoint, step_path, verify_checksums
 from embedtrain.config.losses import InfoNCEConfig
@@ -33,7 +34,7 @@ from tests.small import small_model, small_tokenizer
 
 
 class Odd(nn.Module):
-    """Tied and frozen weights, low-rank additions, buffers, and tensors of fewer rows than there are ranks."""
+    """Tied and frozen weights, low-rank layers, buffers, and tensors with fewer rows than there are ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,14 +54,14 @@ class Odd(nn.Module):
 
 
 class Live:
-    """A model in training on this rank: `step` changes it."""
+    """A model in training on this rank."""
 
     def __init__(self, world: World, parallel: ParallelConfig, *, odd: bool, seed: int = 0, **sizes: int) -> None:
         self.odd = odd
         if odd:
             torch.manual_seed(seed)
             encoder: Any = Odd()
-            with torch.no_grad():  # otherwise zero, and what is read could not be told from what was there
+            with torch.no_grad():  # distinguishes models of different seeds
                 encoder.table += seed
             shape = mesh_shape(parallel.strategy, parallel, world.size, world.local_size)
             fully_shard(encoder, mesh=ParallelLayout(parallel.strategy, *shape, "").mesh(world.device))
@@ -75,20 +76,20 @@ class Live:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def step(self) -> None:
-        """One of the optimiser, from real gradients; the loss's parameters have none, as before their source comes."""
+        """One optimizer step with real gradients; the loss's parameters have none, as before a batch of its source."""
         ids = torch.tensor([[1, 2, 3]])
         self.trained.encoder(*((ids,) if self.odd else (ids, torch.ones_like(ids)))).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def held(self, *, optimizer: bool = True) -> dict[str, str]:
-        """A digest of every whole tensor of the model and of the optimiser's state, by name. A collective."""
-        found: dict[str, Any] = dict(get_model_state_dict(self.trained))
+    def digests(self, *, optimizer: bool = True) -> dict[str, str]:
+        """A digest of every unsharded tensor of the model and of the optimizer state, by name. A collective."""
+        tensors: dict[str, Any] = dict(get_model_state_dict(self.trained))
         if optimizer:
             init_optimizer_state(self.optimizer)
             options = StateDictOptions(flatten_optimizer_state_dict=True)
-            found |= get_optimizer_state_dict(self.trained, self.optimizer, options=options)
-        return {name: digest(value) for name, value in found.items() if isinstance(value, Tensor)}
+            tensors |= get_optimizer_state_dict(self.trained, self.optimizer, options=options)
+        return {name: digest(value) for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def digest(tensor: Tensor) -> str:
@@ -101,28 +102,33 @@ def state_of(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "samples": 10 * step} | more
 
 
-def opened(root: Path, world: World, said: list[str] | None = None, **options: Any) -> Checkpointer:
-    return Checkpointer(
-        root, CheckpointConfig(**options), world, metadata={}, say=(said if said is not None else []).append, timeout=60
-    )
+def open_checkpoints(root: Path, world: World, log: list[str] | None = None, **options: Any) -> Checkpointer:
+    messages = [] if log is None else log
+    return Checkpointer(root, CheckpointConfig(**options), world, metadata={}, log=messages.append, timeout=60)
 
 
-def sound(root: Path, step: int) -> Checkpoint:
-    folder = open_checkpoint(step_path(root, step))
-    verify_checksums(folder, 0, 1)
-    return folder
+def verified(root: Path, step: int) -> Checkpoint:
+    checkpoint = open_checkpoint(step_path(root, step))
+    verify_checksums(checkpoint, 0, 1)
+    return checkpoint
 
 
-def steps(root: Path) -> list[int]:
+def steps_in(root: Path) -> list[int]:
     return [step for step, _ in list_steps(root)]
 
 
 @contextmanager
-def held_back(checkpoints: Checkpointer) -> Iterator[threading.Event]:
-    """Keep the thread that writes busy, as a slow disk would, until the event is set."""
-    free = threading.Event()
-    checkpoints._thread.submit(free.wait)
+def slow_disk() -> Iterator[threading.Event]:
+    """Delay the writing of tensors, as a slow disk would, until the event is set."""
+    resumed, write = threading.Event(), checkpointer.write_local_shards
+
+    def delayed(*arguments: Any) -> dict[str, int]:
+        resumed.wait()
+        return write(*arguments)
+
+    checkpointer.write_local_shards = delayed
     try:
-        yield free
+        yield resumed
     finally:
-        free.set()
+        resumed.set()
+        checkpointer.write_local_shards = write

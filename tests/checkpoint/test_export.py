@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
-import embedtrain.checkpoint.export.export as export_module
-from embedtrain.checkpoint.export.export import checkpoint_weights, load_checkpoint_encoder
-from embedtrain.checkpoint.export.probes import PROBES, export_tolerance
+import embedtrain.checkpoint.export.model_export as export_module
+from embedtrain.checkpoint.export.model_export import checkpoint_weights, load_checkpoint_encoder
+from embedtrain.checkpoint.export.verify import PROBES, export_tolerance
 from embedtrain.checkpoint.snapshot import WEIGHTS
 from embedtrain.checkpoint.step_directory import open_checkpoint
 from embedtrain.config.recipe import ModelConfig, Pooling
@@ -146,9 +146,9 @@ def test_one_export_at_a_time_and_what_a_killed_one_left_is_no_hindrance(tmp_pat
         [sys.executable, "-c", f"""
 import time
 from pathlib import Path
-from embedtrain.checkpoint.export.export import only_export
+from embedtrain.checkpoint.export.model_export import export_lock
 to = Path({str(to)!r})
-with only_export(to):
+with export_lock(to):
     (to.parent / "out.tmp" / "onnx").mkdir(parents=True)
     (to.parent / "out.tmp" / "onnx" / "model.onnx").write_text("half")
     print("holds", flush=True)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel
 
-from embedtrain.checkpoint.export.probes import PROBES
+from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ModelError
 from tests.checkpoint.exporting import architecture_of, export_model

@@ -13,9 +13,9 @@ _MEASURED = """
 import re, sys, threading, time
 from pathlib import Path
 import accelerate, onnxruntime, sentence_transformers, torch, transformers
-import embedtrain.export.offline
-from embedtrain.config.compose import compose_export
-from embedtrain.export import act
+import embedtrain.export.convert
+from embedtrain.export.options import compose_export
+from embedtrain.export.__main__ import main
 
 def own() -> int:
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
@@ -29,7 +29,7 @@ def watch() -> None:
 options = compose_export(sys.argv[1:])
 before = highest = own()
 threading.Thread(target=watch, daemon=True).start()
-act(options)
+main(options)
 print(highest - before)
 """
 

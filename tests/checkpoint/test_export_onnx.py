@@ -10,8 +10,7 @@ from transformers import AutoTokenizer
 
 import embedtrain.checkpoint.export.onnx as onnx_graph
 from embedtrain.checkpoint.export.onnx import GRAPH, check_graph, write_graph
-from embedtrain.checkpoint.export.probes import PROBES
-from embedtrain.checkpoint.export.reopen import require_shapes
+from embedtrain.checkpoint.export.verify import PROBES, require_shapes
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import CheckpointError
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model

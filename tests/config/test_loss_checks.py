@@ -33,20 +33,23 @@ def parts(*losses: LossConfig, **options) -> CombinedConfig:
 
 
 BROKEN: list[tuple[LossConfig, str]] = [
-    (InfoNCEConfig(name="cosent"), r"loss\.name=cosent does not choose a loss: write loss=cosent"),
+    (InfoNCEConfig(name="cosent"), r"loss\.name=cosent: .*write loss=cosent"),
     (InfoNCEConfig(name="infonc"), r"loss\.name=infonc: there is no such loss, did you mean infonce\?"),
-    (InfoNCEConfig(weight=0.5), r"loss\.weight=0\.5 is for the parts of loss=combined"),
+    (InfoNCEConfig(weight=0.5), r"loss\.weight=0\.5: .*loss=combined"),
     (InfoNCEConfig(temperature=0.0), r"loss\.temperature=0\.0: must be above 0"),
     (InfoNCEConfig(temperature=float("nan")), r"loss\.temperature=nan"),
     (CoSENTConfig(temperature=-1.0), r"loss\.temperature=-1\.0"),
     (DistillScoresConfig(teacher_temperature=0.0), r"loss\.teacher_temperature=0\.0"),
-    (InfoNCEConfig(temperature_bounds=[0.5, 0.1]), r"loss\.temperature_bounds=\[0\.5, 0\.1\]: .* smaller first"),
-    (InfoNCEConfig(learn_temperature=True, temperature=2.0), r"loss\.temperature=2\.0 is not within"),
-    (SigLIPConfig(temperature_bounds=[0.2, 0.5]), r"loss\.temperature=0\.1 is not within"),
+    (InfoNCEConfig(temperature_bounds=[0.5, 0.1]), r"loss\.temperature_bounds=\[0\.5,0\.1\]: "),
+    (InfoNCEConfig(learn_temperature=True, temperature=2.0), r"loss\.temperature=2\.0: .*\[0\.01,1\.0\]"),
+    (SigLIPConfig(temperature_bounds=[0.2, 0.5]), r"loss\.temperature=0\.1: .*\[0\.2,0\.5\]"),
     (SigLIPConfig(bias=float("inf")), r"loss\.bias=inf"),
-    (InfoNCEConfig(directions=[]), r"loss\.directions=\[\]: query_document"),
+    (InfoNCEConfig(directions=[]), r"loss\.directions=\[\]: .*query_document"),
     (InfoNCEConfig(directions=[LossDirection.query_query]), r"loss\.directions=\[query_query\]"),
-    (InfoNCEConfig(directions=[*ALL_SIDES, LossDirection.query_query]), r"each once"),
+    (
+        InfoNCEConfig(directions=[*ALL_SIDES, LossDirection.query_query]),
+        r"loss\.directions=\[query_document,.*query_query\]: .*each once",
+    ),
     (
         InfoNCEConfig(directions=ALL_SIDES, partition_mode=PartitionMode.separate),
         r"partition_mode=separate: .* query_query alone",

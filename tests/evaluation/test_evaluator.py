@@ -23,7 +23,7 @@ def small_set(num_queries=7, num_documents=11):
     }
     judgements["q0"] = {"nowhere": 1}
     del judgements["q1"]
-    return RetrievalSet("small", queries, Corpus.of(documents), judgements)
+    return RetrievalSet("small", queries, Corpus.from_dict(documents), judgements)
 
 
 def pairs():
@@ -67,7 +67,7 @@ def test_the_same_figures_on_any_number_of_ranks_and_those_of_trec_eval(ranks, t
 
 
 def test_fewer_documents_than_ranks(ranks):
-    data = RetrievalSet("two", {"q": "alpha"}, Corpus.of({"d0": "alpha", "d1": "beta gamma"}), {"q": {"d0": 1}})
+    data = RetrievalSet("two", {"q": "alpha"}, Corpus.from_dict({"d0": "alpha", "d1": "beta gamma"}), {"q": {"d0": 1}})
     assert ranks(3, evaluate, [LoadedSet(data)]) == [{"two": dict.fromkeys(RETRIEVAL_METRICS, 1.0)}] * 3
 
 

@@ -96,15 +96,14 @@ def test_pairs(tmp_path):
     assert (data.name, data.first, data.second, data.scores) == ("sts-set", ["c", "a"], ["d", "b"], [3.0, 1.5])
     assert "2 pairs" not in refused(folder, split="train")
     write_parquet(folder, "test", [{"sentence1": "a", "sentence2": None, "score": 1.5}])
-    assert refused(folder) == f"{folder} (default, test):1: sentence2 must be a text, not None"
-    assert refused(folder, kind=SetKind.retrieval) == (
-        f"{folder} holds no corpus and queries, only the configurations default (default: train, validation, test)"
+    assert refused(folder).startswith(f"{folder} (default, test):1: sentence2 must be a text")
+    assert "only the configurations default (default: train, validation, test)" in refused(
+        folder, kind=SetKind.retrieval
     )
 
 
 def test_a_hub_id_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    assert refused("nobody/no-such-set").startswith(
-        "nobody/no-such-set cannot be loaded as a data set: ConnectionError"
-    )
-    assert refused("nobody/no-such-set").endswith("(no file or folder is called nobody/no-such-set either)")
+    error = refused("nobody/no-such-set")
+    assert error.startswith("nobody/no-such-set: ") and "ConnectionError" in error
+    assert error.endswith("(no file or folder is called nobody/no-such-set either)")

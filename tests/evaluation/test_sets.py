@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.data.sources.parts import part_of_file
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.evaluation.readers.rows import table_of
+from embedtrain.evaluation.readers.rows import read_rows
 from embedtrain.evaluation.sets import load_sets, read_set, set_name
 from embedtrain.evaluation.types import Corpus
 
@@ -87,52 +88,46 @@ def test_splits(beir):
     (qrels / "test.tsv").rename(qrels / "zzz.tsv")
     assert read(beir).data.judged_queries == ["q3"]
     (qrels / "dev.tsv").rename(qrels / "aaa.tsv")
-    assert refused(beir) == f"{qrels} holds the splits aaa, zzz: say which with split="
+    assert refused(beir) == f"{qrels} holds the splits aaa, zzz: choose one with split="
     (qrels / "aaa.tsv").unlink()
     assert read(beir).data.judged_queries == ["q2", "q1"]
     (qrels / "zzz.tsv").unlink()
     assert refused(beir) == f"{qrels} holds no split: expected one such as test"
 
 
-# File, its text, and what is said; {} stands for the folder.
+# File, its content, the location that the error names, and a value that it names.
 BROKEN = [
-    ("corpus.jsonl", '{"_id": "d1", "text": "a"}\n{"_id": "d2"', "{}/corpus.jsonl:2: broken JSON: Expecting"),
-    ("corpus.jsonl", '["d1", "a"]\n', "{}/corpus.jsonl:1: a row must be a JSON object {{...}}, not a list"),
-    ("corpus.jsonl", '\n{"_id": "d1", "body": "a"}\n', "{}/corpus.jsonl:2: there is no text, only _id, body"),
-    ("corpus.jsonl", '{"id": "d1", "text": 7}\n', "{}/corpus.jsonl:1: text must be a text, not 7"),
-    ("corpus.jsonl", '{"_id": 1.5, "text": "a"}\n', "{}/corpus.jsonl:1: _id/id must be an id (a text or a whole"),
-    ("corpus.jsonl", '{"text": "a"}\n', "{}/corpus.jsonl:1: there is no _id or id, only text"),
-    (
-        "corpus.jsonl",
-        '{"_id": "d1", "text": "\\ud800"}\n',
-        "{}/corpus.jsonl:1: half of a surrogate pair at character 0",
-    ),
-    ("corpus.jsonl", '{"_id": 1, "text": "a"}\n{"_id": "1", "text": "b"}\n', "{}/corpus.jsonl:2: the id 1 stands for"),
-    ("corpus.jsonl", "", "{}/corpus.jsonl is empty"),
-    ("queries.jsonl", "\n", "{}/queries.jsonl is empty"),
-    ("corpus.jsonl", b'{"_id": "d1", "text": "\xff"}\n', "{}/corpus.jsonl:1: not UTF-8 (byte 0xff in "),
-    ("qrels/test.tsv", b"q1\td1\t1\nq1\t\xff\t1\n", "{}/qrels/test.tsv:2: not UTF-8 (byte 0xff in "),
-    ("qrels/test.tsv", QRELS.encode("utf-16"), "{}/qrels/test.tsv: this file is UTF-16: save it as UTF-8"),
-    ("queries.jsonl", lines(QUERIES).encode("utf-16"), "{}/queries.jsonl: this file is UTF-16: save it as UTF-8"),
-    ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1 d1 1\n", "{}/qrels/test.tsv:2: 1 fields, but a judgement is"),
-    (
-        "qrels/test.tsv",
-        "query-id\tcorpus-id\tscore\nq1\td1\thigh\n",
-        "{}/qrels/test.tsv:2: score must be a number, not",
-    ),
-    ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t0.5\n", "{}/qrels/test.tsv:2: score must be a whole number, not 0.5"),
-    ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t2\n", "{}/qrels/test.tsv:2: document d1 is judged 2 for query q1, before 1"),
-    ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n", "{}/qrels/test.tsv holds no judgement"),
-    ("qrels/test.tsv", "x\td1\t1\n", "{0}/qrels/test.tsv: none of its 1 queries is in {0}/queries.jsonl; it says 'x'"),
-    ("qrels/test.tsv", "q1\tx\t1\n", "{0}/qrels/test.tsv: none of its 1 documents is in {0}/corpus.jsonl; it says 'x'"),
-    ("qrels/test.tsv", "q1\td1\t0\n", "{}/qrels/test.tsv: no judgement is above 0, so nothing is relevant"),
+    ("corpus.jsonl", '{"_id": "d1", "text": "a"}\n{"_id": "d2"', "corpus.jsonl:2", "broken JSON"),
+    ("corpus.jsonl", '["d1", "a"]\n', "corpus.jsonl:1", "a list"),
+    ("corpus.jsonl", '\n{"_id": "d1", "body": "a"}\n', "corpus.jsonl:2", "_id, body"),
+    ("corpus.jsonl", '{"id": "d1", "text": 7}\n', "corpus.jsonl:1", '"text" must be a text, not a number (7)'),
+    ("corpus.jsonl", '{"_id": 1.5, "text": "a"}\n', "corpus.jsonl:1", '"_id" must be an id'),
+    ("corpus.jsonl", '{"text": "a"}\n', "corpus.jsonl:1", "needs an id"),
+    ("corpus.jsonl", '{"_id": "d1", "text": "\\ud800"}\n', "corpus.jsonl:1", "surrogate"),
+    ("corpus.jsonl", '{"_id": 1, "text": "a"}\n{"_id": "1", "text": "b"}\n', "corpus.jsonl:2", "the id '1'"),
+    ("corpus.jsonl", "", "corpus.jsonl", "is empty"),
+    ("queries.jsonl", "\n", "queries.jsonl", "is empty"),
+    ("corpus.jsonl", b'{"_id": "d1", "text": "\xff"}\n', "corpus.jsonl:1", "byte 0xff"),
+    ("qrels/test.tsv", b"q1\td1\t1\nq1\t\xff\t1\n", "qrels/test.tsv:2", "byte 0xff"),
+    ("qrels/test.tsv", QRELS.encode("utf-16"), "qrels/test.tsv", "UTF-16"),
+    ("queries.jsonl", lines(QUERIES).encode("utf-16"), "queries.jsonl", "UTF-16"),
+    ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1 d1 1\n", "qrels/test.tsv:2", "1 field"),
+    ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1\td1\thigh\n", "qrels/test.tsv:2", "'high'"),
+    ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t0.5\n", "qrels/test.tsv:2", "0.5"),
+    ("qrels/test.tsv", "q1\td1\t1\nq1\td1\t2\n", "qrels/test.tsv:2", "judged 2 for query q1, before 1"),
+    ("qrels/test.tsv", "query-id\tcorpus-id\tscore\n", "qrels/test.tsv", "no judgement"),
+    ("qrels/test.tsv", "x\td1\t1\n", "qrels/test.tsv", "queries.jsonl; it has 'x'"),
+    ("qrels/test.tsv", "q1\tx\t1\n", "qrels/test.tsv", "corpus.jsonl; it has 'x'"),
+    ("qrels/test.tsv", "q1\td1\t0\n", "qrels/test.tsv", "above 0"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "says"), BROKEN, ids=[says for *_, says in BROKEN])
-def test_broken_beir_folders(beir, name, content, says):
+@pytest.mark.parametrize(("name", "content", "location", "value"), BROKEN)
+def test_broken_beir_folders(beir, name, content, location, value):
     (beir / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert refused(beir).startswith(says.format(beir))
+    error = refused(beir)
+    assert error.startswith(f"{beir}/{location}")
+    assert value in error
 
 
 def test_what_a_file_is_counts_not_its_name(beir):
@@ -143,14 +138,14 @@ def test_what_a_file_is_counts_not_its_name(beir):
     (beir / "corpus.jsonl").rename(beir / "corpus.jsonl.gz")
     assert read(beir).data == expected
     (beir / "corpus.jsonl.gz").write_text(lines(CORPUS))
-    assert refused(beir).startswith(f"{beir}/corpus.jsonl.gz: is named .gz but is no gzip file")
+    assert refused(beir).startswith(f"{beir}/corpus.jsonl.gz: is named .gz but is not a gzip file")
 
 
 def test_a_gzip_file_that_is_cut_off(beir):
     (beir / "corpus.jsonl").unlink()
     packed = gzip.compress(lines(CORPUS * 100).encode())
     (beir / "corpus.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    assert re.search(r"corpus.jsonl.gz:\d+: the gzip file is damaged or cut short", refused(beir))
+    assert re.search(r"corpus.jsonl.gz:\d+: the gzip file is damaged or truncated", refused(beir))
 
 
 @pytest.mark.parametrize("name", ["corpus", "queries"])
@@ -203,7 +198,7 @@ def test_a_document_as_one_cell(tmp_path, name, separator):
 
 def test_a_row_is_named_by_its_first_line(tmp_path):
     (tmp_path / "t.csv").write_text('sentence1,sentence2,score\n"two\nlines",b,1\n"two\nmore",b,high\n')
-    assert refused(tmp_path / "t.csv") == f"{tmp_path}/t.csv:4: score must be a number, not 'high'"
+    assert refused(tmp_path / "t.csv") == f"{tmp_path}/t.csv:4: score must be a number, not a text ('high')"
 
 
 def test_a_parquet_text_that_is_not_utf8(tmp_path):
@@ -212,50 +207,41 @@ def test_a_parquet_text_that_is_not_utf8(tmp_path):
     assert refused(tmp_path / "t.parquet").startswith(f"{tmp_path}/t.parquet:2: not UTF-8 (byte 0xe9 in ")
 
 
+# File, its content, the location that the error names, and a value that it names.
 BROKEN_TABLES = [
-    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\n", "t.tsv:2: 2 cells where the header has 3"),
-    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t\n", "t.tsv:2: score must be a number, not ''"),
-    ("t.jsonl", '{"sentence1": "A", "sentence2": "B", "score": NaN}\n', "t.jsonl:1: score must be a number, not nan"),
-    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t1\nC\tD\t1\n", "t.tsv: 2 pairs with 1 different scores, so no corr"),
-    ("t.tsv", "", "t.tsv is empty"),
-    ("t.csv", 'sentence1,sentence2,score\n"A,B,1\n', "t.csv:2: broken CSV: unexpected end of data"),
-    ("t.parquet", "PAR", "t.parquet: cannot be read as Parquet: "),
-    (
-        "t.txt",
-        "a",
-        "t.txt is no table this reads: its name must end in .jsonl, .json, .csv and .tsv (each also with .gz",
-    ),
-    (
-        "t.jsonl",
-        '{"sentence1": "A", "sentence2": "B", "score": 1' + "0" * 400 + "}\n",
-        "t.jsonl:1: score must be a number, not 1",
-    ),
-    (
-        "t.tsv",
-        "sentence1\tsentence2\tscore\nA\tB\t" + "x" * 9999,
-        f"t.tsv:2: score must be a number, not '{'x' * 59}...",
-    ),
-    ("t.csv.gz", "score\n1\n", "t.csv.gz: is named .gz but is no gzip file"),
-    ("t.csv", "score,score\n1,1\n", "t.csv:1: the header names a column twice"),
+    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\n", "t.tsv:2", "2 cells where the header has 3"),
+    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t\n", "t.tsv:2", "''"),
+    ("t.jsonl", '{"sentence1": "A", "sentence2": "B", "score": NaN}\n', "t.jsonl:1", "nan"),
+    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t1\nC\tD\t1\n", "t.tsv", "1 different scores"),
+    ("t.tsv", "", "t.tsv", "is empty"),
+    ("t.csv", 'sentence1,sentence2,score\n"A,B,1\n', "t.csv:2", "broken CSV: unexpected end of data"),
+    ("t.parquet", "PAR", "t.parquet", "Parquet"),
+    ("t.txt", "a", "t.txt", ".jsonl, .json, .csv and .tsv"),
+    ("t.jsonl", '{"sentence1": "A", "sentence2": "B", "score": 1' + "0" * 400 + "}\n", "t.jsonl:1", "10000"),
+    ("t.tsv", "sentence1\tsentence2\tscore\nA\tB\t" + "x" * 9999, "t.tsv:2", f"'{'x' * 59}..."),
+    ("t.csv.gz", "score\n1\n", "t.csv.gz", "gzip"),
+    ("t.csv", "score,score\n1,1\n", "t.csv:1", "twice"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "says"), BROKEN_TABLES, ids=[says for *_, says in BROKEN_TABLES])
-def test_broken_tables(tmp_path, name, content, says):
+@pytest.mark.parametrize(("name", "content", "location", "value"), BROKEN_TABLES)
+def test_broken_tables(tmp_path, name, content, location, value):
     (tmp_path / name).write_text(content)
-    assert refused(tmp_path / name).startswith(f"{tmp_path}/{says}")
+    error = refused(tmp_path / name)
+    assert error.startswith(f"{tmp_path}/{location}")
+    assert value in error
 
 
 @pytest.mark.parametrize("name", ["gone.tsv", "gone.jsonl", "gone.parquet"])
 def test_a_file_that_goes_away(tmp_path, name):
     with pytest.raises(DataError, match=rf"{name}: cannot be read"):
-        list(table_of(tmp_path / name).rows())
+        list(read_rows(part_of_file(str(tmp_path / name))))
 
 
 def test_what_is_not_a_set(beir, tmp_path):
-    assert refused(tmp_path / "nothing") == f"{tmp_path}/nothing is not there"
-    assert refused("nothing.tsv") == "nothing.tsv is not there"
-    assert refused(beir, kind=SetKind.sts) == f"{beir} is a retrieval set (BEIR folder), but kind=sts was said"
+    assert refused(tmp_path / "nothing") == f"{tmp_path}/nothing does not exist"
+    assert refused("nothing.tsv") == "nothing.tsv does not exist"
+    assert refused(beir, kind=SetKind.sts) == f"{beir} is a retrieval set (BEIR folder), but kind=sts"
     with pytest.raises(
         ConfigError, match=r"^config=en is of Hub data sets, and .*my-set is a BEIR folder: leave it out"
     ):
@@ -266,12 +252,12 @@ def test_what_is_not_a_set(beir, tmp_path):
         read(beir, metrics=["spearman"])
     assert "is one file" in refused(beir / "corpus.jsonl", kind=SetKind.retrieval)
     (tmp_path / "empty").mkdir()
-    assert "is no evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
+    assert "is not an evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
     (tmp_path / "empty" / "zzz.json").write_text("{}")  # in a folder more often a configuration
-    assert "is no evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
+    assert "is not an evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
     (tmp_path / "empty" / "test.tsv.gz").write_bytes(gzip.compress(b""))
     assert refused(tmp_path / "empty") == f"{tmp_path}/empty/test.tsv.gz is empty"
-    assert "is no retrieval set: expected corpus.jsonl" in refused(tmp_path / "empty", kind=SetKind.retrieval)
+    assert "is not a retrieval set: expected corpus.jsonl" in refused(tmp_path / "empty", kind=SetKind.retrieval)
     for name in ("one.csv", "two.csv"):
         (tmp_path / "empty" / name).write_text("a,b\n1,2\n")
     (tmp_path / "empty" / "test.tsv.gz").unlink()
@@ -317,5 +303,5 @@ def test_loading_on_all_ranks(ranks, beir):
         assert "ConfigError: evaluation.sets: " in answer
         assert "are both called 'my-set'; write {path: " in answer
     answers = ranks(2, load, [one], 1)
-    assert answers[1] == "DataError: /nothing here is not there"
+    assert answers[1] == "DataError: /nothing here does not exist"
     assert answers[0] == "FailedElsewhere: rank 1 failed while reading evaluation sets: " + answers[1]

@@ -15,7 +15,7 @@ def test_an_exception_on_one_rank(folder, undisturbed):
     run = start(folder, "raised", hook=InStep(rank=1, step=4), agent=False)
     assert run.wait() == [1, 1], run.text
     assert run.text.count("Traceback") == 1
-    saved = "the newest complete checkpoint is raised/checkpoints/step-00000003: the same command goes on from there"
+    saved = "the newest complete checkpoint is raised/checkpoints/step-00000003: the same command resumes from it"
     assert run.errors == [
         f"error: rank 1 on {socket.gethostname()} failed while training, step 5: ValueError: a cosmic ray; {saved}"
     ]

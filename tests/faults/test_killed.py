@@ -29,7 +29,7 @@ def test_a_killed_rank_costs_nothing(folder, undisturbed, rank, doing, step):
     assert codes[1 - rank] == 1, run.text
     assert len(run.errors) == 1, run.text
     assert f"error: rank {rank} on {socket.gethostname()} ended while " in run.text
-    assert "the same command goes on from there" in run.errors[0]
+    assert "the same command resumes from it" in run.errors[0]
     again = finish(folder, out)
     assert f"resuming from {out}/checkpoints/step-" in again.text or "is the end of this run" in again.text
     assert training_result(folder / out) == undisturbed

@@ -69,7 +69,7 @@ def test_a_directory_that_vanishes(folder, undisturbed):
     shutil.move(folder / "vanishes", folder / "elsewhere")
     assert run.wait() == [1, 1], run.text
     assert len(run.errors) == 1
-    vanished = "output_dir=vanishes has vanished while the run was under way: bring it back"
+    vanished = "output_dir=vanishes has disappeared during the run: restore it"
     assert vanished in run.errors[0] or "No such file or directory" in run.errors[0], "seen before a save, or in one"
     shutil.rmtree(folder / "vanishes", ignore_errors=True)  # what a save that was just beginning has made
     shutil.move(folder / "elsewhere", folder / "vanishes")

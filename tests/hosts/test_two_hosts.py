@@ -12,7 +12,7 @@ from tests.hosts.launched import of_one_host
 pytestmark = pytest.mark.hosts
 # A step's patience is that of a fast network; what comes before the first step takes its time on a busy machine.
 PATIENCE = ["parallel.timeout=200", "parallel.step_timeout=10"]
-GOES_ON = r"; the newest complete checkpoint is {out}/checkpoints/step-\d+: the same command goes on from there"
+GOES_ON = r"; the newest complete checkpoint is {out}/checkpoints/step-\d+: the same command resumes from it"
 
 
 def test_plain(launched, folder):

@@ -90,7 +90,7 @@ def test_pooling_from_the_flat_buffer_is_that_of_padded_texts(pooling, include_p
         ids = texts(tokenizer, prompt="alpha beta ")
         chunk = tokenizer.chunk(ids, range(len(ids)))
         assert (chunk.packing is not None) is packed and (chunk.pooled is None) is include_prompt
-        assert chunk.num_real == sum(map(len, ids)) and (chunk.ids.numel() == chunk.num_real) is packed
+        assert chunk.lengths.sum() == sum(map(len, ids)) and (chunk.ids.numel() == chunk.lengths.sum()) is packed
         found.append(encoder(*chunk.inputs))
     torch.testing.assert_close(*found, atol=1e-6, rtol=0)
 

@@ -18,7 +18,7 @@ from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, cut
 from tests.planning.models import LLAMA_3_8B, built, facts
-from tests.small import batch, parallel, small_model, small_tokenizer, tokenised
+from tests.small import batch, parallel, small_model, small_tokenizer
 
 
 class Counted(TorchDispatchMode):
@@ -53,9 +53,7 @@ def counted(
     backward = Backward(
         encoder, InfoNCE(InfoNCEConfig()), world, seed=0, dummy=tokenizer.dummy(), reduce_per_step=whole
     )
-    mine = cut(
-        tokenised(batch(24), tokenizer), world.rank, world.size, tokenizer, ChunkOptions(96, activation_tokens, 1)
-    )
+    mine = cut(batch(24), world.rank, world.size, tokenizer, ChunkOptions(96, activation_tokens, 1))
     with Counted() as seen:
         backward(mine)
     chunks = len(mine.chunks)

@@ -1,4 +1,4 @@
-"""What is said on a log file, a terminal, a narrow terminal, and where nobody listens any more."""
+"""What the console prints to a log file, a terminal, a narrow terminal, and a closed pipe."""
 
 import contextlib
 import os
@@ -10,9 +10,10 @@ from io import StringIO
 import pytest
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
+from rich.live import Live
 
-from embedtrain.tracking.console import Console, ProgressLine
-from embedtrain.tracking.formatting import StepTimer, duration, rate, step_metrics
+from embedtrain.tracking.console import Console
+from embedtrain.tracking.step_line import ProgressLine, StepTimer, rate, step_metrics
 
 ROW = {
     "step": 100,
@@ -31,7 +32,7 @@ RESULTS = {
     "开发集": {"ndcg@10": 0.51, "mrr@10": 0.49, "recall@10": 0.7, "recall@100": 0.9},
     "sts": {"spearman": 0.81},
 }
-LATER = {name: {metric: value + 0.01 for metric, value in figures.items()} for name, figures in RESULTS.items()}
+LATER = {name: {metric: value + 0.01 for metric, value in metrics.items()} for name, metrics in RESULTS.items()}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -41,7 +42,7 @@ def terminal(width, **environment):
     return RichConsole(width=width, force_terminal=True, file=out, highlight=False, _environ=environment), out
 
 
-def tell_everything(console):
+def print_everything(console):
     console.note("rows come from [train.jsonl]")
     with console.phase("loading the model"):
         pass
@@ -57,11 +58,13 @@ def tell_everything(console):
 
 
 def test_a_log_file_gets_a_plain_line_per_step(capsys):
-    console = Console()
-    console._pace = StepTimer(600, 99, console._now() - 0.26)
-    console._total_steps = 600
-    console.step(ROW)
-    assert capsys.readouterr().out == (
+    seconds = 0.0
+    console = Console(clock=lambda: seconds)
+    with console.training(600, start_step=99):
+        seconds = 0.26
+        console.step(ROW)
+        line = capsys.readouterr().out
+    assert line == (
         "step 100/600  loss 1.2345  accuracy 0.5000  grad_norm 0.87  lr 4.9e-04  samples/s 812  tokens/s 71,344  "
         "padding 3.1%  memory 0.9 GiB  left 2:10\n"
     )
@@ -69,7 +72,7 @@ def test_a_log_file_gets_a_plain_line_per_step(capsys):
 
 def test_a_log_file_gets_everything_without_escape_codes(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # CI services set it
-    tell_everything(Console())
+    print_everything(Console())
     lines = capsys.readouterr().out.splitlines()
     assert not any("\x1b" in line or "\r" in line for line in lines)
     assert lines[:2] == ["rows come from [train.jsonl]", "loading the model"]
@@ -84,10 +87,10 @@ def test_a_log_file_gets_everything_without_escape_codes(capsys, monkeypatch):
     ]
     assert lines[10].startswith("step 110/600  loss nan ")
     assert "  dev-en  0.4200  +0.0100  0.4000  +0.0100  0.6100  +0.0100  0.8100  +0.0100" in lines
-    assert lines[-2:] == ["trained 20 steps in 0:00", "warning: careful"]
+    assert lines[-2:] == ["trained 20 steps in 0.0 s", "warning: careful"]
 
 
-def test_columns_of_a_log_stand_below_each_other(capsys):
+def test_columns_of_a_log_are_aligned(capsys):
     console = Console()
     for samples_per_s in (812.0, 1234.0, 12.3):
         console.step({**ROW, "samples_per_s": samples_per_s})
@@ -96,13 +99,13 @@ def test_columns_of_a_log_stand_below_each_other(capsys):
     assert "samples/s 12.3   tokens/s" in third
 
 
-def test_a_loader_that_is_waited_for_is_said(capsys):
+def test_waiting_for_data_is_shown(capsys):
     Console().step({**ROW, "data_wait": 0.12})
     assert "waiting for data 12%" in capsys.readouterr().out
 
 
-def test_how_much_of_the_machine_is_used_is_said(capsys):
-    """Ranks that wait for one another are news from one step in twenty on; a rate that its share tells is left out."""
+def test_utilisation_and_communication_are_shown(capsys):
+    """Communication is shown from 5 % on, and TFLOP/s are not shown beside the utilisation."""
     console = Console()
     console.step({**ROW, "model_tflops": 312.5, "mfu": 0.4321, "communication": 0.04})
     console.step({**ROW, "model_tflops": 312.5, "mfu": 0.4321, "communication": 0.31})
@@ -119,7 +122,7 @@ GEOMETRY = {
 }  # fmt: skip
 
 
-def test_how_vectors_lie_is_said_where_there_is_room(capsys):
+def test_embedding_metrics_are_shown_if_there_is_space(capsys):
     Console().step({**ROW, **GEOMETRY})
     Console().step({**ROW, **GEOMETRY, "hardest_negative_similarity": float("nan")})
     first, second = capsys.readouterr().out.splitlines()
@@ -134,25 +137,25 @@ def test_how_vectors_lie_is_said_where_there_is_room(capsys):
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 def test_nothing_is_wider_than_the_terminal(width):
     rich, out = terminal(width)
-    tell_everything(Console(terminal=rich))
+    print_everything(Console(terminal=rich))
     lines = ESCAPES.sub("", out.getvalue()).replace("\r", "\n").splitlines()
     assert max(map(cell_len, lines)) <= width
     assert any("loss 1.2345" in line for line in lines)
 
 
-def live_line(width, step=100, left=130.0, **environment):
+def live_line(width, step=100, remaining=130.0, **environment):
     rich, out = terminal(width, **environment)
-    rich.print(ProgressLine(step_metrics({**ROW, "step": step}, 600, left), 600, {}))
+    rich.print(ProgressLine(step_metrics({**ROW, "step": step}, 600, remaining), 600, {}))
     return out.getvalue()
 
 
-def test_the_live_line_at_60_columns_keeps_what_matters_most():
+def test_the_live_line_at_60_columns_keeps_the_most_important_metrics():
     lines = ESCAPES.sub("", live_line(60)).splitlines()
     assert len(lines) == 1
     assert re.fullmatch(r"━+[╸╺]?━+  100/600  loss 1\.2345  lr 4\.9e-04  left 2:10 *", lines[0])
 
 
-def test_the_live_line_at_100_columns_has_every_figure():
+def test_the_live_line_at_100_columns_has_every_metric():
     (line,) = ESCAPES.sub("", live_line(100)).splitlines()
     assert line.split("━  ")[1].rstrip() == (
         "100/600  loss 1.2345  lr 4.9e-04  812 samples/s  71,344 tokens/s  0.9 GiB  left 2:10"
@@ -165,24 +168,24 @@ def test_the_live_line_is_one_line_at_every_width(width):
     assert cell_len(line) < width
 
 
-def test_no_color_is_honoured():
+def test_no_color_is_respected():
     rich, out = terminal(80, NO_COLOR="1")
-    tell_everything(Console(terminal=rich))
+    print_everything(Console(terminal=rich))
     sgr = re.findall(r"\x1b\[([0-9;]*)m", out.getvalue())
     assert not [code for code in sgr if any(30 <= int(part or 0) <= 107 for part in code.split(";"))]
     coloured, out = terminal(80)
-    tell_everything(Console(terminal=coloured))
+    print_everything(Console(terminal=coloured))
     assert "36m" in out.getvalue()
 
 
 def test_a_dumb_terminal_gets_plain_lines():
     rich, out = terminal(60, TERM="dumb")
-    tell_everything(Console(terminal=rich))
+    print_everything(Console(terminal=rich))
     assert "\x1b" not in out.getvalue()
     assert "step 100/600  loss 1.2345  accuracy 0.5000  grad_norm 0.87" in out.getvalue()
 
 
-def test_a_table_that_is_too_wide_says_what_it_leaves_out():
+def test_a_table_that_is_too_wide_lists_the_omitted_metrics():
     rich, out = terminal(40)
     Console(terminal=rich).evaluation(1, RESULTS)
     text = ESCAPES.sub("", out.getvalue())
@@ -190,7 +193,7 @@ def test_a_table_that_is_too_wide_says_what_it_leaves_out():
     assert "0.4100" in text
 
 
-def test_the_cursor_is_left_visible_even_if_the_process_is_killed_in_training():
+def test_the_cursor_is_visible_during_training():
     rich, out = terminal(80)
     console = Console(terminal=rich)
     with console.training(600):
@@ -204,21 +207,22 @@ def test_an_error_in_training_ends_the_live_display():
     console = Console(terminal=rich)
     with pytest.raises(ZeroDivisionError), console.training(600), console.phase("evaluating"):
         raise ZeroDivisionError
-    assert console._live is None
     assert "trained" not in out.getvalue()
-    with console.training(600):  # and it can be started again
+    displays = out.getvalue().count("\x1b[?25l")
+    with console.training(600):  # starts a new display
         console.step(ROW)
+    assert out.getvalue().count("\x1b[?25l") == displays + 1
 
 
-def test_a_silent_console_says_nothing(capsys):
-    tell_everything(Console(enabled=False))
+def test_a_disabled_console_prints_nothing(capsys):
+    print_everything(Console(enabled=False))
     rich, out = terminal(80)
-    tell_everything(Console(enabled=False, terminal=rich))
+    print_everything(Console(enabled=False, terminal=rich))
     captured = capsys.readouterr()
     assert (captured.out, captured.err, out.getvalue()) == ("", "", "")
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_run():
+def test_a_closed_pipe_does_not_stop_the_run():
     script = (
         "import sys; from embedtrain.tracking.console import Console\n"
         "console = Console()\n"
@@ -236,14 +240,14 @@ def test_a_reader_that_goes_away_does_not_stop_the_run():
     assert process.wait() == 0
 
 
-def test_a_log_in_an_encoding_without_the_characters_does_not_stop_the_run():
+def test_an_encoding_without_the_characters_does_not_stop_the_run():
     script = "from embedtrain.tracking.console import Console; Console().note('dev 开发 ✓')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
     assert done.stdout == b"dev ?? ?\n"
 
 
-def test_a_forked_child_prints_past_the_live_display(monkeypatch):
+def test_a_forked_child_does_not_print_through_the_live_display(monkeypatch):
     rich, out = terminal(80)
     monkeypatch.setattr(sys, "stdout", StringIO())
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -264,40 +268,53 @@ def test_a_forked_child_prints_past_the_live_display(monkeypatch):
     assert "from the parent" in out.getvalue()
 
 
-def test_time_left_goes_by_the_last_steps_and_counts_down():
-    pace = StepTimer(100, 40, now=1000.0)
-    assert pace.left(1000.0) is None
+def test_remaining_time_follows_the_last_steps_and_counts_down():
+    timer = StepTimer(100, 40, now=1000.0)
+    assert timer.remaining(1000.0) is None
     for step in range(41, 80):
-        pace.observe(step, 1000.0 + 2 * (step - 40))
-    assert pace.left(1078.0) == pytest.approx(21 * 2)
-    assert pace.left(1083.0) == pytest.approx(21 * 2 - 5)
-    assert pace.left(9999.0) == 0.0
+        timer.observe(step, 1000.0 + 2 * (step - 40))
+    assert timer.remaining(1078.0) == pytest.approx(21 * 2)
+    assert timer.remaining(1083.0) == pytest.approx(21 * 2 - 5)
+    assert timer.remaining(9999.0) == 0.0
 
 
-def test_durations_and_rates_read_well():
-    assert [duration(s) for s in (0, 59.7, 130, 3730, 273600)] == ["0:00", "1:00", "2:10", "1:02:10", "3d 4h"]
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.7, "1:00"), (130, "2:10"), (3730, "1:02:10"), (273600, "3d 4h")]
+)
+def test_remaining_time_is_shown_as_a_clock(seconds, text):
+    assert step_metrics(ROW, 600, seconds)[-1].text == f"left {text}"
+
+
+def test_rates():
     assert [rate(value) for value in (71344.2, 812.4, 3.44)] == ["71,344", "812", "3.4"]
 
 
-def test_counted_work_is_shown_on_a_terminal_and_now_and_then_in_a_log(capsys, monkeypatch):
+def test_progress_is_shown_on_a_terminal_and_at_intervals_in_a_log(capsys, monkeypatch):
+    displays = []
+
+    class RecordedLive(Live):
+        def start(self, refresh=False):
+            displays.append(self)
+            super().start(refresh)
+
+    monkeypatch.setattr("embedtrain.tracking.console.Live", RecordedLive)
     rich, out = terminal(80)
     console = Console(terminal=rich)
-    with console.progress() as told:
+    with console.progress() as report:
         for done in range(3):
-            told("reading train", done, 2)
-            console._live.refresh()
-        told("tokenising train", 0, 1)
-        console._live.refresh()
-    seen = ESCAPES.sub("", out.getvalue())
-    assert "reading train  0/2" in seen
-    assert "reading train  2/2" in seen
-    assert "tokenising train  0/1" in seen
-    assert seen.splitlines()[-1].strip() == ""
-    log = Console()
-    now = [0.0]
-    monkeypatch.setattr(Console, "_now", lambda self: now[0])
-    with log.progress() as told:
+            report("reading train", done, 2)
+            displays[0].refresh()
+        report("tokenizing train", 0, 1)
+        displays[0].refresh()
+    text = ESCAPES.sub("", out.getvalue())
+    assert "reading train  0/2" in text
+    assert "reading train  2/2" in text
+    assert "tokenizing train  0/1" in text
+    assert text.splitlines()[-1].strip() == ""
+    seconds = 0.0
+    log = Console(clock=lambda: seconds)
+    with log.progress() as report:
         for done in range(50):
-            now[0] += 1.0
-            told("reading train", done, 5000)
+            seconds += 1.0
+            report("reading train", done, 5000)
     assert capsys.readouterr().out.splitlines() == [f"reading train  {done}/5,000" for done in (9, 19, 29, 39, 49)]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one clean history, whatever happened to the run."""
+"""metrics.jsonl: one consistent history, whatever happens to the run."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from embedtrain.errors import DataError
 from embedtrain.tracking.metrics import MetricsFile, read_metrics
 
 
-def test_every_row_is_in_the_file_at_once(tmp_path):
+def test_every_row_is_in_the_file_immediately(tmp_path):
     metrics = MetricsFile(tmp_path / "run" / "metrics.jsonl")
     metrics.append({"step": 1, "loss": 2.5})
     metrics.append({"step": 1, "set": "开发集\u2028", "ndcg@10": 0.5})
@@ -40,7 +40,7 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path):
     ]
 
 
-def test_a_continued_run_leaves_the_history_of_one_that_was_never_stopped(tmp_path):
+def test_a_resumed_run_leaves_the_history_of_an_uninterrupted_one(tmp_path):
     def train(path, first, last, resumed_step=None):
         metrics = MetricsFile(path)
         if resumed_step is not None:
@@ -59,7 +59,7 @@ def test_a_continued_run_leaves_the_history_of_one_that_was_never_stopped(tmp_pa
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 3, "set": "开', "\x00\x00\x00", "3"])
-def test_a_half_written_last_line_is_dropped(tmp_path, torn):
+def test_an_incomplete_last_line_is_dropped(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn.encode()[:-1] + torn.encode()[-1:])
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
@@ -67,14 +67,14 @@ def test_a_half_written_last_line_is_dropped(tmp_path, torn):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
-def test_a_whole_last_line_without_its_line_break_is_kept(tmp_path):
+def test_a_complete_last_line_without_a_line_break_is_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
     MetricsFile(path).append({"step": 3})
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
 
 
-def test_a_broken_line_in_the_middle_is_named(tmp_path):
+def test_an_invalid_line_in_the_middle_is_reported(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:2 is not a JSON object"):
@@ -84,7 +84,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 def test_a_row_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path):
     path = tmp_path / "metrics.jsonl"
     pid = os.fork()
-    if pid == 0:  # a file size limit stands for the full disk; it would stay with this process for ever
+    if pid == 0:  # a file size limit stands for the full disk; it would stay with this process forever
         status = 1
         try:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -103,7 +103,7 @@ def test_a_row_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
-def test_a_run_killed_while_writing_leaves_a_file_that_can_be_continued(tmp_path):
+def test_a_run_killed_while_writing_leaves_a_readable_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     script = (
         "import sys; from embedtrain.tracking.metrics import MetricsFile\n"
@@ -111,9 +111,9 @@ def test_a_run_killed_while_writing_leaves_a_file_that_can_be_continued(tmp_path
         "while True:\n    step += 1\n    metrics.append({'step': step, 'loss': 1.0})\n    print(step, flush=True)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
-    said = [int(process.stdout.readline()) for _ in range(100)][-1]
+    last = [int(process.stdout.readline()) for _ in range(100)][-1]
     process.kill()
     process.wait()
     rows = read_metrics(path)
-    assert len(rows) >= said
+    assert len(rows) >= last
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))

@@ -1,4 +1,4 @@
-"""The tracker: who speaks and writes, a history over restarts, and a wandb that fails or works."""
+"""The tracker: only rank 0 prints and writes, one history over restarts, and wandb that works or fails."""
 
 import contextlib
 import io
@@ -13,14 +13,14 @@ import torch
 
 from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
-from embedtrain.tracking.metrics import read_metrics
+from embedtrain.tracking.metrics import MetricsFile, read_metrics
 from embedtrain.tracking.tracker import Tracker
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def fake_wandb(**failures):
-    """A module that remembers what it was told; `init=RuntimeError("...")` makes that function raise."""
+    """A module that records its calls; `init=RuntimeError("...")` makes that function raise."""
     module = types.ModuleType("wandb")
     module.inits, module.rows, module.finished, module.uploaded, module.summary = [], [], [], [], {}
 
@@ -71,9 +71,9 @@ def run(run_dir, steps, **options):
 
 def check_only_rank_0(world, run_dir, wandb):
     sys.modules["wandb"] = fake = fake_wandb()
-    said, complained = io.StringIO(), io.StringIO()
+    out, err = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             tracker = Tracker.open(recipe(wandb), world, Path(run_dir), resumed_step=None)
             with tracker.training(2), tracker.phase("training"):
                 tracker.step({"step": 1, "loss": 1.0})
@@ -82,34 +82,34 @@ def check_only_rank_0(world, run_dir, wandb):
             tracker.note("done")
             tracker.warn("careful")
             tracker.close()
-        return said.getvalue(), complained.getvalue(), len(fake.inits), tracker.wandb_id
+        return out.getvalue(), err.getvalue(), len(fake.inits), tracker.wandb_id
     finally:
         del sys.modules["wandb"]
 
 
-def test_only_rank_0_speaks_and_writes(ranks, tmp_path):
-    answers = ranks(2, check_only_rank_0, str(tmp_path / "run"), True)
-    said, complained, inits, wandb_id = answers[0]
-    assert "step 1/2" in said
-    assert "careful" in said
-    assert (complained, inits, wandb_id) == ("", 1, "fresh123")
-    assert answers[1] == ("", "", 0, None)
+def test_only_rank_0_prints_and_writes(ranks, tmp_path):
+    first, second = ranks(2, check_only_rank_0, str(tmp_path / "run"), True)
+    out, err, inits, wandb_id = first
+    assert "step 1/2" in out
+    assert "careful" in out
+    assert (err, inits, wandb_id) == ("", 1, "fresh123")
+    assert second == ("", "", 0, None)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [(row["step"], row.get("set")) for row in rows] == [(1, None), (2, "dev")]
 
 
-def test_wandb_is_not_imported_unless_asked_for(tmp_path):
+def test_wandb_and_tensorboard_are_not_imported_unless_enabled(tmp_path):
     script = (
         "import sys, torch; from embedtrain.config.recipe import Recipe\n"
         "from embedtrain.distributed.world import World; from embedtrain.tracking.tracker import Tracker\n"
         "Tracker.open(Recipe(), World(0, 1, 0, 1, torch.device('cpu')), sys.argv[1]).close()\n"
-        "print('wandb' in sys.modules)"
+        "print('wandb' in sys.modules, 'tensorboard' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert done.stdout == "False False\n"
 
 
-def test_unknown_figures_reach_the_file_and_wandb_and_memory_is_filled_in(tmp_path, monkeypatch):
+def test_unknown_metrics_reach_the_file_and_wandb_and_memory_is_added(tmp_path, monkeypatch):
     fake = fake_wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run(tmp_path, [1])
@@ -123,7 +123,7 @@ def test_unknown_figures_reach_the_file_and_wandb_and_memory_is_filled_in(tmp_pa
     assert fake.finished == [0]
 
 
-def test_a_continued_run_has_one_history_one_wandb_run_and_compares_with_what_it_measured(
+def test_a_resumed_run_has_one_history_one_wandb_run_and_compares_with_earlier_evaluations(
     tmp_path, monkeypatch, capsys
 ):
     fake = fake_wandb()
@@ -146,7 +146,7 @@ def test_a_continued_run_has_one_history_one_wandb_run_and_compares_with_what_it
     assert capsys.readouterr().out.rstrip().endswith("0.3000  +0.1000")
 
 
-def test_starting_anew_puts_the_old_rows_aside(tmp_path, capsys):
+def test_starting_from_scratch_moves_the_old_rows(tmp_path, capsys):
     run(tmp_path, [1, 2], recipe=recipe(wandb=False))
     run(tmp_path, [1], recipe=recipe(wandb=False))
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 1]
@@ -156,16 +156,15 @@ def test_starting_anew_puts_the_old_rows_aside(tmp_path, capsys):
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])
 @pytest.mark.parametrize("error", [RuntimeError("no network\nat all"), SystemExit(1)])
-def test_a_failing_wandb_is_said_once_and_stops_nothing(tmp_path, monkeypatch, capsys, where, error):
+def test_a_failing_wandb_is_reported_once_and_stops_nothing(tmp_path, monkeypatch, capsys, where, error):
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(**{where: error}))
     run(tmp_path, [1, 2, 3], wandb_id="kept42")
-    said = [line for line in capsys.readouterr().out.splitlines() if "wandb" in line]
-    assert len(said) == 1
-    assert said[0].startswith("warning: wandb ")
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "wandb" in line]
+    assert warning.startswith("warning: wandb ")
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
 
 
-def test_the_id_of_a_run_that_cannot_be_reached_now_is_kept_for_later(tmp_path, monkeypatch):
+def test_the_id_of_a_run_is_kept_if_wandb_cannot_be_reached(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(init=RuntimeError("no network")))
     assert run(tmp_path, [1], wandb_id="kept42") == "kept42"
     assert run(tmp_path, [1], wandb_id=None) is None
@@ -180,11 +179,11 @@ def test_a_wandb_that_is_not_installed_stops_nothing(tmp_path, monkeypatch, caps
 def test_a_wandb_run_has_its_name_tags_notes_group_and_config(tmp_path, monkeypatch):
     fake = fake_wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    asked = TrackingConfig(
+    tracking = TrackingConfig(
         wandb=True, wandb_name="second try", wandb_tags=["zh", "small"], wandb_notes="with more negatives",
         wandb_mode=WandbMode.offline, wandb_group="g",
     )  # fmt: skip
-    run(tmp_path, [1], recipe=Recipe(name="tiny", tracking=asked))
+    run(tmp_path, [1], recipe=Recipe(name="tiny", tracking=tracking))
     (options,) = fake.inits
     assert (options["name"], options["tags"], options["notes"]) == (
         "second try",
@@ -199,7 +198,7 @@ def test_a_wandb_run_has_its_name_tags_notes_group_and_config(tmp_path, monkeypa
     assert fake.inits[1]["tags"] is fake.inits[1]["notes"] is fake.inits[1]["mode"] is None
 
 
-def test_the_summary_has_the_best_of_each_set_also_of_a_run_that_goes_on(tmp_path, monkeypatch):
+def test_the_summary_has_the_best_of_each_set_also_after_a_resume(tmp_path, monkeypatch):
     fake = fake_wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with Tracker.open(recipe(), WORLD, tmp_path) as tracker:
@@ -212,15 +211,15 @@ def test_the_summary_has_the_best_of_each_set_also_of_a_run_that_goes_on(tmp_pat
     assert fake.summary == {"best/dev/ndcg@10": 0.5, "best/dev/step": 2}
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_the_model_is_uploaded_only_when_asked_for(tmp_path, monkeypatch, asked):
+@pytest.mark.parametrize("upload", [False, True])
+def test_the_model_is_uploaded_only_on_request(tmp_path, monkeypatch, upload):
     fake = fake_wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    tracking = TrackingConfig(wandb=True, wandb_artifacts=asked)
+    tracking = TrackingConfig(wandb=True, wandb_artifacts=upload)
     with Tracker.open(Recipe(name="tiny", tracking=tracking), WORLD, tmp_path) as tracker:
         tracker.exported(tmp_path / "model")
-    assert [(one.name, one.type, one.folders) for one in fake.uploaded] == (
-        [("tiny-fresh123", "model", [str(tmp_path / "model")])] if asked else []
+    assert [(artifact.name, artifact.type, artifact.folders) for artifact in fake.uploaded] == (
+        [("tiny-fresh123", "model", [str(tmp_path / "model")])] if upload else []
     )
 
 
@@ -232,10 +231,12 @@ def test_an_error_marks_the_wandb_run_as_failed(tmp_path, monkeypatch):
     assert fake.finished == [1]
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path, capsys):
+def test_a_file_that_cannot_be_written_is_reported_once_and_stops_nothing(tmp_path, capsys, monkeypatch):
+    def full(_metrics, _row):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(MetricsFile, "append", full)
     with Tracker.open(recipe(wandb=False), WORLD, tmp_path) as tracker:
-        tracker._metrics._file.close()
-        tracker._metrics._file = io.FileIO("/dev/full", "a")
         tracker.step({"step": 1, "loss": 1.0})
         tracker.step({"step": 2, "loss": 1.0})
     out = capsys.readouterr().out
@@ -285,8 +286,8 @@ def test_real_wandb_offline_writes_a_run_and_continues_it(tmp_path):
     assert len(runs) == 2
     for folder in runs:
         content = (folder / f"run-{wandb_id}.wandb").read_bytes()
-        for written in (b"train/loss", b"dev/ndcg@10", b"global_batch_size", b"world_size"):
-            assert written in content
+        for text in (b"train/loss", b"dev/ndcg@10", b"global_batch_size", b"world_size"):
+            assert text in content
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")][:3] == [1, 2, 2]
 
 

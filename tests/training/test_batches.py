@@ -9,8 +9,9 @@ import torch
 
 from embedtrain.data.keys import text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Prompt, Row
+from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.losses.types import BatchInfo
+from embedtrain.training.exchange import Exchange
 from embedtrain.training.prefetch import Prefetcher
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
 from tests.small import batch, small_tokenizer, text, tokenised
@@ -22,7 +23,7 @@ PIECES = ChunkOptions(10_000, pass_overhead_tokens=4)
 
 
 def parts(rows: GlobalBatch, size: int, cutting: ChunkOptions) -> list[RankBatch]:
-    return [cut(rows, rank, size, TOKENIZER, cutting) for rank in range(size)]
+    return [cut(tokenised(rows, TOKENIZER), rank, size, TOKENIZER, cutting) for rank in range(size)]
 
 
 def texts_of(rows: Sequence[Row]) -> list[str]:
@@ -60,33 +61,29 @@ def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     "cutting", [ChunkOptions(10_000, pass_overhead_tokens=10_000), PIECES, ChunkOptions(40, pass_overhead_tokens=4)]
 )
-@pytest.mark.parametrize("anywhere", [False, True])
-def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting, anywhere):
-    rows = tokenised(batch(10), TOKENIZER) if anywhere else batch(10)
+def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting):
+    rows = batch(10)
     dealt = parts(rows, size, cutting)
     for rank, mine in enumerate(dealt):
         share = rows.rows[rank::size]
         texts = texts_of(share)
         assert (mine.num_queries, mine.num_rows, mine.step) == (len(share), 10, 0)
         assert all(chunk.ids.numel() <= cutting.chunk_tokens for chunk in mine.chunks)
-        assert (at_home(dealt, rank) if anywhere else tokens_of(mine)) == TOKENIZER.ids(texts)
+        assert at_home(dealt, rank) == TOKENIZER.ids(texts)
         assert mine.real_tokens == sum(map(len, tokens_of(mine))) <= mine.computed_tokens
         assert (mine.kept == len(mine.chunks)) == (cutting.chunk_tokens == 10_000)
         documents = [text for row in share for text in row.documents]
         assert [documents[place] for place in mine.batch_info.positives.tolist()] == [row.documents[0] for row in share]
         assert mine.batch_info.query_keys.equal(text_keys([row.query for row in share]))
         assert mine.batch_info.document_keys.equal(text_keys(documents))
-    if anywhere:
-        assert max(len(mine.chunks) for mine in dealt) - min(len(mine.chunks) for mine in dealt) <= 1
+    assert max(len(mine.chunks) for mine in dealt) - min(len(mine.chunks) for mine in dealt) <= 1
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_have_as_much_to_compute(size):
     """Rank 0's rows are the long ones: their texts are dealt all the same."""
     rows = tuple(Row(text(i, 2), (text(i, 40 if i % size == 0 else 3),)) for i in range(60 * size))
-    own = parts(GlobalBatch(0, rows), size, PIECES)
-    dealt = parts(tokenised(GlobalBatch(0, rows), TOKENIZER), size, PIECES)
-    assert max(part.computed_tokens for part in own) > 1.5 * min(part.computed_tokens for part in own)
+    dealt = parts(GlobalBatch(0, rows), size, PIECES)
     assert max(part.computed_tokens for part in dealt) <= 1.02 * min(part.computed_tokens for part in dealt)
 
 
@@ -94,14 +91,10 @@ def test_pieces_save_padding():
     """A share that fits is cut all the same, and less is computed than in one pass."""
     long, short = " ".join(["alpha"] * 14), "beta"
     rows = GlobalBatch(0, tuple(Row(short, (long,)) for _ in range(8)))
-    for one_batch in (rows, tokenised(rows, TOKENIZER)):
-        (one,), (several,) = (
-            parts(one_batch, 1, ChunkOptions(10_000, pass_overhead_tokens=10_000)),
-            parts(one_batch, 1, PIECES),
-        )
-        assert len(one.chunks) == 1 < len(several.chunks)
-        assert several.kept == len(several.chunks)
-        assert several.computed_tokens == several.real_tokens == one.real_tokens < one.computed_tokens
+    (one,), (several,) = parts(rows, 1, ChunkOptions(10_000, pass_overhead_tokens=10_000)), parts(rows, 1, PIECES)
+    assert len(one.chunks) == 1 < len(several.chunks)
+    assert several.kept == len(several.chunks)
+    assert several.computed_tokens == several.real_tokens == one.real_tokens < one.computed_tokens
 
 
 def test_what_does_not_fit_is_cut_by_the_budget():
@@ -116,8 +109,8 @@ def test_what_does_not_fit_is_cut_by_the_budget():
 
 
 def test_a_rank_without_rows():
-    mine = cut(batch(2), 3, 4, TOKENIZER, ChunkOptions(100))
-    assert (mine.num_queries, mine.chunks, mine.real_tokens) == (0, (), 0)
+    mine = parts(batch(2), 4, ChunkOptions(100))[3]
+    assert (mine.num_queries, mine.exchange.received) == (0, [0, 0, 0, 0])
     assert (
         mine.batch_info.positives.dtype
         == mine.batch_info.query_keys.dtype
@@ -129,48 +122,31 @@ def test_a_rank_without_rows():
 
 
 def test_more_ranks_than_texts():
-    rows = tokenised(GlobalBatch(0, (Row("alpha", ("beta",)),)), TOKENIZER)
+    rows = GlobalBatch(0, (Row("alpha", ("beta",)),))
     dealt = parts(rows, 4, PIECES)
     assert at_home(dealt, 0) == TOKENIZER.ids(["alpha", "beta"])
     assert [at_home(dealt, rank) for rank in (1, 2, 3)] == [[], [], []]
 
 
-def test_prompts_and_lengths_of_rows():
+def test_ids_are_a_sources_own():
     rows = [
-        Row("a b c", ("d e f g",), query_prompt=Prompt("alpha: ", " beta"), document_max_length=4),
-        Row("a b c", ("d e f g", "h"), document_prompt=Prompt("gamma "), query_max_length=3),
-    ]
-    (mine,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
-    expected = TOKENIZER.ids(["alpha: a b c beta", "a b c", "d e f g", "gamma d e f g", "gamma h"])
-    assert [TOKENIZER.tokenizer.decode(ids) for ids in tokens_of(mine)] == [
-        TOKENIZER.tokenizer.decode(ids)
-        for ids in (expected[0], [*expected[1][:2], 2], [*expected[2][:3], 2], expected[3], expected[4])
-    ]
-    # What is compared with other rows is the text itself.
-    assert mine.batch_info.query_keys.equal(text_keys(["a b c", "a b c"]))
-    assert mine.batch_info.document_keys.equal(text_keys(["d e f g", "d e f g", "h"]))
-
-
-def test_ids_are_a_sources_own_and_one_text_under_two_instructions_is_two_questions():
-    rows = [
-        Row("a", ("b",), ids=("7",), source=0, instruction="name its colour"),
-        Row("a", ("c",), ids=("7",), source=1, instruction="name its maker"),
+        Row("a", ("b",), ids=("7",), source=0),
+        Row("a", ("c",), ids=("7",), source=1),
         Row("a", ("d", "e"), ids=("8", "7"), source=0),
-        Row("a", ("f",), source=1, instruction=""),
+        Row("a", ("f",), source=1),
     ]
     (mine,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
-    ids, queries = mine.batch_info.document_ids, mine.batch_info.query_keys
+    ids = mine.batch_info.document_ids
     assert ids[0] == ids[3] != ids[1]
     assert len(set(ids.tolist())) == 4
     assert ids[4] == text_keys(["f"])[0]
-    assert queries[2] == queries[3]
-    assert len(set(queries.tolist())) == 3
 
 
 def empty(step: int) -> RankBatch:
     nothing = torch.empty(0, dtype=torch.int64)
     batch_info = BatchInfo(owners=nothing, query_keys=nothing, document_keys=nothing)
-    return RankBatch(step, (), 0, batch_info, 0, kept=0)
+    exchange = Exchange(nothing, (), (), nothing)
+    return RankBatch(step, (), 0, batch_info, 0, kept=0, num_passes=0, max_documents=0, exchange=exchange)
 
 
 def making(slow: float = 0.0, breaks: int | None = None) -> tuple[Callable[[int], RankBatch], list[int]]:

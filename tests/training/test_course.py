@@ -131,7 +131,6 @@ ALLOWED = [
     ("model.attention=padded", Effect.changes_rounding, "model.attention auto -> padded"),
     ("parallel.strategy=ddp", Effect.changes_rounding, "parallel.strategy auto -> ddp"),
     ("train.chunk_tokens=99", Effect.changes_rounding, "train.chunk_tokens 16384 -> 99"),
-    ("data.cache=offsets", Effect.changes_rounding, "data.cache tokens -> offsets"),
     ("data.on_error=skip", Effect.no_effect, "data.on_error stop -> skip"),
     ("evaluation.sets=[a,b]", Effect.no_effect, "evaluation.sets [] -> ['a', 'b']"),
     ("checkpoint.contents=model", Effect.no_effect, "checkpoint.contents all -> model"),

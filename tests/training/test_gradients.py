@@ -22,7 +22,7 @@ from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, cut
-from tests.small import batch, parallel, save_small, small_model, small_tokenizer, tokenised
+from tests.small import batch, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
 TOLERANCE = 1e-5
@@ -77,15 +77,14 @@ def reference(path: str, pooling: Pooling, num_rows: int) -> tuple[float, dict[s
 
 
 def sharded_gradient(
-    world: World, model: ModelConfig, options: ParallelConfig, cutting: ChunkOptions, anywhere: bool, num_rows: int
+    world: World, model: ModelConfig, options: ParallelConfig, cutting: ChunkOptions, num_rows: int
 ) -> tuple[float, dict[str, torch.Tensor], float, int, bool]:
     loaded = load_model(model, options, world, seed=0)
     loaded.encoder.eval()
     backward = Backward(
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=TEMPERATURE)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    rows = tokenised(batch(num_rows), loaded.tokenizer) if anywhere else batch(num_rows)
-    mine = cut(rows, world.rank, world.size, loaded.tokenizer, cutting)
+    mine = cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, cutting)
     output, finite = backward(mine)
     assert finite
     assert loaded.tokenizer.packed is (model.attention is Attention.auto)
@@ -117,15 +116,11 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
     return max(errors.values())
 
 
-# One piece, several pieces whose graphs are all kept, chunks encoded twice; texts of the rank's rows, or dealt.
+# One piece, several pieces whose graphs are all kept, chunks encoded twice.
 WAYS = [
-    (cutting, anywhere)
-    for cutting in (
-        ChunkOptions(10_000, pass_overhead_tokens=10_000),
-        ChunkOptions(40, 10_000, pass_overhead_tokens=4),
-        ChunkOptions(40, pass_overhead_tokens=4),
-    )
-    for anywhere in (False, True)
+    ChunkOptions(10_000, pass_overhead_tokens=10_000),
+    ChunkOptions(40, 10_000, pass_overhead_tokens=4),
+    ChunkOptions(40, pass_overhead_tokens=4),
 ]
 MESHES = [(1, "fsdp", None), (2, "fsdp", None), (3, "fsdp", None), (4, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)]
 
@@ -181,10 +176,10 @@ def test_compiled_blocks_change_nothing(ranks, models):
 
 def check(ranks, model, world_size, options, way, num_rows, timeout=180):
     loss, expected = reference(model.path, model.pooling, num_rows)
-    answers = ranks(world_size, sharded_gradient, model, options, *way, num_rows, timeout=timeout)
+    answers = ranks(world_size, sharded_gradient, model, options, way, num_rows, timeout=timeout)
     _, found, norm, num_chunks, fits = answers[0]
     if num_rows == 10:
-        assert (num_chunks > 1, fits) == (way not in WAYS[:2], way not in WAYS[4:])
+        assert (num_chunks > 1, fits) == (way != WAYS[0], way != WAYS[2])
     assert sum(answer[0] for answer in answers) == pytest.approx(loss, rel=1e-6, abs=1e-6)
     assert compare(found, expected) < TOLERANCE
     assert {answer[2] for answer in answers} == {norm}

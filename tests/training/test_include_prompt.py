@@ -89,17 +89,14 @@ def train_data(folder: Path) -> TrainData:
     return load_train_data([source], **PROMPTS, instruction_format=INSTRUCT, seed=1, global_batch_size=5, cache=cache)
 
 
-def gradient(world: World, folder: Path, model: ModelConfig, kept: bool, cutting: ChunkOptions):
+def gradient(world: World, folder: Path, model: ModelConfig, cutting: ChunkOptions):
     loaded = load_model(model, parallel(), world, seed=0)
     loaded.encoder.eval()
     data = train_data(folder)
-    if kept:
-        data.prepare(loaded.tokenizer, Cache(directory=folder / "cache"))
-    batch = data.batch(0)
-    assert (batch.tokens is not None) is kept
+    data.prepare(loaded.tokenizer, Cache(directory=folder / "cache"))
     loss = InfoNCE(InfoNCEConfig(temperature=TEMPERATURE))
     backward = Backward(loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy())
-    output, _ = backward(cut(batch, world.rank, world.size, loaded.tokenizer, cutting))
+    output, _ = backward(cut(data.batch(0), world.rank, world.size, loaded.tokenizer, cutting))
     found = {n: p.grad.full_tensor() for n, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)}
     return output.local_loss.item(), found if world.is_main else {}
 
@@ -110,17 +107,13 @@ def test_gradient_equals_the_plain_one(ranks, folder, architecture):
     loss, expected = plain_gradient(model)
     whole = torch.stack([one.norm() for one in expected.values()]).norm()
     for world_size in (1, 2):
-        for kept in (False, True):
-            for cutting in (
-                ChunkOptions(10_000, pass_overhead_tokens=10_000),
-                ChunkOptions(24, pass_overhead_tokens=4),
-            ):
-                answers = ranks(world_size, gradient, folder, model, kept, cutting)
-                assert sum(local_loss for local_loss, _ in answers) == pytest.approx(loss, rel=1e-6)
-                found = answers[0][1]
-                assert found.keys() == expected.keys()
-                for name, one in expected.items():
-                    assert (found[name].double() - one).norm() < 1e-5 * max(one.norm(), 1e-3 * whole), name
+        for cutting in (ChunkOptions(10_000, pass_overhead_tokens=10_000), ChunkOptions(24, pass_overhead_tokens=4)):
+            answers = ranks(world_size, gradient, folder, model, cutting)
+            assert sum(local_loss for local_loss, _ in answers) == pytest.approx(loss, rel=1e-6)
+            found = answers[0][1]
+            assert found.keys() == expected.keys()
+            for name, one in expected.items():
+                assert (found[name].double() - one).norm() < 1e-5 * max(one.norm(), 1e-3 * whole), name
 
 
 def vectors(world: World, directory: str, texts: list[str], prompt: str, max_length: int | None):

@@ -39,7 +39,7 @@ from embedtrain.config.losses import (
 from embedtrain.config.recipe import GradientReduction, ModelConfig, OptimConfig, Strategy
 from embedtrain.config.row_requirements import row_requirements
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.types import GlobalBatch, Prompt, Row
+from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import shard_
 from embedtrain.distributed.world import World
@@ -137,7 +137,7 @@ def rows_for(config: LossConfig, num_rows: int, step: int = 0) -> GlobalBatch:
                 else (),
             )
         )
-    return GlobalBatch(step, tuple(made))
+    return tokenised(GlobalBatch(step, tuple(made)), load_tokenizer())
 
 
 def loss_of(config: LossConfig) -> nn.Module:
@@ -206,11 +206,8 @@ def cut_for(
     tokenizer: TextTokenizer,
     chunk_tokens: int,
     activation_tokens: int,
-    *,
-    anywhere: bool = False,
 ) -> RankBatch:
     width = len(rows.rows[0].vectors[0]) if rows.rows[0].vectors else None
-    rows = tokenised(rows, tokenizer) if anywhere else rows
     cutting = ChunkOptions(chunk_tokens, activation_tokens, pass_overhead_tokens=8)
     return cut(rows, world.rank, world.size, tokenizer, cutting, teacher_dimension=width)
 
@@ -262,12 +259,7 @@ def on_ranks(
                 dummy=live.tokenizer.dummy(),
                 reduce_per_step=live.reduce_per_step,
             )
-            # Half of the ways with texts dealt to ranks, half with each rank's own.
-            anywhere = len(found) % 2 == 0
-            mine = [
-                cut_for(rows, world, live.tokenizer, chunk_tokens, activation_tokens, anywhere=anywhere)
-                for rows in batches
-            ]
+            mine = [cut_for(rows, world, live.tokenizer, chunk_tokens, activation_tokens) for rows in batches]
             output, finite = backward(*mine)
             assert finite
             named = dict(parameters(live.encoder, loss))
@@ -386,7 +378,7 @@ def adapters(world: World, model: ModelConfig, chunk_tokens: int, activation_tok
     config = LOSSES["matryoshka"]
     loss, tokenizer = loss_of(config), load_tokenizer()
     backward = Backward(encoder, loss, world, seed=0, dummy=tokenizer.dummy())
-    backward(cut_for(rows_for(config, 10), world, tokenizer, chunk_tokens, activation_tokens, anywhere=True))
+    backward(cut_for(rows_for(config, 10), world, tokenizer, chunk_tokens, activation_tokens))
     named = parameters(encoder, loss)
     assert all(p.grad is None for name, p in named if "lora" not in name and "loss." not in name)
     return {name: whole(p.grad) for name, p in named if p.grad is not None}
@@ -406,14 +398,8 @@ def guided(world: World, path: str, num_rows: int) -> list[list[Tensor]]:
     (guides, notes) = load_guides([path], parallel(), world, chunk_tokens=60, trust_remote_code=False)
     guide = guides[path]
     assert "guide" in notes[0]
-    rows = [
-        Row(row.query, row.documents, query_prompt=Prompt("ask: "), document_prompt=Prompt("say: ", " ."))
-        for row in batch(num_rows).rows
-    ]
     texts = {path: guide.texts}
-    mine = cut(
-        GlobalBatch(0, tuple(rows)), world.rank, world.size, load_tokenizer(), ChunkOptions(10_000), guides=texts
-    )
+    mine = cut(batch(num_rows), world.rank, world.size, load_tokenizer(), ChunkOptions(10_000), guides=texts)
     assert not any(p.requires_grad for p in guide.encoder.parameters())
     seen = guide(mine.guides[path], mine.num_queries)
     assert not seen.queries.requires_grad

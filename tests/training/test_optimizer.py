@@ -148,9 +148,7 @@ def dropped(world: World, model: ModelConfig) -> None:
     )
     mine = cut(batch(7), world.rank, world.size, trained.tokenizer, ChunkOptions(24, 10_000))
     assert mine.kept == len(mine.chunks)
-    if world.rank == 1:  # fewer chunks than the other rank: it runs a dummy
-        mine = cut(batch(7), world.rank, world.size, trained.tokenizer, ChunkOptions(70, 10_000))
-    assert len(set(world.gather(len(mine.chunks)))) == world.size
+    mine = replace(mine, num_passes=mine.num_passes + 1)  # a dummy on every rank
     found = []
     for kept in (9, 0, 9, 1):
         torch.manual_seed(world.rank * 100 + len(found))  # whatever the generator held before

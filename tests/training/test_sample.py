@@ -42,7 +42,7 @@ def retrieval(name: str, queries: int, documents: int) -> LoadedSet:
     """Query i is answered by documents 3i, 3i + 1, 3i + 2, and judged not to be by the next."""
     judged = {f"q{n}": {f"d{(3 * n + k) % documents}": 0 if k == 3 else 1 for k in range(4)} for n in range(queries)}
     texts = {f"q{n}": f"question {n}" for n in range(queries)}
-    corpus = Corpus.of({f"d{n}": f"document {n}" for n in range(documents)})
+    corpus = Corpus.from_dict({f"d{n}": f"document {n}" for n in range(documents)})
     return LoadedSet(RetrievalSet(name, texts, corpus, judged), document_prompt="own: ", query_max_length=9)
 
 

@@ -14,7 +14,7 @@ from embedtrain.losses.by_source import LossPerSource
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, cut
-from tests.small import batch, parallel, save_small, small_model, tokenised
+from tests.small import batch, parallel, save_small, small_model, text_tokenizer, tokenised
 
 LEARNT = InfoNCEConfig(temperature=0.2, learn_temperature=True)
 OWN = InfoNCEConfig(temperature=0.1, learn_temperature=True, in_batch_negatives=False)
@@ -28,13 +28,13 @@ def rows_of(source: int) -> GlobalBatch:
         Row(row.query, row.documents, scores=tuple((i * 3 + j) % 5 / 4 for j in range(len(row.documents))))
         for i, row in enumerate(batch(9, first=source).rows)
     ]
-    return GlobalBatch(source, tuple(rows), source=source)
+    return tokenised(GlobalBatch(source, tuple(rows), source=source), text_tokenizer())
 
 
 Found = tuple[float, dict[str, float], dict[str, Tensor], list[bool]]
 
 
-def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool, anywhere: bool) -> Found:
+def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool) -> Found:
     """A step on one batch of each source: by one loss that knows of all, or by each source's alone, one by one."""
     loaded = load_model(model, parallel(), world, seed=0)
     loaded.encoder.eval()
@@ -51,8 +51,6 @@ def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool, a
         scale = 1 / len(sources)
     else:
         batches = [rows_of(source) for source in sources]
-        if anywhere:
-            batches = [tokenised(one, loaded.tokenizer) for one in batches]
         mine = [
             cut(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60, pass_overhead_tokens=8))
             for one in batches
@@ -78,8 +76,8 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("sources", [[0], [1], [3], [2, 3, 1]])
 def test_each_batch_has_the_loss_of_its_source(ranks, model, world_size, sources):
-    ((expected, _, plain, _),) = ranks(1, step_of, model, sources, True, False)
-    answers = ranks(world_size, step_of, model, sources, False, world_size > 1)
+    ((expected, _, plain, _),) = ranks(1, step_of, model, sources, True)
+    answers = ranks(world_size, step_of, model, sources, False)
     assert sum(answer[0] for answer in answers) == pytest.approx(expected, rel=1e-5)
     for name, gradient in plain.items():
         found = answers[0][2][name]

@@ -1,29 +1,28 @@
-"""Adapters and the model they were trained on, put together: merged rows, live or from files, and an adapter's own.
+"""Adapters and their base model: merged weights, of a live encoder or from files, and the adapter on its own.
 
-A checkpoint of a run with adapters holds them alone. The model that they belong to is where it was, and is read from
-there.
+A checkpoint of a run with adapters does not hold the base model, which is read from `model.path` again.
 """
 
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
 import torch
-from peft import LoraConfig as LoraConfigOfPeft
+from peft import LoraConfig as PeftLoraConfig
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from embedtrain.checkpoint.export.model_directory import ADAPTER_PREFIX, WeightRows, WeightStream
-from embedtrain.checkpoint.index import TensorReader
-from embedtrain.checkpoint.snapshot import ENCODER, local_shards, shard_position
+from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import LoraConfig, ModelConfig
 from embedtrain.errors import CheckpointError
@@ -51,102 +50,99 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers, quantization_round_trip
 from embedtrain.models.source import ModelSource, open_model_source
 
-# What the identity of a run calls the digest of the weights that adapters were trained on; null where there are none.
+# Key of the digest of the base weights in a run's identity; its value is null without adapters.
 BASE_WEIGHTS = "weights of model.path"
 
 
-def require_same_base(folder: Checkpoint, base: ModelSource) -> None:
-    """Refuse a base whose weights are not those that the checkpoint's adapters were trained on.
+def require_same_base(checkpoint: Checkpoint, base: ModelSource) -> None:
+    """Reject a base model with other weights than those that the checkpoint's adapters were trained on.
 
     Raises:
-        CheckpointError: names both.
+        CheckpointError: the weights differ.
     """
-    before = folder.manifest.get("identity", {}).get(BASE_WEIGHTS)
-    if before is not None and before != weights_digest(base):
+    digest = checkpoint.manifest.get("identity", {}).get(BASE_WEIGHTS)
+    if digest is not None and digest != weights_digest(base):
         raise CheckpointError(
-            f"{folder.path} holds adapters of other weights than {base.directory or 'model.config'} has now: "
-            "bring its old files back"
+            f"{checkpoint.path} holds adapters for other weights than {base.directory or 'model.config'} has now: "
+            "restore its original files"
         )
 
 
 def live_merged_weights(encoder: Encoder) -> WeightStream:
-    """Of a sharded encoder with adapters. A collective: every rank needs all of each matrix A."""
+    """Merged weights of a sharded encoder with adapters. A collective: every rank needs all of each matrix A."""
     state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
-    # What is not cut is merged in one place, with all of B.
-    of_packed = {lora_b_name(name) for name, _ in four_bit_layers(encoder)}
-    whole = {
+    quantized = dict(four_bit_layers(encoder))
+    # Quantized layers are not sharded: one rank merges them, with all of B.
+    quantized_b = {lora_b_name(name) for name in quantized}
+    unsharded = {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in state.items()
-        if is_lora_a(name) or name in of_packed
+        if is_lora_a(name) or name in quantized_b
     }
-    share, parts = shard_position(state), local_shards(state)
-    adds = adapter_deltas(
-        {name: whole.get(name, part.rows) for name, part in parts.items()},
+    position, shards = shard_position(state), local_shards(state)
+    deltas = adapter_deltas(
+        {name: unsharded.get(name, shard.rows) for name, shard in shards.items()},
         adapter_scales(encoder),
-        {name: part.first for name, part in parts.items() if name not in whole},
+        {name: shard.first_row for name, shard in shards.items() if name not in unsharded},
     )
-    mine = (
-        (name, part.first, part.rows)
-        for name, part in parts.items()
-        if share.writes and (part.cut or share.shard == 0) and part.rows.numel()
-    )
-    packed = dict(four_bit_layers(encoder))
     dequantized = (
-        (name, 0, layer.dequantized()) for name, layer in packed.items() if share.writes and share.shard == 0
+        (name, 0, layer.dequantized())
+        for name, layer in quantized.items()
+        if position.is_writer and position.shard == 0
     )
-    specs = {name: part.spec for name, part in parts.items()}
-    specs |= {n: TensorSpec(torch.float32, (layer.out_features, layer.in_features)) for n, layer in packed.items()}
-    return _merged(specs, itertools.chain(mine, dequantized), adds, _in_adapter(encoder))
+    specs = {name: shard.spec for name, shard in shards.items()}
+    specs |= {n: TensorSpec(torch.float32, (layer.out_features, layer.in_features)) for n, layer in quantized.items()}
+    rows = itertools.chain(rows_to_write(shards, position), dequantized)
+    return _merge(specs, rows, deltas, _adapter_weights(encoder))
 
 
-def _merged(
-    specs: Mapping[str, TensorSpec], pieces: Iterable[WeightRows], adds: Mapping[str, Delta], in_adapter: set[str]
+def _merge(
+    specs: Mapping[str, TensorSpec],
+    weights: Iterable[WeightRows],
+    deltas: Mapping[str, Delta],
+    adapter_weights: Collection[str],
 ) -> WeightStream:
     def rows() -> Iterator[WeightRows]:
-        for name, first, values in pieces:
+        for name, first, values in weights:
             base = base_name(name)
             if base is not None:
-                yield base, first, adds[base].merged_rows(values, first) if base in adds else values
-            if name in in_adapter:
+                yield base, first, deltas[base].merged_rows(values, first) if base in deltas else values
+            if name in adapter_weights:
                 yield ADAPTER_PREFIX + name, first, values
 
-    of_model = {base: spec for name, spec in specs.items() if (base := base_name(name)) is not None}
-    return WeightStream(of_model, rows(), {name: specs[name] for name in sorted(in_adapter)})
+    base_specs = {base: spec for name, spec in specs.items() if (base := base_name(name)) is not None}
+    return WeightStream(base_specs, rows(), {name: specs[name] for name in sorted(adapter_weights)})
 
 
-def _whole(rows: list[Tensor]) -> Tensor:
-    return torch.cat(rows) if len(rows) > 1 else rows[0]
+def _read(location: TensorLocation) -> Tensor:
+    with safe_open(location.path, framework="pt") as file:
+        return file.get_tensor(location.key)  # type: ignore[no-any-return]
 
 
-def _read(place: TensorLocation) -> Tensor:
-    with safe_open(place.path, framework="pt") as file:
-        return file.get_tensor(place.key)  # type: ignore[no-any-return]
-
-
-def _in_adapter(encoder: nn.Module) -> set[str]:
+def _adapter_weights(encoder: nn.Module) -> set[str]:
     return {name for name, p in encoder.named_parameters() if p.requires_grad and name.startswith("backbone.")}
 
 
 def write_adapter_config(directory: Path, adapted: AdapterInfo, model: ModelConfig, source: ModelSource) -> None:
-    """Write adapter_config.json: with any checkpoint, and the base, all that an export needs."""
+    """Write adapter_config.json of a run; with a checkpoint and the base model, it is all that an export needs."""
     shutil.rmtree(directory, ignore_errors=True)
     _write_adapter_config(directory, adapted.config, model.path, source.commit)
 
 
-def copy_adapter_config(settings: Path, to: Path) -> None:
-    """Write once more what a folder's adapter_config.json says, as far as it is read here.
+def copy_adapter_config(directory: Path, target: Path) -> None:
+    """Write the settings of an adapter_config.json that we read to another directory.
 
-    Not the file itself: PEFT obeys more of it, and it may be somebody else's.
+    The file itself is not copied, because PEFT interprets more of it and its author may not be trusted.
 
     Raises:
-        ModelError: it is damaged, or of an adapter that cannot be trained here.
+        ModelError: it is damaged, or describes an adapter that is not supported.
     """
-    files = read_settings(settings)
+    files = read_settings(directory)
     files.config.modules_to_save = list(files.parts) or None
-    _write_adapter_config(to, files.config, files.base_model or None, files.revision)
+    _write_adapter_config(target, files.config, files.base_model or None, files.revision)
 
 
-def _write_adapter_config(directory: Path, config: LoraConfigOfPeft, base: str | None, revision: str | None) -> None:
+def _write_adapter_config(directory: Path, config: PeftLoraConfig, base: str | None, revision: str | None) -> None:
     directory.mkdir(parents=True)
     settings = adapter_settings(config) | {
         "base_model_name_or_path": base,
@@ -157,108 +153,134 @@ def _write_adapter_config(directory: Path, config: LoraConfigOfPeft, base: str |
     (directory / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def encoder_rows(
+    reader: TensorReader, state: Mapping[str, Tensor], ignored: Collection[str] = ()
+) -> Iterator[WeightRows]:
+    """Rows of the encoder's tensors in a checkpoint, after comparing their names and shapes with `state`.
+
+    Args:
+        reader: the checkpoint's tensors.
+        state: the tensors that the checkpoint has to hold.
+        ignored: further tensors that it may hold.
+
+    Raises:
+        CheckpointError: they are not the same tensors.
+    """
+    specs = {n.removeprefix(ENCODER): spec for n, spec in reader.specs.items() if n.startswith(ENCODER)}
+    specs = {name: spec for name, spec in specs.items() if name not in ignored}
+    for name in sorted(state.keys() ^ specs.keys()):
+        missing = "checkpoint" if name in state else "model"
+        raise CheckpointError(f"{reader.folder} does not fit the model: {name} is missing in the {missing}")
+    for name, spec in specs.items():
+        if tuple(state[name].shape) != spec.shape:
+            raise CheckpointError(
+                f"{reader.folder} does not fit the model: {name} has the shape {list(spec.shape)}, the model "
+                f"expects {list(state[name].shape)}"
+            )
+        for first, rows in reader.all_rows(ENCODER + name):
+            yield name, first, rows
+
+
+def load_rows(weights: Iterable[WeightRows], state: Mapping[str, Tensor]) -> None:
+    """Copy rows into the tensors of a state dict."""
+    for name, first, rows in weights:
+        (state[name] if not rows.dim() else state[name][first : first + len(rows)]).copy_(rows)
+
+
 @dataclass(frozen=True)
 class AdapterCheckpoint:
-    """A checkpoint of adapters, and what they were trained on.
+    """A checkpoint of adapters, and their base model.
 
     Attributes:
-        base: the model, its weights where they were.
-        seed: of a model without weights, which follow from it.
-        files: the settings that the run has left.
-        stored: the checkpoint's tensors.
-        load_in_4bit: whether the run held the base's linear layers in 4 bits; adapters are then merged with these.
+        base: the base model with the location of its weights.
+        seed: initialises a base model without weights.
+        files: settings of the adapter.
+        reader: the checkpoint's tensors.
+        load_in_4bit: whether the run quantized the base's linear layers; adapters are then merged with the quantized
+            weights.
     """
 
     base: ModelSource
     seed: int
     files: AdapterFiles
-    stored: TensorReader
+    reader: TensorReader
     load_in_4bit: bool = False
 
     @classmethod
     def open(
-        cls, settings: Path, model: ModelConfig, seed: int, run: ModelSource, stored: TensorReader
+        cls, adapter: Path, model: ModelConfig, seed: int, run: ModelSource, reader: TensorReader
     ) -> "AdapterCheckpoint":
-        """Find the base where the recipe says.
+        """Open the base model that the recipe names.
 
         Args:
-            settings: the folder with adapter_config.json.
-            model: the recipe's.
-            seed: the recipe's.
-            run: the architecture that the run has left.
-            stored: the checkpoint's.
+            adapter: directory of adapter_config.json.
+            model: model options of the recipe.
+            seed: seed of the recipe.
+            run: the architecture in the run directory.
+            reader: the checkpoint's tensors.
 
         Raises:
-            ConfigError, ModelError: the base is not there any more, or the settings are damaged.
+            ConfigError, ModelError: the base model no longer exists, or the settings are damaged.
         """
         base = replace(open_model_source(model), config=run.config)
-        return cls(base, seed, read_settings(settings), stored, model.lora.load_in_4bit)
+        return cls(base, seed, read_settings(adapter), reader, model.lora.load_in_4bit)
 
     def encoder(self) -> Encoder:
-        """The encoder in this process's memory, its adapters beside their layers as in training.
+        """The encoder in this process's memory, with unmerged adapters as in training.
 
         Raises:
-            CheckpointError: the checkpoint is not this model's.
+            CheckpointError: the checkpoint does not fit the model.
         """
         encoder = assemble_encoder(self.base)
         specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
-        encoder.load_state_dict(dict(self._base(specs)))
+        encoder.load_state_dict(dict(self._base_weights(specs)))
         self._attach(encoder)
-        state = encoder.state_dict()
-        for name, first, rows in self._pieces(encoder):
-            (state[name] if not rows.dim() else state[name][first : first + len(rows)]).copy_(rows)
+        load_rows(self._trained_rows(encoder), encoder.state_dict())
         return encoder
 
     def merged(self) -> WeightStream:
-        """All rows of the model, one tensor after the other.
+        """All weights of the merged model, one tensor at a time.
 
         Raises:
-            CheckpointError: the checkpoint is not this model's.
+            CheckpointError: the checkpoint does not fit the model.
         """
         encoder = build_encoder(self.base)
         specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
         self._attach(encoder)
-        pieces = list(self._pieces(encoder))  # adapters, and few parts: small beside the model
-        names = [name for name, _, _ in pieces]
-        trained = {name: _whole([rows for other, _, rows in pieces if other == name]) for name in dict.fromkeys(names)}
-        adds = adapter_deltas(trained, adapter_scales(encoder))
-        base = ((name, 0, tensor) for name, tensor in self._base(specs) if name not in trained)
-        own = ((name, 0, tensor) for name, tensor in trained.items())
-        every = specs | {name: TensorSpec.of(tensor) for name, tensor in trained.items()}
-        return _merged(every, itertools.chain(base, own), adds, _in_adapter(encoder))
+        # Adapters and a few whole modules: small compared with the model.
+        parts: dict[str, list[Tensor]] = {}
+        for name, _, rows in self._trained_rows(encoder):
+            parts.setdefault(name, []).append(rows)
+        trained = {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
+        deltas = adapter_deltas(trained, adapter_scales(encoder))
+        base = ((name, 0, tensor) for name, tensor in self._base_weights(specs) if name not in trained)
+        specs |= {name: TensorSpec.of(tensor) for name, tensor in trained.items()}
+        weights = itertools.chain(base, ((name, 0, tensor) for name, tensor in trained.items()))
+        return _merge(specs, weights, deltas, _adapter_weights(encoder))
 
     def _attach(self, encoder: Encoder, *, load_in_4bit: bool = False) -> None:
-        heads = ["dense"] if any(name.startswith(f"{ENCODER}dense.") for name in self.stored.specs) else []
+        heads = ["dense"] if any(name.startswith(f"{ENCODER}dense.") for name in self.reader.specs) else []
         add_adapters(encoder, LoraConfig(modules_to_save=heads, load_in_4bit=load_in_4bit), self.files, torch.float32)
 
-    def _pieces(self, encoder: Encoder) -> Iterator[WeightRows]:
-        """The checkpoint's rows, when it has been compared with an encoder that adapters were put on."""
-        names = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
-        state, buffers = encoder.state_dict(), {name for name, _ in encoder.named_buffers()}
-        specs = {n.removeprefix(ENCODER): spec for n, spec in self.stored.specs.items() if n.startswith(ENCODER)}
-        specs = {name: spec for name, spec in specs.items() if name not in buffers}
-        for name in sorted(names ^ specs.keys()):
-            raise CheckpointError(f"{self.stored.folder} does not fit the model: {name} is in one of them alone")
-        for name, spec in specs.items():
-            if tuple(state[name].shape) != spec.shape:
-                raise CheckpointError(
-                    f"{self.stored.folder} does not fit the model: {name} has the shape {list(spec.shape)}, the "
-                    f"model's {list(state[name].shape)}"
-                )
-            for first, rows in self.stored.parts(ENCODER + name):
-                yield name, first, rows
+    def _trained_rows(self, encoder: Encoder) -> Iterator[WeightRows]:
+        """The checkpoint's rows, compared with an encoder that has the adapters."""
+        trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+        buffers = {name for name, _ in encoder.named_buffers()}
+        state = {name: tensor for name, tensor in encoder.state_dict().items() if name in trained}
+        return encoder_rows(self.reader, state, ignored=buffers)
 
-    def _base(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-        places = locate_weights(self.base, {name: torch.Size(spec.shape) for name, spec in specs.items()})
-        if places is None:
-            found: Iterable[tuple[str, Tensor]] = full_state_dict(self.base, self.seed).items()
+    def _base_weights(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+        locations = locate_weights(self.base, {name: torch.Size(spec.shape) for name, spec in specs.items()})
+        weights: Iterable[tuple[str, Tensor]]
+        if locations is None:
+            weights = full_state_dict(self.base, self.seed).items()
         else:
-            found = ((name, _read(place)) for name, place in places.items())
-        packed = self._packed()
-        for name, tensor in found:
-            yield name, quantization_round_trip(tensor) if name in packed else tensor
+            weights = ((name, _read(location)) for name, location in locations.items())
+        quantized = self._quantized_weights()
+        for name, tensor in weights:
+            yield name, quantization_round_trip(tensor) if name in quantized else tensor
 
-    def _packed(self) -> set[str]:
+    def _quantized_weights(self) -> set[str]:
         """Names of the weights that the run held in 4 bits."""
         if not self.load_in_4bit:
             return set()

@@ -1,4 +1,4 @@
-"""The model card: what the model is, how it was trained, what it measured, how to use it."""
+"""The model card: description, usage, evaluation results and recipe of a model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from embedtrain.config.recipe import ONNX
 
 def model_card(
     recipe: Mapping[str, Any],
-    figures: Mapping[str, Mapping[str, float]],
+    metrics: Mapping[str, Mapping[str, float]],
     *,
     step: int,
     dimension: int,
@@ -26,13 +26,13 @@ def model_card(
 
     Args:
         recipe: the resolved recipe as plain dictionaries.
-        figures: evaluation set -> metric -> value, of this step; may be empty.
-        step: the optimiser step the weights are of.
-        dimension: size of a vector.
-        max_length: tokens of a text that are read.
-        prompts: what is put before queries and documents, by name.
-        formats: what it is written in besides.
-        name: of the Hub repository that it is uploaded to.
+        metrics: evaluation set -> metric -> value at this step; may be empty.
+        step: optimizer step of the weights.
+        dimension: size of an embedding.
+        max_length: maximum number of tokens of a text.
+        prompts: of queries and documents, by name.
+        formats: `export.formats`.
+        name: id of the Hub repository to which it is uploaded.
     """
     base = recipe["model"].get("path")
     onnx = ONNX in formats
@@ -41,7 +41,7 @@ def model_card(
         "pipeline_tag": "sentence-similarity",
         "tags": ["sentence-transformers", "sentence-similarity", "feature-extraction", "embedtrain"] + [ONNX] * onnx,
     }
-    if base and is_repository_name(str(base)) and not Path(base).is_dir():  # the Hub refuses what cannot be a model
+    if base and is_repository_name(str(base)) and not Path(base).is_dir():  # the Hub rejects other values
         header |= {"base_model": base, "base_model_relation": "finetune"}
     origin = f"fine-tuned from `{base}`" if base else "trained from random weights"
     lines = [
@@ -64,19 +64,19 @@ def model_card(
         "",
     ]
     if any(prompts.values()):
-        lines += ["`encode_query` and `encode_document` put the prompts in front that the model was trained with.", ""]
+        lines += ["`encode_query` and `encode_document` prepend the prompts that the model was trained with.", ""]
     if onnx:
         lines += [
             "`onnx/model.onnx` is the same model in fp32, from token ids to `last_hidden_state`, for onnxruntime, or "
             'for sentence-transformers and optimum with `backend="onnx"`.',
             "",
         ]
-    if figures:
-        names = list(dict.fromkeys(metric for row in figures.values() for metric in row))
-        lines += ["## Figures", "", f"| set | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
+    if metrics:
+        names = list(dict.fromkeys(metric for row in metrics.values() for metric in row))
+        lines += ["## Evaluation", "", f"| set | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
         lines += [
             f"| {name} | {' | '.join(f'{row[m]:.4f}' if m in row else '' for m in names)} |"
-            for name, row in figures.items()
+            for name, row in metrics.items()
         ]
         lines.append("")
     lines += [

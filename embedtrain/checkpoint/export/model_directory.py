@@ -1,9 +1,8 @@
-"""Model directories that sentence-transformers and transformers open: everything but the training of them.
+"""Model directories in the format of sentence-transformers and transformers.
 
-A directory is written in two parts. The architecture (configuration, tokenizer, pooling, prompts) is known
-before the first step and lies in every run directory; weights are added to a copy of it, rows at a time: by all
-ranks of a live run, each its own, or from a checkpoint's files by one process, later and elsewhere. So nobody
-holds the whole model.
+A directory is written in two parts. The architecture (configuration, tokenizer, pooling, prompts) is known before the
+first step and is part of every run directory. An export adds weights to a copy of it, rows at a time: all ranks of a
+live run write their own rows, or one process streams them from a checkpoint. No process holds the whole model.
 """
 
 import json
@@ -32,31 +31,7 @@ from embedtrain.models.build import stored_dtype, stored_tensors
 from embedtrain.models.encoder import hidden_size, prepare_backbone
 from embedtrain.models.source import ModelSource
 
-
-def pooler_tensors(source: ModelSource) -> dict[str, Tensor]:
-    """The backbone's tensors that `prepare_backbone` takes away, by the backbone's own names.
-
-    They are the source's where it stores them, else zeros. Left out of an export, transformers would make
-    them up at random and print a report of missing weights at everyone who opens the model.
-    """
-    with init_empty_weights(include_buffers=False):
-        backbone = AutoModel.from_config(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
-    shapes = {name: tensor.shape for name, tensor in backbone.state_dict().items()}
-    dropped = shapes.keys() - prepare_backbone(backbone).state_dict().keys()
-    stored = stored_tensors(source.directory) if source.directory is not None and dropped else {}
-    found: dict[str, Tensor] = {}
-    for name in sorted(dropped):
-        found[name] = torch.zeros(shapes[name])
-        for key in (name, f"{backbone.base_model_prefix}.{name}"):
-            if key in stored:
-                with safe_open(stored[key].path, framework="pt") as file:
-                    tensor = file.get_tensor(key)
-                if tensor.shape == shapes[name]:
-                    found[name] = tensor.float()
-    return found
-
-
-# The oldest names that sentence-transformers gave its modules: every version from 2.2 on opens them.
+# The oldest module names of sentence-transformers: every version from 2.2 on opens them.
 _MODULE = "sentence_transformers.models."
 _POOLING_FLAGS = {
     Pooling.cls: "pooling_mode_cls_token",
@@ -65,32 +40,55 @@ _POOLING_FLAGS = {
 }
 _WEIGHTS = "model{suffix}.safetensors"
 _BACKBONE = "backbone."
-# Beside the architecture, for it is weights that no checkpoint holds.
-_UNTRAINED = "untrained.safetensors"
+# Beside the architecture in a run directory, because checkpoints do not hold the pooler.
+_POOLER_FILE = "untrained.safetensors"
 
-# An adapter as PEFT reads it, in its own folder of a model directory; and what begins the names of its pieces.
+# Folder of the PEFT adapter in a model directory, and the prefix of its weights in a WeightStream.
 ADAPTER_FOLDER, ADAPTER_PREFIX = "adapter", "adapter:"
 
-# The encoder's name of a weight, the first row, and rows.
+# The encoder's name of a weight, index of the first row, rows.
 WeightRows: TypeAlias = tuple[str, int, Tensor]
 
 DTYPES = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
 
 
+def _pooler_weights(source: ModelSource) -> dict[str, Tensor]:
+    """The pooler weights that `prepare_backbone` removes, by the backbone's own names.
+
+    They are those of the source if it stores them, else zeros. If an export lacked them, transformers would initialise
+    them at random and report missing weights to everyone who opens the model.
+    """
+    with init_empty_weights(include_buffers=False):
+        backbone = AutoModel.from_config(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
+    shapes = {name: tensor.shape for name, tensor in backbone.state_dict().items()}
+    dropped = shapes.keys() - prepare_backbone(backbone).state_dict().keys()
+    stored = stored_tensors(source.directory) if source.directory is not None and dropped else {}
+    weights: dict[str, Tensor] = {}
+    for name in sorted(dropped):
+        weights[name] = torch.zeros(shapes[name])
+        for key in (name, f"{backbone.base_model_prefix}.{name}"):
+            if key in stored:
+                with safe_open(stored[key].path, framework="pt") as file:
+                    tensor = file.get_tensor(key)
+                if tensor.shape == shapes[name]:
+                    weights[name] = tensor.float()
+    return weights
+
+
 def write_architecture(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
-    """Write all of a sentence-transformers directory but the weights.
+    """Write a sentence-transformers directory without its weights.
 
     Args:
-        directory: made if missing.
-        source: what the encoder was built from; the type its weights are stored in is noted.
-        tokenizer: with the length that texts are cut to.
+        directory: created if missing.
+        source: what the encoder was built from; the type of its weights is recorded.
+        tokenizer: includes the maximum length.
     """
     directory.mkdir(parents=True, exist_ok=True)
     source.config.save_pretrained(directory)
     _write_code(directory, source)
-    write_dtype(directory, stored_dtype(source))
-    if untrained := pooler_tensors(source):
-        save_file(untrained, directory / _UNTRAINED)
+    _write_dtype(directory, stored_dtype(source))
+    if pooler := _pooler_weights(source):
+        save_file(pooler, directory / _POOLER_FILE)
     tokenizer.tokenizer.model_max_length = tokenizer.max_length
     tokenizer.tokenizer.save_pretrained(directory)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
@@ -134,12 +132,12 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """What is to be written of a model.
+    """The weights of a model to export.
 
     Attributes:
-        specs: of the model's weights, whole, by the encoder's names.
-        rows: this process's; names of an adapter's begin with OF_ADAPTER.
-        adapter: of the weights that make up its adapter, if it has one.
+        specs: type and shape of the unsharded weights, by the encoder's names.
+        rows: of this process; names of the adapter's weights have the prefix ADAPTER_PREFIX.
+        adapter: type and shape of the adapter's weights, if there is one.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -149,78 +147,77 @@ class WeightStream:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Which file of a model directory has which weight, under which name.
+    """The weight files of a model directory.
 
     Attributes:
-        files: path below the directory -> what the file looks like.
-        places: the encoder's name of a weight -> file, and name in it.
+        files: path below the directory -> layout of the file.
+        locations: the encoder's name of a weight -> file, and name in the file.
     """
 
     files: Mapping[str, FileLayout]
-    places: Mapping[str, tuple[str, str]]
+    locations: Mapping[str, tuple[str, str]]
 
 
 def plan_weights(
     architecture: Path,
     specs: Mapping[str, TensorSpec],
     dtype: torch.dtype,
-    largest: str,
+    max_file_size: str,
     adapter: Mapping[str, TensorSpec] | None = None,
 ) -> WeightPlan:
-    """Lay out the weight files of a directory, alike in every process.
+    """Compute the layout of the weight files; the same in every process.
 
     Args:
         architecture: written by `write_architecture`.
-        specs: of the encoder's weights (`backbone.*`, `dense.<index>.*`), whole.
-        dtype: what floating-point weights are stored in.
-        largest: the backbone is split into files of at most that size, such as `5GB`.
-        adapter: of weights that are written once more as an adapter of PEFT's, by the encoder's names; float32.
+        specs: of the unsharded encoder weights (`backbone.*`, `dense.<index>.*`).
+        dtype: to which floating-point weights are converted.
+        max_file_size: size above which the backbone is split into several files, such as `5GB`.
+        adapter: of the weights that are also written as a PEFT adapter in float32, by the encoder's names.
     """
-    stored = {name: _stored(spec, dtype) for name, spec in (pooler_specs(architecture) | dict(specs)).items()}
-    backbone = {name.removeprefix(_BACKBONE): spec for name, spec in stored.items() if name.startswith(_BACKBONE)}
+    converted = {name: _convert(spec, dtype) for name, spec in (_pooler_specs(architecture) | dict(specs)).items()}
+    backbone = {name.removeprefix(_BACKBONE): spec for name, spec in converted.items() if name.startswith(_BACKBONE)}
     split = split_state_dict_into_shards_factory(
-        backbone, get_storage_size=lambda spec: spec.num_bytes, max_shard_size=largest, filename_pattern=_WEIGHTS
+        backbone, get_storage_size=lambda spec: spec.num_bytes, max_shard_size=max_file_size, filename_pattern=_WEIGHTS
     )
     members = {file: {name: backbone[name] for name in names} for file, names in split.filename_to_tensors.items()}
-    places = {_BACKBONE + name: (file, name) for file, names in members.items() for name in names}
+    locations = {_BACKBONE + name: (file, name) for file, names in members.items() for name in names}
     for index, folder in enumerate(sorted(path.name for path in architecture.glob("*_Dense"))):
         prefix, file = f"dense.{index}.", f"{folder}/model.safetensors"
-        members[file] = {name.removeprefix(prefix): spec for name, spec in stored.items() if name.startswith(prefix)}
-        places |= {prefix + name: (file, name) for name in members[file]}
+        members[file] = {name.removeprefix(prefix): spec for name, spec in converted.items() if name.startswith(prefix)}
+        locations |= {prefix + name: (file, name) for name in members[file]}
     if adapter:
         file = f"{ADAPTER_FOLDER}/{ADAPTER_WEIGHTS}"
-        members[file] = {peft_key(name): _stored(spec, torch.float32) for name, spec in adapter.items()}
-        places |= {ADAPTER_PREFIX + name: (file, peft_key(name)) for name in adapter}
-    return WeightPlan({file: file_layout(tensors) for file, tensors in members.items()}, places)
+        members[file] = {peft_key(name): _convert(spec, torch.float32) for name, spec in adapter.items()}
+        locations |= {ADAPTER_PREFIX + name: (file, peft_key(name)) for name in adapter}
+    return WeightPlan({file: file_layout(tensors) for file, tensors in members.items()}, locations)
 
 
 def create_model_directory(directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
-    """Make the directory: a copy of the architecture, and the index where weights lie in several files.
+    """Copy the architecture, and write the index if the weights are split into several files.
 
     Raises:
         OSError: it exists, or cannot be written.
     """
-    shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_UNTRAINED))
-    write_dtype(directory, dtype)
-    weights = {name: file for key, (file, name) in plan.places.items() if key.startswith(_BACKBONE)}
+    shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE))
+    _write_dtype(directory, dtype)
+    weights = {name: file for key, (file, name) in plan.locations.items() if key.startswith(_BACKBONE)}
     if len(set(weights.values())) > 1:
         total = sum(plan.files[file].specs[name].num_bytes for name, file in weights.items())
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         _write_json(directory / "model.safetensors.index.json", content)
 
 
-def write_weights(directory: Path, plan: WeightPlan, pieces: Iterable[WeightRows], *, begins: bool) -> None:
-    """Write rows of weights into the files of a directory; several processes may do so side by side.
+def write_weights(directory: Path, plan: WeightPlan, weights: Iterable[WeightRows], *, writes_header: bool) -> None:
+    """Write rows of weights into the files of a directory; several processes may do so at the same time.
 
     Args:
-        directory: made by `create_model_directory`.
+        directory: created by `create_model_directory`.
         plan: the same in every process.
-        pieces: what this process has: the encoder's name of a weight, the first row, and rows on whatever device. They
-            are cast one piece at a time.
-        begins: whether this process begins the files and adds weights that no checkpoint holds; one of them has to.
+        weights: rows of this process, on any device; converted one item at a time.
+        writes_header: whether this process writes the headers of all files; one of them has to.
 
     Raises:
-        CheckpointError: a weight is too large for the type it is to be stored in.
+        CheckpointError: a weight exceeds the range of the type in which it is stored.
         OSError: the directory cannot be written.
     """
     with ExitStack() as stack:
@@ -228,39 +225,39 @@ def write_weights(directory: Path, plan: WeightPlan, pieces: Iterable[WeightRows
 
         def writer(file: str) -> RowWriter:
             if file not in writers:
-                writers[file] = stack.enter_context(RowWriter(directory / file, plan.files[file], begins=begins))
+                row_writer = RowWriter(directory / file, plan.files[file], writes_header=writes_header)
+                writers[file] = stack.enter_context(row_writer)
             return writers[file]
 
-        for file in plan.files if begins else ():
+        for file in plan.files if writes_header else ():
             writer(file)
-        for key, first, rows in pieces:
-            file, name = plan.places[key]
+        for key, first, rows in weights:
+            file, name = plan.locations[key]
             dtype = plan.files[file].specs[name].dtype
-            cast = rows.detach().to("cpu", dtype)
-            if dtype == torch.float16 and not bool(cast.isfinite().all()) and bool(rows.isfinite().all()):
+            converted = rows.detach().to("cpu", dtype)
+            if dtype == torch.float16 and not bool(converted.isfinite().all()) and bool(rows.isfinite().all()):
                 raise CheckpointError(
                     f"{name} has weights up to {float(rows.abs().max()):.3g}, and float16 ends at 65504: "
                     f"export as bf16 or fp32"
                 )
-            writer(file).write(name, cast, first)
+            writer(file).write(name, converted, first)
 
 
-def pooler_specs(architecture: Path) -> dict[str, TensorSpec]:
-    """Type and shape of weights that the architecture holds itself, by the encoder's names."""
+def _pooler_specs(architecture: Path) -> dict[str, TensorSpec]:
     return {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
 
 
 def pooler_rows(architecture: Path) -> Iterator[WeightRows]:
-    """The weights that the architecture holds itself, for no checkpoint does."""
-    if (architecture / _UNTRAINED).is_file():
-        for name, tensor in load_file(architecture / _UNTRAINED).items():
+    """The pooler weights that are stored beside the architecture."""
+    if (architecture / _POOLER_FILE).is_file():
+        for name, tensor in load_file(architecture / _POOLER_FILE).items():
             yield _BACKBONE + name, 0, tensor
 
 
 def _write_code(directory: Path, source: ModelSource) -> None:
-    """The Python that a model comes with, where it may run; else config.json no longer speaks of it.
+    """Copy a model's own Python if it is trusted; otherwise remove the reference to it from config.json.
 
-    transformers writes the file of the configuration's class alone, and nobody could open the model.
+    transformers only saves the file with the configuration class, with which the model could not be opened.
     """
     if source.trust_remote_code and source.directory is not None:
         for path in source.directory.glob("*.py"):
@@ -272,12 +269,12 @@ def _write_code(directory: Path, source: ModelSource) -> None:
         _write_json(path, settings)
 
 
-def _stored(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+def _convert(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
     return TensorSpec(dtype, spec.shape) if spec.dtype.is_floating_point else spec
 
 
-def write_dtype(directory: Path, dtype: torch.dtype) -> None:
-    """Say in config.json what type the weights are stored in."""
+def _write_dtype(directory: Path, dtype: torch.dtype) -> None:
+    """Record in config.json the type in which the weights are stored."""
     path = directory / "config.json"
     _write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")})
 
@@ -285,8 +282,8 @@ def write_dtype(directory: Path, dtype: torch.dtype) -> None:
 def _pooling_config(source: ModelSource) -> dict[str, Any]:
     dimension = hidden_size(source.config)
     flags = {flag: kind is source.pooling for kind, flag in _POOLING_FLAGS.items()}
-    none = {"pooling_mode_max_tokens": False, "pooling_mode_mean_sqrt_len_tokens": False}
-    return {"word_embedding_dimension": dimension} | flags | none | {"include_prompt": source.include_prompt}
+    unused = {"pooling_mode_max_tokens": False, "pooling_mode_mean_sqrt_len_tokens": False}
+    return {"word_embedding_dimension": dimension} | flags | unused | {"include_prompt": source.include_prompt}
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -1,8 +1,8 @@
-"""An export's backbone as an ONNX graph beside its weights, and the comparison of the two in onnxruntime.
+"""The ONNX graph of an export's backbone, and its verification with onnxruntime.
 
-The graph is `onnx/model.onnx`, where sentence-transformers' `backend="onnx"` and optimum look for it: token ids and
-mask in, `last_hidden_state` out, batch and length free. Pooling and what follows stay with whoever runs it. Its weights
-are fp32 whatever the directory's are, for few processors compute in less.
+The graph is written to `onnx/model.onnx`, where `backend="onnx"` of sentence-transformers and optimum expect it. Inputs
+are token ids and mask, the output is `last_hidden_state`, batch size and length are dynamic; pooling is not included.
+Weights are always fp32, because few CPUs compute in less.
 """
 
 import contextlib
@@ -15,15 +15,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from embedtrain.checkpoint.export.probes import PROBES, require_close
-from embedtrain.checkpoint.export.reopen import add_heads, encode_batch, open_encoder, open_tokenizer, tokenize_padded
+from embedtrain.checkpoint.export.verify import (
+    PROBES,
+    add_heads,
+    encode_batch,
+    open_encoder,
+    open_tokenizer,
+    require_close,
+    tokenize_padded,
+)
 from embedtrain.errors import CheckpointError
 from embedtrain.models.hub import one_line
 from embedtrain.models.source import ModelSource
 
 GRAPH = "onnx/model.onnx"
-_WEIGHTS = "model.onnx_data"  # beside it, as optimum calls it, where both do not fit into one protobuf
-_MAX_GRAPH_BYTES = 2**31 - 2**24  # bytes; a protobuf ends at 2 GiB
+_WEIGHTS = "model.onnx_data"  # optimum's name for separate weights, if graph and weights exceed one protobuf
+_MAX_GRAPH_BYTES = 2**31 - 2**24  # a protobuf is limited to 2 GiB
 _OPSET = 18
 _TOLERANCE = 1e-4
 
@@ -33,42 +40,42 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
 
     Args:
         directory: with weights and tokenizer.
-        source: the same, opened.
+        source: the opened directory.
 
     Returns:
-        The vectors of PROBES by the model that was traced, [len(PROBES), D].
+        Embeddings of PROBES by the traced model, [len(PROBES), D].
 
     Raises:
-        CheckpointError: the model does something that no graph can express.
+        CheckpointError: the model cannot be expressed as a graph.
         OSError: the directory cannot be written.
     """
     encoder, tokenizer = open_encoder(directory, source), open_tokenizer(directory, source)
     expected = torch.cat([encode_batch(encoder, tokenize_padded(tokenizer, [text])) for text in PROBES])
     backbone = encoder.backbone
     names = [name for name in tokenizer.model_input_names if name in inspect.signature(backbone.forward).parameters]
-    # Two texts of different lengths, so that neither a batch of one nor a mask of ones is taken for granted.
+    # Two texts of different lengths, so that the trace does not assume a batch size of one or a mask of ones.
     batch = tokenize_padded(tokenizer, [PROBES[1], PROBES[4]])
     path = directory / GRAPH
     path.parent.mkdir()
-    free = {name: {0: "batch", 1: "length"} for name in [*names, "last_hidden_state"]}
+    dynamic_axes = {name: {0: "batch", 1: "length"} for name in [*names, "last_hidden_state"]}
     try:
         with _silence(), torch.no_grad():
-            # By tracing: the newer exporter (dynamo=True) gives the same figures for every architecture that was tried,
-            # takes 10 to 40 times as long (torch 2.13), and needs a package more.
+            # By tracing: the newer exporter (dynamo=True) gives the same values for every architecture that we tried,
+            # takes 10 to 40 times as long (torch 2.13), and needs another package.
             torch.onnx.export(
                 _Backbone(backbone, names),
                 tuple(batch[name] for name in names),
                 str(path),
                 input_names=names,
                 output_names=["last_hidden_state"],
-                dynamic_axes=free,
+                dynamic_axes=dynamic_axes,
                 opset_version=_OPSET,
                 dynamo=False,
             )
-    except Exception as error:  # torch raises nearly anything of what it cannot trace
+    except Exception as error:  # torch raises many types for what it cannot trace
         raise CheckpointError(
             f"this {source.config.model_type} model cannot be written as an ONNX graph: {one_line(error)} "
-            "(leave onnx out of formats; checkpoints and architecture can be exported again at any time)"
+            "(remove onnx from formats; checkpoints can be exported again at any time)"
         ) from error
     del backbone, encoder
     _gather_weights(path)
@@ -76,42 +83,42 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
 
 
 def check_graph(directory: Path, source: ModelSource, expected: Tensor) -> float:
-    """Run the graph on PROBES one by one and as one padded batch; the largest relative difference of its vectors.
+    """Run the graph on PROBES one by one and as a padded batch; the largest relative difference of its embeddings.
 
     Args:
         directory: with the graph.
-        source: the same, opened.
-        expected: vectors of PROBES by the model that was traced, [len(PROBES), D].
+        source: the opened directory.
+        expected: embeddings of PROBES by the traced model, [len(PROBES), D].
 
     Raises:
-        CheckpointError: onnxruntime cannot open it, or its vectors are others.
+        CheckpointError: onnxruntime cannot run it, or its embeddings differ.
     """
     import onnxruntime
 
     path = directory / GRAPH
     tokenizer, heads = open_tokenizer(directory, source), add_heads(nn.Identity(), source)
 
-    def vectors(texts: list[str]) -> Tensor:
+    def encode(texts: list[str]) -> Tensor:
         batch = tokenize_padded(tokenizer, texts)
-        feed = {given.name: batch[given.name].numpy() for given in session.get_inputs()}
+        feed = {node.name: batch[node.name].numpy() for node in session.get_inputs()}
         with torch.no_grad():
             return heads.vectors(torch.from_numpy(session.run(["last_hidden_state"], feed)[0]), batch["attention_mask"])
 
     try:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        alone = torch.cat([vectors([text]) for text in PROBES])
-        together = vectors(list(PROBES))
-    except Exception as error:  # onnxruntime has exceptions of its own, without a root
+        single = torch.cat([encode([text]) for text in PROBES])
+        batched = encode(list(PROBES))
+    except Exception as error:  # onnxruntime's exceptions have no common base
         raise CheckpointError(f"onnxruntime cannot run {path}: {one_line(error)}") from error
-    told = f"onnxruntime opens {path} (a {source.config.model_type} model)"
+    subject = f"onnxruntime opens {path} (a {source.config.model_type} model)"
     return max(
-        require_close(alone, expected, _TOLERANCE, told),
-        require_close(together, expected, _TOLERANCE, f"{told} and runs a padded batch"),
+        require_close(single, expected, _TOLERANCE, subject),
+        require_close(batched, expected, _TOLERANCE, f"{subject} and runs a padded batch"),
     )
 
 
 class _Backbone(nn.Module):
-    """The backbone as a function of tensors, in the order of their names, to a tensor."""
+    """The backbone as a function from tensors, in the order of `names`, to a tensor."""
 
     def __init__(self, backbone: nn.Module, names: list[str]) -> None:
         super().__init__()
@@ -124,21 +131,21 @@ class _Backbone(nn.Module):
 
 
 def _gather_weights(path: Path) -> None:
-    """Large weights in one file beside the graph; torch writes a file for each."""
+    """Move large weights to one file beside the graph; torch writes one file per weight."""
     import onnx
 
-    apart = [file for file in path.parent.iterdir() if file != path]
-    if not apart and path.stat().st_size < _MAX_GRAPH_BYTES:
+    weights = [file for file in path.parent.iterdir() if file != path]
+    if not weights and path.stat().st_size < _MAX_GRAPH_BYTES:
         return
     model = onnx.load(str(path))
-    for file in apart:
+    for file in weights:
         file.unlink()
     onnx.save_model(model, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=_WEIGHTS)
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Without the notes of a tracer on every shape it meets: what it got wrong is found by comparing."""
+    """Suppress the tracer's warnings about shapes: the comparison detects what it traced wrongly."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     with warnings.catch_warnings():

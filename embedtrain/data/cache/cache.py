@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.config.recipe import DataCache
 from embedtrain.errors import DataError
 
 # A part of every key: raised whenever files of the cache change their meaning.
-FORMAT = 2
+FORMAT = 3
 # Smaller arrays are read, not mapped: a thousand small sources would need as many maps and open files.
 MIN_MAPPED_BYTES = 1 << 14
 
@@ -29,16 +28,14 @@ def silent(phase: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Where prepared data is kept, and how much of it.
+    """Where prepared data is kept.
 
     Attributes:
         directory: one folder in it for each thing that is kept, named after a digest of what it was made from.
-        keep: rows and tokens, or only where each row begins in its file.
         progress: called with a phase ("reading train-en"), how many of its parts are done, and of how many.
     """
 
     directory: Path
-    keep: DataCache = DataCache.tokens
     progress: Callable[[str, int, int], None] = silent
 
 

@@ -1,65 +1,85 @@
-"""A corpus that rows name documents of, kept on disk: each text found by its id without holding ids in memory."""
+"""A corpus on disk: ids and texts in Arrow files that all processes build together and map into memory."""
 
+import operator
 from array import array
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from embedtrain.config.recipe import OnError
-from embedtrain.data.cache.cache import FORMAT, Cache, json_digest, mapped, read_metadata, write_array, write_metadata
+from embedtrain.data.cache.cache import (
+    FORMAT,
+    Cache,
+    allow_open_files,
+    json_digest,
+    mapped,
+    read_metadata,
+    write_array,
+    write_metadata,
+)
 from embedtrain.data.cache.file_changes import SourceVersion
 from embedtrain.data.cache.shared_build import JOINED, Build, Task
 from embedtrain.data.keys import text_key
-from embedtrain.data.sources.kinds import Part
-from embedtrain.data.sources.problems import BadRow, shorten
-from embedtrain.data.sources.reading import SourceReader
+from embedtrain.data.sources.documents import DocumentReader
+from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
 
-DOCUMENTS_A_BATCH = 4096
+PIECE_BYTES = 1 << 26  # of a part that one process reads at a time
+MAX_PIECES = 1024  # of a corpus: each is a file that stays open
+DOCUMENTS_PER_BATCH = 4096
 CHARACTERS_PER_BATCH = 1 << 24
-_SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string()), ("line", pa.int64())])
+_TEXTS_PER_SLICE = 1024  # converted to Python objects at a time in an iteration
+_SCHEMA = pa.schema([("id", pa.large_string()), ("text", pa.large_string()), ("line", pa.int64())])
 
 
 def documents_build(
-    reading: SourceReader, content: SourceVersion | Mapping[str, Any], on_error: OnError, cache: Cache
+    reader: DocumentReader, on_error: OnError, cache: Cache, digests: Sequence[Sequence[str]] | None = None
 ) -> Build:
-    """How the corpus of a source is brought into the cache.
+    """The build of a corpus in the cache; DocumentStore opens it.
 
     Args:
-        reading: the source, with `document_parts`.
-        content: what `reading.content` says, or what guards that it stays so.
-        on_error: stop at a document that cannot be read, or leave it out: rows that name it tell.
-        cache: where it is kept.
+        reader: the corpus.
+        on_error: stop at a document that cannot be read, or leave it out: rows that refer to it are then bad.
+        cache: where the corpus is kept, under a digest of its content.
+        digests: of the parts, where they are known.
 
-    The tasks raise DataError: a document that cannot be read, two of one id, with their lines, or a file that is
-    changed meanwhile.
+    The tasks raise DataError: a document cannot be read, an id has two texts, or a file changes meanwhile.
     """
-    unchanged = content if isinstance(content, SourceVersion) else SourceVersion(reading, content)
-    directory = cache.directory / f"documents-{json_digest([FORMAT, unchanged.content['documents'], on_error.value])}"
-    tasks: dict[str, Task] = {
-        f"part-{number:05}": partial(_write_part, reading, part, on_error, unchanged)
-        for number, part in enumerate(reading.document_parts)
-    }
-    return Build(
-        directory,
-        lambda: tasks,
-        partial(_join, directory, list(tasks), reading.document_parts, unchanged),
-        progress=partial(cache.progress, f"reading documents of {reading.name}"),
-    )
+    version = SourceVersion(reader, None if digests is None else {"parts": digests, "documents": []})
+    key = [FORMAT, version.content["parts"], on_error.value, PIECE_BYTES]
+    directory = cache.directory / f"documents-{json_digest(key)}"
+    pieces: dict[str, Piece] = {}
+
+    def tasks() -> Mapping[str, Task]:
+        with version.during(reader.parts):  # processes must agree on the pieces
+            found = reader.pieces(PIECE_BYTES)
+            if len(found) > MAX_PIECES:
+                found = reader.pieces(PIECE_BYTES * -(-len(found) // MAX_PIECES))
+        pieces.update((f"part-{number:05}", piece) for number, piece in enumerate(found))
+        return {name: partial(_write_piece, reader, piece, on_error, version) for name, piece in pieces.items()}
+
+    def join(path: Path) -> None:
+        version.require(directory, list(pieces))
+        _join(reader, pieces, directory, path)
+
+    return Build(directory, tasks, join, progress=partial(cache.progress, f"reading {reader.name}"))
 
 
-def _write_part(reading: SourceReader, part: Part, on_error: OnError, unchanged: SourceVersion, path: Path) -> None:
+def _write_piece(reader: DocumentReader, piece: Piece, on_error: OnError, version: SourceVersion, path: Path) -> None:
     path.mkdir()
-    with unchanged.during([part]):
-        _write_documents(reading, part, on_error, path)
+    with version.during([piece.part]):
+        _write_documents(reader, piece, on_error, path)
 
 
-def _write_documents(reading: SourceReader, part: Part, on_error: OnError, path: Path) -> None:
-    keys, rows = array("q"), list[int]()
+def _write_documents(reader: DocumentReader, piece: Piece, on_error: OnError, path: Path) -> None:
+    keys = array("q")
     pending: list[tuple[str, str, int]] = []
     characters = 0
     with pa.OSFile(str(path / "documents.arrow"), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
@@ -68,89 +88,166 @@ def _write_documents(reading: SourceReader, part: Part, on_error: OnError, path:
             columns = [list(column) for column in zip(*pending, strict=True)]
             arrays = [pa.array(column, type=kind.type) for column, kind in zip(columns, _SCHEMA, strict=True)]
             writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
-            rows.append(len(pending))
             pending.clear()
 
-        for line, document in reading.document_rows(part):
+        for line, document in reader.documents(piece):
             if isinstance(document, BadRow):
                 if on_error == OnError.stop:
-                    raise DataError(f"{part.location(line)}: {document}")
+                    raise DataError(f"{reader.location(piece, line)}: {document}")
                 continue
-            pending.append((*document, line))
-            keys.append(text_key(document[0]))
-            characters += len(document[1])
-            if len(pending) >= DOCUMENTS_A_BATCH or characters >= CHARACTERS_PER_BATCH:
+            text = document.full_text
+            pending.append((document.id, text, line))
+            keys.append(text_key(document.id))
+            characters += len(text)
+            if len(pending) >= DOCUMENTS_PER_BATCH or characters >= CHARACTERS_PER_BATCH:
                 flush()
                 characters = 0
         if pending:
             flush()
     write_array(path / "keys.bin", np.frombuffer(keys, dtype=np.int64))
-    write_metadata(path / "facts.json", rows)
 
 
-def _join(directory: Path, names: Sequence[str], parts: Sequence[Part], unchanged: SourceVersion, path: Path) -> None:
-    """Sort the keys of all ids, with the documents' numbers beside them, and refuse an id that stands twice."""
-    unchanged.require(directory, names)
+def _join(reader: DocumentReader, pieces: Mapping[str, Piece], directory: Path, path: Path) -> None:
+    """Sort the keys of all ids, and find repeated ones: with the same text they are ignored, with another rejected."""
     path.mkdir()
-    keys = np.concatenate([mapped(directory / name / "keys.bin", np.int64) for name in names])
+    counts = [len(mapped(directory / name / "keys.bin", np.int64)) for name in pieces]
+    keys = np.concatenate(
+        [np.empty(0, dtype=np.int64), *(mapped(directory / name / "keys.bin", np.int64) for name in pieces)]
+    )
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     write_array(path / "keys.bin", keys)
-    write_array(path / "places.bin", order)
-    write_metadata(path / "facts.json", [(name, read_metadata(directory / name / "facts.json")) for name in names])
-    same = np.flatnonzero(keys[1:] == keys[:-1])
-    if not len(same):
-        return
-    store = DocumentStore(directory, path)
-    # Of equal keys the order is that of the documents, so a pair further apart shows as two neighbours.
-    for at in same[np.argsort(order[same + 1])].tolist():
-        (one, part, line), (other, other_part, other_line) = (store.document(int(order[i])) for i in (at, at + 1))
-        if one == other:
-            first, second = parts[part].location(line), parts[other_part].location(other_line)
-            raise DataError(f"{second}: the document id {shorten(one)} stands there already in {first}")
+    write_array(path / "order.bin", order)
+    write_metadata(path / "facts.json", list(pieces))
+    ids, texts, lines = _columns(directory, list(pieces))
+    starts = np.cumsum([0, *counts])
+
+    def location(number: int) -> str:
+        index = int(starts.searchsorted(number, side="right")) - 1
+        return reader.location(list(pieces.values())[index], lines[number].as_py())
+
+    is_equal = keys[1:] == keys[:-1]
+    repeated: list[int] = []
+    # Runs of equal keys. Two ids with one key are practically impossible, but they are compared nevertheless.
+    for start in np.flatnonzero(is_equal & ~np.concatenate([[False], is_equal[:-1]])).tolist():
+        stop = start + 1
+        while stop <= len(is_equal) and is_equal[stop - 1]:
+            stop += 1
+        first: dict[str, int] = {}
+        for number in order[start:stop].tolist():
+            name = ids[number]
+            earlier = first.setdefault(name, number)
+            if earlier == number:
+                continue
+            if texts[number] != texts[earlier]:
+                raise DataError(
+                    f"{location(number)}: the id {shorten(name)} has another text already in {location(earlier)}"
+                )
+            repeated.append(number)
+    write_array(path / "repeated.bin", np.array(sorted(repeated), dtype=np.int64))
 
 
 class DocumentStore:
-    """Texts by the ids that rows name them by, mapped into memory.
+    """A corpus mapped into memory: texts by id, or all ids and texts in their order.
 
     Args:
-        directory: what was built.
-        joined: the folder of what joins its parts, where it has not got its name yet.
+        directory: of the build.
     """
 
-    def __init__(self, directory: Path, joined: Path | None = None) -> None:
-        joined = joined or directory / JOINED
-        facts = [(str(name), list(map(int, rows))) for name, rows in read_metadata(joined / "facts.json")]
-        self._keys, self._places = (mapped(joined / f"{name}.bin", np.int64) for name in ("keys", "places"))
-        self._readers = [
-            pa.ipc.open_file(pa.memory_map(str(directory / name / "documents.arrow"))) for name, _ in facts
-        ]
-        batches = [(i, j) for i, (_, rows) in enumerate(facts) for j in range(len(rows))]
-        self._batches = np.array(batches, dtype=np.int64).reshape(-1, 2)
-        self._starts = np.cumsum([0, *(count for _, rows in facts for count in rows)], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._keys)
+    def __init__(self, directory: Path) -> None:
+        joined = directory / JOINED
+        names = [str(name) for name in read_metadata(joined / "facts.json")]
+        allow_open_files(len(names))
+        self._keys = mapped(joined / "keys.bin", np.int64)
+        self._order = mapped(joined / "order.bin", np.int64)
+        self._repeated = mapped(joined / "repeated.bin", np.int64)
+        self._ids, self._texts, _ = _columns(directory, names)
 
     def text(self, name: str) -> str | None:
-        """The document's text, its title first; None where there is no such document."""
+        """The document's title and text; None where there is no such document."""
         key = text_key(name)
-        at = int(self._keys.searchsorted(key))
-        while at < len(self._keys) and self._keys[at] == key:
-            batch, row = self._find(int(self._places[at]))
-            if batch.column(0)[row].as_py() == name:
-                text: str = batch.column(1)[row].as_py()
-                return text
-            at += 1
+        index = int(self._keys.searchsorted(key))
+        while index < len(self._keys) and self._keys[index] == key:
+            number = int(self._order[index])
+            if self._ids[number] == name:
+                return self._texts[number]
+            index += 1
         return None
 
-    def document(self, number: int) -> tuple[str, int, int]:
-        """The id of a document by its number, the part of the corpus it stands in, and its line there."""
-        batch, row = self._find(number)
-        part = int(self._batches[int(self._starts.searchsorted(number, side="right")) - 1, 0])
-        return batch.column(0)[row].as_py(), part, batch.column(2)[row].as_py()
+    def unique(self) -> tuple["MappedTexts", "MappedTexts"]:
+        """Ids and texts without repeated documents."""
+        if not len(self._repeated):
+            return self._ids, self._texts
+        rows = np.delete(np.arange(len(self._ids), dtype=np.int64), self._repeated)
+        return self._ids.select(rows), self._texts.select(rows)
 
-    def _find(self, number: int) -> tuple[pa.RecordBatch, int]:
-        at = int(self._starts.searchsorted(number, side="right")) - 1
-        reader, batch = self._batches[at].tolist()
-        return self._readers[reader].get_batch(batch), number - int(self._starts[at])
+
+def _columns(directory: Path, names: Sequence[str]) -> tuple["MappedTexts", "MappedTexts", pa.ChunkedArray]:
+    """Ids, texts and lines of all documents."""
+    files = [pa.memory_map(str(directory / name / "documents.arrow")) for name in names]
+    table = pa.concat_tables([_SCHEMA.empty_table(), *(pa.ipc.open_file(file).read_all() for file in files)])
+    return MappedTexts(table["id"]), MappedTexts(table["text"]), table["line"]
+
+
+class MappedTexts(Sequence[str]):
+    """Texts in Arrow files mapped into memory, as a sequence of which no process holds a copy.
+
+    Args:
+        column: texts without nulls.
+        rows: int64 [n], the selected rows in their order; None: all.
+    """
+
+    def __init__(self, column: pa.ChunkedArray, rows: NDArray[np.int64] | None = None) -> None:
+        self._column = column
+        self._rows = rows
+        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._starts = [0, *np.cumsum([len(chunk) for chunk in self._chunks]).tolist()]
+
+    def __len__(self) -> int:
+        return len(self._column) if self._rows is None else len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(number)
+        number %= len(self)
+        row = number if self._rows is None else int(self._rows[number])
+        chunk = bisect_right(self._starts, row) - 1
+        text: str = self._chunks[chunk][row - self._starts[chunk]].as_py()
+        return text
+
+    def __iter__(self) -> Iterator[str]:
+        if self._rows is not None:
+            return (self[number] for number in range(len(self._rows)))
+        return (
+            text
+            for chunk in self._chunks
+            for start in range(0, len(chunk), _TEXTS_PER_SLICE)
+            for text in chunk.slice(start, _TEXTS_PER_SLICE).to_pylist()
+        )
+
+    def __arrow_array__(self, type: pa.DataType | None = None) -> pa.ChunkedArray:
+        """What `pyarrow.array` returns: the column itself where all rows are selected."""
+        if self._rows is not None:
+            return pa.chunked_array([pa.array(list(self), type or self._column.type)])
+        return self._column if type is None else self._column.cast(type)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("mapped texts are not sent to other processes, which map the files themselves")
+
+    def select(self, rows: NDArray[np.int64]) -> "MappedTexts":
+        """The texts with these numbers, int64 [m], without reading them."""
+        return MappedTexts(self._column, rows if self._rows is None else self._rows[rows])
+
+
+def select_texts(texts: Sequence[str], rows: Sequence[int]) -> Sequence[str]:
+    """The texts with these numbers; mapped texts stay mapped."""
+    if isinstance(texts, MappedTexts):
+        return texts.select(np.asarray(rows, dtype=np.int64))
+    return [texts[row] for row in rows]

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embedtrain.data.sources.kinds import Part, PartKind
-from embedtrain.data.sources.reading import SourceReader
-from embedtrain.data.sources.streams import file_changed_error, file_version
+from embedtrain.data.sources.documents import DocumentReader
+from embedtrain.data.sources.files import file_changed_error, file_version
+from embedtrain.data.sources.parts import Part, PartKind
+from embedtrain.data.sources.reader import SourceReader
 from embedtrain.errors import EmbedtrainError
 
 
@@ -26,7 +27,7 @@ class SourceVersion:
         DataError: a file of the source is gone or cannot be read.
     """
 
-    def __init__(self, reading: SourceReader, content: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, reading: SourceReader | DocumentReader, content: Mapping[str, Any] | None = None) -> None:
         self._reading = reading
         self._versions = self._all_versions()  # before their content is asked for: a change in between must show
         self.content = reading.content() if content is None else content

@@ -12,9 +12,9 @@ from embedtrain.data.cache.row_store import CachedRows
 from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.shared_build import build, is_complete
 from embedtrain.data.cache.source_report import SourceReport
-from embedtrain.data.sources.layouts.layout import TEXTS_ONLY
-from embedtrain.data.sources.reading import open_sources
-from embedtrain.data.sources.sources import source_names
+from embedtrain.data.sources.layouts import TEXTS_ONLY
+from embedtrain.data.sources.reader import open_sources
+from embedtrain.data.sources.resolve import source_names
 from embedtrain.errors import ConfigError, DataError
 
 __all__ = ["SourceReport", "read_sources"]

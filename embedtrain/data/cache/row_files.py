@@ -12,24 +12,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from embedtrain.config.recipe import DataCache, OnError
+from embedtrain.config.recipe import OnError
 from embedtrain.data.cache.cache import read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_digest import RowDigest
 from embedtrain.data.cache.row_requirements import RowCheck
 from embedtrain.data.cache.row_table import EXTRA_COLUMNS, TEXTS, ArrowFile, RowRange
 from embedtrain.data.cache.source_report import RowStatistics
-from embedtrain.data.sources.layouts.layout import DocumentLookup, RowLayout
-from embedtrain.data.sources.pieces import Piece
-from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.reading import SourceReader
+from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
+from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.reader import SourceReader
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Texts
-from embedtrain.errors import ConfigError, DataError
+from embedtrain.errors import DataError
 
 # Small enough that offsets of 32 bits always do and that little is held while a batch is built.
 ROWS_PER_BATCH = 4096
 CHARACTERS_PER_BATCH = 1 << 24
 COUNTS = ("num_positives", "num_negatives", "most_negatives")
-OFFSETS_AND_LINES = ("offsets", "lines")
 TEXT_NAMES = ("query", "positives", "negatives")
 
 
@@ -39,7 +38,6 @@ def write_piece(
     piece: Piece,
     documents: DocumentLookup | None,
     on_error: OnError,
-    keep: DataCache,
     path: Path,
 ) -> None:
     """Read one piece, check its rows, and write them as a folder.
@@ -50,17 +48,15 @@ def write_piece(
         piece: what is read of it.
         documents: those that rows name by id.
         on_error: stop at the first bad row, or pass over it and count it.
-        keep: rows with their texts, or only where they begin.
         path: the folder.
 
     Raises:
         DataError: a bad row, as `path:line: what is wrong`; or the piece cannot be read as a whole.
-        ConfigError: rows of this kind of file cannot be read again by where they begin.
     """
     path.mkdir()
     rows, check, findings = reading.rows(piece, layout, documents), RowCheck(reading.needs), RowStatistics()
     part = reading.parts.index(piece.part)
-    with _Writer(path, keep) as writer:
+    with _Writer(path) as writer:
         for line, read in rows:
             try:
                 if isinstance(read, BadRow):
@@ -72,16 +68,11 @@ def write_piece(
                     raise DataError(f"{location}: {bad}") from None
                 findings.skip(part, line, str(bad))
                 continue
-            if keep == DataCache.offsets and rows.offset is None:
-                raise ConfigError(
-                    f"{piece.part.name}: data.cache=offsets keeps where each row begins in a file of plain JSONL, and "
-                    "this is none: write data.cache=tokens, or unpack or save it as JSONL"
-                )
             if texts.vectors and findings.width is None:
                 findings.width = (len(texts.vectors[0]), part, line)
             findings.add(texts, scored=texts is not read)
-            writer.add(texts, line, rows.offset)
-    findings.found, findings.ignored = list(rows.layout.found), list(rows.layout.ignored)
+            writer.add(texts, line)
+    findings.found, findings.ignored = list(rows.layout.features), list(rows.layout.ignored)
     facts = {"part": part, "lines": rows.lines, "beside": sorted(writer.beside), "files": writer.files}
     write_metadata(path / "facts.json", facts | {"digest": writer.digest.value, "findings": asdict(findings)})
 
@@ -89,15 +80,14 @@ def write_piece(
 class _Writer:
     """Collects rows and writes them batch by batch: a new file where a batch has columns that the last has not."""
 
-    def __init__(self, path: Path, keep: DataCache) -> None:
+    def __init__(self, path: Path) -> None:
         self.beside: set[str] = set()
         self.digest = RowDigest()
         self.files: list[tuple[str, list[int], list[int]]] = []  # name, rows and bytes of each batch
-        self._path, self._keep = path, keep
+        self._path = path
         self._pending: list[tuple[Texts, int]] = []
         self._pending_characters = 0
         self._counts = {name: array("i") for name in COUNTS}
-        self._places = {name: array("q") for name in OFFSETS_AND_LINES}
         self._file: pa.NativeFile | None = None
         self._writer: pa.RecordBatchFileWriter | None = None
         self._names: list[str] = []  # of BESIDES, in the file
@@ -112,18 +102,14 @@ class _Writer:
             return
         self._flush()
         self._close()
-        arrays = self._counts | (self._places if self._keep == DataCache.offsets else {})
-        for name, values in arrays.items():
+        for name, values in self._counts.items():
             write_array(self._path / f"{name}.bin", np.frombuffer(values, dtype=values.typecode))
 
-    def add(self, texts: Texts, line: int, offset: int | None) -> None:
-        """Add one row, with its line and, where it has one, the byte at which it begins."""
+    def add(self, texts: Texts, line: int) -> None:
+        """Add one row, with its line."""
         most = -1 if texts.most_negatives is None else texts.most_negatives
         for name, count in zip(COUNTS, (len(texts.positives), len(texts.negatives), most), strict=True):
             self._counts[name].append(count)
-        if self._keep == DataCache.offsets:
-            self._places["offsets"].append(offset or 0)
-            self._places["lines"].append(line)
         self._pending.append((texts, line))
         self._pending_characters += len(texts.query) + sum(map(len, texts.positives + texts.negatives))
         self._pending_characters += 4 * sum(map(len, texts.vectors))
@@ -141,8 +127,7 @@ class _Writer:
         self.beside.update(besides)
         texts = [pa.array([getattr(row, name) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_NAMES]
         self.digest.add(texts, besides)
-        if self._keep == DataCache.tokens:
-            self._write_batch(texts, besides)
+        self._write_batch(texts, besides)
         self._pending, self._pending_characters = [], 0
 
     def _write_batch(self, texts: list[pa.Array], besides: dict[str, list[Any]]) -> None:
@@ -189,7 +174,6 @@ def join_pieces(
     directory: Path,
     names: Sequence[str],
     on_error: OnError,
-    keep: DataCache,
     path: Path,
 ) -> None:
     """Write what is known of all rows, when all pieces are there, as a folder.
@@ -200,7 +184,6 @@ def join_pieces(
         directory: where the pieces' folders lie.
         names: of these folders, in order.
         on_error: what to do with a part that holds no rows.
-        keep: what the pieces hold.
         path: the folder.
 
     Raises:
@@ -235,19 +218,15 @@ def join_pieces(
         first = findings.report(reading.name, "", reading.parts, None, cached=False).problems
         skipped = f" ({findings.num_skipped:,} skipped, the first: {first[0]})" if first else ""
         raise DataError(f"{reading.source.path}: no row that can be trained on{skipped}")
-    arrays = [
-        *COUNTS[: 3 if "most_negatives" in beside else 2],
-        *(() if keep == DataCache.tokens else OFFSETS_AND_LINES),
-    ]
-    for array_name in arrays:
+    for array_name in COUNTS[: 3 if "most_negatives" in beside else 2]:
         with (path / f"{array_name}.bin").open("wb") as joined:
             for name in names:
                 with (directory / name / f"{array_name}.bin").open("rb") as piece_array:
                     shutil.copyfileobj(piece_array, joined, 1 << 20)
-    told = copy.deepcopy(layout)
-    told.found.update(dict.fromkeys(findings.found))
+    described = copy.deepcopy(layout)
+    described.features.update(dict.fromkeys(findings.found))
     facts = {
-        "layout": told.told(),
+        "layout": described.describe(),
         "stretches": [astuple(stretch) for stretch in row_ranges],
         "files": [astuple(file) for file in files],
         "beside": sorted(beside),

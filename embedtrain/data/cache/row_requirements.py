@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from embedtrain.config.recipe import TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
-from embedtrain.data.sources.problems import BadRow
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError
 

@@ -8,21 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.config.recipe import DataCache, OnError
+from embedtrain.config.recipe import OnError
 from embedtrain.data.cache.cache import FORMAT, Cache, json_digest, mapped, read_metadata
 from embedtrain.data.cache.documents import DocumentStore, documents_build
 from embedtrain.data.cache.file_changes import SourceVersion
 from embedtrain.data.cache.row_files import join_pieces, write_piece
-from embedtrain.data.cache.row_requirements import RowCheck
-from embedtrain.data.cache.row_table import ArrowFile, ArrowRows, FileRows, RowRange, RowStore
+from embedtrain.data.cache.row_table import ArrowFile, ArrowRows, RowRange, RowStore
 from embedtrain.data.cache.shared_build import COMPLETE, JOINED, Build, Task, build
 from embedtrain.data.cache.source_report import RowStatistics, SourceReport
-from embedtrain.data.sources.layouts.layout import RowLayout
-from embedtrain.data.sources.pieces import Piece
-from embedtrain.data.sources.problems import BadRow
-from embedtrain.data.sources.reading import SourceReader
-from embedtrain.data.sources.streams import file_changed_error
-from embedtrain.data.types import Texts
+from embedtrain.data.sources.layouts import RowLayout
+from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.reader import SourceReader
 from embedtrain.errors import DataError
 
 PIECE_BYTES = 64 << 20
@@ -48,13 +44,14 @@ class CachedRows:
     """
 
     def __init__(self, reading: SourceReader, on_error: OnError, cache: Cache) -> None:
-        self._reading, self._on_error, self._keep = reading, on_error, cache.keep
+        self._reading, self._on_error = reading, on_error
         self._unchanged = SourceVersion(reading)
-        self.key = json_digest([FORMAT, self._unchanged.content, on_error.value, cache.keep.value])
+        self.key = json_digest([FORMAT, self._unchanged.content, on_error.value])
         self.directory = cache.directory / f"rows-{self.key}"
         self.documents = None
-        if reading.document_parts:
-            self.documents = documents_build(reading, self._unchanged, on_error, cache)
+        if reading.documents is not None:
+            digests = self._unchanged.content["documents"]
+            self.documents = documents_build(reading.documents, on_error, cache, digests)
         self.build = Build(
             self.directory, self._tasks, self._join, progress=partial(cache.progress, f"reading {reading.name}")
         )
@@ -79,7 +76,7 @@ class CachedRows:
             report=self._report(facts, cached=cached),
             files=[part.name for part in self._reading.parts],
             row_ranges=row_ranges,
-            rows=ArrowRows(self.directory, files) if self._keep == DataCache.tokens else self._file_rows(row_ranges),
+            rows=ArrowRows(self.directory, files),
             beside=frozenset(facts["beside"]),
             num_positives=self._array("num_positives", np.int32),
             num_negatives=self._array("num_negatives", np.int32),
@@ -108,7 +105,7 @@ class CachedRows:
         def task(piece: Piece) -> Task:
             def write(path: Path) -> None:
                 with self._unchanged.during([piece.part]):
-                    write_piece(reading, layout, piece, documents, self._on_error, self._keep, path)
+                    write_piece(reading, layout, piece, documents, self._on_error, path)
 
             return write
 
@@ -119,22 +116,13 @@ class CachedRows:
     def _join(self, path: Path) -> None:
         assert self._layout is not None
         self._unchanged.require(self.directory, self._names)
-        join_pieces(self._reading, self._layout, self.directory, self._names, self._on_error, self._keep, path)
+        join_pieces(self._reading, self._layout, self.directory, self._names, self._on_error, path)
 
     def _open_documents(self) -> DocumentStore | None:
         if self.documents is None:
             return None
         build([self.documents])
         return DocumentStore(self.documents.directory)
-
-    def _file_rows(self, row_ranges: list[RowRange]) -> FileRows:
-        return FileRows(
-            self._array("offsets", np.int64), self._array("lines", np.int64), self._read_again(), row_ranges
-        )
-
-    def _read_again(self) -> "_RowReader":
-        layout = self._layout or self._reading.detect_layout(self._on_error)
-        return _RowReader(self._reading, layout, self._open_documents())
 
     def _report(self, facts: dict[str, Any], *, cached: bool) -> SourceReport:
         reading = self._reading
@@ -166,18 +154,3 @@ class CachedRows:
             f"{self.directory}: cached rows cannot be opened ({error.strerror or error}): start again, and let "
             "nothing clean up this folder meanwhile"
         )
-
-
-class _RowReader:
-    """Reads a row of a source again, by its part and the byte at which it begins."""
-
-    def __init__(self, reading: SourceReader, layout: RowLayout, documents: DocumentStore | None) -> None:
-        self._reading, self._layout, self._documents = reading, layout, documents
-
-    def __call__(self, part: int, offset: int) -> Texts:
-        where = self._reading.parts[part]
-        texts = self._reading.texts_at(where, offset, self._layout, self._documents)
-        try:
-            return RowCheck(self._reading.needs)(texts)
-        except BadRow as bad:
-            raise file_changed_error(where.name) from bad

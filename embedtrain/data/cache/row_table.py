@@ -1,12 +1,12 @@
-"""The rows of one source on disk: as memory-mapped Arrow, or only as the places where they begin in their files."""
+"""The rows of one source on disk, as memory-mapped Arrow."""
 
 import bisect
 import functools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -62,14 +62,6 @@ class ArrowFile:
     num_bytes: tuple[int, ...]
 
 
-class Rows(Protocol):
-    """Rows by their number: of one or another way to keep them."""
-
-    def row(self, row: int) -> tuple[Texts, int]:
-        """The row, and its line in the piece it was read in."""
-        ...
-
-
 class ArrowRows:
     """Rows in Arrow files, mapped into memory: a row is read where it lies.
 
@@ -105,7 +97,7 @@ class ArrowRows:
         return self._readers[file].get_batch(place)
 
     def row(self, row: int) -> tuple[Texts, int]:
-        """See Rows."""
+        """The row, and its line in the piece it was read in."""
         number = int(self._starts.searchsorted(row, side="right")) - 1
         at, batch = row - int(self._starts[number]), self.batch(number)
         queries, positives, negatives, lines, *others = batch.columns
@@ -128,28 +120,6 @@ def _python_value(name: str, value: Any) -> Any:
     if name == "vectors":
         return tuple(array("f", vector.values.to_numpy().tobytes()) for vector in value.values)
     return tuple(value.as_py())
-
-
-@dataclass(frozen=True)
-class FileRows:
-    """Rows that are read from their files again.
-
-    Attributes:
-        offsets: int64 [R], the byte of its file at which each row's line begins.
-        lines: int64 [R], its line in the piece it was read in.
-        read: the row of a part at a byte.
-        row_ranges: which rows come from which part.
-    """
-
-    offsets: NDArray[np.int64]
-    lines: NDArray[np.int64]
-    read: Callable[[int, int], Texts]
-    row_ranges: Sequence[RowRange]
-
-    def row(self, row: int) -> tuple[Texts, int]:
-        """See Rows."""
-        stretch = self.row_ranges[bisect.bisect_right(self.row_ranges, row, key=lambda one: one.start) - 1]
-        return self.read(stretch.part, int(self.offsets[row])), int(self.lines[row])
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +149,7 @@ class RowStore(Sequence[Example]):
     report: SourceReport
     files: Sequence[str]
     row_ranges: Sequence[RowRange]
-    rows: ArrowRows | FileRows
+    rows: ArrowRows
     beside: frozenset[str]
     num_positives: NDArray[np.int32]
     num_negatives: NDArray[np.int32]
@@ -207,21 +177,11 @@ class RowStore(Sequence[Example]):
     @property
     def num_bytes(self) -> int:
         """Bytes of the rows as they are mapped."""
-        of_rows = self.rows.batch_bytes if isinstance(self.rows, ArrowRows) else self.rows.offsets.nbytes * 2
         counts = (self.num_positives, self.num_negatives, self.most_negatives)
-        return int(np.sum(of_rows)) + sum(count.nbytes for count in counts if count is not None)
-
-    @property
-    def has_texts(self) -> bool:
-        """Whether the texts are kept; else they are read from their files again."""
-        return isinstance(self.rows, ArrowRows)
+        return int(np.sum(self.rows.batch_bytes)) + sum(count.nbytes for count in counts if count is not None)
 
     def texts(self) -> Iterator[str]:
         """All queries, positives and negatives, as often as they stand in rows, without prompts."""
-        if isinstance(self.rows, FileRows):
-            for example in self:
-                yield from (example.query, *example.positives, *example.negatives)
-            return
         for i in range(len(self.rows.batch_starts) - 1):
             queries, positives, negatives = self.rows.batch(i).columns[:3]
             for texts in (queries, positives.flatten(), negatives.flatten()):

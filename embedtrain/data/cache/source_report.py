@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.data.cache.row_requirements import NegativeCounts
-from embedtrain.data.sources.kinds import Part
+from embedtrain.data.sources.parts import Part
 from embedtrain.data.types import Texts
 
 MAX_PROBLEMS_SHOWN = 3

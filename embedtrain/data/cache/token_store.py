@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, json_digest, mapped
-from embedtrain.data.cache.row_table import ArrowRows, RowStore
+from embedtrain.data.cache.row_table import RowStore
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
 from embedtrain.data.cache.token_files import Wording, gathered, join_parts, parts_of_rows, value_type, write_part
 from embedtrain.data.tokens import TextTokenizer
@@ -132,7 +132,6 @@ class _Tokens:
     """One source's tokens as they are to be kept."""
 
     def __init__(self, wanted: Wanted, tokenizer: TextTokenizer, cache: Cache) -> None:
-        assert isinstance(wanted.rows.rows, ArrowRows), "rows that keep no texts are tokenised when they are needed"
         self._source, self._rows, self._tokenizer = wanted.rows, wanted.rows.rows, tokenizer
         self._wording = Wording(
             query_prompt=wanted.query_prompt,

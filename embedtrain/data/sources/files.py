@@ -1,87 +1,372 @@
-"""Rows as they are stored, unchecked: those of any part, and of JSONL -> (line, row or problem)."""
+"""Files as bytes and lines: local or under a URL, plain or compressed with gzip or zstd, whole or a range of bytes."""
 
-import csv
-import json
+import gzip
+import hashlib
+import io
+import os
+import re
+import zlib
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any
+from urllib.parse import unquote, urlsplit
 
-from embedtrain.data.sources.beir import judged_rows
-from embedtrain.data.sources.json_lists import json_list_rows
-from embedtrain.data.sources.kinds import Part, PartKind
-from embedtrain.data.sources.problems import BadRow, json_problem, not_utf8, shorten, told
-from embedtrain.data.sources.separated import PlainTsv, table_rows
-from embedtrain.data.sources.streams import lines_of
-from embedtrain.data.sources.tables import arrow_rows, dataset_rows, open_dataset, parquet_rows
+import fsspec
+import pyarrow as pa
+from fsspec.spec import AbstractFileSystem
 
-__all__ = ["BadRow", "RawRow", "json_row", "json_rows", "lines_of", "not_utf8", "raw_rows", "shorten", "table_rows"]
+from embedtrain.data.sources.values import describe_error
+from embedtrain.errors import DataError
 
-RawRow: TypeAlias = tuple[int, dict[str, Any] | BadRow]
+BLOCK_BYTES = 1 << 20
+MAX_FULL_DIGEST_BYTES = 64 * BLOCK_BYTES  # of larger files only samples are hashed
+NUM_SAMPLES = 16  # blocks hashed between the first and the last of a larger file
+_DECOMPRESSED_BYTES = 1 << 13
+# Keys under which fsspec's file systems report a file's version.
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "Content-MD5",
+    "md5Hash",
+    "content_md5",
+    "checksum",
+    "sha256",
+    "oid",
+    "blob_id",
+    "version_id",
+    "VersionId",
+    "generation",
+    "last_commit",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+    "updated",
+    "mtime",
+    "modified",
+    "created",
+)
 
 
-def raw_rows(part: Part, *, subset: str | None, split: str, columns: list[str] | None) -> Iterator[RawRow]:
-    """Every row of a part: its line or row number counted from 1, and its values by column or key.
+# URLs.
 
-    Args:
-        part: the file or Hub data set.
-        subset: configuration of a Hub data set.
-        split: split of a Hub data set.
-        columns: the columns wanted; others need not be read. None: all.
+
+def is_url(path: str) -> bool:
+    """Whether a path names a protocol. `local_path` turns `file://` into a local path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+
+
+def local_path(path: str) -> str:
+    """A path with `file://` removed and `~` expanded; other URLs are unchanged."""
+    if path.lower().startswith("file://"):
+        return unquote(urlsplit(path).path)
+    return path if is_url(path) else str(Path(path).expanduser())
+
+
+def file_system(url: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of a URL, and the path in it.
 
     Raises:
-        DataError: the file as a whole cannot be read: missing, damaged, cut short, without a header.
+        DataError: the protocol is unknown, its package is not installed, or the file system cannot be reached.
     """
-    match part.kind:
-        case PartKind.jsonl:
-            return json_rows(part.name)
-        case PartKind.json:
-            return json_list_rows(part.name, _DECODER)
-        case PartKind.csv:
-            return table_rows(part.name, csv.excel)
-        case PartKind.tsv:
-            return table_rows(part.name, PlainTsv)
-        case PartKind.parquet:
-            return parquet_rows(part.name, columns)
-        case PartKind.arrow:
-            return arrow_rows(part.name, columns)
-        case PartKind.hub:
-            data = open_dataset(part, subset, split)
-            return dataset_rows(data, part.name, columns)
-        case PartKind.beir:
-            return judged_rows(part, lambda table: raw_rows(table, subset=subset, split=split, columns=None))
-
-
-def json_rows(path: Path | str) -> Iterator[RawRow]:
-    """The rows of a JSONL file, one JSON object a line. Blank lines are passed over, but counted."""
-    for number, line in lines_of(path):
-        if line.strip():
-            yield number, json_row(line)
-
-
-def json_row(line: bytes) -> dict[str, Any] | BadRow:
-    """The row that a line holds, or what is wrong with it."""
+    protocol = url.split("://", maxsplit=1)[0]
     try:
-        row = _DECODER.decode(line.decode("utf-8").rstrip())  # else a text that is cut short ends in a line end
-    except BadRow as bad:
-        return bad
-    except UnicodeDecodeError as error:
-        return BadRow(not_utf8(line, error.start))
-    except json.JSONDecodeError as error:
-        return BadRow(f"broken JSON: {json_problem(error)} at column {error.colno}: {shorten(error.doc)}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        return BadRow(f"JSON that cannot be read ({error})")
-    if isinstance(row, dict):
-        return row
-    hint = ": write one object a line, not one array a file" if isinstance(row, list) else ""
-    return BadRow(f"a row must be a JSON object {{...}}, not {told(row)}{hint}")
+        system, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise DataError(
+            f"{url}: {protocol}:// needs a package that is not installed: pip install {_missing_package(error)}"
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{url}: no file system is known for {protocol}:// ({describe_error(error)})") from error
+    except Exception as error:  # each file system raises its own types: credentials, host names
+        raise unreachable_error(url, error) from error
+    return system, str(path)
 
 
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) < len(pairs):  # JSON's reader would keep the last in silence
-        names = [name for name, _ in pairs]
-        raise BadRow(f'this row has "{next(name for name in names if names.count(name) > 1)}" twice')
-    return row
+def open_url(url: str) -> Any:
+    """A binary file object; most can seek.
+
+    Raises:
+        DataError: the file is missing or cannot be reached.
+    """
+    system, path = file_system(url)
+    try:
+        return system.open(path, "rb")
+    except Exception as error:
+        raise unreachable_error(url, error) from error
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_each_key_once)
+def url_info(url: str) -> dict[str, Any]:
+    """What the file system reports about a file: its size, and usually a checksum or a date.
+
+    Raises:
+        DataError: the file is missing or cannot be reached.
+    """
+    system, path = file_system(url)
+    try:
+        return dict(system.info(path))
+    except Exception as error:
+        raise unreachable_error(url, error) from error
+
+
+def unreachable_error(url: str, error: Exception) -> DataError:
+    """The error about a file that cannot be opened or read to its end."""
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and getattr(cause, "status", 404) != 404:
+        error = cause
+    elif isinstance(error, FileNotFoundError) and isinstance(cause, OSError) and cause.errno is not None:
+        error = cause  # fsspec reports a server that does not answer as a missing file
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"{url}: no such file or folder")
+    return DataError(f"{url}: cannot be read ({describe_error(error)})")
+
+
+def _missing_package(error: BaseException | None) -> str:
+    name = ""
+    while error is not None:
+        name = getattr(error, "name", None) or name
+        error = error.__cause__
+    return name.split(".")[0] or "the package that it names"
+
+
+# Bytes.
+
+
+class Compression(Enum):
+    """How a file is compressed."""
+
+    none = ""
+    gzip = "gzip"
+    zstd = "zstd"
+
+
+_MAGIC = {b"\x1f\x8b": Compression.gzip, b"\x28\xb5\x2f\xfd": Compression.zstd}
+_SUFFIXES = {".gz": Compression.gzip, ".zst": Compression.zstd}
+
+
+def compression_of(name: str) -> Compression:
+    """How a file is compressed according to its first bytes, whatever its name.
+
+    Raises:
+        DataError: it cannot be opened, or is named .gz or .zst and is neither.
+    """
+    with open_binary(name) as file:
+        start = file.read(4)
+    for magic, compression in _MAGIC.items():
+        if start.startswith(magic):
+            return compression
+    # A skippable frame: files that pzstd compressed in parallel begin with one.
+    if start[1:] == b"\x2a\x4d\x18" and start[0] & 0xF0 == 0x50:
+        return Compression.zstd
+    for suffix, compression in _SUFFIXES.items():
+        if name.lower().endswith(suffix) and start:
+            raise DataError(
+                f"{name}: is named {suffix} but is not a {compression.value} file: rename it, or copy it again"
+            )
+    return Compression.none
+
+
+def open_binary(name: str) -> Any:
+    """A file as it is stored, as a binary file object.
+
+    Raises:
+        DataError: it is missing or cannot be opened.
+    """
+    if is_url(name):
+        return open_url(name)
+    try:
+        return Path(name).open("rb")
+    except OSError as error:
+        raise _unreadable_error(name, error) from error
+
+
+def file_size(name: str) -> int | None:
+    """The bytes of a file as it is stored; None where the file system does not report them.
+
+    Raises:
+        DataError: it is missing or cannot be reached.
+    """
+    if is_url(name):
+        size = url_info(name).get("size")
+        return None if size is None else int(size)
+    try:
+        return os.stat(name).st_size
+    except OSError as error:
+        raise _unreadable_error(name, error) from error
+
+
+def splittable_size(name: str) -> int | None:
+    """The bytes of a file whose lines can be read from any offset: not compressed, and able to seek; else None.
+
+    Raises:
+        DataError: it is missing or cannot be opened.
+    """
+    if compression_of(name) is not Compression.none:
+        return None
+    if not is_url(name):
+        return file_size(name)
+    with open_binary(name) as file:
+        return file_size(name) if file.seekable() else None
+
+
+def file_version(name: str) -> object:
+    """Size and modification time of a local file; None for any other."""
+    try:
+        status = os.stat(name)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def file_changed_error(name: str) -> DataError:
+    """The error about a file that changed since its rows were found."""
+    return DataError(f"{name}: was changed after its rows were read: start again, and do not change it meanwhile")
+
+
+def file_digest(name: str) -> str:
+    """A hexadecimal digest of a file's content, which does not depend on its path.
+
+    Files of up to 64 MiB are read whole (BLAKE2b). For larger ones size, modification time and 18 blocks of 1 MiB are
+    hashed; for URLs what the file system reports: size, checksum, date.
+
+    Raises:
+        DataError: the file is gone or cannot be read.
+    """
+    if is_url(name):
+        info = url_info(name)
+        version = {key: str(info[key]) for key in _VERSION_KEYS if info.get(key) is not None}
+        # Without a version, a file that is replaced by one of the same size would count as unchanged.
+        facts = {"size": info.get("size"), **version} if version else {key: str(info[key]) for key in sorted(info)}
+        return hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(digest_size=16)
+    with open_binary(name) as file:
+        try:
+            status = os.fstat(file.fileno())
+            if status.st_size <= MAX_FULL_DIGEST_BYTES:
+                while block := file.read(BLOCK_BYTES):
+                    digest.update(block)
+                return digest.hexdigest()
+            digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+            last = status.st_size - BLOCK_BYTES
+            for i in range(NUM_SAMPLES + 2):
+                file.seek(last * i // (NUM_SAMPLES + 1))
+                digest.update(file.read(BLOCK_BYTES))
+            return digest.hexdigest()
+        except OSError as error:
+            raise DataError(f"{name}: cannot be read: {error.strerror or error}") from error
+
+
+# Lines.
+
+
+def read_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    r"""The lines of a file with their numbers from 1, split at `\n`, without a byte order mark.
+
+    Raises:
+        DataError: the file is missing, unreadable, damaged, truncated, UTF-16, or not compressed as its name says.
+    """
+    return read_lines_between(str(path))
+
+
+def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in a byte range of a file, with their numbers from 1 within the range.
+
+    Consecutive ranges give every line of the file once. The file's byte order mark is left out.
+
+    Args:
+        name: path or URL.
+        start: first byte; 0 in a compressed file.
+        stop: the byte after the last; None: the end of the file.
+
+    Raises:
+        DataError: as `read_lines`.
+    """
+    compression, number = compression_of(name), 0
+    try:
+        with _open_decompressed(name, compression) as file:
+            offset = start
+            if start:
+                # From the byte before, so that a line that begins at `start` is kept.
+                file.seek(start - 1)
+                offset += len(file.readline()) - 1
+            for line in file:
+                if stop is not None and offset >= stop:
+                    return
+                number += 1
+                if offset == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                    raise DataError(f"{name}: this file is UTF-16: save it as UTF-8")
+                yield number, line.removeprefix(b"\xef\xbb\xbf") if offset == 0 else line
+                offset += len(line)
+    except DataError:
+        raise
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise _damaged_error(name, compression, number, error) from error
+    except (pa.ArrowException, OSError) as error:
+        if compression is Compression.zstd and getattr(error, "errno", None) is None:
+            raise _damaged_error(name, compression, number, error) from error
+        raise _unreadable_error(name, error) from error
+    except Exception as error:
+        if not is_url(name):
+            raise
+        raise unreachable_error(name, error) from error
+
+
+def count_lines_before(name: str, start: int) -> int:
+    """How many lines of an uncompressed file begin before byte `start`.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if start == 0:
+        return 0
+    count, remaining = 1, start - 1
+    try:
+        with open_binary(name) as file:
+            while remaining > 0 and (block := file.read(min(BLOCK_BYTES, remaining))):
+                count += block.count(b"\n")
+                remaining -= len(block)
+    except DataError:
+        raise
+    except Exception as error:
+        raise _unreadable_error(name, error) from error
+    return count
+
+
+def _open_decompressed(name: str, compression: Compression) -> IO[bytes]:
+    file = open_binary(name)
+    match compression:
+        case Compression.gzip:
+            decompressed: IO[bytes] = _Gzip(file)  # type: ignore[assignment]
+            return decompressed
+        case Compression.zstd:
+            # Where the file is damaged, the whole buffer is lost and with it the number of the damaged line.
+            stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+            return io.BufferedReader(stream, _DECOMPRESSED_BYTES)
+        case Compression.none:
+            plain: IO[bytes] = file
+            return plain
+
+
+class _Gzip(gzip.GzipFile):
+    """A gzip file that closes the file it reads from."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(fileobj=file, mode="rb")
+        self._file = file
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+def _damaged_error(name: str, compression: Compression, num_lines: int, error: Exception) -> DataError:
+    return DataError(
+        f"{name}:{num_lines + 1}: the {compression.value} file is damaged or truncated ({error}): copy or download it "
+        "again"
+    )
+
+
+def _unreadable_error(name: str, error: Exception) -> DataError:
+    if is_url(name):
+        return unreachable_error(name, error)
+    return DataError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}")

@@ -1,251 +1,256 @@
-"""Single values of a row, checked: texts, scores, ids, classes, vectors. What is wrong with one is a BadRow."""
+"""Checks of single values of a row (texts, scores, ids, labels, vectors), and how messages show a value."""
 
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import numpy as np
 
-from embedtrain.data.sources.problems import BadRow, counted, shorten, told
-from embedtrain.data.types import Texts
-
 T = TypeVar("T")
 
-LARGEST_NUMBER = float(np.finfo(np.float32).max)  # scores and vectors are kept in float32
+MAX_NUMBER = float(np.finfo(np.float32).max)  # scores and vectors are stored in float32
 
 
-def checked(
-    query: str,
-    positives: Sequence[str],
-    negatives: Sequence[str],
-    *,
-    scores: Sequence[float] = (),
-    positive_ids: Sequence[str] = (),
-    negative_ids: Sequence[str] = (),
-    label: int | None = None,
-    vectors: Sequence[Sequence[float]] = (),
-    instruction: str | None = None,
-    document_instruction: str | None = None,
-    most_negatives: int | None = None,
-) -> Texts:
-    """A row whose negatives are distinct and no positives; with a negative goes what lies beside it.
-
-    Args:
-        query: the query.
-        positives: the positives.
-        negatives: the hard negatives as the row has them.
-        scores: one for each positive, then one for each negative; or none.
-        positive_ids: one for each positive, or none.
-        negative_ids: one for each negative, or none.
-        label: the row's class.
-        vectors: one for all texts, or one for each: query, positives, negatives; or none.
-        instruction: the query's own; "" for none at all, None where the row says nothing.
-        document_instruction: the documents' own, likewise.
-        most_negatives: how many may be used at a time.
-    """
-    first_places: dict[str, int] = {}
-    for place, text_ in enumerate(negatives):
-        if text_ not in positives:
-            first_places.setdefault(text_, place)
-
-    def kept(values: Sequence[T]) -> tuple[T, ...]:
-        return tuple(values[place] for place in first_places.values()) if values else ()
-
-    count = len(positives)
-    return Texts(
-        query,
-        tuple(positives),
-        tuple(first_places),
-        len(negatives) - len(first_places),
-        positive_scores=tuple(scores[:count]),
-        negative_scores=kept(scores[count:]),
-        positive_ids=tuple(positive_ids),
-        negative_ids=kept(negative_ids),
-        label=label,
-        vectors=(*vectors[: 1 + count], *kept(vectors[1 + count :])),
-        instruction=instruction,
-        document_instruction=document_instruction,
-        most_negatives=most_negatives,
-    )
+class BadRow(Exception):
+    """A row that cannot be used. The text gives the reason without the location."""
 
 
-def texts(value: object, what: str) -> list[str]:
-    """A text, or a list of texts."""
-    return text_list(value, what) if isinstance(value, list) else [text(value, what)]
+# What messages show.
 
 
-def text_list(value: object, what: str) -> list[str]:
-    """A list of texts."""
-    if not isinstance(value, list):
-        hint = ": put it in brackets" if isinstance(value, str) else ""
-        raise BadRow(f"{what} must be a list of texts, not {told(value)}{hint}")
-    return [text(element, f"element {i} of {what}") for i, element in enumerate(value, 1)]
+def not_utf8(data: bytes, position: int) -> str:
+    """The message about a byte that is not UTF-8, with the text around it."""
+    context = data[max(0, position - 20) : position + 20].decode("utf-8", "surrogateescape").strip()
+    shown = shorten(context).replace("\\udc", "\\x")  # Python's notation of a byte outside of any character
+    return f"not UTF-8 (byte 0x{data[position]:02x} in {shown}): save the file as UTF-8"
 
 
-def text(value: object, what: str) -> str:
-    """A text that is not empty."""
+def json_problem(error: json.JSONDecodeError) -> str:
+    """The reason that the JSON parser gives, without the position."""
+    return error.msg.removesuffix(" at").removesuffix(" starting")
+
+
+def pluralize(count: int, noun: str) -> str:
+    """A count with its noun: `1 cell`, `2 cells`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def shorten(value: object, length: int = 60) -> str:
+    """A value on one line, cut off after `length` characters."""
+    text = repr(value if not isinstance(value, str) else value[: length + 1])
+    return text if len(text) <= length + 2 else text[:length] + "..."
+
+
+def describe_value(value: object) -> str:
+    """The type of a value in JSON's words, and the shortened value."""
+    match value:
+        case None:
+            return "nothing (null)"
+        case bool():
+            return f"a truth value ({value})"
+        case int() | float():
+            return f"a number ({shorten(value)})"
+        case str():
+            return f"a text ({shorten(value)})"
+        case list():
+            return f"a list ({shorten(value)})"
+        case dict():
+            return f"an object ({shorten(value)})"
+        case bytes():
+            return f"binary data ({shorten(value)})"
+        case _:
+            return f"{type(value).__name__} ({shorten(value)})"
+
+
+def describe_error(error: BaseException, length: int = 300) -> str:
+    """An exception of another library on one line: its type and the beginning of its text."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:length]}" if text else type(error).__name__
+
+
+# Checks. `name` says in messages which value it is.
+
+
+def string(value: object, name: str) -> str:
+    """A text, which may be empty."""
     if not isinstance(value, str):
-        raise BadRow(f"{what} must be a text, not {told(value)}")
-    if not value.strip():
-        raise BadRow(f"{what} is an empty text")
-    return _encodable(value, what)
-
-
-def _encodable(value: str, what: str) -> str:
+        raise BadRow(f"{name} must be a text, not {describe_value(value)}")
+    # JSON can spell half of a surrogate pair. Tokenizers fail on it with a message about argument types.
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            around = value[max(0, error.start - 10) : error.start + 10]
-            raise BadRow(f"{what} holds half a character (a lone surrogate): {shorten(around)}") from None
+            context = value[max(0, error.start - 10) : error.start + 10]
+            raise BadRow(f"{name} holds half a character (a lone surrogate): {shorten(context)}") from None
     return value
 
 
-def titled(title: object, value: object, what: str) -> str:
-    """A document's text with its title before it, as Tevatron and BEIR join them; it may be empty."""
-    parts = []
-    for part, name in ((title, '"title"'), (value, what)):
-        if part is not None and not isinstance(part, str):
-            raise BadRow(f"{name} must be a text, not {told(part)}")
-        parts.append(_encodable(part or "", name))
-    return " ".join(parts).strip()
+def optional_string(value: object, name: str) -> str:
+    """A text, or null for an empty one."""
+    return "" if value is None else string(value, name)
 
 
-def instructed(value: object, what: str) -> tuple[str | None, str]:
-    """A text that may have its own instruction: the text alone, or [instruction, text]; "" is no instruction."""
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(element, str) for element in value):
-        return _encodable(value[0], what), text(value[1], what)
-    return None, text(value, what)
+def text(value: object, name: str) -> str:
+    """A text that is not empty."""
+    checked = string(value, name)
+    if not checked.strip():
+        raise BadRow(f"{name} is an empty text")
+    return checked
 
 
-def instruction(value: object, what: str) -> str | None:
-    """An instruction: a text, "" for none at all; None for null."""
-    if value is not None and not isinstance(value, str):
-        raise BadRow(f"{what} must be a text, not {told(value)}")
-    return None if value is None else _encodable(value, what)
+def texts(value: object, name: str) -> list[str]:
+    """A text, or a list of texts."""
+    return text_list(value, name) if isinstance(value, list) else [text(value, name)]
 
 
-def one_each(value: object, what: str, texts_name: str, count: int, read: Callable[[object, str], T]) -> list[T]:
-    """A list with one element for each of `count` texts, each read with `read`."""
+def text_list(value: object, name: str) -> list[str]:
+    """A list of texts."""
     if not isinstance(value, list):
-        raise BadRow(f"{what} must be a list, one element for each text of {texts_name}, not {told(value)}")
+        hint = ": put it in brackets" if isinstance(value, str) else ""
+        raise BadRow(f"{name} must be a list of texts, not {describe_value(value)}{hint}")
+    return [text(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
+
+
+def text_with_instruction(value: object, name: str) -> tuple[str | None, str]:
+    """A text, or [instruction, text]; the instruction "" means none."""
+    if is_text_pair(value):
+        return string(value[0], name), text(value[1], name)
+    return None, text(value, name)
+
+
+def is_text_pair(value: object) -> TypeGuard[list[str]]:
+    """Whether a value is a list of two texts."""
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(element, str) for element in value)
+
+
+def instruction(value: object, name: str) -> str | None:
+    """An instruction: a text, "" for none at all; None for null."""
+    return None if value is None else string(value, name)
+
+
+def one_per_text(value: object, name: str, texts_name: str, count: int, check: Callable[[object, str], T]) -> list[T]:
+    """A list with one element for each of `count` texts, each checked with `check`."""
+    if not isinstance(value, list):
+        raise BadRow(f"{name} must be a list, one element for each text of {texts_name}, not {describe_value(value)}")
     if len(value) != count:
-        elements, wanted = counted(len(value), "element"), counted(count, "text")
-        raise BadRow(f"{what} has {elements} and {texts_name} has {wanted}: give one for each")
-    return [read(element, f"element {i} of {what}") for i, element in enumerate(value, 1)]
+        elements, expected = pluralize(len(value), "element"), pluralize(count, "text")
+        raise BadRow(f"{name} has {elements} and {texts_name} has {expected}: give one for each")
+    return [check(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
 
 
-def identifier(value: object, what: str) -> str:
-    """A document's id, a text or a whole number; "" for null."""
+def identifier(value: object, name: str) -> str:
+    """An id, a text or a whole number; "" for null."""
     if value is None:
         return ""
     if isinstance(value, str):
-        return _encodable(value, what)
+        return string(value, name)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise BadRow(f"{what} must be an id, a text or a whole number, not {told(value)}")
+    raise BadRow(f"{name} must be an id, a text or a whole number, not {describe_value(value)}")
 
 
-def number(value: object, what: str) -> float:
-    """A finite number; a truth value is none."""
+def number(value: object, name: str) -> float:
+    """A finite number. A truth value is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRow(f"{what} must be a number, not {told(value)}")
-    if not abs(value) <= LARGEST_NUMBER:
-        raise BadRow(f"{what} must be a finite number, not {shorten(value)}")
+        raise BadRow(f"{name} must be a number, not {describe_value(value)}")
+    if not abs(value) <= MAX_NUMBER:
+        raise BadRow(f"{name} must be a finite number, not {shorten(value)}")
     return float(value)
 
 
-def marks(value: object, what: str, count: int) -> list[bool]:
-    """A list of 1 or 0 for each of `count` documents."""
-    given = one_each(value, what, "the documents", count, number)
-    for i, element in enumerate(given, 1):
-        if element not in (0, 1):
-            raise BadRow(f"element {i} of {what} must be 1 for a positive or 0 for a negative, not {element:g}")
-    return [element == 1 for element in given]
-
-
-def class_number(value: object, what: str) -> int:
-    """The number of a class."""
-    if isinstance(value, str):
-        raise BadRow(f"{what} must be the number of the row's class, not {told(value)}: number the classes from 0")
-    whole = number(value, what)
-    if not whole.is_integer() or abs(whole) >= 2**53:
-        raise BadRow(f"{what} must be the number of the row's class, a whole number, not {told(value)}")
-    return int(whole)
-
-
-def vectors(value: object, what: str, num_texts: int) -> list[Sequence[float]]:
-    """A list of numbers, the vector of all texts; or a list of such lists, one for each of `num_texts` texts."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], list):
-        return [_vector(value, what)]
-    if len(value) != num_texts:
-        raise BadRow(
-            f"{what} has {counted(len(value), 'vector')} and the row has {counted(num_texts, 'text')}: "
-            "give one for each, or one list of numbers for all"
-        )
-    return [_vector(element, f"element {i} of {what}") for i, element in enumerate(value, 1)]
-
-
-def _vector(value: object, what: str) -> Sequence[float]:
-    if not isinstance(value, list) or not value:
-        raise BadRow(
-            f"{what} must be a vector, a list of numbers, not {told(value) if value != [] else 'an empty list'}"
-        )
-    if not set(map(type, value)) <= {int, float}:  # one look at all, since vectors are long
-        raise BadRow(f"{what} must be a vector, a list of numbers, not {told(value)}")
-    try:
-        vector = array("f", value)
-    except OverflowError:
-        vector = array("f", [float("inf")])
-    if not np.isfinite(np.frombuffer(vector, dtype=np.float32)).all():
-        raise BadRow(f"{what} holds a number that is not finite")
-    return vector
-
-
-def scores(value: object, what: str, positives: int, negatives: int, num_columns: int) -> list[float]:
-    """The score of every document of a row, positives first, as sentence-transformers' columns give it.
-
-    Args:
-        value: the score of a pair; the margin of the positive over the negative of a triplet; a list of a
-            score for each document; or a list of a margin for each negative. Of margins only differences of
-            scores are known, so the positive counts 0.
-        what: the value's name for messages.
-        positives: how many the row has.
-        negatives: how many the row has.
-        num_columns: text columns, the query's included: a triplet that lacks its negative is no pair.
-    """
-    count, documents = positives + negatives, f"{counted(positives, 'positive')} and {counted(negatives, 'negative')}"
-    if isinstance(value, list):
-        given = [number(element, f"element {i} of {what}") for i, element in enumerate(value, 1)]
-        if len(given) == count:
-            return given
-        if given and positives == 1 and len(given) == negatives:
-            return _below_zero(given)
-        raise BadRow(
-            f"{what} has {counted(len(given), 'number')} and the row has {documents}: "
-            "give the score of each, or its margin over each negative where there is one positive"
-        )
-    one = number(value, what)
-    if num_columns == 2 and count == 1:
-        return [one]
-    if num_columns == 3 and (positives, negatives) == (1, 1):
-        return _below_zero([one])
-    raise BadRow(
-        f"{what} is one number, the score of one pair or the margin of one positive over one negative, "
-        f"and the row has {documents}: give a list"
-    )
-
-
-def _below_zero(margins: list[float]) -> list[float]:
-    return [0.0, *(0.0 - margin for margin in margins)]
-
-
-def cell(value: object) -> object:
-    """What a cell of a CSV or TSV file means where no text is wanted: a number, a list, else the text itself."""
+def parse_cell(value: object) -> object:
+    """A cell of a CSV or TSV file as a number or a list where it is one, else as it is."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value) if value.lstrip().startswith("[") else float(value)
     except (ValueError, RecursionError):
         return value
+
+
+def positive_marks(value: object, name: str, count: int) -> list[bool]:
+    """A list of 1 (positive) or 0 (negative) for each of `count` documents."""
+    marks = one_per_text(value, name, "the documents", count, number)
+    for i, mark in enumerate(marks, 1):
+        if mark not in (0, 1):
+            raise BadRow(f"element {i} of {name} must be 1 for a positive or 0 for a negative, not {mark:g}")
+    return [mark == 1 for mark in marks]
+
+
+def class_label(value: object, name: str) -> int:
+    """The number of a class."""
+    if isinstance(value, str):
+        raise BadRow(
+            f"{name} must be the number of the row's class, not {describe_value(value)}: number the classes from 0"
+        )
+    label = number(value, name)
+    if not label.is_integer() or abs(label) >= 2**53:
+        raise BadRow(f"{name} must be the number of the row's class, a whole number, not {describe_value(value)}")
+    return int(label)
+
+
+def vectors(value: object, name: str, num_texts: int) -> list[Sequence[float]]:
+    """One vector for all texts, or a list of one vector for each of `num_texts` texts."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], list):
+        return [_vector(value, name)]
+    if len(value) != num_texts:
+        raise BadRow(
+            f"{name} has {pluralize(len(value), 'vector')} and the row has {pluralize(num_texts, 'text')}: "
+            "give one for each, or one list of numbers for all"
+        )
+    return [_vector(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
+
+
+def _vector(value: object, name: str) -> Sequence[float]:
+    if not isinstance(value, list) or not value:
+        shown = "an empty list" if value == [] else describe_value(value)
+        raise BadRow(f"{name} must be a vector, a list of numbers, not {shown}")
+    if not set(map(type, value)) <= {int, float}:  # one test for all elements, since vectors are long
+        raise BadRow(f"{name} must be a vector, a list of numbers, not {describe_value(value)}")
+    try:
+        vector = array("f", value)
+    except OverflowError:
+        vector = array("f", [float("inf")])
+    if not np.isfinite(np.frombuffer(vector, dtype=np.float32)).all():
+        raise BadRow(f"{name} holds a number that is not finite")
+    return vector
+
+
+def scores(value: object, name: str, num_positives: int, num_negatives: int, num_columns: int) -> list[float]:
+    """The score of every document of a row, positives first, in the formats of sentence-transformers.
+
+    Args:
+        value: the score of a pair; the margin of the positive over the negative of a triplet; a list with the
+            score of each document; or a list with a margin for each negative. Margins give only differences of
+            scores, so the positive gets 0.
+        name: of the value, in messages.
+        num_positives: of the row.
+        num_negatives: of the row.
+        num_columns: text columns, including the query's: a triplet that lacks its negative is not a pair.
+    """
+    num_documents = num_positives + num_negatives
+    documents = f"{pluralize(num_positives, 'positive')} and {pluralize(num_negatives, 'negative')}"
+    if isinstance(value, list):
+        numbers = [number(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
+        if len(numbers) == num_documents:
+            return numbers
+        if numbers and num_positives == 1 and len(numbers) == num_negatives:
+            return _scores_of_margins(numbers)
+        raise BadRow(
+            f"{name} has {pluralize(len(numbers), 'number')} and the row has {documents}: "
+            "give the score of each, or its margin over each negative where there is one positive"
+        )
+    score = number(value, name)
+    if num_columns == 2 and num_documents == 1:
+        return [score]
+    if num_columns == 3 and (num_positives, num_negatives) == (1, 1):
+        return _scores_of_margins([score])
+    raise BadRow(
+        f"{name} is one number, the score of one pair or the margin of one positive over one negative, "
+        f"and the row has {documents}: give a list"
+    )
+
+
+def _scores_of_margins(margins: list[float]) -> list[float]:
+    return [0.0, *(0.0 - margin for margin in margins)]

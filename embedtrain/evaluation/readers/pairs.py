@@ -1,11 +1,9 @@
-"""Tables of sentence pairs: with scores (STS), with labels (pair classification), or of translations (bitext)."""
+"""Sets of sentence pairs: with scores (STS), with labels (pair classification), or of translations (bitext)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-from embedtrain.data.sources.problems import shorten
-from embedtrain.errors import DataError
-from embedtrain.evaluation.readers.rows import Row, name_of, number_field, text_field
+from embedtrain.data.sources.values import shorten
+from embedtrain.evaluation.readers.rows import Row
 from embedtrain.evaluation.types import Bitext, LabelledPairs, ScoredPairs
 
 FIRST = ("sentence1", "sent1")
@@ -15,81 +13,81 @@ LABEL = ("label", "labels")
 
 
 def read_scored(name: str, rows: Iterable[Row]) -> ScoredPairs:
-    """Pairs with a gold similarity each: `sentence1`, `sentence2`, `score`.
+    """Pairs with a gold similarity: `sentence1`, `sentence2`, `score`.
 
     Raises:
-        DataError: a row lacks a column, or holds something else than texts and a number.
+        DataError: a row lacks a column, or a value is not a text or a number.
     """
     first, second, scores = [], [], []
-    for where, fields in _single(rows):
-        first.append(text_field(fields, FIRST, where))
-        second.append(text_field(fields, SECOND, where))
-        scores.append(number_field(fields, SCORE, where))
+    for row in _single_pairs(rows):
+        first.append(row.text(*FIRST))
+        second.append(row.text(*SECOND))
+        scores.append(row.number(*SCORE))
     return ScoredPairs(name, first, second, scores)
 
 
 def read_labelled(name: str, rows: Iterable[Row]) -> LabelledPairs:
-    """Pairs that mean the same (1) or do not (0): `sentence1`, `sentence2`, `label`.
+    """Pairs with the same meaning (1) or not (0): `sentence1`, `sentence2`, `label`.
 
-    In older sets of MTEB the columns are called `sent1`, `sent2`, `labels`.
+    Older sets of MTEB have the columns `sent1`, `sent2`, `labels`.
 
     Raises:
         DataError: a row lacks a column, or a label is neither 0 nor 1.
     """
     first, second, labels = [], [], []
-    for where, fields in _single(rows):
-        first.append(text_field(fields, FIRST, where))
-        second.append(text_field(fields, SECOND, where))
-        column = name_of(fields, LABEL, where)
-        value = fields[column]
-        label = value if isinstance(value, bool) else number_field(fields, LABEL, where)
+    for row in _single_pairs(rows):
+        first.append(row.text(*FIRST))
+        second.append(row.text(*SECOND))
+        key = row.key(*LABEL)
+        value = row.fields[key]
+        label = value if isinstance(value, bool) else row.number(key)
         if label not in (0, 1):
-            raise DataError(f"{where}: {column} must be 0 or 1, not {shorten(value)}")
+            raise row.error(f"{key} must be 0 or 1, not {shorten(value)}")
         labels.append(int(label))
     return LabelledPairs(name, first, second, labels)
 
 
-def read_bitext(name: str, rows: Iterable[Row], columns: Sequence[str] | None) -> Bitext:
+def read_bitext(name: str, rows: Iterable[Row], languages: Sequence[str] | None) -> Bitext:
     """Sentences and their translations.
 
     Args:
-        name: the set's name.
-        rows: rows with `sentence1` and `sentence2`, or two columns of whatever names.
-        columns: which two columns, where a table has one of each language; None: as above.
+        name: of the set.
+        rows: with `sentence1` and `sentence2`, or two columns of any names.
+        languages: the two columns, where a table has one per language.
 
     Raises:
-        DataError: a row lacks a column, or holds something else than texts.
+        DataError: a row lacks a column, or a value is not a text.
     """
     first, second = [], []
-    for where, fields in _single(rows):
-        one, other = _sides(fields) if columns is None else ((columns[0],), (columns[1],))
-        first.append(text_field(fields, one, where))
-        second.append(text_field(fields, other, where))
+    for row in _single_pairs(rows):
+        if languages is not None:
+            columns: tuple[Sequence[str], Sequence[str]] = (languages[:1], languages[1:])
+        elif len(row.fields) == 2 and not has_pair(row):
+            names = list(row.fields)
+            columns = (names[:1], names[1:])
+        else:
+            columns = (FIRST, SECOND)
+        first.append(row.text(*columns[0]))
+        second.append(row.text(*columns[1]))
     return Bitext(name, first, second)
 
 
-def has_pair(fields: Mapping[str, Any]) -> bool:
-    """Whether a row holds two sentences under the names that pairs have."""
-    return any(name in fields for name in FIRST) and any(name in fields for name in SECOND)
+def has_pair(row: Row) -> bool:
+    """Whether a row holds two sentences under the usual names."""
+    return row.has(*FIRST) and row.has(*SECOND)
 
 
-def _sides(fields: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str]]:
-    if len(fields) == 2 and not has_pair(fields):
-        one, other = fields
-        return (one,), (other,)
-    return FIRST, SECOND
-
-
-def _single(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows of one pair each; MTEB's older sets have one row, with a list in each column."""
-    for where, fields in rows:
-        lists = {name: value for name, value in fields.items() if isinstance(value, list)}
-        if not lists or not any(name in lists for name in (*FIRST, *SECOND)):
-            yield where, fields
+def _single_pairs(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows of one pair each; older sets of MTEB have one row with a list in each column."""
+    for row in rows:
+        lists = {name: value for name, value in row.fields.items() if isinstance(value, list)}
+        if not any(name in lists for name in (*FIRST, *SECOND)):
+            yield row
             continue
         lengths = {len(value) for value in lists.values()}
         if len(lengths) > 1:
-            told = ", ".join(f"{name} {len(value)}" for name, value in lists.items())
-            raise DataError(f"{where}: its lists must be of one length, and they have {told} elements")
+            shown = ", ".join(f"{name} {len(value)}" for name, value in lists.items())
+            raise row.error(f"its lists must have one length, and they have {shown} elements")
         for number in range(lengths.pop()):
-            yield f"{where}, element {number + 1}", {name: value[number] for name, value in lists.items()}
+            fields = {name: value[number] for name, value in lists.items()}
+            yield Row(f"{row.location}, element {number + 1}", fields)

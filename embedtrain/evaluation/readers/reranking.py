@@ -1,30 +1,30 @@
-"""Reranking sets: rows of a query with its positives and negatives, and candidates given for a retrieval set."""
+"""Reranking sets: rows of a query with positives and negatives, and candidates from TREC run files."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from urllib.parse import unquote
 
+from embedtrain.data.cache.documents import select_texts
+from embedtrain.data.sources import values
+from embedtrain.data.sources.files import read_lines
+from embedtrain.data.sources.values import not_utf8, shorten
 from embedtrain.errors import DataError
-from embedtrain.evaluation.readers.mapped_texts import select_texts
-from embedtrain.evaluation.readers.rows import Row, field_of, text_field, text_of
+from embedtrain.evaluation.readers.rows import Row
 from embedtrain.evaluation.types import Corpus, RetrievalSet
-
-QUERY = ("query",)
-POSITIVE = ("positive",)
-NEGATIVE = ("negative",)
 
 
 def read_reranking(name: str, rows: Iterable[Row], source: str, split: str) -> tuple[RetrievalSet, list[str]]:
-    """Make a set of rows with `query`, `positive` and `negative`, each a list of texts or one.
+    """A set of rows with `query`, `positive` and `negative`, each a text or a list of texts.
 
-    As mteb has it: a row without positives or without negatives is left out; every text of a row is a document of its
-    own, equal or not, with an id by which negatives come before positives of the same score.
+    As in mteb, a row without positives or without negatives is left out; every text of a row is a document of its own,
+    even if texts are equal, with an id that sorts negatives before positives of the same score.
 
     Args:
-        name: the set's name.
-        rows: the table.
-        source: what to call the table in messages.
-        split: what ids are made of, and nothing else.
+        name: of the set.
+        rows: of the table.
+        source: the table's name in messages.
+        split: a part of the ids.
 
     Returns:
         The set, and notes on rows that are left out.
@@ -38,24 +38,24 @@ def read_reranking(name: str, rows: Iterable[Row], source: str, split: str) -> t
     judgements: dict[str, dict[str, int]] = {}
     candidates: dict[str, range] = {}
     left_out: list[str] = []
-    for where, fields in rows:
-        text = text_field(fields, QUERY, where)
-        positives, negatives = _texts(fields, POSITIVE[0], where), _texts(fields, NEGATIVE[0], where)
+    for row in rows:
+        text = row.text("query")
+        positives, negatives = _texts(row, "positive"), _texts(row, "negative")
         if not positives or not negatives:
-            left_out.append(where)
+            left_out.append(row.location)
             continue
         query = f"{split}_query{len(queries)}"
         queries[query] = text
         start = len(ids)
-        for what, gain, some in (("apositive", 1, positives), ("negative", 0, negatives)):
-            own = [f"{what}_{query}_{number:05}" for number in range(len(some))]
-            judgements.setdefault(query, {}).update(dict.fromkeys(own, gain))
-            ids += own
-            texts += some
+        for prefix, gain, documents in (("apositive", 1, positives), ("negative", 0, negatives)):
+            names = [f"{prefix}_{query}_{number:05}" for number in range(len(documents))]
+            judgements.setdefault(query, {}).update(dict.fromkeys(names, gain))
+            ids += names
+            texts += documents
         candidates[query] = range(start, len(ids))
     if not queries:
-        what = f": none of its {len(left_out)} rows has both positives and negatives, so nothing can be ranked"
-        raise DataError(source + (what if left_out else " is empty"))
+        reason = f": none of its {len(left_out)} rows has both positives and negatives, so nothing can be ranked"
+        raise DataError(source + (reason if left_out else " is empty"))
     notes = []
     if left_out:
         notes.append(
@@ -65,45 +65,98 @@ def read_reranking(name: str, rows: Iterable[Row], source: str, split: str) -> t
     return RetrievalSet(name, queries, Corpus(ids, texts), judgements, candidates), notes
 
 
+def _texts(row: Row, key: str) -> list[str]:
+    value = row.fields[row.key(key)]
+    if value is None or value == "":  # an empty cell of a CSV file
+        return []
+    return [row.check(values.string, text, key) for text in (value if isinstance(value, list) else [value])]
+
+
+def read_run(path: Path) -> dict[str, dict[str, str]]:
+    """The documents of each query in a TREC run (`query Q0 document rank score tag`), with their locations by id.
+
+    Raises:
+        DataError: the file cannot be read or is empty, a line has another number of fields, or a document is repeated
+            for a query.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such run file")
+    run: dict[str, dict[str, str]] = {}
+    for location, line in _text_lines(path):
+        fields = line.split()
+        if len(fields) != 6:
+            raise DataError(
+                f"{location}: {len(fields)} fields, but a line of a run is query, Q0, document, rank, score, tag: "
+                f"{shorten(line)}"
+            )
+        query, _, document, *_ = fields
+        before = run.setdefault(query, {}).setdefault(document, location)
+        if before != location:
+            raise DataError(f"{location}: document {document} is repeated for query {query}, first at {before}")
+    if not run:
+        raise DataError(f"{path} is empty")
+    return run
+
+
+def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in read_lines(path):
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: {not_utf8(line, error.start)}") from None
+        if text.strip():
+            yield f"{path}:{number}", text
+
+
+def candidates_of(run: Mapping[str, Mapping[str, str]], data: RetrievalSet) -> dict[str, list[str]]:
+    """The document ids of a run by query id. Runs write white space within ids as in a URL (`%20`)."""
+    quoted = {name for documents in run.values() for name in documents if "%" in name}
+    quoted_of = {unquote(name): name for name in quoted}
+    # An id is unquoted only where it does not exist as it is written.
+    plain_of = {quoted_of[name]: name for name in data.documents.ids if name in quoted_of} if quoted_of else {}
+    for name in data.documents.ids if plain_of else ():
+        plain_of.pop(name, None)
+    return {
+        query if query in data.queries else unquote(query): [plain_of.get(name, name) for name in documents]
+        for query, documents in run.items()
+    }
+
+
 def with_candidates(
     data: RetrievalSet, ranked: Mapping[str, Sequence[str]], source: str
 ) -> tuple[RetrievalSet, list[str]]:
-    """The same set, of which only given documents are ranked for each query; documents of no query are dropped.
+    """The same set with the documents to rank for each query; documents of no query are dropped.
 
-    A judged query without candidates stays: it finds nothing and counts as 0, as trec_eval -c has it.
+    A judged query without candidates stays: it finds nothing and counts as 0, as with trec_eval -c.
 
     Args:
         data: queries, documents and judgements.
-        ranked: ids of documents by query id, in any order.
-        source: what to call them in messages.
+        ranked: document ids by query id, in any order.
+        source: name of the candidates in messages.
 
     Returns:
-        The set, and notes on queries and documents that do not fit together.
+        The set, and notes on queries and documents that do not match.
 
     Raises:
         DataError: no judged query has a candidate that is a document.
     """
     judged = data.judged_queries
-    wanted = {document for query in judged for document in ranked.get(query, ())}
-    ids: list[str] = []
-    rows: list[int] = []
-    for row, document in enumerate(data.documents.ids):
-        if document in wanted:
-            ids.append(document)
-            rows.append(row)
-    places = {document: place for place, document in enumerate(ids)}
+    candidate_ids = {document for query in judged for document in ranked.get(query, ())}
+    rows = [row for row, document in enumerate(data.documents.ids) if document in candidate_ids]
+    ids = list(select_texts(data.documents.ids, rows))
+    indices = {document: index for index, document in enumerate(ids)}
     candidates = {
-        query: list(dict.fromkeys(places[document] for document in ranked.get(query, ()) if document in places))
+        query: list(dict.fromkeys(indices[document] for document in ranked.get(query, ()) if document in indices))
         for query in judged
     }
     if not ids:
-        if wanted:
-            what, unknown, called = "documents", wanted, data.documents.ids[0]
+        if candidate_ids:
+            kind, unknown, example = "documents", candidate_ids, data.documents.ids[0]
         else:
-            what, unknown, called = "judged queries", set(ranked), judged[0]
+            kind, unknown, example = "judged queries", set(ranked), judged[0]
         raise DataError(
-            f"{source}: of its {len(unknown)} {what.split()[-1]} none is one of {data.name}; it says "
-            f"{min(unknown, default='')!r} where {what} are called {called!r}"
+            f"{source}: none of its {len(unknown)} {kind.split()[-1]} is one of {data.name}; it has "
+            f"{min(unknown, default='')!r} where {kind} are called {example!r}"
         )
     notes = []
     missing = [query for query in judged if query not in ranked]
@@ -112,18 +165,10 @@ def with_candidates(
             f"{data.name}: {len(missing)} judged queries have no candidates in {source} and count as 0 "
             f"(the first: {missing[0]})"
         )
-    if len(wanted) > len(ids):
+    if len(candidate_ids) > len(ids):
         notes.append(
-            f"{data.name}: {len(wanted) - len(ids)} candidates of {source} are no documents and are left out "
-            f"(the first: {min(wanted.difference(ids))})"
+            f"{data.name}: {len(candidate_ids) - len(ids)} candidates of {source} are not documents and are left out "
+            f"(the first: {min(candidate_ids.difference(ids))})"
         )
     documents = Corpus(ids, select_texts(data.documents.texts, rows))
     return replace(data, documents=documents, candidates=candidates), notes
-
-
-def _texts(fields: Mapping[str, Any], name: str, where: str) -> list[str]:
-    value = field_of(fields, (name,), where)
-    if value is None or value == "":  # an empty cell of a CSV file
-        return []
-    some = value if isinstance(value, list) else [value]
-    return [text_of(one, (name,), where) for one in some]

@@ -1,85 +1,363 @@
-"""Retrieval sets: putting queries, documents and judgements together, wherever they were read from."""
+"""Retrieval sets from BEIR folders, the Hub and LlamaIndex's JSON files: documents, queries and judgements."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
+from embedtrain.config.evaluation import EvaluationSet, SetKind
+from embedtrain.config.recipe import OnError
+from embedtrain.data.cache.cache import Cache, cache_directory
+from embedtrain.data.cache.documents import DocumentStore, documents_build
+from embedtrain.data.cache.shared_build import build
+from embedtrain.data.sources import values
+from embedtrain.data.sources.documents import DocumentReader
+from embedtrain.data.sources.files import file_size, read_lines
+from embedtrain.data.sources.hub import HubRepository, no_progress_bars, open_dataset
+from embedtrain.data.sources.part_reader import Piece
+from embedtrain.data.sources.parts import Part, PartKind, part_of_file
+from embedtrain.data.sources.retrieval import (
+    QUERY_ID_KEYS,
+    Judgement,
+    choose_split,
+    find_hub_tables,
+    find_retrieval_files,
+    judgements_part,
+    parse_query,
+    read_judgements,
+)
+from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
-from embedtrain.evaluation.readers.corpus import ID
-from embedtrain.evaluation.readers.rows import Row, id_field, number_field, text_field
-from embedtrain.evaluation.readers.trec import DOCUMENT_ID, GAIN, QUERY_ID
+from embedtrain.evaluation.readers.reranking import with_candidates
+from embedtrain.evaluation.readers.rows import Row, read_raw_rows, read_rows, table_name
 from embedtrain.evaluation.types import Corpus, RetrievalSet
 
-_INSTRUCTION = ("instruction",)
+# Every process holds a smaller corpus in memory; a larger one is mapped from the cache.
+MAPPED_BYTES = 1 << 26
+_COMPRESSION_RATIO = 3  # of compressed files, roughly
+_LLAMA_INDEX_KEYS = ("queries", "corpus", "relevant_docs")
+
+LocatedJudgement = tuple[str, Judgement]
 
 
-def read_queries(rows: Iterable[Row], source: object, instructions: Iterable[Row] = ()) -> dict[str, str]:
-    """Texts by id of rows with an id and a text.
+# BEIR folders.
+
+
+def is_beir_folder(folder: Path) -> bool:
+    """Whether a folder has the layout of BEIR, perhaps incomplete.
+
+    A copy of a Hub repository may also hold corpus.jsonl; its README names the judgements.
+    """
+    files = find_retrieval_files(_names_in(folder), folder)
+    has_texts = bool(files.corpus or files.queries)
+    has_text_judgements = any(
+        judgements_part(name).kind is PartKind.tsv for names in files.judgements.values() for name in names
+    )
+    return has_texts and (has_text_judgements or not (folder / "README.md").is_file())
+
+
+def read_beir_folder(folder: Path, name: str, split: str | None, cache: Cache) -> tuple[RetrievalSet, list[str]]:
+    """Read a BEIR folder.
 
     Args:
-        rows: the queries.
-        source: what to call them in messages.
-        instructions: rows with a query id and an instruction, which follows the query's text after a blank, as in
-            mteb; so does an `instruction` of the query's own row.
+        folder: with corpus, queries and qrels.
+        name: of the set.
+        split: which file of qrels/, in BEIR's or TREC's format; default: test, else dev, else the only one.
+        cache: where a large corpus is kept.
+
+    Returns:
+        The set, and notes on its irregularities.
 
     Raises:
-        DataError: a row cannot be used, an id stands for two texts, or there is none.
+        DataError: a file is missing, or a line cannot be used.
     """
-    told = {
-        id_field(fields, QUERY_ID, where): text_field(fields, _INSTRUCTION, where) for where, fields in instructions
-    }
+    files = find_retrieval_files(_names_in(folder), folder)
+    corpus, queries = _require_file(files.corpus, folder, "corpus"), _require_file(files.queries, folder, "queries")
+    split = choose_split(sorted(files.judgements), split, f"{folder}/qrels")
+    qrels = judgements_part(files.judgements[split][0])
+    # The small tables first, so that their errors are reported before a large corpus is read.
+    texts = _read_queries(queries)
+    judgements = _read_judgements(qrels)
+    return assemble(name, read_documents(corpus, cache), texts, judgements, [corpus.name, queries.name, qrels.name])
+
+
+def read_corpus(path: Path, cache: Cache | None = None) -> Corpus:
+    """The documents of a BEIR folder, or of a file.
+
+    Args:
+        path: folder or file.
+        cache: where a large corpus is kept; default: the default of data.cache_dir.
+
+    Raises:
+        DataError: there is none, or a line cannot be used.
+    """
+    if path.is_dir():
+        part = _require_file(find_retrieval_files(_names_in(path), path).corpus, path, "corpus")
+    elif path.is_file():
+        part = part_of_file(str(path))
+    else:
+        raise DataError(f"{path}: no such file or folder")
+    return read_documents(part, cache or Cache(directory=cache_directory(None)))
+
+
+def _names_in(folder: Path) -> list[str]:
+    """The files in a folder and in its `qrels/`."""
+    return [str(path) for pattern in ("*", "qrels/*") for path in folder.glob(pattern) if path.is_file()]
+
+
+def _require_file(names: Sequence[str], folder: Path, stem: str) -> Part:
+    if not names:
+        raise DataError(f"{folder} holds no {stem}.jsonl or {stem}.jsonl.gz or {stem}.parquet")
+    return part_of_file(names[0])
+
+
+# The Hub.
+
+
+def read_hub_retrieval(
+    path: str, config: EvaluationSet, name: str, cache: Cache
+) -> tuple[RetrievalSet, list[str]] | None:
+    """Read a retrieval or reranking set of the Hub.
+
+    Args:
+        path: Hub id, or a folder with the layout of a repository.
+        config: options of the set.
+        name: of the set.
+        cache: where a large corpus is kept.
+
+    Returns:
+        The set, and notes on its irregularities; None where the repository has another layout.
+
+    Raises:
+        DataError: it cannot be loaded, or its tables do not match.
+    """
+    repository = HubRepository(path, config.revision)
+    tables = find_hub_tables(
+        repository,
+        language=None if config.config == "default" else config.config,
+        split=config.split,
+        qrels_revision=config.qrels_revision,
+    )
+    if tables is None:
+        if config.kind is SetKind.retrieval:
+            splits = f"{repository.configs[0]}: {', '.join(repository.splits_of(repository.configs[0]))}"
+            present = f"the configurations {', '.join(repository.configs)} ({splits})"
+            raise DataError(f"{path} holds no corpus and queries, only {present}")
+        return None
+    sources = (f"{path}, corpus", f"{path}, queries", f"{tables.judgements.name}, judgements")
+    queries = _read_queries(tables.queries, tables.instructions)
+    judgements = _read_judgements(tables.judgements)
+    data, notes = assemble(name, read_documents(tables.corpus, cache), queries, judgements, sources)
+    if tables.candidates is None or config.kind is SetKind.retrieval or config.candidates is not None:
+        return data, notes
+    candidates = {row.id(*QUERY_ID_KEYS): _candidate_ids(row) for row in read_rows(tables.candidates)}
+    data, more = with_candidates(data, candidates, f"{path}, {tables.candidates.subset}")
+    return data, notes + more
+
+
+def _candidate_ids(row: Row) -> list[str]:
+    documents = row.fields[row.key("corpus-ids")]
+    if not isinstance(documents, list):
+        raise row.error("corpus-ids must be a list of ids")
+    return [row.check(values.identifier, document, "corpus-ids") for document in documents]
+
+
+# LlamaIndex.
+
+
+def read_llama_index(path: Path, name: str) -> tuple[RetrievalSet, list[str]] | None:
+    """Read a JSON file that LlamaIndex's EmbeddingQAFinetuneDataset wrote.
+
+    {"queries": {id: text}, "corpus": {id: text}, "relevant_docs": {query id: [document ids]}}
+
+    Args:
+        path: a .json file.
+        name: of the set.
+
+    Returns:
+        The set, and notes on its irregularities; None where the file holds something else.
+
+    Raises:
+        DataError: the file or its content cannot be read.
+    """
+    if path.suffix.lower() != ".json":
+        return None
+    first = next((line for _, line in read_lines(path) if line.strip()), b"")
+    # A line that is a whole row means JSONL, which may have millions of them.
+    data = _parse_object(first)
+    if data is None and first.lstrip().startswith(b"{"):
+        data = _parse_object(b"".join(line for _, line in read_lines(path)))
+    if data is None or not all(key in data for key in _LLAMA_INDEX_KEYS):
+        return None
+    queries_name, corpus_name, judgements_name = (f"{path}: {key}" for key in _LLAMA_INDEX_KEYS)
+    queries, corpus = _texts_by_id(data["queries"], queries_name), _texts_by_id(data["corpus"], corpus_name)
+    judgements = _relevant_documents(data["relevant_docs"], judgements_name)
+    return assemble(name, Corpus.from_dict(corpus), queries, judgements, [corpus_name, queries_name, judgements_name])
+
+
+def _parse_object(data: bytes) -> dict[str, Any] | None:
+    """The JSON object that bytes hold, else None: the reader of rows reports what is wrong with them."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _texts_by_id(value: Any, location: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise DataError(f"{location} must be an object of texts by id, not {shorten(value)}")
+    if not value:
+        raise DataError(f"{location} is empty")
+    row = Row(location, value)
+    return {key: row.text(key) for key in value}
+
+
+def _relevant_documents(value: Any, location: str) -> Iterator[LocatedJudgement]:
+    if not isinstance(value, dict):
+        raise DataError(f"{location} must be an object of lists of ids, not {shorten(value)}")
+    for query, documents in value.items():
+        if not isinstance(documents, list):
+            raise DataError(f"{location}: {query} must have a list of ids, not {shorten(documents)}")
+        for document in documents:
+            yield location, Judgement(query, Row(location, {query: document}).id(query), 1)
+
+
+# Tables.
+
+
+def read_documents(part: Part, cache: Cache) -> Corpus:
+    """The documents of a corpus, in order. An id that is repeated with the same text is one document.
+
+    Args:
+        part: a file or data set.
+        cache: where a large corpus is kept.
+
+    Raises:
+        DataError: a row cannot be used, an id has two texts, or there is no document.
+    """
+    with no_progress_bars() if part.kind is PartKind.hub else nullcontext():
+        is_large = _num_bytes(part) >= MAPPED_BYTES
+        corpus = _map_documents(part, cache) if is_large else _hold_documents(part)
+    if not len(corpus):
+        raise DataError(f"{table_name(part)} is empty")
+    return corpus
+
+
+def _map_documents(part: Part, cache: Cache) -> Corpus:
+    corpus_build = documents_build(DocumentReader([part], part.name), OnError.stop, cache)
+    build([corpus_build])
+    return Corpus(*DocumentStore(corpus_build.directory).unique())
+
+
+def _hold_documents(part: Part) -> Corpus:
     texts: dict[str, str] = {}
-    for where, fields in rows:
-        key, text = id_field(fields, ID, where), text_field(fields, ("text",), where)
-        own = text_field(fields, _INSTRUCTION, where) if fields.get(_INSTRUCTION[0]) is not None else told.get(key)
-        text = text if own is None else f"{text} {own}"
+    for line, document in DocumentReader([part], part.name).documents(Piece(part)):
+        if isinstance(document, BadRow):
+            raise DataError(f"{part.location(line)}: {document}")
+        if texts.setdefault(document.id, document.full_text) != document.full_text:
+            raise DataError(f"{part.location(line)}: the id {shorten(document.id)} has another text already")
+    return Corpus.from_dict(texts)
+
+
+def _num_bytes(part: Part) -> int:
+    if part.kind is PartKind.hub:
+        return int(open_dataset(part, None, "train").data.nbytes)
+    is_compressed = part.name.lower().endswith((".gz", ".zst", ".parquet"))
+    return (file_size(part.name) or 0) * (_COMPRESSION_RATIO if is_compressed else 1)
+
+
+def _read_queries(part: Part, instructions: Part | None = None) -> dict[str, str]:
+    """Texts by id. The instruction of a query, in its own row or in `instructions`, follows its text, as in mteb."""
+    by_query: dict[str, str] = {}
+    if instructions is not None:
+        by_query = {row.id(*QUERY_ID_KEYS): row.text("instruction") for row in read_rows(instructions)}
+    texts: dict[str, str] = {}
+    for row in read_rows(part):
+        key, text = row.check(lambda fields, _: parse_query(fields), row.fields, "")
+        has_instruction = row.fields.get("instruction") is not None
+        instruction = row.text("instruction") if has_instruction else by_query.get(key)
+        text = text if instruction is None else f"{text} {instruction}"
         if texts.setdefault(key, text) != text:
-            raise DataError(f"{where}: the id {key} stands for another text before")
+            raise row.error(f"the id {shorten(key)} has another text already")
     if not texts:
-        raise DataError(f"{source} is empty")
+        raise DataError(f"{table_name(part)} is empty")
     return texts
 
 
+def _read_judgements(part: Part) -> list[LocatedJudgement]:
+    judgements: list[LocatedJudgement] = []
+    name = table_name(part)
+    for number, judgement in read_judgements(part, read_raw_rows):
+        if isinstance(judgement, BadRow):
+            raise DataError(f"{name}:{number}: {judgement}")
+        judgements.append((f"{name}:{number}", judgement))
+    return judgements
+
+
 def assemble(
-    name: str, documents: Corpus, queries: dict[str, str], qrels: Iterable[Row], sources: Sequence[object]
+    name: str,
+    documents: Corpus,
+    queries: dict[str, str],
+    located_judgements: Iterable[LocatedJudgement],
+    sources: Sequence[object],
 ) -> tuple[RetrievalSet, list[str]]:
-    """Make a set of three tables, and tell what in them does not fit together.
+    """Join three tables to a set, and report what does not match.
 
     Args:
-        name: the set's name.
-        documents: what is searched.
+        name: of the set.
+        documents: the corpus.
         queries: texts by id.
-        qrels: rows with a query id, a document id and a gain.
-        sources: what to call the three in messages: documents, queries, judgements.
+        located_judgements: judgements with their locations.
+        sources: names of the three in messages: documents, queries, judgements.
 
     Returns:
-        The set, and notes on what is odd about it.
+        The set, and notes on its irregularities.
 
     Raises:
         DataError: a judgement cannot be used, or none can.
     """
     judgements: dict[str, dict[str, int]] = {}
     unknown_queries: set[str] = set()
-    for where, fields in qrels:
-        query, document = id_field(fields, QUERY_ID, where), id_field(fields, DOCUMENT_ID, where)
-        gain = number_field(fields, GAIN, where)
-        if gain != int(gain):
-            raise DataError(f"{where}: score must be a whole number, not {gain}")
+    for location, (query, document, score) in located_judgements:
+        if score != int(score):
+            raise DataError(f"{location}: score must be a whole number, not {score}")
         if query not in queries:
             unknown_queries.add(query)
             continue
-        before = judgements.setdefault(query, {}).setdefault(document, int(gain))
-        if before != int(gain):
-            raise DataError(f"{where}: document {document} is judged {int(gain)} for query {query}, before {before}")
+        before = judgements.setdefault(query, {}).setdefault(document, int(score))
+        if before != int(score):
+            raise DataError(
+                f"{location}: document {document} is judged {int(score)} for query {query}, before {before}"
+            )
     judged = {document for gains in judgements.values() for document in gains}
-    # One pass over the ids, of which there may be millions, and no table of them.
-    known = {document for document in documents.ids if document in judged}
-    _require_usable(judgements, known, documents, queries, unknown_queries, sources)
-    return RetrievalSet(name, queries, documents, judgements), _notes(name, judgements, known, unknown_queries, sources)
+    # One pass over the ids, of which there may be millions, without a table of them.
+    known_documents = {document for document in documents.ids if document in judged}
+    if not judgements:
+        if unknown_queries:
+            raise DataError(
+                f"{sources[2]}: none of its {len(unknown_queries)} queries is in {sources[1]}; it has "
+                f"{min(unknown_queries)!r} where the queries are called {next(iter(queries))!r}"
+            )
+        raise DataError(f"{sources[2]} holds no judgement")
+    # Every model would score 0; mostly ids of another release or numbering.
+    if not known_documents:
+        first = next(document for gains in judgements.values() for document in gains)
+        raise DataError(
+            f"{sources[2]}: none of its {len(judged)} documents is in {sources[0]}; it has {first!r} "
+            f"where the documents are called {documents.ids[0]!r}"
+        )
+    if not any(gain > 0 for gains in judgements.values() for gain in gains.values()):
+        raise DataError(f"{sources[2]}: no judgement is above 0, so nothing is relevant")
+    notes = _notes(name, judgements, known_documents, unknown_queries, sources)
+    return RetrievalSet(name, queries, documents, judgements), notes
 
 
 def _notes(
     name: str,
     judgements: Mapping[str, Mapping[str, int]],
-    known: Collection[str],
+    known_documents: Collection[str],
     unknown_queries: set[str],
     sources: Sequence[object],
 ) -> list[str]:
@@ -89,42 +367,16 @@ def _notes(
             f"{name}: {len(unknown_queries)} judged queries are not in {sources[1]} and are left out "
             f"(the first: {min(unknown_queries)})"
         )
-    missing = [document for gains in judgements.values() for document in gains if document not in known]
+    missing = [document for gains in judgements.values() for document in gains if document not in known_documents]
     if missing:
         notes.append(
             f"{name}: {len(missing)} judgements are of documents that are not in {sources[0]}; they count as "
             f"relevant and never found, as in trec_eval (the first: {missing[0]})"
         )
-    hopeless = [query for query, gains in judgements.items() if not any(gain > 0 for gain in gains.values())]
-    if hopeless:
+    irrelevant = [query for query, gains in judgements.items() if not any(gain > 0 for gain in gains.values())]
+    if irrelevant:
         notes.append(
-            f"{name}: {len(hopeless)} judged queries have no relevant document and count as 0, as in trec_eval; "
-            f"mteb leaves them out (the first: {hopeless[0]})"
+            f"{name}: {len(irrelevant)} judged queries have no relevant document and count as 0, as in trec_eval; "
+            f"mteb leaves them out (the first: {irrelevant[0]})"
         )
     return notes
-
-
-def _require_usable(
-    judgements: dict[str, dict[str, int]],
-    known: Collection[str],
-    documents: Corpus,
-    queries: dict[str, str],
-    unknown_queries: set[str],
-    sources: Sequence[object],
-) -> None:
-    """Refuse judgements on which every model would score 0; mostly ids of another release or numbering."""
-    if not judgements:
-        if unknown_queries:
-            raise DataError(
-                f"{sources[2]}: none of its {len(unknown_queries)} queries is in {sources[1]}; it says "
-                f"{min(unknown_queries)!r} where the queries are called {next(iter(queries))!r}"
-            )
-        raise DataError(f"{sources[2]} holds no judgement")
-    if not known:
-        judged = [document for gains in judgements.values() for document in gains]
-        raise DataError(
-            f"{sources[2]}: none of its {len(set(judged))} documents is in {sources[0]}; it says {judged[0]!r} "
-            f"where the documents are called {documents.ids[0]!r}"
-        )
-    if not any(gain > 0 for gains in judgements.values() for gain in gains.values()):
-        raise DataError(f"{sources[2]}: no judgement is above 0, so nothing is relevant")

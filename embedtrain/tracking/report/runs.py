@@ -1,10 +1,10 @@
-"""A run as its directory tells of it: the recipe, what was logged and measured, and how far it has come."""
+"""Reads a run from its directory: the recipe, logged and evaluated metrics, sessions, and the encoded sample."""
 
 import contextlib
 import fcntl
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,35 +15,85 @@ import yaml
 from numpy.typing import NDArray
 
 from embedtrain.errors import DataError
-from embedtrain.tracking.metrics import METRICS_FILE
-from embedtrain.tracking.report.sample import AFTER, BEFORE, Sample, Vectors, read_texts, read_vectors
+from embedtrain.tracking.metrics import METRICS_FILE, split_lines
+from embedtrain.tracking.report.sample import AFTER, BEFORE, EncodedSample, read_texts, read_vectors
 from embedtrain.tracking.sessions import SESSIONS_FILE, Session, read_sessions, total_seconds
 
-_LABEL = 80  # characters
-_NO_FIGURES = {"step", "set", "model"}
+_LABEL_LENGTH = 80  # characters
+_SMOOTHED_FROM = 60  # points; a plot of fewer shows every one of them
+_NOT_METRICS = {"step", "set", "model"}
 
 
 class Status(str, Enum):
-    """How a run stands."""
+    """The state of a run. The page colours it by its first word."""
 
     finished = "finished"
-    going = "still going"
+    running = "still running"
     stopped = "stopped by a signal"
     failed = "failed"
-    ended = "ended without a word"  # killed, most likely
+    ended = "ended unexpectedly"  # killed, most likely
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One figure over steps; steps rise. NaN where the figure was no finite number."""
+    """One metric over increasing steps. NaN where the metric was not a finite number."""
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
 
     @property
     def finite(self) -> NDArray[np.float64]:
-        """The values that are numbers."""
+        """The finite values."""
         return self.values[np.isfinite(self.values)]
+
+    def smoothed(self) -> "Series | None":
+        """The moving average over a fiftieth of the series; None for a series that is too short to need it.
+
+        Points without a value stay without one, and do not count in any average.
+        """
+        count = len(self.values)
+        if count < _SMOOTHED_FROM:
+            return None
+        width = max(5, count // 50) | 1
+        finite = np.isfinite(self.values)
+        kernel = np.ones(width)
+        sums = np.convolve(np.where(finite, self.values, 0.0), kernel, mode="same")
+        counts = np.convolve(finite.astype(float), kernel, mode="same")
+        return Series(self.steps, np.where(finite, sums / np.maximum(counts, 1.0), np.nan))
+
+    def thinned(self, max_points: int) -> "Series":
+        """About `max_points` points: the lowest and the highest of each interval, so that no spike is lost.
+
+        The first and the last point stay, and an interval with points without a value keeps one of them.
+        """
+        count = len(self.steps)
+        if count <= max_points:
+            return self
+        selected: set[int] = {0, count - 1}
+        for interval in np.array_split(np.arange(count), max(1, max_points // 2)):
+            values = self.values[interval]
+            finite = np.isfinite(values)
+            if not finite.all():
+                selected.add(int(interval[int(np.argmin(finite))]))
+            if finite.any():
+                selected.add(int(interval[int(np.argmin(np.where(finite, values, np.inf)))]))
+                selected.add(int(interval[int(np.argmax(np.where(finite, values, -np.inf)))]))
+        indices: NDArray[np.int64] = np.array(sorted(selected), dtype=np.int64)
+        return Series(self.steps[indices], self.values[indices])
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The sessions of a run, its status, and the seconds that it was in progress, if known."""
+
+    sessions: Sequence[Session]
+    status: Status
+    seconds: float | None
+
+    @property
+    def exported_step(self) -> int | None:
+        """The step whose weights were exported, if known."""
+        return self.sessions[-1].exported if self.sessions else None
 
 
 @dataclass(frozen=True)
@@ -51,19 +101,15 @@ class Run:
     """One run.
 
     Attributes:
-        directory: where it lies.
-        label: what it is called, no other run of the report likewise.
-        recipe: as it was resolved; empty where it cannot be read.
+        directory: of the run.
+        label: unique within the report.
+        recipe: as resolved; empty if it cannot be read.
         versions: of the libraries, by name.
-        logged: each figure of training.
-        evaluations: evaluation set -> metric -> its course; the main metric of a set first.
-        sessions: when it was under way.
-        status: how it stands.
-        seconds: how long it was under way in all, if that is known.
+        logged: each training metric.
+        evaluations: evaluation set -> metric -> its series; the main metric of a set first.
+        history: when and how it ran.
         exported: the directory of the exported model, if there is one.
-        sample: texts that were looked at before and after, if there are any.
-        before: their vectors before training.
-        after: and those of the exported weights.
+        sample: the encoded sample, if there is one.
         notes: what could not be read.
     """
 
@@ -73,70 +119,58 @@ class Run:
     versions: Mapping[str, Any]
     logged: Mapping[str, Series]
     evaluations: Mapping[str, Mapping[str, Series]]
-    sessions: Sequence[Session]
-    status: Status
-    seconds: float | None
+    history: History
     exported: Path | None
-    sample: Sample | None
-    before: Vectors | None
-    after: Vectors | None
+    sample: EncodedSample | None
     notes: Sequence[str]
 
     @property
     def last_step(self) -> int:
-        """The last step that anything is known of."""
-        every = [*self.logged.values(), *(one for of in self.evaluations.values() for one in of.values())]
-        steps = [int(one.steps[-1]) for one in every if len(one.steps)]
-        steps += [session.last_step for session in self.sessions if session.last_step is not None]
+        """The last step that any file mentions."""
+        every = [*self.logged.values(), *(series for of in self.evaluations.values() for series in of.values())]
+        steps = [int(series.steps[-1]) for series in every if len(series.steps)]
+        steps += [session.last_step for session in self.history.sessions if session.last_step is not None]
         return max(steps, default=0)
 
     @property
     def total_steps(self) -> int | None:
-        """How far it was to go, if that is known."""
-        if self.sessions:
-            return self.sessions[-1].total_steps
-        train = self.recipe.get("train")
-        steps = train.get("steps") if isinstance(train, Mapping) else None
+        """The last step that it is to reach, if known."""
+        if self.history.sessions:
+            return self.history.sessions[-1].total_steps
+        steps = self.option("train", "steps")
         return steps if isinstance(steps, int) else None
 
     def option(self, *names: str) -> Any:
-        """An option of the recipe, such as `option("model", "path")`; None where it is not there."""
-        at: Any = self.recipe
+        """An option of the recipe, such as `option("model", "path")`; None if it is not there."""
+        value: Any = self.recipe
         for name in names:
-            at = at.get(name) if isinstance(at, Mapping) else None
-        return at
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Runs with labels that tell them apart.
+    """Runs with unique labels.
 
     Raises:
-        DataError: a folder is no run, or is named twice.
+        DataError: a folder is not a run, or occurs twice.
     """
     runs: list[Run] = []
-    recipes = [_recipe(directory) for directory in directories]
-    names = [str(recipe.get("name") or place.name) for (recipe, _), place in zip(recipes, directories, strict=True)]
+    recipes = [_read_recipe(directory) for directory in directories]
+    names = [str(recipe.get("name") or path.name) for (recipe, _), path in zip(recipes, directories, strict=True)]
     for directory, recipe, name in zip(directories, recipes, names, strict=True):
         if any(directory.resolve() == run.directory.resolve() for run in runs):
-            raise DataError(f"{directory} is named twice: name each run once")
+            raise DataError(f"{directory} occurs twice: name each run once")
         label = name if names.count(name) == 1 else str(directory)
-        runs.append(_read(directory, label if len(label) <= _LABEL else f"{label[:_LABEL]} …", *recipe))
+        short_label = label if len(label) <= _LABEL_LENGTH else f"{label[:_LABEL_LENGTH]} …"
+        runs.append(_read(directory, short_label, *recipe))
     return runs
 
 
 def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str]) -> Run:
     versions = recipe.pop("versions", {})
-    rows, seen, more = _rows(directory / METRICS_FILE)
+    rows, last_written, row_notes = _read_rows(directory / METRICS_FILE)
     sessions = read_sessions(directory / SESSIONS_FILE)
-    sample: Sample | None = None
-    before = after = None
-    try:
-        sample = read_texts(directory / "sample")
-        if sample is not None:
-            before = read_vectors(directory / "sample", BEFORE, sample)
-            after = read_vectors(directory / "sample", AFTER, sample)
-    except DataError as error:
-        notes.append(str(error))
+    sample, sample_notes = _read_sample(directory / "sample")
     exported = directory / "model"
     return Run(
         directory,
@@ -145,23 +179,21 @@ def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str])
         versions if isinstance(versions, Mapping) else {},
         _logged(rows),
         _evaluations(rows),
-        sessions,
-        _status(directory, sessions),
-        total_seconds(sessions, seen),
+        History(sessions, _status(directory, sessions), total_seconds(sessions, last_written)),
         exported if (exported / "modules.json").is_file() else None,
         sample,
-        before,
-        after,
-        notes + more,
+        [*notes, *sample_notes, *row_notes],
     )
 
 
-def _recipe(directory: Path) -> tuple[dict[str, Any], list[str]]:
+def _read_recipe(directory: Path) -> tuple[dict[str, Any], list[str]]:
     path = directory / "recipe.yaml"
     if not directory.is_dir():
-        raise DataError(f"{directory} is no folder: name the output_dir of a run, such as runs/quickstart")
+        raise DataError(f"{directory} is not a folder: name the output_dir of a run, such as runs/quickstart")
     if not path.is_file():
-        raise DataError(f"{directory} is no run: a run's output_dir holds a recipe.yaml, and this folder has none")
+        raise DataError(
+            f"{directory} is not a run: the output_dir of a run holds a recipe.yaml, and this folder does not"
+        )
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
@@ -169,21 +201,34 @@ def _recipe(directory: Path) -> tuple[dict[str, Any], list[str]]:
     return (recipe, []) if isinstance(recipe, dict) else ({}, [f"{path} cannot be read: it is not a mapping"])
 
 
-def _rows(path: Path) -> tuple[list[dict[str, Any]], float | None, list[str]]:
-    """Rows in the order of their steps, when the last was written, and what could not be read.
+def _read_sample(directory: Path) -> tuple[EncodedSample | None, list[str]]:
+    """The sample, and what could not be read; vectors before a file that cannot be read are kept."""
+    encoded: EncodedSample | None = None
+    try:
+        sample = read_texts(directory)
+        if sample is not None:
+            encoded = EncodedSample(sample)
+            encoded = EncodedSample(sample, read_vectors(directory, BEFORE, sample))
+            encoded = EncodedSample(sample, encoded.before, read_vectors(directory, AFTER, sample))
+    except DataError as error:
+        return encoded, [str(error)]
+    return encoded, []
 
-    A run may be writing its last line just now, and a disk may have been full before: what can be read is shown.
+
+def _read_rows(path: Path) -> tuple[list[dict[str, Any]], float | None, list[str]]:
+    """Rows ordered by step, when the last one was written, and what could not be read.
+
+    A run may be writing its last line, and a disk may have been full before: every readable row counts.
     """
     rows: list[dict[str, Any]] = []
     try:
-        # Not splitlines(): a text may hold U+2028, which is a line's end to Python but not to JSON.
-        lines = path.read_bytes().decode("utf-8", errors="replace").removesuffix("\n").split("\n")
-        seen = path.stat().st_mtime
+        lines = split_lines(path.read_bytes())
+        last_written = path.stat().st_mtime
     except FileNotFoundError:
         return [], None, []
     except OSError as error:
         return [], None, [f"{path} cannot be read: {error}"]
-    bad = []
+    invalid = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -192,17 +237,19 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], float | None, list[str]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
         elif line.strip() and number < len(lines):
-            bad.append(number)
+            invalid.append(number)
     notes = []
-    if bad:
-        which = f"line {bad[0]}" if len(bad) == 1 else f"{len(bad)} lines, the first of them line {bad[0]},"
-        notes.append(f"{path}: {which} cannot be read as a row of figures and is left out")
+    if invalid:
+        which = (
+            f"line {invalid[0]}" if len(invalid) == 1 else f"{len(invalid)} lines, the first of them line {invalid[0]},"
+        )
+        notes.append(f"{path}: {which} cannot be read as metrics and is left out")
     rows.sort(key=lambda row: row["step"])
-    return rows, seen, notes
+    return rows, last_written, notes
 
 
 def _logged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
-    return _courses(row for row in rows if "set" not in row)
+    return _series(row for row in rows if "set" not in row)
 
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Series]]:
@@ -210,29 +257,29 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Serie
     for row in rows:
         if "set" in row:
             by_set.setdefault(str(row["set"]), []).append(row)
-    return {name: _courses(of) for name, of in by_set.items()}
+    return {name: _series(of_set) for name, of_set in by_set.items()}
 
 
-def _courses(rows: Any) -> dict[str, Series]:
-    """Each figure that some row has; of two rows of one step the later counts."""
-    found: dict[str, dict[int, float]] = {}
+def _series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
+    """Each metric of any row; of two rows with the same step the later counts."""
+    by_name: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
-            if name in _NO_FIGURES or isinstance(value, bool) or not (value is None or isinstance(value, int | float)):
+            if name in _NOT_METRICS or isinstance(value, bool) or not (value is None or isinstance(value, int | float)):
                 continue
             number = math.nan if value is None or not math.isfinite(value) else float(value)
-            found.setdefault(str(name), {})[row["step"]] = number
+            by_name.setdefault(str(name), {})[row["step"]] = number
     return {
-        name: Series(np.fromiter(course, dtype=np.int64), np.fromiter(course.values(), dtype=np.float64))
-        for name, course in found.items()
+        name: Series(np.fromiter(values, dtype=np.int64), np.fromiter(values.values(), dtype=np.float64))
+        for name, values in by_name.items()
     }
 
 
 def _status(directory: Path, sessions: Sequence[Session]) -> Status:
     if sessions and sessions[-1].how in ("finished", "stopped", "failed"):
         return Status[sessions[-1].how]
-    if _held(directory / "run.lock"):
-        return Status.going
+    if _is_locked(directory / "run.lock"):
+        return Status.running
     if (directory / "stopped.json").is_file():
         return Status.stopped
     if not sessions and (directory / "model" / "modules.json").is_file():
@@ -240,8 +287,8 @@ def _status(directory: Path, sessions: Sequence[Session]) -> Status:
     return Status.ended
 
 
-def _held(path: Path) -> bool:
-    """Whether a run holds its lock. A look that changes nothing: a lock of the library would empty the file."""
+def _is_locked(path: Path) -> bool:
+    """Whether a run holds its lock. Reads only: acquiring the lock with filelock would empty the file."""
     with contextlib.suppress(FileNotFoundError, PermissionError), path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

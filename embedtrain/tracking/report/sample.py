@@ -1,4 +1,4 @@
-"""The texts that a report looks at before and after training, and their vectors: `sample/` in a run directory.
+"""The texts that a report compares before and after training, and their vectors: `sample/` in a run directory.
 
 n texts, D dimensions.
 """
@@ -24,7 +24,7 @@ _FORMAT = 1
 
 
 class Role(str, Enum):
-    """What a text is to the model; `text` is one that is neither asked nor found, as in pairs of sentences."""
+    """What a text is to the model; `text` is neither query nor document, as in pairs of sentences."""
 
     query = "query"
     document = "document"
@@ -32,7 +32,7 @@ class Role(str, Enum):
 
 
 class PairRelation(str, Enum):
-    """What is known of two texts."""
+    """The label of a pair of texts."""
 
     positive = "positive"
     negative = "negative"  # a hard negative, or judged not relevant
@@ -45,17 +45,17 @@ class PairRelation(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """A text without prompts, and what the model sees around it.
+    """A text without prompts, and how the model encodes it.
 
     Attributes:
-        text: cut to a length that bounds what it costs.
-        role: what it is to the model.
-        origin: the evaluation set or the training source it is from.
+        text: truncated, which limits the cost of encoding it.
+        role: of the text.
+        origin: the evaluation set or the training source.
         held_out: whether that is an evaluation set.
-        before: put before it.
-        after: put behind it.
-        max_length: tokens that are kept; None: the model's.
-        label: its class or cluster, where it has one.
+        before: text inserted before it, such as a prompt.
+        after: text appended to it.
+        max_length: in tokens; None: the model's.
+        label: its class or cluster, if it has one.
     """
 
     text: str
@@ -70,7 +70,7 @@ class SampleText:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two texts, by their numbers, and what is known of them; of a query and a document the query comes first."""
+    """Two texts, by index, and their relation; in a pair of a query and a document the query comes first."""
 
     first: int
     second: int
@@ -79,7 +79,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Texts, and what is known of some pairs of them."""
+    """Texts, and the labels of some pairs of them."""
 
     texts: Sequence[SampleText]
     pairs: Sequence[Pair]
@@ -93,23 +93,32 @@ class Vectors:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """A sample with its vectors before training and those of the exported weights, if they exist."""
+
+    sample: Sample
+    before: Vectors | None = None
+    after: Vectors | None = None
+
+
 def write_texts(directory: Path, sample: Sample) -> None:
-    """Write a sample without vectors; those of an earlier one are deleted.
+    """Write a sample without vectors, and delete the vectors of an earlier one.
 
     Raises:
         OSError: the folder cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for which in (BEFORE, AFTER):
-        _file(directory, which).unlink(missing_ok=True)
+        _vectors_file(directory, which).unlink(missing_ok=True)
     content = {
         "format": _FORMAT,
         "texts": [asdict(text) for text in sample.texts],
         "pairs": [[pair.first, pair.second, pair.relation.value] for pair in sample.pairs],
     }
-    # Lone surrogates, which a tokenizer may take, have no UTF-8: they are written as escapes.
-    with atomic_write(directory / TEXTS_FILE) as file:
-        file.write_text(json.dumps(content), encoding="ascii")
+    # ASCII, because lone surrogates, which a tokenizer may accept, have no UTF-8: they are written as escapes.
+    with atomic_write(directory / TEXTS_FILE) as temporary:
+        temporary.write_text(json.dumps(content), encoding="ascii")
 
 
 def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], step: int) -> None:
@@ -120,16 +129,16 @@ def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], ste
     """
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
-    # Not save_file: what it writes is the owner's alone to read.
-    with atomic_write(_file(directory, which)) as file:
-        file.write_bytes(save({"vectors": unit}, metadata={"step": str(step)}))
+    # Not save_file, whose files only the owner can read.
+    with atomic_write(_vectors_file(directory, which)) as temporary:
+        temporary.write_bytes(save({"vectors": unit}, metadata={"step": str(step)}))
 
 
 def read_texts(directory: Path) -> Sample | None:
-    """The sample of a run; None where there is none.
+    """The sample of a run; None if there is none.
 
     Raises:
-        DataError: the file is not what it claims to be.
+        DataError: the file is invalid.
     """
     path = directory / TEXTS_FILE
     if not path.is_file():
@@ -138,22 +147,22 @@ def read_texts(directory: Path) -> Sample | None:
         content = json.loads(path.read_bytes())
         if content["format"] != _FORMAT:
             raise DataError(f"{path} was written by another version of embedtrain (format {content['format']})")
-        texts = [_text(one) for one in content["texts"]]
-        pairs = [Pair(int(first), int(second), PairRelation(known)) for first, second, known in content["pairs"]]
-        if any(not 0 <= number < len(texts) for pair in pairs for number in (pair.first, pair.second)):
-            raise ValueError("a pair of a text that is not there")
+        texts = [_text(values) for values in content["texts"]]
+        pairs = [Pair(int(first), int(second), PairRelation(relation)) for first, second, relation in content["pairs"]]
+        if any(not 0 <= index < len(texts) for pair in pairs for index in (pair.first, pair.second)):
+            raise ValueError("a pair refers to a text that does not exist")
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as the sample of a run: {error}") from error
     return Sample(texts, pairs)
 
 
 def read_vectors(directory: Path, which: str, sample: Sample) -> Vectors | None:
-    """The vectors `before` or `after`; None where there are none.
+    """The vectors `before` or `after`; None if there are none.
 
     Raises:
-        DataError: the file holds something else than finite vectors of these texts.
+        DataError: the file does not hold finite vectors of these texts.
     """
-    path = _file(directory, which)
+    path = _vectors_file(directory, which)
     if not path.is_file():
         return None
     try:
@@ -169,7 +178,7 @@ def read_vectors(directory: Path, which: str, sample: Sample) -> Vectors | None:
 
 def _text(values: Mapping[str, Any]) -> SampleText:
     label = values["label"]
-    length = values["max_length"]
+    max_length = values["max_length"]
     return SampleText(
         str(values["text"]),
         Role(values["role"]),
@@ -177,10 +186,10 @@ def _text(values: Mapping[str, Any]) -> SampleText:
         bool(values["held_out"]),
         str(values["before"]),
         str(values["after"]),
-        None if length is None else int(length),
+        None if max_length is None else int(max_length),
         None if label is None else str(label),
     )
 
 
-def _file(directory: Path, which: str) -> Path:
+def _vectors_file(directory: Path, which: str) -> Path:
     return directory / f"{which}.safetensors"

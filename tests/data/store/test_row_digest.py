@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from embedtrain.config.losses import CoSENTConfig
-from embedtrain.config.recipe import DataCache, OnError, TrainSource
+from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.cache import row_files
 from embedtrain.data.cache import row_store as stored
@@ -33,7 +33,7 @@ def digest(*rows: Texts) -> str:
 
 
 def add(found: RowDigest, rows: Sequence[Texts]) -> None:
-    texts = [pa.array([getattr(row, name) for row in rows], type=TEXTS[name]) for name in row_files.TEXT_COLUMNS]
+    texts = [pa.array([getattr(row, name) for row in rows], type=TEXTS[name]) for name in row_files.TEXT_NAMES]
     found.add(texts, {name: [getattr(row, name) for row in rows] for name in EXTRA_COLUMNS})
 
 
@@ -121,7 +121,7 @@ def test_it_is_the_same_however_rows_come_in(
     monkeypatch.setattr(row_files, "ROWS_PER_BATCH", 13)
     assert content(path) == content(path, on_error=OnError.skip) == whole
     if how is as_it_is:
-        cache = Cache(directory=tmp_path / "cache", keep=DataCache.offsets)
+        cache = Cache(directory=tmp_path / "cache")
         assert content(path, cache=cache) == content(path, cache=cache) == whole
         assert content(path, replace(RowRequirements(), loss="gist"), negatives=1) == whole
         assert content(path, columns=["query", "pos"]) != whole

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from embedtrain.config.losses import CoSENTConfig, TripletConfig
-from embedtrain.config.recipe import DataCache, OnError, TrainSource
+from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache.cache import Cache, cache_directory, json_digest
@@ -235,38 +235,6 @@ def test_vectors_are_as_wide_in_all_sources_of_one_loss(tmp_path: Path) -> None:
         assert str(caught.value).startswith(f"{paths[1]}:1: ")
 
 
-# Offsets
-
-
-def test_rows_that_are_read_again_from_their_files(tmp_path: Path, small_pieces: None) -> None:
-    path = write(tmp_path / "a.jsonl", b"\xef\xbb\xbf", *map(row, range(300)), b"\n", row(300))
-    kept_whole = store_of(path)
-    cache = Cache(directory=tmp_path / "cache", keep=DataCache.offsets)
-    for store in (store_of(path, cache), store_of(path, cache)):
-        assert not store.has_texts
-        assert list(store) == list(kept_whole)
-        assert store.num_negatives.tolist() == kept_whole.num_negatives.tolist()
-        assert list(store.texts())[:3] == ["q0", "p0", "r0"]
-    assert store.report.cached
-    assert not list((tmp_path / "cache").rglob("*.arrow"))
-    scored = store_of(path, cache, needs=PAIRS)
-    assert scored[0].positive_scores == (1.0, 1.0)
-    write(path, *map(row, range(200)))
-    with pytest.raises(DataError, match="was changed after its rows were read"):
-        store[250]
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.csv"])
-def test_rows_that_cannot_be_read_again(tmp_path: Path, name: str) -> None:
-    path = write_table(tmp_path / name, {"a": ["q"], "b": ["p"]})
-    with pytest.raises(ConfigError) as caught:
-        store_of(path, Cache(directory=tmp_path / "cache", keep=DataCache.offsets))
-    assert str(caught.value) == (
-        f"{path}: data.cache=offsets keeps where each row begins in a file of plain JSONL, and this is none: "
-        "write data.cache=tokens, or unpack or save it as JSONL"
-    )
-
-
 # Documents by id
 
 
@@ -299,15 +267,15 @@ def test_an_id_that_stands_twice(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         store_of(path, documents=str(tmp_path / "corpus"))
     first, second = (tmp_path / "corpus" / f"{number}.jsonl" for number in (0, 1))
-    assert str(caught.value) == f"{second}:4: the document id 'd1' stands there already in {first}:2"
+    assert str(caught.value) == f"{second}:4: the id 'd1' has another text already in {first}:2"
 
 
 # Several processes
 
 
-def read_there(world: World, paths: list[str], directory: str, keep: str) -> list[list[Example]]:
+def read_there(world: World, paths: list[str], directory: str) -> list[list[Example]]:
     stored.PIECE_BYTES = 2000
-    cache = Cache(directory=Path(directory), keep=DataCache[keep])
+    cache = Cache(directory=Path(directory))
     sources = [TrainSource(path=path) for path in paths]
     return [list(store) for store in read_sources(sources, OnError.stop, cache=cache)]
 
@@ -315,8 +283,8 @@ def read_there(world: World, paths: list[str], directory: str, keep: str) -> lis
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_processes_build_together_what_one_builds_alone(tmp_path: Path, ranks: Any, num_ranks: int) -> None:
     paths = [str(write(tmp_path / f"{name}.jsonl", *map(row, range(count)))) for name, count in (("a", 300), ("b", 9))]
-    (alone,) = ranks(1, read_there, paths, str(tmp_path / "one"), "tokens")
-    for rank in ranks(num_ranks, read_there, paths, str(tmp_path / "many"), "tokens"):
+    (alone,) = ranks(1, read_there, paths, str(tmp_path / "one"))
+    for rank in ranks(num_ranks, read_there, paths, str(tmp_path / "many")):
         assert rank == alone
     one, many = (
         {path.removeprefix(str(tmp_path / name)) for path in kept(tmp_path / name)} for name in ("one", "many")
@@ -326,7 +294,9 @@ def test_processes_build_together_what_one_builds_alone(tmp_path: Path, ranks: A
 
 def read_otherwise(world: World, path: str, directory: str) -> list[Example]:
     """A job of its own on every rank: other settings, the same cache."""
-    return read_there(world, [path], directory, "offsets" if world.rank else "tokens")[0]
+    stored.PIECE_BYTES = 2000
+    on_error = OnError.skip if world.rank else OnError.stop
+    return list(read_sources([TrainSource(path=path)], on_error, cache=Cache(directory=Path(directory)))[0])
 
 
 def test_two_jobs_with_other_settings_at_once(tmp_path: Path, ranks: Any) -> None:
@@ -340,7 +310,7 @@ READ = """
 import sys
 from pathlib import Path
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.data.store import stored
+from embedtrain.data.cache import row_store as stored
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.open_sources import read_sources
 stored.PIECE_BYTES = 50_000

@@ -48,7 +48,7 @@ def test_a_file_that_is_edited_while_it_is_read(
     with pytest.raises(DataError) as caught:
         queries(path, tmp_path / "cache", told)
     assert str(caught.value) == (
-        f"{path}: was changed after its rows were read: start again, and leave it as it is meanwhile"
+        f"{path}: was changed after its rows were read: start again, and do not change it meanwhile"
     )
     if seen and when >= 0:
         assert max(heard) == when  # the next piece tells

@@ -1,10 +1,10 @@
-"""The report in a real Chromium: nothing is asked of a network, nothing overflows, dark is dark, and hovering works."""
+"""The report in a real Chromium: no requests, no overflow, dark mode, and hovering."""
 
 import pytest
 
 from embedtrain.tracking.report.page import write_report
 from tests.browser import Browser, chromium
-from tests.tracking.report.made import ANSWERS, QUERIES, made_sample, make_run
+from tests.tracking.report.runs import ANSWERS, QUERIES, make_run, make_sample
 from tests.tracking.report.test_page import EVIL
 
 pytestmark = [
@@ -16,19 +16,19 @@ LONG = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtenges
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as one:
-        yield one
+    with Browser() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """One run, and three with names and texts that are hard to lay out."""
+    """A page of one run, and one of three runs with names and texts that are hard to lay out."""
     folder = tmp_path_factory.mktemp("pages")
-    sample = made_sample([*QUERIES, LONG, EVIL], [*ANSWERS, LONG, EVIL])
+    sample = make_sample([*QUERIES, LONG, EVIL], [*ANSWERS, LONG, EVIL])
     more = ("positive_similarity", "uniformity", "loss/en", "own")
-    one = make_run(folder / "one", name="one", steps=300, sample=sample, more=more)
+    one = make_run(folder / "one", name="one", steps=300, sample=sample, extra_metrics=more)
     two = make_run(folder / "two", name=LONG, steps=90, sets=(LONG, "dev-en"), sample=sample, optim={"lr": 1.0})
-    three = make_run(folder / "three", name=EVIL, steps=1, sets=(EVIL,), metrics=(EVIL,), more=(EVIL, LONG))
+    three = make_run(folder / "three", name=EVIL, steps=1, sets=(EVIL,), metrics=(EVIL,), extra_metrics=(EVIL, LONG))
     write_report([one], folder / "one.html")
     write_report([one, two, three], folder / "three.html")
     return {"one": folder / "one.html", "three": folder / "three.html"}
@@ -37,9 +37,9 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1440, 390])
 @pytest.mark.parametrize("name", ["one", "three"])
-def test_it_opens_quietly_and_fits(browser, pages, name, width, dark):
+def test_it_opens_without_errors_and_fits(browser, pages, name, width, dark):
     browser.open(pages[name], width=width, dark=dark)
-    browser.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    browser.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
     assert browser.requests() == [pages[name].resolve().as_uri()]
     assert browser.complaints() == []
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -50,12 +50,12 @@ def test_it_opens_quietly_and_fits(browser, pages, name, width, dark):
     smallest = browser.evaluate(
         "Math.min(...[...document.querySelectorAll('svg.plot text')].map((t) => t.getBoundingClientRect().height))"
     )
-    assert smallest >= 9, "numbers at an axis can be read"
+    assert smallest >= 9, "axis labels are readable"
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_stands_out(browser, pages, dark):
-    """Contrast as WCAG counts it: 4.5 for text, 3 for lines and marks."""
+def test_contrast(browser, pages, dark):
+    """Contrast after WCAG: 4.5 for text, 3 for lines and marks."""
     browser.open(pages["one"], dark=dark)
     contrast = """(() => {
       const style = getComputedStyle(document.documentElement);
@@ -70,11 +70,11 @@ def test_text_stands_out(browser, pages, dark):
       const least = (name) => Math.min(...["--card", "--page"].map((under) => ratio(light(name), light(under))));
       return Object.fromEntries(names.map((name) => [name, least(name)]));
     })()"""
-    found = browser.evaluate(contrast)
-    assert {name: value for name, value in found.items() if value < (3 if name.startswith("--c") else 4.5)} == {}
+    ratios = browser.evaluate(contrast)
+    assert {name: value for name, value in ratios.items() if value < (3 if name.startswith("--c") else 4.5)} == {}
 
 
-def test_values_are_told_under_the_pointer_and_by_keys(browser, pages):
+def test_values_are_shown_on_hover_and_by_keys(browser, pages):
     browser.open(pages["one"])
     hover = """(() => {
       const svg = document.querySelector("#g1 svg.plot"), box = svg.getBoundingClientRect();
@@ -82,9 +82,9 @@ def test_values_are_told_under_the_pointer_and_by_keys(browser, pages):
       svg.dispatchEvent(new PointerEvent("pointermove", at));
       return [document.getElementById("tip").hidden, document.getElementById("tip").textContent];
     })()"""
-    hidden, told = browser.evaluate(hover)
+    hidden, text = browser.evaluate(hover)
     assert not hidden
-    assert told.startswith(("step 300", "step 299"))
+    assert text.startswith(("step 300", "step 299"))
     keys = """(() => {
       const svg = document.querySelector("#g1 svg.plot");
       svg.focus();
@@ -95,7 +95,7 @@ def test_values_are_told_under_the_pointer_and_by_keys(browser, pages):
     assert browser.complaints() == []
 
 
-def test_the_recipe_is_searched(browser, pages):
+def test_the_recipe_can_be_searched(browser, pages):
     browser.open(pages["one"])
     search = """(() => {
       const find = document.getElementById("find");
@@ -107,19 +107,19 @@ def test_the_recipe_is_searched(browser, pages):
     assert browser.evaluate(search) == ["optim.lr2.0e-05"]
 
 
-def test_a_text_of_the_map_is_found_in_both_maps(browser, pages):
+def test_a_text_is_highlighted_in_both_maps(browser, pages):
     browser.open(pages["one"])
     point = """(() => {
       const text = document.querySelector('.map [data-text="0"]');
       text.dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
       return [document.querySelectorAll(".map .on").length, document.querySelector(".pointed").textContent];
     })()"""
-    count, told = browser.evaluate(point)
+    count, caption = browser.evaluate(point)
     assert count == 2
-    assert told == "query, dev-en: how to edit photos"
+    assert caption == "query, dev-en: how to edit photos"
 
 
-def test_it_says_as_much_without_a_script(browser, pages):
+def test_plots_need_no_script(browser, pages):
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
         browser.open(pages["one"])
@@ -130,12 +130,13 @@ def test_it_says_as_much_without_a_script(browser, pages):
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
 
 
-def test_paper_is_white_and_cuts_nothing_off(browser, pages):
-    """Also for who reads in the dark."""
+def test_print_is_white_and_complete(browser, pages):
+    """Also in dark mode."""
     browser.open(pages["one"], width=794, dark=True)
     dark = {"name": "prefers-color-scheme", "value": "dark"}
     browser.call("Emulation.setEmulatedMedia", media="print", features=[dark])
     assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    wider = "[...document.querySelectorAll('.wide')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
+    is_wider = "(element) => element.scrollWidth > element.clientWidth + 1"
+    wider = f"[...document.querySelectorAll('.wide')].filter({is_wider}).length"
     assert browser.evaluate(wider) == 0
     browser.call("Emulation.setEmulatedMedia", media="screen")

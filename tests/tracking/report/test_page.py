@@ -1,4 +1,4 @@
-"""The page as a reader of HTML sees it: what it says of runs, and that nothing in a run can become markup."""
+"""The page as a parser of HTML sees it: its content, and that nothing in a run can become markup."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ import yaml
 from embedtrain.errors import DataError
 from embedtrain.tracking.report.page import write_report
 from embedtrain.tracking.report.sample import Role, Sample, SampleText, write_vectors
-from tests.tracking.report.made import ANSWERS, QUERIES, made_sample, make_run
+from tests.tracking.report.runs import ANSWERS, QUERIES, make_run, make_sample
 
 EVIL = "<script>alert(1)</script>\"'><img src=//evil.example/x onerror=alert(2)>{{ 7*7 }}{% raw %}</style></svg>&amp;"
 EVIL += "\u202e\0"
@@ -50,34 +50,34 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
     def count(self, tag: str) -> int:
-        return sum(one == tag for one, _ in self.elements)
+        return sum(name == tag for name, _ in self.elements)
 
 
-def written(tmp_path: Path, *runs: Path) -> Page:
+def write_page(tmp_path: Path, *runs: Path) -> Page:
     write_report(list(runs), tmp_path / "out" / "report.html")
     return Page(tmp_path / "out" / "report.html")
 
 
-def test_one_run_says_what_it_is(tmp_path):
+def test_one_run(tmp_path):
     run = make_run(tmp_path / "run", model={"path": "org/some-model"}, train={"steps": 40})
-    page = written(tmp_path, run)
+    page = write_page(tmp_path, run)
     assert "dev-en ndcg@10 0.3000 → 0.7000 +0.4000" in page.text
     assert "org/some-model" in page.text
     assert "0.3000 @ 0 0.7000 @ 40 0.7000 @ 40 +0.4000" in page.text
     assert "Rows per second" in page.text
-    assert page.count("svg") == 4 + 11, "two sets with two metrics each, and eleven figures of training"
+    assert page.count("svg") == 4 + 11, "two sets with two metrics each, and eleven training metrics"
     assert "optim.lr" in page.text
     assert "What differs" not in page.text
 
 
-def test_several_runs_are_compared(tmp_path):
-    one = make_run(tmp_path / "one", name="one", more=("positive_similarity",))
+def test_several_runs(tmp_path):
+    one = make_run(tmp_path / "one", name="one", extra_metrics=("positive_similarity",))
     two = make_run(tmp_path / "two", name="two", sets=("dev-en", "other"), optim={"lr": 0.5}, seed=2)
     recipe = yaml.safe_load((two / "recipe.yaml").read_text())
     recipe["versions"]["torch"] = "2.99.0"
     recipe["model"]["nested"] = {"only": "here"}
     (two / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    page = written(tmp_path, one, two)
+    page = write_page(tmp_path, one, two)
     assert "2 runs compared" in page.text
     differs = page.text[
         page.text.index("What differs") : page.text.index("Evaluation", page.text.index("What differs"))
@@ -86,33 +86,33 @@ def test_several_runs_are_compared(tmp_path):
     assert "version torch 2.13.0 2.99.0" in differs
     assert "model.nested.only not set here" in differs
     assert "seed" not in differs
-    assert "Similarity to the positive" in page.text, "a figure that one run alone has"
+    assert "Similarity to the positive" in page.text, "a metric of one run only"
     charts = json.loads(page.inside["script"][0])
     loss = next(chart for chart in charts if len(chart["lines"]) == 2)
     assert [line["name"] for line in loss["lines"]] == ["one", "two"]
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
-    page = written(tmp_path, make_run(tmp_path / "a"), make_run(tmp_path / "b"))
+def test_runs_with_the_same_name_have_different_labels(tmp_path):
+    page = write_page(tmp_path, make_run(tmp_path / "a"), make_run(tmp_path / "b"))
     assert str(tmp_path / "a") in page.text
-    with pytest.raises(DataError, match="is named twice"):
-        written(tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "a")
+    with pytest.raises(DataError, match=r"b/\.\./a.*twice"):
+        write_page(tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "a")
 
 
-def test_nothing_of_a_run_becomes_markup(tmp_path):
-    """The same page of a harmless run has the same elements."""
+def test_the_content_of_a_run_never_becomes_markup(tmp_path):
+    """The page of a harmless run has the same elements."""
     pages = []
     for number, name in enumerate(("harmless", EVIL)):
         folder = tmp_path / str(number)
-        sample = made_sample([f"{name} {text}" for text in QUERIES], [f"{text} {name}" for text in ANSWERS], name)
+        sample = make_sample([f"{name} {text}" for text in QUERIES], [f"{text} {name}" for text in ANSWERS], name)
         run = make_run(
-            folder, name=name, sets=(name,), metrics=(f"{name}@10",), more=(name, f"loss/{name}"), sample=sample,
-            model={"path": name, "query_prompt": name},
+            folder, name=name, sets=(name,), metrics=(f"{name}@10",), extra_metrics=(name, f"loss/{name}"),
+            sample=sample, model={"path": name, "query_prompt": name},
         )  # fmt: skip
         session = {"started": 1.0, "step": 0, "ranks": 2, "devices": name, "total_steps": 40}
         end = {"ended": 9.0, "how": "failed", "error": name, "last_step": 40}
         (run / "sessions.jsonl").write_text(f"{json.dumps(session)}\n{json.dumps(end)}\n")
-        pages.append(written(tmp_path / f"out{number}", run))
+        pages.append(write_page(tmp_path / f"out{number}", run))
     harmless, evil = pages
     assert [tag for tag, _ in evil.elements] == [tag for tag, _ in harmless.elements]
     assert (evil.count("script"), evil.count("style"), evil.count("img")) == (2, 1, 0)
@@ -120,15 +120,15 @@ def test_nothing_of_a_run_becomes_markup(tmp_path):
         assert not [name for name in attributes if name.startswith("on")]
         assert (attributes.get("href") or "#").startswith(("#", "data:,"))
         assert "src" not in attributes
-    assert "<script>alert(1)</script>" in evil.text, "it is shown as the text it is"
-    assert "49" not in evil.text[evil.text.index("<script>") :][:80], "nor is it a template"
-    shown = [text for text in evil.texts if "compress files" in text]
-    assert shown
-    assert not [text for text in shown if "\u202e" in text], "nor turns what follows it around"
+    assert "<script>alert(1)</script>" in evil.text, "it is shown as text"
+    assert "49" not in evil.text[evil.text.index("<script>") :][:80], "nor is it rendered as a template"
+    texts = [text for text in evil.texts if "compress files" in text]
+    assert texts
+    assert not [text for text in texts if "\u202e" in text], "direction marks are removed"
 
 
-def test_only_its_own_script_may_run_and_no_address_be_asked(tmp_path):
-    page = written(tmp_path, make_run(tmp_path / "run", sample=made_sample()))
+def test_only_its_own_script_may_run_and_nothing_is_loaded(tmp_path):
+    page = write_page(tmp_path, make_run(tmp_path / "run", sample=make_sample()))
     (policy,) = [of["content"] or "" for tag, of in page.elements if tag == "meta" and "http-equiv" in of]
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
@@ -140,18 +140,18 @@ def test_only_its_own_script_may_run_and_no_address_be_asked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("session", "end", "extra", "told"),
+    ("session", "end", "extra", "status"),
     [
-        (None, None, "", "ended without a word"),
+        (None, None, "", "ended unexpectedly"),
         ({}, {"how": "finished", "exported": 40}, "", "finished"),
         ({}, {"how": "stopped"}, "", "stopped by a signal"),
         ({}, {"how": "failed", "error": "TrainingError: loss is nan"}, "", "failed TrainingError: loss is nan"),
-        ({}, None, "", "ended without a word"),
+        ({}, None, "", "ended unexpectedly"),
         (None, None, "stopped.json", "stopped by a signal"),
         (None, None, "model/modules.json", "finished"),
     ],
 )
-def test_how_a_run_stands(tmp_path, session, end, extra, told):
+def test_status(tmp_path, session, end, extra, status):
     run = make_run(tmp_path / "run", steps=4)
     rows = []
     if session is not None:
@@ -162,18 +162,18 @@ def test_how_a_run_stands(tmp_path, session, end, extra, told):
     if extra:
         (run / extra).parent.mkdir(exist_ok=True)
         (run / extra).write_text("[]")
-    page = written(tmp_path, run)
+    page = write_page(tmp_path, run)
     head = page.text[: page.text.index("Loss")]
-    assert told.split()[0] in head
-    assert told in page.text.replace(f"{head} ", "") or told.split(" ", 1)[0] in head
-    if told.startswith("failed"):
+    assert status.split()[0] in head
+    assert status in page.text.replace(f"{head} ", "") or status.split(" ", 1)[0] in head
+    if status.startswith("failed"):
         assert "TrainingError: loss is nan" in page.text
     if end is not None:
         assert "Duration 1 min 30 s" in page.text
 
 
-def test_a_run_that_went_on_elsewhere(tmp_path):
-    """Killed on 2 ranks, gone on with 3: the killed time counts up to where the next began at most."""
+def test_a_run_resumed_on_other_ranks(tmp_path):
+    """Killed on 2 ranks, resumed on 3: the killed session counts at most up to the start of the next one."""
     run = make_run(tmp_path / "run", steps=4)
     rows = [
         {"started": 100.0, "step": 0, "ranks": 2, "devices": "cpu", "total_steps": 4},
@@ -181,25 +181,25 @@ def test_a_run_that_went_on_elsewhere(tmp_path):
         {"ended": 170.0, "how": "finished", "last_step": 4, "exported": 4},
     ]
     (run / "sessions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = written(tmp_path, run)
+    page = write_page(tmp_path, run)
     assert "Ranks 2, then 3 (cpu)" in page.text
     assert "Duration 1 min 10 s" in page.text
-    assert "ended without a word" in page.text
+    assert "ended unexpectedly" in page.text
 
 
-def test_a_run_that_is_going_is_seen_and_not_disturbed(tmp_path):
+def test_a_running_run_is_detected_and_not_disturbed(tmp_path):
     from filelock import FileLock
 
     run = make_run(tmp_path / "run", steps=4)
     with FileLock(run / "run.lock"):
         (run / "run.lock").write_text("held by a run")
-        page = written(tmp_path, run)
+        page = write_page(tmp_path, run)
         assert (run / "run.lock").read_text() == "held by a run"
-    assert "still going" in page.text
-    assert "ended without a word" in written(tmp_path, run).text
+    assert "still running" in page.text
+    assert "ended unexpectedly" in write_page(tmp_path, run).text
 
 
-def test_figures_with_holes(tmp_path):
+def test_metrics_with_holes(tmp_path):
     run = make_run(tmp_path / "run", steps=10, sets=())
     good = (run / "metrics.jsonl").read_text().splitlines()
     changed = [json.loads(line) for line in good]
@@ -209,12 +209,12 @@ def test_figures_with_holes(tmp_path):
     lines = [json.dumps(row) for row in changed]
     lines[8:8] = ["", '{"step": 9, "lo', "[1, 2]", '{"no": "step"}']
     (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 11, "loss": 0.')
-    page = written(tmp_path, run)
+    page = write_page(tmp_path, run)
     assert "3 lines, the first of them line 10, cannot be read" in page.text
     assert "mean over the global batch; 3 without a finite value" in page.text
     assert "only_once" in page.text
     (line,) = json.loads(page.inside["script"][0])[0]["lines"]
-    assert [point[0] for point in line["at"]] == [1, 2, 3, 7, 8, 9, 10]
+    assert [point[0] for point in line["points"]] == [1, 2, 3, 7, 8, 9, 10]
     paths = [of["d"] for tag, of in page.elements if tag == "path" and of.get("class") == "line c0"]
     assert (paths[0] or "").count("M") == 2, "the line breaks off where values are missing"
 
@@ -222,49 +222,48 @@ def test_figures_with_holes(tmp_path):
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_short_runs(tmp_path, steps):
     run = make_run(tmp_path / "run", steps=steps, sets=() if steps == 0 else ("dev",))
-    page = written(tmp_path, run)
+    page = write_page(tmp_path, run)
     assert ("No step has been logged yet" in page.text) == (steps == 0)
     assert "nan" not in page.source.lower().replace("nano", "")
     (run / "metrics.jsonl").unlink()
-    assert "No step has been logged yet" in written(tmp_path, run).text
+    assert "No step has been logged yet" in write_page(tmp_path, run).text
 
 
 @pytest.mark.parametrize("steps", [4_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_a_long_run_makes_a_small_page_quickly(tmp_path, steps):
-    """29 figures at every step: one spike is still there."""
+def test_a_long_run_has_a_small_page(tmp_path, steps):
+    """29 metrics at every step: a single spike is kept."""
     more = [f"loss/source-{number}" for number in range(18)]
-    run = make_run(tmp_path / "run", steps=steps, more=more, sample=made_sample())
+    run = make_run(tmp_path / "run", steps=steps, extra_metrics=more, sample=make_sample())
     lines = (run / "metrics.jsonl").read_text().splitlines()
     spike = next(number for number, line in enumerate(lines) if line.startswith('{"step": 3321,') and "loss" in line)
     lines[spike] = json.dumps(json.loads(lines[spike]) | {"grad_norm": 321.5})
     (run / "metrics.jsonl").write_text("\n".join(lines))
     began = time.process_time()
-    page = written(tmp_path, run)
+    page = write_page(tmp_path, run)
     assert time.process_time() - began < 30
     assert len(page.source.encode()) < 1.5e6
     assert "highest 321.50" in page.source
 
 
-def test_samples_that_cannot_be_used_are_told(tmp_path):
-    run = make_run(tmp_path / "run", steps=4, sample=made_sample())
-    whole = written(tmp_path, run)
-    assert "Nearest neighbours" in whole.text
+def test_samples_that_cannot_be_read_are_reported(tmp_path):
+    run = make_run(tmp_path / "run", steps=4, sample=make_sample())
+    assert "Nearest neighbours" in write_page(tmp_path, run).text
     (run / "sample" / "after.safetensors").unlink()
-    page = written(tmp_path, run)
+    page = write_page(tmp_path, run)
     assert "Before training" in page.text, "a run that was stopped"
     assert "After step" not in page.text
     (run / "sample" / "after.safetensors").write_bytes(b"no safetensors")
-    assert "cannot be read as vectors of the sample" in written(tmp_path, run).text
+    assert "cannot be read as vectors of the sample" in write_page(tmp_path, run).text
     import numpy as np
 
     write_vectors(run / "sample", "after", np.ones((3, 4), dtype=np.float32), 4)
-    assert "does not hold one finite vector for each of the 20 texts" in written(tmp_path, run).text
+    assert "does not hold one finite vector for each of the 20 texts" in write_page(tmp_path, run).text
     (run / "sample" / "sample.json").write_text('{"format": 1, "texts": [], "pairs": [[0, 1, "positive"]]}')
-    assert "cannot be read as the sample of a run" in written(tmp_path, run).text
+    assert "cannot be read as the sample of a run" in write_page(tmp_path, run).text
 
 
-def test_texts_of_other_kinds(tmp_path):
-    """Texts with classes and nothing else, one of them very long, all of one vector: no map, no neighbours."""
+def test_texts_with_classes_only(tmp_path):
+    """Very long texts with classes, all with the same vector: no map, no neighbours."""
     texts = [SampleText("word " * 50_000, Role.text, "topics", True, label=str(number % 2)) for number in range(6)]
     run = make_run(tmp_path / "run", steps=4, sample=Sample(texts, []))
     import numpy as np
@@ -272,7 +271,7 @@ def test_texts_of_other_kinds(tmp_path):
     same = np.ones((6, 4), dtype=np.float32)
     for which in ("before", "after"):
         write_vectors(run / "sample", which, same, 4)
-    page = written(tmp_path, run)
+    page = write_page(tmp_path, run)
     assert "labelled pairs and classes" in page.text
     assert "same / different 6 / 9 1.000 / 1.000 1.000 / 1.000 50.0% 50.0%" in page.text
     assert "Map of the sample" not in page.text
@@ -280,25 +279,25 @@ def test_texts_of_other_kinds(tmp_path):
     assert len(page.source) < 300_000
 
 
-def test_languages_are_shown_in_their_direction(tmp_path):
-    page = written(tmp_path, make_run(tmp_path / "run", name="مقارنة", sample=made_sample()))
+def test_texts_have_their_own_direction(tmp_path):
+    page = write_page(tmp_path, make_run(tmp_path / "run", name="مقارنة", sample=make_sample()))
     assert "ضغط الملفات" in page.text
-    assert "👩‍👩‍👧" in page.text, "joined as it was"
+    assert "👩‍👩‍👧" in page.text, "joined characters stay joined"
     spans = [of for tag, of in page.elements if tag == "span" and of.get("class") in ("found", "asked")]
     assert spans
     assert all(of.get("dir") == "auto" for of in spans)
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty is no run: a run's output_dir holds a recipe.yaml"):
+    with pytest.raises(DataError, match=r"empty.* recipe\.yaml"):
         write_report([tmp_path / "empty"], tmp_path / "x.html")
-    with pytest.raises(DataError, match="none is no folder"):
+    with pytest.raises(DataError, match=r"none.*folder"):
         write_report([tmp_path / "none"], tmp_path / "x.html")
     assert not (tmp_path / "x.html").exists()
     run = make_run(tmp_path / "run", steps=2)
     (run / "recipe.yaml").write_text("a: &a [x, x, x]\nb: [*a, *a\n")
-    assert "recipe.yaml cannot be read" in written(tmp_path, run).text
+    assert "recipe.yaml cannot be read" in write_page(tmp_path, run).text
     levels = "\n".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12))
     (run / "recipe.yaml").write_text(f"l0: &l0 [[1, 2]]\n{levels}\n")
-    assert len(written(tmp_path, run).source) < 3e6, "aliases within aliases end somewhere"
+    assert len(write_page(tmp_path, run).source) < 3e6, "aliases within aliases are limited"

@@ -1,42 +1,166 @@
-"""Columns by their order, as sentence-transformers reads them: query, positive, negatives, and perhaps a score."""
+"""The choice of a source's layout, and the layout of columns by order: query, positive, negatives, perhaps a score."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from embedtrain.config.recipe import TrainSource
+from embedtrain.config.recipe import DataFormat, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources import values
-from embedtrain.data.sources.kinds import PartKind
-from embedtrain.data.sources.layouts.layout import TEXTS_ONLY, DocumentLookup, beside, losses_of_scores
-from embedtrain.data.sources.problems import BadRow
+from embedtrain.data.sources.layouts.base import (
+    TEXTS_ONLY,
+    DocumentLookup,
+    RowLayout,
+    losses_with_scores,
+    needs_besides_texts,
+)
+from embedtrain.data.sources.layouts.keyed import (
+    BeirQueries,
+    FlagEmbedding,
+    MsSwiftMessages,
+    NemoRows,
+    TevatronIds,
+    TevatronPassages,
+)
+from embedtrain.data.sources.parts import PartKind
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError, DataError
 
-# sentence-transformers' names for a column that is no text but what the texts' pair is worth.
+# sentence-transformers' names of the column that holds a score or a label.
 SCORE_COLUMNS = ("score", "scores", "label", "labels")
 
 
-@dataclass
-class Columns:
-    """Columns by their order: query, positive, then negatives. A value may be a text or a list of texts.
+def choose_layout(
+    source: TrainSource, kind: PartKind, row: dict[str, Any], needs: RowRequirements = TEXTS_ONLY
+) -> RowLayout:
+    """The layout that the source names, else the one that its first row has.
 
-    One more, `score`, holds what the loss needs beside texts: scores, a class, or a teacher's vectors; or, for
-    a loss without such needs, which documents of a list are positives, as `mine_hard_negatives` of
+    Args:
+        source: an element of `data.train`.
+        kind: of the part that holds the row.
+        row: the source's first row.
+        needs: what the loss needs of every row.
+
+    Raises:
+        ConfigError: `columns` is given for a format that has none, or names too few.
+        DataError: the row's columns do not hold what the loss needs.
+    """
+    if source.columns is not None and source.format not in (DataFormat.auto, DataFormat.columns):
+        raise ConfigError(f"{source.path}: columns has no use with format={source.format.value}: leave one of them out")
+    layout = _keyed_layout(source, kind, row, needs)
+    if layout is None:
+        _reject_unpaired(source, row)
+        texts, score = _choose_columns(source, row, needs)
+        return Columns(names=texts, score=score, needs=needs, is_cells=kind in (PartKind.csv, PartKind.tsv))
+    if needs.label or needs.vectors:
+        raise DataError(
+            f"{source.path}: loss={needs.loss} needs {needs_besides_texts(needs)}, which {layout.describe()} do not "
+            "hold: give it as a column named label, beside columns of texts"
+        )
+    if needs.scores == ScoreRequirement.teacher and not isinstance(layout, FlagEmbedding | MsSwiftMessages):
+        raise DataError(
+            f"{source.path}: loss={needs.loss} needs {needs_besides_texts(needs)}, which {layout.describe()} do not "
+            "hold: give it as FlagEmbedding's pos_scores and neg_scores, or as a column named score"
+        )
+    if isinstance(layout, FlagEmbedding) and needs.scores == ScoreRequirement.none and row.get("scores") is not None:
+        raise DataError(
+            f'{source.path}: "scores" makes these scored pairs, which loss={needs.loss} does not use: '
+            'write columns=[query,pos] to take every text of "pos" as a positive, or remove the source; '
+            f"losses that use scores: {losses_with_scores()}"
+        )
+    return layout
+
+
+def _keyed_layout(source: TrainSource, kind: PartKind, row: dict[str, Any], needs: RowRequirements) -> RowLayout | None:
+    """The layout, or None for columns by order."""
+    if kind is PartKind.beir:
+        return BeirQueries(needs)
+    match source.format:
+        case DataFormat.flagembedding:
+            return FlagEmbedding(needs)
+        case DataFormat.tevatron:
+            has_passages = "positive_passages" in row or "negative_passages" in row
+            return TevatronPassages(needs) if has_passages else TevatronIds(needs)
+        case DataFormat.messages:
+            return MsSwiftMessages(needs)
+        case DataFormat.beir:
+            raise ConfigError(
+                f"{source.path}: format=beir is a folder's, with corpus, queries and qrels: write its path"
+            )
+        case DataFormat.auto if source.columns is None and kind not in (PartKind.csv, PartKind.tsv):
+            return _layout_of_keys(row, needs)
+        case _:
+            return None
+
+
+def _layout_of_keys(row: dict[str, Any], needs: RowRequirements) -> RowLayout | None:
+    # One key of a pair is enough: as columns, a row that lacks its `pos` would make its negatives positives.
+    keys = row.keys()
+    if {"positive_messages", "negative_messages"} & keys:
+        return MsSwiftMessages(needs)
+    if {"positive_passages", "negative_passages"} & keys:
+        return TevatronPassages(needs)
+    if {"positive_document_ids", "negative_document_ids"} & keys:
+        return TevatronIds(needs)
+    if {"pos_doc", "neg_doc"} & keys:
+        return NemoRows(needs)
+    return FlagEmbedding(needs) if "query" in keys and {"pos", "neg"} & keys else None
+
+
+def _reject_unpaired(source: TrainSource, row: dict[str, Any]) -> None:
+    """Reject known rows for other kinds of training."""
+    if source.columns is not None:
+        return
+    kind = None
+    if "input" in row and any(key.startswith("output_") for key in row):
+        kind = "LLARA's pretraining rows (input, output_...)"
+    elif isinstance(row.get("text"), list) and "query" not in row:
+        kind = 'gritlm\'s generative rows ("text" alone)'
+    elif "messages" in row and isinstance(row["messages"], list):
+        kind = 'conversations without "positive_messages"'
+    if kind is not None:
+        raise DataError(
+            f"{source.path}: these are {kind}, which hold no pairs of query and document to train embeddings on: "
+            "remove the source"
+        )
+
+
+@dataclass(kw_only=True)
+class Columns(RowLayout):
+    """Columns by order: query, positive, then negatives. A value may be a text or a list of texts.
+
+    The column `score` holds what the loss needs besides texts: scores, a class, or a teacher's vectors. For a loss
+    without such needs it marks the positives of a list of documents, as `mine_hard_negatives` of
     sentence-transformers writes them (labeled-list).
+
+    Attributes:
+        names: of the columns of texts.
+        score: name of the column of scores, labels, vectors or marks.
+        is_cells: whether values are cells of CSV or TSV, in which numbers are texts.
     """
 
-    names: list[str]  # of the columns of texts
+    names: list[str]
     score: str | None = None
-    needs: RowRequirements = TEXTS_ONLY
-    cells: bool = False  # of CSV or TSV, where numbers are texts as well
-    found: dict[str, None] = field(default_factory=dict)
-    ignored: dict[str, None] = field(default_factory=dict)
+    is_cells: bool = False
 
-    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
-        """See Layout."""
+    def describe(self) -> str:
+        """What each column is used as."""
+        first, *others = self.names
+        parts = [f"columns {first} = query" if others else f"column {first} = query"]
+        if others:
+            parts.append(f"{others[0]} = positive")
+        if others[1:]:
+            parts.append(f"{' + '.join(others[1:])} = negatives")
+        if self.score is not None:
+            use = "score" if self.needs.scores != ScoreRequirement.none else "1 for positives, 0 for negatives"
+            use = "class" if self.needs.label else "vectors" if self.needs.vectors else use
+            parts.append(f"{self.score} = {use}")
+        return ", ".join(parts)
+
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
         required = self.names[:2] if self.score is None else [*self.names[:2], self.score]
         if len(row) > len(self.names) + (self.score is not None):
-            self.ignored.update((key, None) for key in row if key not in self.names and key != self.score)
+            self._ignore_except(row, *self.names, *([] if self.score is None else [self.score]))
         for name in required:
             if name not in row:
                 raise BadRow(f'no "{name}" in this row, which has: {", ".join(row) or "nothing"}')
@@ -49,117 +173,81 @@ class Columns:
         negatives: list[str] = []
         for name in self.names[2:]:
             value = row.get(name)
-            if value is not None:  # how a table says that this row has fewer negatives than others
+            if value is not None:  # a row of a table with fewer negatives than others
                 negatives += values.texts(value, f'column "{name}"')
-        return self._with_score(row, query, positives, negatives)
-
-    def _with_score(self, row: dict[str, Any], query: str, positives: list[str], negatives: list[str]) -> Texts:
         if self.score is None:
-            return values.checked(query, positives, negatives)
-        what, value = f'column "{self.score}"', row[self.score]
-        if self.cells:
-            value = values.cell(value)
+            return Texts(query, tuple(positives), tuple(negatives), 0)
+        return self._with_score(row[self.score], query, positives, negatives)
+
+    def _with_score(self, value: object, query: str, positives: list[str], negatives: list[str]) -> Texts:
+        name = f'column "{self.score}"'
+        if self.is_cells:
+            value = values.parse_cell(value)
         if self.needs.scores == ScoreRequirement.none and not self.needs.label and not self.needs.vectors:
-            marks = values.marks(value, what, len(positives))
-            chosen = [text for text, mark in zip(positives, marks, strict=True) if mark]
-            if not chosen:
-                raise BadRow(f"{what} marks no document as a positive (1): a row needs at least one")
-            others = [text for text, mark in zip(positives, marks, strict=True) if not mark]
-            return values.checked(query, chosen, others + negatives)
+            marks = values.positive_marks(value, name, len(positives))
+            marked = [text for text, mark in zip(positives, marks, strict=True) if mark]
+            if not marked:
+                raise BadRow(f"{name} marks no document as a positive (1): a row needs at least one")
+            unmarked = [text for text, mark in zip(positives, marks, strict=True) if not mark]
+            return Texts(query, tuple(marked), (*unmarked, *negatives), 0)
+        documents = (tuple(positives), tuple(negatives))
         if self.needs.label:
-            return values.checked(query, positives, negatives, label=values.class_number(value, what))
-        num_documents = len(positives) + len(negatives)
+            return Texts(query, *documents, 0, label=values.class_label(value, name))
+        num_positives, num_negatives = len(positives), len(negatives)
         if self.needs.vectors:
-            vectors = values.vectors(value, what, 1 + num_documents)
-            return values.checked(query, positives, negatives, vectors=vectors)
-        scores = values.scores(value, what, len(positives), len(negatives), len(self.names))
-        return values.checked(query, positives, negatives, scores=scores)
-
-    def told(self) -> str:
-        """See Layout."""
-        first, *others = self.names
-        parts = [f"columns {first} = query" if others else f"column {first} = query"]
-        if others:
-            parts.append(f"{others[0]} = positive")
-        if others[1:]:
-            parts.append(f"{' + '.join(others[1:])} = negatives")
-        if self.score is not None:
-            wants_scores = self.needs.scores != ScoreRequirement.none
-            meaning = "1 for positives, 0 for negatives" if not wants_scores else "score"
-            meaning = "class" if self.needs.label else "vectors" if self.needs.vectors else meaning
-            parts.append(f"{self.score} = {meaning}")
-        return ", ".join(parts)
+            vectors = values.vectors(value, name, 1 + num_positives + num_negatives)
+            return Texts(query, *documents, 0, vectors=tuple(vectors))
+        scores = values.scores(value, name, num_positives, num_negatives, len(self.names))
+        of_positives, of_negatives = tuple(scores[:num_positives]), tuple(scores[num_positives:])
+        return Texts(query, *documents, 0, positive_scores=of_positives, negative_scores=of_negatives)
 
 
-def choose_columns(source: TrainSource, kind: PartKind, row: dict[str, Any], needs: RowRequirements) -> Columns:
-    """The columns that the source names, or else those of its first row.
-
-    Raises:
-        ConfigError: `columns` names too few.
-        DataError: the row's columns cannot be what the loss needs.
-    """
-    texts, score = _chosen_columns(source, row, needs)
-    return Columns(texts, score, needs, cells=kind in (PartKind.csv, PartKind.tsv))
-
-
-def _chosen_columns(source: TrainSource, row: dict[str, Any], needs: RowRequirements) -> tuple[list[str], str | None]:
-    """The columns of texts, and the one of scores, classes or vectors."""
+def _choose_columns(source: TrainSource, row: dict[str, Any], needs: RowRequirements) -> tuple[list[str], str | None]:
+    """The columns of texts, and the one of scores, labels or vectors."""
     present = list(row)
-    wants = needs.scores != ScoreRequirement.none or needs.label or needs.vectors
+    needs_score = needs.scores != ScoreRequirement.none or needs.label or needs.vectors
     named = present if source.columns is None else source.columns
-    # Where nothing but texts is wanted, a column is what the user says it is, whatever its name.
-    scores = [n for n in named if n.lower() in SCORE_COLUMNS] if wants or source.columns is None else []
-    texts = [n for n in named if n not in scores]
-    _check_number_of_texts(source, texts, needs)
+    # Columns that the user names are texts, whatever their names, where the loss needs only texts.
+    scores = [name for name in named if name.lower() in SCORE_COLUMNS] if needs_score or source.columns is None else []
+    texts = [name for name in named if name not in scores]
+    min_texts = 2 if needs.documents or needs.scores != ScoreRequirement.none else 1
+    if source.columns is not None and len(texts) < min_texts:
+        expected = "at least two, query and positive" if min_texts == 2 else "at least one of texts"
+        raise ConfigError(f"{source.path}: columns={source.columns}: name {expected}")
     missing = [name for name in named if name not in present]
     if missing:
         raise DataError(f"{source.path}: no column {missing[0]!r}; there are: {', '.join(present)}")
-    if len(scores) == 1 and not wants and _marks_documents(row, texts, scores[0]):
+    if len(scores) == 1 and not needs_score and _marks_documents(row, texts, scores[0]):
         return texts, scores[0]
-    if scores and not wants:
+    if scores and not needs_score:
         raise DataError(
-            f"{source.path}: column {scores[0]!r} makes these scored pairs, which loss={needs.loss} has no use for: "
-            f"name the columns to train on, such as columns=[{','.join(texts[:2])}], or take the source out; "
-            f"losses that use scores: {losses_of_scores()}"
+            f"{source.path}: column {scores[0]!r} makes these scored pairs, which loss={needs.loss} does not use: "
+            f"name the columns to train on, such as columns=[{','.join(texts[:2])}], or remove the source; "
+            f"losses that use scores: {losses_with_scores()}"
         )
     if len(scores) > 1:
         raise DataError(
-            f"{source.path}: columns {scores[0]!r} and {scores[1]!r} may both be what loss={needs.loss} needs beside "
+            f"{source.path}: columns {scores[0]!r} and {scores[1]!r} may both be what loss={needs.loss} needs besides "
             f"texts: name the columns to train on, such as columns=[{','.join([*texts, scores[0]])}]"
         )
-    _check_texts(source, texts, present, needs)
-    if wants and needs.scores != ScoreRequirement.pairs and not scores:
-        raise DataError(
-            f"{source.path}: loss={needs.loss} needs {beside(needs)}, and no column is named score, scores, label "
-            f"or labels; there {'is' if source.columns is None else 'is, in columns'}: {', '.join(named)}"
-        )
-    return texts, scores[0] if scores else None
-
-
-def _marks_documents(row: dict[str, Any], texts: list[str], score: str) -> bool:
-    """Whether a column says 1 or 0 of each document in a list."""
-    documents, marks = row.get(texts[1]) if len(texts) == 2 else None, row[score]
-    return isinstance(documents, list) and isinstance(marks, list) and all(mark in (0, 1) for mark in marks)
-
-
-def _check_number_of_texts(source: TrainSource, texts: list[str], needs: RowRequirements) -> None:
-    if source.columns is None or len(texts) >= _fewest_texts(needs):
-        return
-    wanted = "at least two, query and positive" if _fewest_texts(needs) == 2 else "at least one of texts"
-    raise ConfigError(f"{source.path}: columns={source.columns}: name {wanted}")
-
-
-def _check_texts(source: TrainSource, texts: list[str], present: list[str], needs: RowRequirements) -> None:
     if needs.label and len(texts) > 1:
         raise DataError(
             f"{source.path}: loss={needs.loss} takes one text and its class, and there are the columns of texts "
             f"{', '.join(texts)}: name one of them and that of the class, such as columns=[{texts[0]},label]"
         )
-    if len(texts) < _fewest_texts(needs):
-        wanted = 'a query and a positive, as two columns or as FlagEmbedding\'s "query" and "pos"'
-        wanted = wanted if _fewest_texts(needs) == 2 else "a text"
-        raise DataError(f"{source.path}: rows need {wanted}; there is: {', '.join(present) or 'nothing'}")
+    if len(texts) < min_texts:
+        pair = 'a query and a positive, as two columns or as FlagEmbedding\'s "query" and "pos"'
+        expected = pair if min_texts == 2 else "a text"
+        raise DataError(f"{source.path}: rows need {expected}; there is: {', '.join(present) or 'nothing'}")
+    if needs_score and needs.scores != ScoreRequirement.pairs and not scores:
+        raise DataError(
+            f"{source.path}: loss={needs.loss} needs {needs_besides_texts(needs)}, and no column is named score, "
+            f"scores, label or labels; there {'is' if source.columns is None else 'is, in columns'}: {', '.join(named)}"
+        )
+    return texts, scores[0] if scores else None
 
 
-def _fewest_texts(needs: RowRequirements) -> int:
-    return 2 if needs.documents or needs.scores != ScoreRequirement.none else 1
+def _marks_documents(row: dict[str, Any], texts: list[str], score: str) -> bool:
+    """Whether a column holds a 1 or 0 for each document of a list."""
+    documents, marks = row.get(texts[1]) if len(texts) == 2 else None, row[score]
+    return isinstance(documents, list) and isinstance(marks, list) and all(mark in (0, 1) for mark in marks)

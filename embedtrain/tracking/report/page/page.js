@@ -1,11 +1,11 @@
-// Values under the pointer, texts of the map, and a search over the recipe. Without it the page says the same.
+// Values under the pointer, texts of the map, and a search over the recipe. The page is complete without it.
 "use strict";
 (() => {
   const charts = JSON.parse(document.getElementById("points").textContent);
   const tip = document.getElementById("tip");
   const SVG = "http://www.w3.org/2000/svg";
 
-  const written = (value, form) => {
+  const formatValue = (value, form) => {
     if (form === "share") return (value * 100).toFixed(1) + "%";
     if (form === "small") return value === 0 ? "0" : value.toExponential(1);
     if (form === "rate") return value >= 100 ? Math.round(value).toLocaleString("en") : value.toFixed(1);
@@ -33,33 +33,33 @@
 
   for (const figure of document.querySelectorAll("[data-chart]")) {
     const chart = charts[figure.dataset.chart], svg = figure.querySelector("svg.plot");
-    const lines = chart.lines.filter((line) => line.at.length);
+    const lines = chart.lines.filter((line) => line.points.length);
     if (!lines.length) continue;
-    const [low, high, start, end] = chart.x, mark = document.createElementNS(SVG, "g");
-    svg.append(mark);
+    const [low, high, start, end] = chart.x, marker = document.createElementNS(SVG, "g");
+    svg.append(marker);
     svg.setAttribute("tabindex", "0");
-    let at = null;
+    let shownStep = null;
     const show = (step) => {
-      const found = lines.map((line) => line.at[nearest(line.at, step)]);
-      const place = found.reduce((best, one) => (Math.abs(one[0] - step) < Math.abs(best[0] - step) ? one : best));
-      const x = start + ((place[0] - low) / (high - low)) * (end - start);
-      at = place[0];
+      const points = lines.map((line) => line.points[nearest(line.points, step)]);
+      const [closest] = points.reduce((best, point) => (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best));
+      const x = start + ((closest - low) / (high - low)) * (end - start);
+      shownStep = closest;
       const rule = document.createElementNS(SVG, "path");
       rule.setAttribute("d", `M${x} ${chart.y[0]}V${chart.y[1]}`);
       rule.setAttribute("class", "cursor");
-      mark.replaceChildren(rule);
-      tip.replaceChildren(document.createTextNode("step " + place[0].toLocaleString("en")));
+      marker.replaceChildren(rule);
+      tip.replaceChildren(document.createTextNode("step " + closest.toLocaleString("en")));
       lines.forEach((line, number) => {
-        const [own, value, y] = found[number];
-        // A run that ended long before has nothing to say here.
-        if (Math.abs(own - place[0]) > (high - low) / 50 && lines.length > 1) return;
+        const [pointStep, value, y] = points[number];
+        // A run that ended long before has no value here.
+        if (Math.abs(pointStep - closest) > (high - low) / 50 && lines.length > 1) return;
         const dot = document.createElementNS(SVG, "circle");
-        dot.setAttribute("cx", start + ((own - low) / (high - low)) * (end - start));
+        dot.setAttribute("cx", start + ((pointStep - low) / (high - low)) * (end - start));
         dot.setAttribute("cy", y);
         dot.setAttribute("r", 3);
         dot.setAttribute("class", "dot c" + line.colour);
-        mark.append(dot);
-        tip.append(row(charts.several || lines.length > 1 ? line.name : "", line.colour, written(value, chart.form)));
+        marker.append(dot);
+        tip.append(row(charts.several || lines.length > 1 ? line.name : "", line.colour, formatValue(value, chart.form)));
       });
       tip.hidden = false;
       const box = svg.getBoundingClientRect(), wide = document.documentElement.clientWidth;
@@ -67,7 +67,7 @@
       tip.style.left = Math.max(4, Math.min(left + 10, wide - tip.offsetWidth - 4)) + window.scrollX + "px";
       tip.style.top = box.top + window.scrollY - tip.offsetHeight + 6 + "px";
     };
-    const hide = () => { tip.hidden = true; mark.replaceChildren(); };
+    const hide = () => { tip.hidden = true; marker.replaceChildren(); };
     svg.addEventListener("pointermove", (event) => {
       const box = svg.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * 380;
       show(low + ((x - start) / (end - start)) * (high - low));
@@ -76,8 +76,8 @@
     svg.addEventListener("blur", hide);
     svg.addEventListener("keydown", (event) => {
       if (event.key === "Escape") return hide();
-      const steps = [...new Set(lines.flatMap((line) => line.at.map((point) => point[0])))].sort((a, b) => a - b);
-      const here = at === null ? steps.length - 1 : steps.indexOf(at);
+      const steps = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
+      const here = shownStep === null ? steps.length - 1 : steps.indexOf(shownStep);
       const next = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: steps.length - 1 }[event.key];
       if (next === undefined) return undefined;
       event.preventDefault();
@@ -86,36 +86,36 @@
   }
 
   for (const maps of document.querySelectorAll(".maps")) {
-    const told = maps.nextElementSibling;
-    const point = (target) => {
+    const caption = maps.nextElementSibling;
+    const showText = (target) => {
       const number = target && target.dataset.text;
       if (number === undefined) return;
-      for (const one of maps.querySelectorAll(".on")) one.classList.remove("on");
-      for (const one of maps.querySelectorAll(`[data-text="${CSS.escape(number)}"]`)) one.classList.add("on");
-      told.textContent = target.querySelector("title").textContent;
-      told.dir = "auto";
-      told.className = "pointed told";
+      for (const element of maps.querySelectorAll(".on")) element.classList.remove("on");
+      for (const element of maps.querySelectorAll(`[data-text="${CSS.escape(number)}"]`)) element.classList.add("on");
+      caption.textContent = target.querySelector("title").textContent;
+      caption.dir = "auto";
+      caption.className = "pointed caption";
     };
-    maps.addEventListener("pointerover", (event) => point(event.target));
-    maps.addEventListener("click", (event) => point(event.target));
+    maps.addEventListener("pointerover", (event) => showText(event.target));
+    maps.addEventListener("click", (event) => showText(event.target));
   }
 
   const find = document.getElementById("find"), only = document.getElementById("only");
   const search = () => {
-    const wanted = find.value.trim().toLowerCase();
+    const query = find.value.trim().toLowerCase();
     let count = 0;
     for (const group of document.querySelectorAll("#recipe .group")) {
-      let here = 0;
+      let matches = 0;
       for (const line of group.querySelectorAll("tr")) {
-        const fits = line.textContent.toLowerCase().includes(wanted) && !(only.checked && line.className === "default");
+        const fits = line.textContent.toLowerCase().includes(query) && !(only.checked && line.className === "default");
         line.hidden = !fits;
-        here += fits;
+        matches += fits;
       }
-      group.hidden = here === 0;
-      if (wanted || only.checked) group.open = here > 0;
-      count += here;
+      group.hidden = matches === 0;
+      if (query || only.checked) group.open = matches > 0;
+      count += matches;
     }
-    document.getElementById("found").textContent = wanted || only.checked ? `${count} found` : "";
+    document.getElementById("found").textContent = query || only.checked ? `${count} found` : "";
   };
   document.querySelector(".find").hidden = false;
   find.addEventListener("input", search);

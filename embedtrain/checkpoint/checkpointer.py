@@ -1,0 +1,333 @@
+"""The checkpoints of a run: save, find the newest intact one, load it, delete those that are not kept."""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from embedtrain import __version__
+from embedtrain.checkpoint.snapshot import (
+    OPTIMIZER,
+    WEIGHTS,
+    Snapshot,
+    Staging,
+    checkpointed_weights,
+    init_optimizer_state,
+    take_snapshot,
+)
+from embedtrain.checkpoint.step_directory import (
+    FORMAT,
+    Checkpoint,
+    UnsupportedFormatError,
+    checkpoint_bytes,
+    commit_checkpoint,
+    delete_checkpoint,
+    free_disk_space,
+    list_steps,
+    list_unfinished,
+    open_checkpoint,
+    prunable,
+    recover_replaced,
+    require_disk_limit,
+    step_path,
+    unfinished_path,
+    verify_checksums,
+)
+from embedtrain.checkpoint.tensor_files import TensorReader, describe_tensors, tensor_files, write_local_shards
+from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
+from embedtrain.distributed.weights import row_range
+from embedtrain.distributed.world import World
+from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints below `checkpoints/`. Every method is called on every rank.
+
+    As a context manager it waits at the end for a pending save.
+
+    Args:
+        root: the directory `checkpoints/`, created when first needed.
+        config: retention, layout, contents, and whether saves are asynchronous.
+        world: the ranks.
+        metadata: further entries of every manifest: the options that a resumed run must share, and the recipe.
+        log: called with messages for the user.
+        timeout: seconds that ranks wait for each other in an asynchronous save.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: CheckpointConfig,
+        world: World,
+        *,
+        metadata: Mapping[str, Any],
+        log: Callable[[str], None],
+        timeout: float = 1800.0,
+    ) -> None:
+        self.root, self.config, self.world, self.log = root, config, world, log
+        self._metadata, self._timeout = dict(metadata), timeout
+        self._staging = Staging()
+        self._cpu_world: World | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._newest: int | None = None  # step of the newest intact checkpoint
+
+    def save(self, trained: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of `state["step"]`, then delete those that need not be kept.
+
+        With `checkpoint.asynchronous` it returns as soon as the tensors are copied; a thread writes them. It first
+        waits for the previous save.
+
+        Args:
+            trained: encoder and loss, between two steps (no gradients held).
+            optimizer: theirs.
+            state: the run's TrainState as a dictionary.
+
+        Raises:
+            CheckpointError: on every rank alike, naming the rank that could not write and why; of this save, or
+                of the previous one.
+        """
+        self.wait()
+        snapshot = take_snapshot(trained, optimizer if self.config.contents is CheckpointContents.all else None)
+        state = dict(state)
+        with self.world.fail_together(_phase(state)), _os_errors(_phase(state), self.root):
+            if self.world.is_main:
+                self.root.mkdir(parents=True, exist_ok=True)
+                free_disk_space(self.root, snapshot.num_bytes, self.config.max_disk_gb, self._deletable(state))
+        if not self.config.asynchronous:
+            self._write(snapshot, state, self.world)
+            return
+        if self._cpu_world is None:
+            self._cpu_world = self.world.new_cpu_group(self._timeout)
+        staged = self._staging.copy(snapshot) if snapshot.position.is_writer else snapshot
+        self._pending = self._thread.submit(self._write, staged, state, self._cpu_world)
+
+    @property
+    def failed(self) -> bool:
+        """Whether an asynchronous save has failed on this rank; `wait` raises the reason. Not a collective."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def wait_for_staging(self) -> None:
+        """Make this thread's next work on the GPU wait for the copies of a save; call it before weights change."""
+        self._staging.wait_for_staging()
+
+    def wait(self) -> None:
+        """Wait for the pending save.
+
+        Raises:
+            CheckpointError: on every rank alike, it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, snapshot: Snapshot, state: Mapping[str, Any], world: World) -> None:
+        """Write one complete checkpoint, or leave nothing of it; runs in the thread if saves are asynchronous."""
+        step, phase = int(state["step"]), _phase(state)
+        unfinished = unfinished_path(self.root, step)
+        try:
+            with world.fail_together(phase), _os_errors(phase, self.root):
+                self._staging.wait()
+                if world.is_main:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    unfinished.mkdir(parents=True)
+            files = {
+                kind: tensor_files(kind, shards, self.config.layout, snapshot.position.num_shards)
+                for kind, shards in snapshot.tensors.items()
+            }
+            checksums: dict[str, dict[str, int]] = {}
+            with world.fail_together(phase), _os_errors(phase, unfinished):
+                for kind, shards in snapshot.tensors.items():
+                    checksums[kind] = write_local_shards(unfinished, files[kind], snapshot.position, shards)
+            gathered = world.gather((snapshot.position, checksums))
+            with world.fail_together(phase), _os_errors(phase, unfinished):
+                if world.is_main:
+                    by_shard = dict(sorted((position.shard, sums) for position, sums in gathered if position.is_writer))
+                    tensors = {
+                        kind: describe_tensors(layout, [sums[kind] for sums in by_shard.values()])
+                        for kind, layout in files.items()
+                    }
+                    manifest = self._manifest(snapshot, state, tensors, world)
+                    commit_checkpoint(unfinished, step_path(self.root, step), manifest)
+                    self._newest = step
+                    self._prune(state)
+        except Exception:
+            if world.is_main:  # a partial checkpoint is useless, and may be what fills the disk
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def _manifest(
+        self, snapshot: Snapshot, state: Mapping[str, Any], tensors: Mapping[str, Any], world: World
+    ) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "step": state["step"],
+            "state": state,
+            "contents": self.config.contents.value,
+            "layout": self.config.layout.value,
+            "world_size": world.size,
+            "shards": snapshot.position.num_shards,
+            **self._metadata,
+            "versions": {"embedtrain": __version__, "torch": torch.__version__},
+            "tensors": tensors,
+        }
+
+    def _prune(self, state: Mapping[str, Any]) -> None:
+        keep, every = self.config.keep, self.config.keep_every
+        for path in prunable(self.root, int(state["step"]), keep, every=every, protected=_protected(state)):
+            delete_checkpoint(path)
+
+    def _deletable(self, state: Mapping[str, Any]) -> list[Path]:
+        """Steps that the next save will prune, except for the newest, which is needed until then."""
+        if self._newest is None:
+            return []
+        keep, every = max(1, self.config.keep - 1), self.config.keep_every
+        return prunable(self.root, self._newest, keep, every=every, protected=_protected(state))
+
+    def require_disk_space(self, trained: nn.Module, total_steps: int) -> None:
+        """Reject a `checkpoint.max_disk_gb` that the run would exceed, before training.
+
+        Raises:
+            ConfigError: on every rank alike.
+        """
+        require_disk_limit(self.config, checkpoint_bytes(trained, self.config.contents), total_steps)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest intact checkpoint; partial and damaged ones are reported and skipped.
+
+        Raises:
+            CheckpointError: on every rank alike, a checkpoint has another version's format.
+        """
+        messages: list[str] = []
+        newest: Checkpoint | None = None
+        steps: list[tuple[int, Path]] = []
+        with self.world.fail_together("looking for checkpoints"):
+            if self.world.is_main:
+                recover_replaced(self.root)
+            steps = list_steps(self.root)
+            messages += [f"{path} is an interrupted save: skipped" for path in list_unfinished(self.root)]
+        for _, path in self.world.broadcast(steps):
+            problem = None
+            try:
+                newest = open_checkpoint(path)
+                verify_checksums(newest, self.world.rank, self.world.size)
+            except UnsupportedFormatError as error:
+                raise CheckpointError(f"{error}: resume with that version, or choose another output_dir") from None
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+            problems = [text for text in self.world.gather(problem) if text]
+            if not problems:
+                break
+            newest = None
+            messages.append(f"{problems[0]}: skipped")
+        for message in messages:
+            self.log(message)
+        self._newest = None if newest is None else newest.step
+        return newest
+
+    def resume(
+        self, checkpoint: Checkpoint, trained: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any] | None:
+        """Load a checkpoint; its TrainState as a dictionary, or None if it holds weights only.
+
+        Raises:
+            CheckpointError: the tensors do not fit the model.
+        """
+        complete = checkpoint.manifest["contents"] == CheckpointContents.all.value
+        phase = f"reading {checkpoint.path}"
+        with self.world.fail_together(phase), _os_errors(phase, checkpoint.path):
+            read_tensors(checkpoint, trained, optimizer if complete else None)
+        return dict(checkpoint.manifest["state"]) if complete else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Let a pending save end; if the run fails for another reason, that reason is the one raised."""
+        try:
+            if kind is None:
+                self.wait()
+            # After the loss of a rank the save would wait for it too, and longer: it is abandoned.
+            elif self._pending is not None and issubclass(kind, EmbedtrainError) and not issubclass(kind, LostContact):
+                with contextlib.suppress(EmbedtrainError):
+                    self.wait()
+        finally:
+            self._thread.shutdown(wait=False)
+        if kind is None and self._cpu_world is not None:
+            dist.destroy_process_group(self._cpu_world.group)
+            self._cpu_world = None
+
+
+def read_tensors(checkpoint: Checkpoint, trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Load the weights of the sharded encoder and its loss, and the optimizer state unless it is None.
+
+    Each rank reads its own rows, whatever number of ranks wrote them; no collective.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, or of another shape than the model's.
+    """
+    # The state dict refers to the parameters' own memory, so reading into it is enough.
+    _read_into(checkpointed_weights(trained), checkpoint, WEIGHTS)
+    if optimizer is None:
+        return
+    init_optimizer_state(optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state: dict[str, Any] = get_optimizer_state_dict(trained, optimizer, options=options)
+    _read_into({name: value for name, value in state.items() if isinstance(value, Tensor)}, checkpoint, OPTIMIZER)
+    set_optimizer_state_dict(trained, optimizer, state, options=options)
+
+
+def _read_into(tensors: Mapping[str, Tensor], checkpoint: Checkpoint, kind: str) -> None:
+    with checkpoint.tensors(kind) as reader, torch.no_grad():
+        for name in sorted(tensors.keys() ^ reader.specs.keys()):
+            missing = "checkpoint" if name in tensors else "model"
+            raise CheckpointError(f"{checkpoint.path} does not fit this model: {name} is missing in the {missing}")
+        for name, tensor in tensors.items():
+            spec = reader.specs[name]
+            if tuple(tensor.shape) != spec.shape:
+                raise CheckpointError(
+                    f"{checkpoint.path} does not fit this model: {name} has the shape {list(spec.shape)}, the model "
+                    f"expects {list(tensor.shape)}"
+                )
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            _read_rows(local, reader, name, *row_range(tensor))
+
+
+def _read_rows(target: Tensor, reader: TensorReader, name: str, start: int, end: int) -> None:
+    """Read rows [start, end) of a tensor into `target`, whose first row is row `start`."""
+    for first, rows in reader.rows(name, start, end):
+        if target.dim() == 0:
+            target.copy_(rows)
+        else:
+            target[first - start : first - start + len(rows)].copy_(rows)
+
+
+def _phase(state: Mapping[str, Any]) -> str:
+    return f"saving the checkpoint of step {state['step']}"
+
+
+def _protected(state: Mapping[str, Any]) -> set[int]:
+    """The best step."""
+    return {int(state.get("best_step") or -1)}
+
+
+@contextlib.contextmanager
+def _os_errors(phase: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that names the phase and the path."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{phase} failed: {error.strerror or error}: {error.filename or path}") from error

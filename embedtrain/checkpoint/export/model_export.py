@@ -1,0 +1,285 @@
+"""Export: write a model directory, reopen it with every library it is meant for, and compare its embeddings.
+
+A directory that another library opens with other embeddings than the encoder's is worse than none. So an export that
+does not match fails, and leaves nothing under the requested name.
+"""
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from embedtrain.checkpoint.export.adapters import copy_adapter_config, encoder_rows, live_merged_weights, load_rows
+from embedtrain.checkpoint.export.model_directory import (
+    ADAPTER_FOLDER,
+    DTYPES,
+    WeightPlan,
+    WeightRows,
+    WeightStream,
+    create_model_directory,
+    plan_weights,
+    pooler_rows,
+    write_weights,
+)
+from embedtrain.checkpoint.export.onnx import check_graph, write_graph
+from embedtrain.checkpoint.export.verify import (
+    AdapterBase,
+    ExportReference,
+    check_adapter,
+    check_sentence_transformers,
+    check_transformers,
+    require_shapes,
+)
+from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
+from embedtrain.checkpoint.tensor_files import TensorReader
+from embedtrain.config.recipe import ADAPTER, ONNX, ExportConfig, ExportDtype
+from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError
+from embedtrain.models.adapters import has_adapters
+from embedtrain.models.build import build_encoder, stored_dtype
+from embedtrain.models.encoder import Encoder
+from embedtrain.models.source import ModelSource
+
+_LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same directory
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """A finished export.
+
+    `difference` is the largest relative difference of its embeddings from the encoder's, None if it was not checked.
+    """
+
+    directory: Path
+    difference: float | None
+    dtype: torch.dtype
+
+    def describe(self) -> str:
+        """Type and check, for a message."""
+        check = "not checked" if self.difference is None else "embeddings equal the encoder's"
+        return f"{str(self.dtype).removeprefix('torch.')}, {check}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelExport:
+    """An export in progress: begun by one process, written by all, finished by one.
+
+    Attributes:
+        output_dir: replaced once the new directory has passed all checks.
+        architecture: written by `write_architecture`.
+        plan: layout of the weight files; the same in every process.
+        dtype: in which weights are stored.
+        formats: `export.formats`.
+        adapter: the adapter that is also written on its own.
+    """
+
+    output_dir: Path
+    architecture: Path
+    plan: WeightPlan
+    dtype: torch.dtype
+    formats: tuple[str, ...] = ()
+    adapter: AdapterBase | None = None
+
+    @property
+    def unfinished(self) -> Path:
+        """Directory in which it is written."""
+        return self.output_dir.with_name(self.output_dir.name + ".tmp")
+
+    def begin(self) -> None:
+        """Create the directory without weights; in one process.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+        self.output_dir.parent.mkdir(parents=True, exist_ok=True)
+        create_model_directory(self.unfinished, self.architecture, self.plan, self.dtype)
+        if self.adapter is not None:
+            copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
+
+    def write(self, weights: Iterable[WeightRows], *, main: bool) -> None:
+        """Write the weights of this process, after `begin`.
+
+        Args:
+            weights: rows of this process.
+            main: whether this is the process that begins and finishes the export.
+
+        Raises:
+            CheckpointError: a weight exceeds the range of the type in which it is stored.
+            OSError: the directory cannot be written.
+        """
+        pooler = pooler_rows(self.architecture) if main else ()
+        planned = (item for item in itertools.chain(weights, pooler) if item[0] in self.plan.locations)
+        write_weights(self.unfinished, self.plan, planned, writes_header=main)
+
+    def finish(
+        self,
+        card: str,
+        reference: ExportReference | None,
+        *,
+        trust_remote_code: bool = False,
+        phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> ExportResult:
+        """Reopen the directory, compare, and rename it; in one process, after all have written.
+
+        Args:
+            card: text of the model card.
+            reference: what the export has to reproduce; None skips all checks that load the model, except for tracing
+                an ONNX graph if it is requested.
+            trust_remote_code: whether the model's own Python may run when it is reopened.
+            phase: displays progress while a block runs.
+
+        Raises:
+            CheckpointError: a library cannot open the directory or computes other embeddings; the directory is kept
+                under its unfinished name.
+            OSError: it cannot be written.
+        """
+        directory = self.unfinished
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        differences = [0.0]
+        try:
+            source = require_shapes(directory, trust_remote_code=trust_remote_code)
+            if reference is not None:
+                with phase("reopening it with transformers"):
+                    differences.append(check_transformers(directory, source, reference))
+                with phase("reopening it with sentence-transformers"):
+                    differences.append(check_sentence_transformers(directory, source, reference))
+                if self.adapter is not None:
+                    with phase("reopening the adapter with PEFT"):
+                        differences.append(check_adapter(directory / ADAPTER_FOLDER, self.adapter, source, reference))
+            if ONNX in self.formats:
+                with phase("writing an ONNX graph"):
+                    traced = write_graph(directory, source)
+                if reference is not None:
+                    with phase("reopening it with onnxruntime"):
+                        differences.append(check_graph(directory, source, traced))
+        except EmbedtrainError as error:
+            raise CheckpointError(
+                f"export to {self.output_dir} failed, and is kept as {directory} for inspection: {error}"
+            ) from error
+        _replace(self.output_dir, directory)
+        return ExportResult(self.output_dir, None if reference is None else max(differences), self.dtype)
+
+
+@contextmanager
+def export_lock(output_dir: Path) -> Iterator[None]:
+    """Prevent concurrent exports to the same directory.
+
+    The operating system releases the lock if the export is killed.
+
+    Raises:
+        ConfigError: another export to it is running.
+        OSError: its parent folder cannot be written.
+    """
+    path = output_dir.with_name(output_dir.name + ".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=_LOCK_TIMEOUT):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)  # a waiting export notices and creates a new file (filelock >= 4.2)
+    except Timeout:
+        raise ConfigError(
+            f"another export to {output_dir} is running: wait for it, or choose another output_dir"
+        ) from None
+
+
+def _replace(output_dir: Path, new: Path) -> None:
+    """Rename `new` to `output_dir`; an earlier export is moved away before it is deleted."""
+    old = output_dir.with_name(output_dir.name + ".old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    if output_dir.exists():
+        output_dir.rename(old)
+    new.rename(output_dir)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def plan_export(
+    output_dir: Path,
+    architecture: Path,
+    weights: WeightStream,
+    dtype: torch.dtype,
+    config: ExportConfig,
+    *,
+    adapter: AdapterBase | None = None,
+) -> ModelExport:
+    """An export of the given weights.
+
+    Args:
+        output_dir: directory to write or replace.
+        architecture: written by `write_architecture`.
+        weights: `backbone.*`, `dense.<index>.*`.
+        dtype: in which weights are stored.
+        config: export options of the recipe.
+        adapter: of the model, if it has one; written on its own if `export.formats` requests it.
+    """
+    formats = tuple(config.formats)
+    adapter_specs = weights.adapter if ADAPTER in formats else {}
+    plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
+    return ModelExport(output_dir, architecture, plan, dtype, formats, adapter if adapter_specs else None)
+
+
+def live_weights(encoder: Encoder) -> WeightStream:
+    """Types and shapes of all weights of a sharded encoder, and the rows that this rank writes.
+
+    A collective if there are adapters, because they are merged.
+    """
+    if has_adapters(encoder):
+        return live_merged_weights(encoder)
+    state = cast("dict[str, Tensor]", get_model_state_dict(encoder))
+    shards = local_shards(state)
+    specs = {name: shard.spec for name, shard in shards.items()}
+    return WeightStream(specs, rows_to_write(shards, shard_position(state)))
+
+
+def checkpoint_weights(reader: TensorReader) -> WeightStream:
+    """All encoder weights of a checkpoint, one stored shard at a time."""
+    names = [name for name in reader.specs if name.startswith(ENCODER)]
+    rows = ((name.removeprefix(ENCODER), first, rows) for name in names for first, rows in reader.all_rows(name))
+    return WeightStream({name.removeprefix(ENCODER): reader.specs[name] for name in names}, rows)
+
+
+def require_replaceable(output_dir: Path, run_dir: Path) -> Path:
+    """The directory to export to, if nothing except an earlier export would be replaced.
+
+    Raises:
+        ConfigError: it is a file, contains the run, or is a folder with other content.
+    """
+    output_dir = output_dir.expanduser()
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigError(f"output_dir={output_dir} is a file: name a folder, which is created")
+    if run_dir.resolve().is_relative_to(output_dir.resolve()):
+        raise ConfigError(f"output_dir={output_dir} contains the run itself: name a separate folder")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "modules.json").is_file():
+        raise ConfigError(
+            f"output_dir={output_dir} contains something other than a model: name a new folder, or an earlier export"
+        )
+    return output_dir if output_dir.name else output_dir.resolve()  # "." has no name to which a suffix can be added
+
+
+def load_checkpoint_encoder(source: ModelSource, reader: TensorReader) -> Encoder:
+    """An encoder in this process's memory with the weights of a checkpoint.
+
+    Raises:
+        CheckpointError: the weights do not fit the model.
+    """
+    encoder = build_encoder(source)
+    rows = encoder_rows(reader, encoder.state_dict())
+    encoder._apply(  # type: ignore[no-untyped-call]
+        lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t
+    )
+    load_rows(rows, encoder.state_dict())
+    return encoder
+
+
+def export_dtype(option: ExportDtype, source: ModelSource) -> torch.dtype:
+    """The torch type for `export.dtype`."""
+    return stored_dtype(source) if option is ExportDtype.source else DTYPES[option]

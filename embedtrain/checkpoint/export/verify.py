@@ -1,0 +1,325 @@
+"""Verification of an export: reopen it as its users will, encode probe texts, compare with the encoder's embeddings.
+
+Checks: names and shapes in the files, plain transformers, sentence-transformers, PEFT. Each reopens the directory and
+frees the model before the next one, so that at most one copy is in memory.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from accelerate import init_empty_weights
+from peft import PeftModel
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+
+from embedtrain.config.recipe import ModelConfig
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.errors import CheckpointError
+from embedtrain.models.build import assemble_encoder, full_state_dict, stored_tensors
+from embedtrain.models.encoder import Dense, Encoder
+from embedtrain.models.source import ModelSource, open_model_source
+
+# Short, long, many scripts, punctuation only, capitals and whitespace: where tokenizers and pooling go wrong.
+PROBES = (
+    "a",
+    "What is the capital of France?",
+    "如何在多个 GPU 上训练向量模型？",
+    "Die Straße ist naß, naïve café, 東京タワー, Привет, мир, مرحبا",
+    "1234 + 5678 = 6912; #!?",
+    "नमस्ते दुनिया 안녕하세요 สวัสดีชาวโลก 🚀👩‍👩‍👧",
+    "  UPPER case,\ttwo\n\nlines  ",
+    " ".join(f"A sentence of middle length, number {i}." for i in range(4)),
+    " ".join(f"A longer text is cut where the model's length ends, sentence {i}." for i in range(200)),
+)
+
+# Adapters that change embeddings by less than the first are not checked, because the difference is mostly rounding.
+_MIN_EFFECT, _MIN_EFFECT_FRACTION = 1e-4, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReference:
+    """The encoder that an export has to reproduce.
+
+    Attributes:
+        vectors: its embeddings of PROBES without prompts, [len(PROBES), D].
+        tolerance: largest relative difference of an embedding that passes.
+        prompts: by name.
+        max_length: maximum number of tokens of a text.
+        base_vectors: embeddings of PROBES with the adapters disabled, if there are any.
+    """
+
+    vectors: Tensor
+    tolerance: float
+    prompts: Mapping[str, str]
+    max_length: int
+    base_vectors: Tensor | None = None
+
+    @property
+    def effect(self) -> float | None:
+        """Relative change of the embeddings by the adapters."""
+        if self.base_vectors is None:
+            return None
+        return max_relative_difference(self.vectors.float().cpu(), self.base_vectors)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """An adapter of a run, and the model that it was trained on.
+
+    Attributes:
+        directory: of its adapter_config.json.
+        source: the model's configuration as it was trained, and the location of its weights.
+        seed: initialises a model without weights.
+        rounded: whether the run held its weights in a coarser type than its files have.
+        load_in_4bit: whether the run quantized its linear layers to 4 bits.
+    """
+
+    directory: Path
+    source: ModelSource
+    seed: int
+    rounded: bool = False
+    load_in_4bit: bool = False
+
+
+def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
+    """Embeddings of PROBES by an encoder that is unsharded in this process, one text per forward pass."""
+    ids = tokenizer.ids(PROBES)
+    with torch.no_grad():
+        chunks = [tokenizer.chunk(ids, [row]) for row in range(len(ids))]
+        return torch.cat([encoder.eval()(*chunk.inputs) for chunk in chunks])
+
+
+def export_tolerance(dtype: torch.dtype, *, exact_encoder: bool) -> float:
+    """Largest relative difference that rounding explains: of stored weights, and of a bf16 encoder's arithmetic."""
+    if dtype == torch.float32:
+        return 1e-4 if exact_encoder else 5e-2
+    return 2e-2 if dtype == torch.float16 and exact_encoder else 8e-2
+
+
+def max_relative_difference(vectors: Tensor, expected: Tensor) -> float:
+    """Largest difference of vectors [N, D], relative to the norms of `expected`.
+
+    NaN if a value is NaN, infinite if shapes differ.
+    """
+    if vectors.shape != expected.shape:
+        return float("inf")
+    expected = expected.float().cpu()
+    return float(((vectors - expected).norm(dim=1) / expected.norm(dim=1)).max())
+
+
+def require_close(vectors: Tensor, expected: Tensor, tolerance: float, subject: str) -> float:
+    """The largest relative difference of vectors [N, D] from those expected.
+
+    `subject` starts the error message, such as "transformers opens DIR".
+
+    Raises:
+        CheckpointError: the difference is above `tolerance` or not finite.
+    """
+    difference = max_relative_difference(vectors, expected)
+    if not difference <= tolerance:  # also true of NaN
+        raise CheckpointError(
+            f"{subject} but its embeddings differ from the encoder's by {difference:.1e} (allowed {tolerance:.0e})"
+        )
+    return difference
+
+
+def require_match(vectors: Tensor, reference: ExportReference, subject: str) -> float:
+    """Like `require_close`, and the embeddings must contain the effect of the adapters.
+
+    Raises:
+        CheckpointError: the difference is too large or not finite, or the adapters have hardly any effect.
+    """
+    difference = require_close(vectors, reference.vectors, reference.tolerance, subject)
+    fraction = _effect_fraction(vectors, reference)
+    if fraction is not None and not fraction > _MIN_EFFECT_FRACTION:
+        raise CheckpointError(
+            f"{subject} but its embeddings contain only {max(0.0, fraction):.0%} of the effect of its adapters: they "
+            "are nearly those of the base model; if the type of the weights is too coarse for such a small change, "
+            "export as fp32"
+        )
+    return difference
+
+
+def _effect_fraction(vectors: Tensor, reference: ExportReference) -> float | None:
+    """Projection of vectors [N, D] on the change by the adapters: 0 is the base model, 1 the adapted one.
+
+    Rounding has no preferred direction, so it hardly contributes. None if the adapters change next to nothing.
+    """
+    if reference.base_vectors is None or (reference.effect or 0.0) < _MIN_EFFECT:
+        return None
+    base = reference.base_vectors.float().cpu()
+    change = reference.vectors.float().cpu() - base
+    return float(((vectors - base) * change).sum() / (change * change).sum())
+
+
+def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
+    """Compare every name and shape in the files with the model that the configuration describes; reads no weights.
+
+    Returns:
+        The opened directory.
+
+    Raises:
+        CheckpointError: a weight is missing, unexpected, or of another shape.
+        ModelError: the directory cannot be read.
+    """
+    source = open_model_source(ModelConfig(path=str(directory), trust_remote_code=trust_remote_code))
+    with init_empty_weights(include_buffers=False):
+        backbone = AutoModel.from_config(source.config, trust_remote_code=trust_remote_code)
+    _compare_shapes(directory, {name: list(tensor.shape) for name, tensor in backbone.state_dict().items()})
+    for head in source.dense:
+        shapes = {"linear.weight": [head.num_out, head.num_in]} | ({"linear.bias": [head.num_out]} if head.bias else {})
+        _compare_shapes(head.directory, shapes)
+    return source
+
+
+def _compare_shapes(directory: Path, shapes: dict[str, list[int]]) -> None:
+    stored = stored_tensors(directory)
+    for name in sorted(stored.keys() ^ shapes.keys()):
+        raise CheckpointError(f"{directory}: {name} is {'unexpected' if name in stored else 'missing'} in its files")
+    for name, location in stored.items():
+        with safe_open(location.path, framework="pt") as file:
+            shape = file.get_slice(location.key).get_shape()
+        if shape != shapes[name]:
+            raise CheckpointError(f"{location.path}: {name} has the shape {shape}, the model expects {shapes[name]}")
+
+
+def check_transformers(directory: Path, source: ModelSource, reference: ExportReference) -> float:
+    """Open the directory with plain transformers; the largest relative difference of its embeddings.
+
+    Raises:
+        CheckpointError: it cannot be opened, weights do not fit, or the embeddings differ.
+    """
+    encoder = open_encoder(directory, source)
+    tokenizer = open_tokenizer(directory, source)
+    vectors = torch.cat([encode_batch(encoder, tokenize_padded(tokenizer, [text])) for text in PROBES])
+    return require_match(vectors, reference, f"transformers opens {directory}")
+
+
+def check_sentence_transformers(directory: Path, source: ModelSource, reference: ExportReference) -> float:
+    """Open the directory with sentence-transformers; the largest relative difference of its embeddings.
+
+    Raises:
+        CheckpointError: it cannot be opened, or its embeddings, prompts or maximum length differ.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    try:
+        model = SentenceTransformer(
+            str(directory),
+            device="cpu",
+            local_files_only=True,
+            trust_remote_code=source.trust_remote_code,
+            model_kwargs={"dtype": "float32"},
+        )
+        # prompt="" overrides a default prompt, because the reference has none.
+        vectors = model.encode(list(PROBES), prompt="", convert_to_tensor=True, show_progress_bar=False)
+        prompts, length = dict(model.prompts), model.max_seq_length
+    except Exception as error:
+        raise CheckpointError(
+            f"sentence-transformers cannot open {directory}: {type(error).__name__}: {error}"
+        ) from error
+    for name, text in reference.prompts.items():
+        if prompts.get(name) != text:
+            raise CheckpointError(
+                f"sentence-transformers opens {directory} with the prompt {name}={prompts.get(name)!r}, not {text!r}"
+            )
+    if length != reference.max_length:
+        raise CheckpointError(
+            f"sentence-transformers opens {directory} for texts of {length} tokens, not {reference.max_length}"
+        )
+    return require_match(torch.as_tensor(vectors).float().cpu(), reference, f"sentence-transformers opens {directory}")
+
+
+def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, reference: ExportReference) -> float:
+    """Load the adapter on its base model with PEFT; the largest relative difference of its embeddings.
+
+    `source` is the merged model, whose tokenizer the adapter shares.
+
+    Raises:
+        CheckpointError: PEFT cannot open it, weights do not fit, or the embeddings differ.
+    """
+    encoder = assemble_encoder(base.source)
+    encoder.load_state_dict(full_state_dict(base.source, base.seed))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # PEFT (0.21) only warns about missing weights.
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            encoder.backbone = PeftModel.from_pretrained(encoder.backbone, str(directory))
+    except Exception as error:
+        raise CheckpointError(f"PEFT cannot open {directory}: {type(error).__name__}: {error}") from error
+    assert source.directory is not None
+    tokenizer = open_tokenizer(source.directory, source)
+    vectors = torch.cat([encode_batch(encoder.eval(), tokenize_padded(tokenizer, [text])) for text in PROBES])
+    if base.load_in_4bit:
+        return 0.0  # the adapter was trained on the quantized base, not on this one: embeddings are not comparable
+    if base.rounded:
+        rounding = export_tolerance(torch.bfloat16, exact_encoder=True)
+        reference = replace(reference, tolerance=max(reference.tolerance, rounding))
+    return require_match(vectors, reference, f"PEFT opens {directory}")
+
+
+def open_encoder(directory: Path, source: ModelSource) -> Encoder:
+    """The fp32 backbone that transformers loads from a directory, with our pooling and heads.
+
+    Raises:
+        CheckpointError: it cannot be opened, or weights are missing, unexpected, or of another shape.
+    """
+    try:
+        backbone, report = AutoModel.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a model's own code may raise anything
+        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        for name in report[kind]:
+            raise CheckpointError(f"transformers opens {directory}, and reports {kind.replace('_', ' ')}: {name}")
+    return add_heads(backbone, source)
+
+
+def add_heads(backbone: nn.Module, source: ModelSource) -> Encoder:
+    """An encoder of a backbone with a directory's pooling, dense heads and normalisation."""
+    heads = []
+    for dense in source.dense:
+        head = Dense(dense.num_in, dense.num_out, bias=dense.bias, activation=dense.activation)
+        for name, location in stored_tensors(dense.directory).items():
+            with safe_open(location.path, framework="pt") as file:
+                head.get_parameter(name).data.copy_(file.get_tensor(location.key))
+        heads.append(head)
+    return Encoder(cast("PreTrainedModel", backbone), source.pooling, normalize=source.normalize, dense=heads).eval()
+
+
+def open_tokenizer(directory: Path, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer as plain transformers loads it from a directory.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=source.trust_remote_code
+        )
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise CheckpointError(f"transformers cannot open {directory}: {type(error).__name__}: {error}") from error
+    return tokenizer
+
+
+def tokenize_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
+    """One padded batch [N, L], truncated to the model's maximum length."""
+    return tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+
+
+def encode_batch(encoder: Encoder, batch: BatchEncoding) -> Tensor:
+    """Embeddings [N, D] of a batch."""
+    with torch.no_grad():
+        vectors: Tensor = encoder(batch["input_ids"], batch["attention_mask"])
+    return vectors

@@ -1,0 +1,249 @@
+"""The tensors of a checkpoint: which file holds which rows, writing this rank's rows, reading any rows.
+
+    sharded   weights-00000-of-00002.safetensors, weights-00001-of-00002.safetensors: one file per shard with its rows
+              of every tensor; tensors that are not sharded are in the first
+    full      weights.safetensors: unsharded tensors; each rank writes its rows in place
+
+and likewise for `optimizer`. The layout follows from types, shapes and the number of shards, so that any number of
+ranks can locate any rows, and an export needs no ranks at all.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from embedtrain.checkpoint.snapshot import LocalShard, ShardPosition
+from embedtrain.checkpoint.weight_files import (
+    DTYPE_NAMES,
+    DTYPES_BY_NAME,
+    FileLayout,
+    RowWriter,
+    TensorSpec,
+    checksum_of,
+    file_layout,
+    read_blocks,
+)
+from embedtrain.config.recipe import CheckpointLayout
+from embedtrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """The files of all tensors of one kind.
+
+    Attributes:
+        kind: `weights` or `optimizer`, the prefix of file names.
+        layout: one file per shard, or a single file.
+        num_shards: rows are divided as by `torch.chunk`.
+        specs: of the unsharded tensors.
+        sharded: names of sharded tensors; the others belong to the first shard.
+    """
+
+    kind: str
+    layout: CheckpointLayout
+    num_shards: int
+    specs: Mapping[str, TensorSpec]
+    sharded: frozenset[str]
+
+    def row_bounds(self, name: str, shard: int) -> tuple[int, int]:
+        """Rows [start, end) of a tensor in a shard."""
+        rows = self.specs[name].num_rows
+        if name not in self.sharded:
+            return (0, rows) if shard == 0 else (0, 0)
+        size = -(-rows // self.num_shards)
+        return min(size * shard, rows), min(size * (shard + 1), rows)
+
+    def shard_file(self, shard: int) -> str:
+        """Name of the file with the rows of a shard."""
+        if self.layout is CheckpointLayout.full:
+            return f"{self.kind}.safetensors"
+        return f"{self.kind}-{shard:05d}-of-{self.num_shards:05d}.safetensors"
+
+    def shard_layout(self, shard: int) -> FileLayout:
+        """Layout of the file with the rows of a shard."""
+        return self.files[self.shard_file(shard)]
+
+    @cached_property
+    def files(self) -> dict[str, FileLayout]:
+        """Layout of every file, by name."""
+        if self.layout is CheckpointLayout.full:
+            return {self.shard_file(0): file_layout(self.specs)}
+        return {self.shard_file(shard): file_layout(self._shard_specs(shard)) for shard in range(self.num_shards)}
+
+    def byte_range(self, name: str, shard: int) -> tuple[str, int, int]:
+        """File, offset and number of bytes of the rows of a tensor in a shard."""
+        start, end = self.row_bounds(name, shard)
+        row_bytes = self.specs[name].row_bytes
+        preceding = start * row_bytes if self.layout is CheckpointLayout.full else 0
+        offset = self.shard_layout(shard).offsets.get(name, 0) + preceding
+        return self.shard_file(shard), offset, (end - start) * row_bytes
+
+    def tensor_shards(self, name: str) -> range:
+        """The shards of a tensor, including those without rows."""
+        return range(self.num_shards if name in self.sharded else 1)
+
+    def _shard_specs(self, shard: int) -> dict[str, TensorSpec]:
+        specs = {}
+        for name, spec in self.specs.items():
+            start, end = self.row_bounds(name, shard)
+            if end > start:
+                specs[name] = spec.rows(end - start)
+        return specs
+
+
+def tensor_files(kind: str, shards: Mapping[str, LocalShard], layout: CheckpointLayout, num_shards: int) -> TensorFiles:
+    """The files for the tensors of a snapshot; the same on every rank."""
+    sharded = frozenset(name for name, shard in shards.items() if shard.sharded)
+    return TensorFiles(kind, layout, num_shards, {name: shard.spec for name, shard in shards.items()}, sharded)
+
+
+def write_local_shards(
+    folder: Path, files: TensorFiles, position: ShardPosition, shards: Mapping[str, LocalShard]
+) -> dict[str, int]:
+    """Write this rank's rows; returns their CRC-32 by tensor name.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    checksums: dict[str, int] = {}
+    local = {name: shard for name, shard in shards.items() if shard.sharded or position.shard == 0}
+    if not position.is_writer:
+        return checksums
+    writes_header = files.layout is CheckpointLayout.sharded or position.shard == 0
+    path, layout = folder / files.shard_file(position.shard), files.shard_layout(position.shard)
+    with RowWriter(path, layout, writes_header=writes_header) as file:
+        for name, shard in local.items():
+            if shard.rows.numel():
+                first = shard.first_row if files.layout is CheckpointLayout.full else 0
+                checksums[name] = file.write(name, shard.rows.cpu(), first)
+            else:
+                checksums[name] = 0
+    return checksums
+
+
+def describe_tensors(files: TensorFiles, checksums: list[Mapping[str, int]]) -> dict[str, Any]:
+    """Type, shape and checksums of every tensor, for the manifest; `checksums` are by shard, then by name."""
+    return {
+        name: {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "crc32": [checksums[shard][name] for shard in files.tensor_shards(name)],
+        }
+        for name, spec in files.specs.items()
+    }
+
+
+class TensorReader:
+    """Reads tensors of one kind by rows. As a context manager it keeps files open.
+
+    Args:
+        folder: the step directory.
+        kind: `weights` or `optimizer`.
+        layout: in which they were written.
+        num_shards: with which they were written.
+        description: result of `describe_tensors`.
+
+    Raises:
+        KeyError, TypeError, ValueError: the description is malformed.
+    """
+
+    def __init__(
+        self, folder: Path, kind: str, layout: CheckpointLayout, num_shards: int, description: Mapping[str, Any]
+    ) -> None:
+        specs = {
+            name: TensorSpec(DTYPES_BY_NAME[entry["dtype"]], tuple(_length(length) for length in entry["shape"]))
+            for name, entry in description.items()
+        }
+        self.checksums = {name: [int(value) for value in entry["crc32"]] for name, entry in description.items()}
+        sharded = frozenset(name for name, values in self.checksums.items() if len(values) > 1)
+        if any(len(values) not in (1, num_shards) for values in self.checksums.values()):
+            raise ValueError(f"the number of checksums is not the number of shards, {num_shards}")
+        self.folder = folder
+        self.files = TensorFiles(kind, layout, num_shards, specs, sharded)
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Type and shape of every unsharded tensor."""
+        return self.files.specs
+
+    def rows(self, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows [start, end) of a tensor, one stored shard at a time: index of the first row, and rows.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        for shard in self.files.tensor_shards(name):
+            first, last = self.files.row_bounds(name, shard)
+            low, high = max(start, first), min(end, last)
+            if low >= high:
+                continue
+            file, _, _ = self.files.byte_range(name, shard)
+            offset = 0 if self.files.layout is CheckpointLayout.full else first
+            try:
+                tensors = self._file(file)
+                if not self.specs[name].shape:
+                    yield 0, tensors.get_tensor(name)
+                else:
+                    yield low, tensors.get_slice(name)[low - offset : high - offset]
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from None
+
+    def all_rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """All rows of a tensor, one stored shard at a time: index of the first row, and rows."""
+        yield from self.rows(name, 0, self.specs[name].num_rows)
+
+    def require_sizes(self) -> None:
+        """Compare the sizes of the files.
+
+        Raises:
+            CheckpointError: a file is missing or has another size.
+        """
+        for file, layout in self.files.files.items():
+            path = self.folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
+            if path.stat().st_size != layout.size:
+                raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes instead of {layout.size}")
+
+    def verify_checksums(self, rank: int, world_size: int) -> None:
+        """Verify every `world_size`-th checksum, so that the ranks share the reading.
+
+        Raises:
+            CheckpointError: the content of a file has changed.
+        """
+        for file, layout in list(self.files.files.items())[rank::world_size]:
+            path = self.folder / file
+            if b"".join(read_blocks(path, 0, len(layout.header))) != layout.header:
+                raise CheckpointError(f"{path} is damaged: its header has changed")
+        shards = [(name, shard) for name in self.specs for shard in self.files.tensor_shards(name)]
+        for name, shard in shards[rank::world_size]:
+            file, offset, size = self.files.byte_range(name, shard)
+            if size and checksum_of(read_blocks(self.folder / file, offset, size)) != self.checksums[name][shard]:
+                raise CheckpointError(f"{self.folder / file} is damaged: the checksum of {name} does not match")
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self.folder / name, framework="pt"))
+        return self._open[name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._open.clear()
+        self._stack.close()
+
+
+def _length(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value} is not a length")
+    return value

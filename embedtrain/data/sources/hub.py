@@ -1,0 +1,106 @@
+"""Data sets of the Hugging Face Hub, or folders with the layout of a repository, opened by `datasets`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from embedtrain.data.sources.parts import Part, PartKind, is_saved_dataset
+from embedtrain.data.sources.values import describe_error
+from embedtrain.errors import DataError
+
+T = TypeVar("T")
+
+
+def open_dataset(part: Part, subset: str | None, split: str) -> Any:
+    """One split of a data set of the Hub, or of a folder that `datasets` can open.
+
+    Args:
+        part: the data set; its own subset and split take precedence.
+        subset: where the part has none.
+        split: where the part has none.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    import datasets  # takes a second, and most sources are plain files
+
+    name, subset, split = part.name, part.subset or subset, part.split or split
+    try:
+        if is_saved_dataset(Path(name)):
+            data = datasets.load_from_disk(name)
+            return data[split] if isinstance(data, datasets.DatasetDict) else data
+        return datasets.load_dataset(name, subset, split=split, revision=part.revision)
+    except Exception as error:  # anything: network, name, split, the data set's own files
+        reason = " ".join(str(error).split())
+        revision = "" if part.revision is None else f", revision {part.revision}"
+        raise DataError(
+            f"{name}: neither a local file nor a data set that can be opened "
+            f"(subset {subset}, split {split}{revision}): {type(error).__name__}: {reason}"
+        ) from error
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Without the progress bars of `datasets`, which every rank would print; the caller's setting is restored."""
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+class HubRepository:
+    """The configurations and splits of a data set repository.
+
+    Args:
+        path: Hub id, or a folder with the layout of a repository.
+        revision: commit, tag or branch on the Hub.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+
+    def __init__(self, path: str, revision: str | None = None) -> None:
+        import datasets
+
+        self.path, self.revision = path, revision
+        names, splits = datasets.get_dataset_config_names, datasets.get_dataset_split_names
+        self.configs: list[str] = _query_hub(path, lambda: names(path, revision=revision))
+        self.splits_of = cache(lambda config: _query_hub(path, lambda: list(splits(path, config, revision=revision))))
+
+    @property
+    def default_config(self) -> str | None:
+        """The configuration used where none is named."""
+        return "default" if "default" in self.configs else self.configs[0] if len(self.configs) == 1 else None
+
+    def part(self, config: str, split: str) -> Part:
+        """One split of a configuration."""
+        return Part(self.path, PartKind.hub, subset=config, split=split, revision=self.revision)
+
+    def table(self, config: str, name: str, split: str | None = None) -> Part:
+        """A table of a retrieval set: the split of its name, else `split`, else the only one."""
+        splits = self.splits_of(config)
+        chosen = name if name in splits else split if split in splits else splits[0] if len(splits) == 1 else None
+        if chosen is None:
+            expected = name if split is None else f"{name} or {split}"
+            raise DataError(
+                f"{self.path} ({config}) holds the splits {', '.join(splits)}: expected one that is called {expected}"
+            )
+        return self.part(config, chosen)
+
+
+def _query_hub(path: str, query: Callable[[], T]) -> T:
+    try:
+        with no_progress_bars():
+            return query()
+    # The library raises dozens of types, of its own, of fsspec, of requests and of pyarrow.
+    except Exception as error:
+        raise DataError(
+            f"{path}: neither a local file nor a data set that can be opened ({describe_error(error)})"
+        ) from error

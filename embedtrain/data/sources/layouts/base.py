@@ -1,0 +1,177 @@
+"""The interface of row layouts, and what several of them share: documents looked up by id, lists of passages."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from embedtrain.config.losses import LOSSES, CombinedConfig, SentenceTransformersConfig
+from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
+from embedtrain.data.sources import values
+from embedtrain.data.sources.documents import Document
+from embedtrain.data.sources.values import BadRow, describe_value
+from embedtrain.data.types import Texts
+
+T = TypeVar("T")
+
+TEXTS_ONLY = RowRequirements()  # a query and a positive: what most losses need
+
+
+class DocumentLookup(Protocol):
+    """Texts of documents by id."""
+
+    def text(self, name: str) -> str | None:
+        """The document's title and text; None where there is no such document."""
+        ...
+
+
+@dataclass
+class RowLayout(ABC):
+    """How rows of one layout are parsed. What optional values the rows have is collected for the report.
+
+    Attributes:
+        name: of the layout, in the report.
+        needs: what the loss needs of every row.
+        features: optional values that some rows have and that are used, in the order of their first occurrence.
+        ignored: names of values that are not used.
+    """
+
+    name: ClassVar[str]
+    needs: RowRequirements = TEXTS_ONLY
+    features: dict[str, None] = field(default_factory=dict)  # sets that keep their order
+    ignored: dict[str, None] = field(default_factory=dict)
+
+    def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
+        """The texts of a row, and the values besides them that the loss needs.
+
+        Args:
+            row: values by column or key.
+            documents: the corpus, where rows refer to documents by id.
+
+        Raises:
+            BadRow: the row cannot be used.
+        """
+        return _drop_repeated_negatives(self._parse(row, documents))
+
+    def describe(self) -> str:
+        """A phrase for the report: the layout and the optional values found in its rows."""
+        *first, last = self.features or [""]
+        return f"{self.name} with {', '.join(first)}{' and ' if first else ''}{last}" if self.features else self.name
+
+    @abstractmethod
+    def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts: ...
+
+    def _ignore_except(self, row: dict[str, Any], *keys: str) -> None:
+        self.ignored.update((key, None) for key in row if key not in keys)
+
+
+def _drop_repeated_negatives(texts: Texts) -> Texts:
+    """The row without negatives that are positives or repeat another negative, nor their scores, ids and vectors."""
+    first_indices: dict[str, int] = {}
+    for index, text in enumerate(texts.negatives):
+        if text not in texts.positives:
+            first_indices.setdefault(text, index)
+    if len(first_indices) == len(texts.negatives):
+        return texts
+
+    def select(of_negatives: Sequence[T]) -> tuple[T, ...]:
+        return tuple(of_negatives[index] for index in first_indices.values()) if of_negatives else ()
+
+    num_others = 1 + len(texts.positives)
+    return replace(
+        texts,
+        negatives=tuple(first_indices),
+        num_dropped=len(texts.negatives) - len(first_indices),
+        negative_scores=select(texts.negative_scores),
+        negative_ids=select(texts.negative_ids),
+        vectors=(*texts.vectors[:num_others], *select(texts.vectors[num_others:])),
+    )
+
+
+def needs_besides_texts(needs: RowRequirements) -> str:
+    """What the loss needs besides texts, for messages."""
+    if needs.label:
+        return "the class of every row"
+    if needs.vectors:
+        return "a teacher's vectors of every text"
+    return (
+        "a teacher's score of every document"
+        if needs.scores == ScoreRequirement.teacher
+        else "a score of every document"
+    )
+
+
+def losses_with_scores() -> str:
+    """The values of `loss` that use scores of pairs, for messages."""
+    kinds = [kind for kind in LOSSES.values() if kind not in (CombinedConfig, SentenceTransformersConfig)]
+    needs = [row_requirements(kind()) for kind in kinds]
+    return ", ".join(need.loss for need in needs if need.scores == ScoreRequirement.pairs)
+
+
+def require_keys(row: dict[str, Any], *keys: str) -> None:
+    """Reject a row that lacks one of these keys."""
+    for key in keys:
+        if key not in row:
+            raise BadRow(f'no "{key}" in this row, which has: {", ".join(row) or "nothing"}')
+
+
+def reject_media(row: dict[str, Any], name: str) -> None:
+    """Reject images, videos and audio: only texts are trained on."""
+    for key, value in row.items():
+        # The last word of a key such as query_image decides: `imagery` may be a text.
+        if value and key.rpartition("_")[2] in ("image", "images", "video", "videos", "audio", "audios"):
+            raise BadRow(f'{name} has "{key}": only texts are trained on')
+
+
+def lookup_texts(ids: Sequence[str], name: str, documents: DocumentLookup | None) -> tuple[str, ...]:
+    """The texts of documents by id.
+
+    Raises:
+        BadRow: the corpus does not have a document, or its text is empty.
+    """
+    if documents is None:
+        raise BadRow(
+            f"{name} names documents by id, and the source's first rows do not: "
+            "write data.train=[{path: ..., documents: FILE}], where FILE holds their texts"
+        )
+    texts = []
+    for document_id in ids:
+        text = documents.text(document_id)
+        if text is None:
+            raise BadRow(f'{name} names "{document_id}", and the corpus has no such document')
+        if not text.strip():
+            raise BadRow(f'{name} names "{document_id}", and that document has no text')
+        texts.append(text)
+    return tuple(texts)
+
+
+def id_list(value: object, name: str) -> list[str]:
+    """A list of ids; empty for null."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRow(f"{name} must be a list of ids, not {describe_value(value)}")
+    ids = [values.identifier(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
+    if "" in ids:
+        raise BadRow(f"element {ids.index('') + 1} of {name} is empty and must be the id of a document")
+    return ids
+
+
+def passages(value: object, name: str, id_key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Texts and ids of a list of objects with `text` and perhaps `title` and an id; no ids where none has one."""
+    if value is None:
+        return (), ()
+    if not isinstance(value, list):
+        raise BadRow(f"{name} must be a list of objects with a text, not {describe_value(value)}")
+    texts: list[str] = []
+    ids: list[str] = []
+    for i, element in enumerate(value, 1):
+        location = f"element {i} of {name}"
+        if not isinstance(element, dict):
+            raise BadRow(f"{location} must be an object with a text, not {describe_value(element)}")
+        reject_media(element, location)
+        title = values.optional_string(element.get("title"), '"title"')
+        text = values.optional_string(element.get("text"), f'"text" of {location}')
+        texts.append(values.text(Document("", title, text).full_text, location))
+        ids.append(values.identifier(element.get(id_key), f'"{id_key}" of {location}'))
+    return tuple(texts), tuple(ids) if any(ids) else ()

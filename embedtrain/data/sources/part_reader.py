@@ -1,0 +1,196 @@
+"""Unchecked rows of parts of any kind, and pieces of parts that can be read in parallel."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from embedtrain.data.sources.files import (
+    count_lines_before,
+    file_digest,
+    read_lines_between,
+    splittable_size,
+)
+from embedtrain.data.sources.hub import open_dataset
+from embedtrain.data.sources.parts import Part, PartKind
+from embedtrain.data.sources.retrieval import judged_rows
+from embedtrain.data.sources.table_rows import arrow_rows, arrow_sizes, dataset_rows, parquet_rows, parquet_sizes
+from embedtrain.data.sources.text_rows import (
+    PlainTsv,
+    RawRow,
+    delimited_rows,
+    json_list_rows,
+    json_rows,
+    parse_json_row,
+)
+from embedtrain.data.sources.values import BadRow
+
+
+def raw_rows(
+    part: Part, *, subset: str | None = None, split: str = "train", columns: list[str] | None = None
+) -> Iterator[RawRow]:
+    """Every row of a part: its line or row number from 1, and its values by column or key.
+
+    Args:
+        part: a file or data set.
+        subset: configuration of a Hub data set, where the part has none.
+        split: split of a Hub data set, where the part has none.
+        columns: columns to read; None: all.
+
+    Raises:
+        DataError: the file as a whole cannot be read: missing, damaged, truncated, without a header.
+    """
+    match part.kind:
+        case PartKind.jsonl:
+            return json_rows(part.name)
+        case PartKind.json:
+            return json_list_rows(part.name)
+        case PartKind.csv:
+            return delimited_rows(part.name, csv.excel)
+        case PartKind.tsv:
+            return delimited_rows(part.name, PlainTsv)
+        case PartKind.parquet:
+            return parquet_rows(part.name, columns)
+        case PartKind.arrow:
+            return arrow_rows(part.name, columns)
+        case PartKind.hub:
+            return dataset_rows(open_dataset(part, subset, split), part.name, columns)
+        case PartKind.beir:
+            return judged_rows(part, lambda table: raw_rows(table, subset=subset, split=split))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a source, or a range of one, that is read by itself.
+
+    Attributes:
+        part: the file or data set.
+        start: first byte of JSONL, row group of Parquet, record batch of Arrow, row of a data set.
+        stop: the one after the last, in the same unit; None: the end of the part.
+    """
+
+    part: Part
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RawLine:
+    """A line or row as it is stored.
+
+    Attributes:
+        number: from 1 within its piece.
+        row: values by column or key, or the problem; None for a blank line.
+    """
+
+    number: int
+    row: dict[str, Any] | BadRow | None
+
+
+class PartReader:
+    """Reads the parts of one source.
+
+    Args:
+        subset: configuration of Hub data sets that have none.
+        split: split of Hub data sets that have none.
+        columns: columns to read; None: all.
+    """
+
+    def __init__(self, *, subset: str | None = None, split: str = "train", columns: list[str] | None = None) -> None:
+        self._subset, self._split, self._columns = subset, split, columns
+        self._datasets: dict[Part, Any] = {}  # opened once, since that takes a second
+
+    def split(self, part: Part, piece_bytes: int) -> list[Piece]:
+        """A part in pieces of about this size; in one piece where it can only be read from its beginning.
+
+        Raises:
+            DataError: the part is gone or cannot be read.
+        """
+        starts: Sequence[int]
+        match part.kind:
+            case PartKind.jsonl:
+                starts = range(0, splittable_size(part.name) or 1, piece_bytes)
+            case PartKind.parquet:
+                starts = _starts(parquet_sizes(part.name), piece_bytes)
+            case PartKind.arrow:
+                starts = _starts(arrow_sizes(part.name), piece_bytes)
+            case PartKind.hub:
+                data = self._dataset(part)
+                row_bytes = max(1, data.data.nbytes // max(1, len(data)))
+                starts = range(0, len(data) or 1, max(1, piece_bytes // row_bytes))
+            case _:
+                starts = [0]
+        return [Piece(part, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+
+    def lines(self, piece: Piece) -> Iterator[RawLine]:
+        """The lines or rows of a piece, including blank ones.
+
+        Raises:
+            DataError: the piece cannot be read as a whole.
+        """
+        part = piece.part
+        if part.kind is not PartKind.jsonl:
+            yield from (RawLine(number, row) for number, row in self._rows(piece))
+            return
+        for number, line in read_lines_between(part.name, piece.start, piece.stop):
+            yield RawLine(number, parse_json_row(line) if line.strip() else None)
+
+    def lines_before(self, piece: Piece) -> int:
+        """The number of lines or rows of the part before the piece.
+
+        Raises:
+            DataError: the part is gone or cannot be read.
+        """
+        if piece.start == 0:
+            return 0
+        match piece.part.kind:
+            case PartKind.jsonl:
+                return count_lines_before(piece.part.name, piece.start)
+            case PartKind.parquet:
+                return sum(rows for rows, _ in parquet_sizes(piece.part.name)[: piece.start])
+            case PartKind.arrow:
+                return sum(rows for rows, _ in arrow_sizes(piece.part.name)[: piece.start])
+            case _:
+                return piece.start
+
+    def digests(self, part: Part) -> list[str]:
+        """The kind of a part, and digests of its files.
+
+        Raises:
+            DataError: the part is gone or cannot be read.
+        """
+        if part.tables:
+            return [part.kind.name, *(digest for table in part.tables[:2] for digest in self.digests(table))]
+        if part.kind is not PartKind.hub:
+            return [part.kind.name, file_digest(part.name)]
+        data = self._dataset(part)
+        files = [file_digest(file["filename"]) for file in data.cache_files]
+        return [part.kind.name, *(files or [str(data._fingerprint)])]
+
+    def _rows(self, piece: Piece) -> Iterator[RawRow]:
+        part, columns = piece.part, self._columns
+        match part.kind:
+            case PartKind.parquet:
+                return parquet_rows(part.name, columns, piece.start, piece.stop)
+            case PartKind.arrow:
+                return arrow_rows(part.name, columns, piece.start, piece.stop)
+            case PartKind.hub:
+                return dataset_rows(self._dataset(part), part.name, columns, piece.start, piece.stop)
+            case _:
+                return raw_rows(part, subset=self._subset, split=self._split, columns=columns)
+
+    def _dataset(self, part: Part) -> Any:
+        if part not in self._datasets:
+            self._datasets[part] = open_dataset(part, self._subset, self._split)
+        return self._datasets[part]
+
+
+def _starts(sizes: Sequence[tuple[int, int]], piece_bytes: int) -> list[int]:
+    """The first blocks of pieces, from the (rows, bytes) of blocks that are not split."""
+    starts, filled = [0], 0
+    for i, (_, num_bytes) in enumerate(sizes):
+        if filled and filled + num_bytes > piece_bytes:
+            starts.append(i)
+            filled = 0
+        filled += num_bytes
+    return starts

@@ -1,0 +1,225 @@
+"""Parts of a source (files and data sets), their kinds by file name, and the files of a folder or pattern."""
+
+import glob
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from embedtrain.data.sources.files import file_system, is_url, unreachable_error
+from embedtrain.data.sources.text_rows import is_json_list
+from embedtrain.errors import DataError
+
+
+class PartKind(Enum):
+    """How a part of a source is stored."""
+
+    jsonl = "JSONL"
+    json = "JSON"  # one value per file: a list of rows
+    csv = "CSV"
+    tsv = "TSV"
+    parquet = "Parquet"
+    arrow = "Arrow"
+    hub = "Hub data set"
+    beir = "BEIR folder"
+
+
+KIND_OF_SUFFIX = {
+    ".jsonl": PartKind.jsonl,
+    ".json": PartKind.jsonl,
+    ".csv": PartKind.csv,
+    ".tsv": PartKind.tsv,
+    ".parquet": PartKind.parquet,
+    ".arrow": PartKind.arrow,
+    ".feather": PartKind.arrow,
+}
+_COMPRESSED_SUFFIXES = (".gz", ".zst")
+_COMPRESSIBLE_KINDS = (PartKind.jsonl, PartKind.csv, PartKind.tsv)
+# A folder may also hold configuration in .json files, so only .jsonl counts there.
+FOLDER_SUFFIXES = [suffix for suffix in KIND_OF_SUFFIX if suffix != ".json"]
+SUPPORTED_FILES = ".jsonl, .json, .csv and .tsv (each also with .gz or .zst), .parquet, .arrow and .feather"
+_KINDS_WITHOUT_LINES = (PartKind.parquet, PartKind.arrow, PartKind.hub)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file, one data set that `datasets` opens, or the three tables of a BEIR folder.
+
+    Attributes:
+        name: path, URL or Hub id, for messages; that of the judgements for a BEIR folder.
+        kind: how it is stored.
+        subset: configuration of a Hub data set, where it is not the source's.
+        split: split of a Hub data set, where it is not the source's.
+        revision: commit, tag or branch of a Hub data set.
+        tables: judgements, queries and corpus of a BEIR folder.
+    """
+
+    name: str
+    kind: PartKind
+    subset: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    tables: tuple["Part", ...] = ()
+
+    def location(self, line: int) -> str:
+        """A row's location for messages: `path:line`; `path: row N` or `path: element N` in files without lines."""
+        if self.tables:
+            return self.tables[0].location(line)
+        if self.kind is PartKind.json:
+            return f"{self.name}: element {line}"
+        return f"{self.name}: row {line}" if self.kind in _KINDS_WITHOUT_LINES else f"{self.name}:{line}"
+
+
+def part_of_file(name: str) -> Part:
+    """The part of a file, with the kind that its name and, for JSON, its beginning tell.
+
+    Raises:
+        DataError: the kind is not supported, or the file cannot be read.
+    """
+    suffix = suffix_of(path_of(name))
+    if suffix is None:
+        raise DataError(f"{name}: this kind of file is not supported; supported are {SUPPORTED_FILES}")
+    if suffix == ".json" and is_json_list(name):
+        return Part(name, PartKind.json)
+    return Part(name, KIND_OF_SUFFIX[suffix])
+
+
+# Names.
+
+
+def path_of(name: str) -> Path:
+    """The path in a name; the query and fragment of an https:// URL are left out."""
+    return Path(urlsplit(name).path if re.match(r"https?://", name, re.IGNORECASE) else name)
+
+
+def suffix_of(path: Path) -> str | None:
+    """The suffix that gives a file's kind, without `.gz` or `.zst`; None for other files."""
+    name = path.name.lower()
+    compressed = next((suffix for suffix in _COMPRESSED_SUFFIXES if name.endswith(suffix)), "")
+    suffix = Path(name.removesuffix(compressed)).suffix
+    if suffix not in KIND_OF_SUFFIX or (compressed and KIND_OF_SUFFIX[suffix] not in _COMPRESSIBLE_KINDS):
+        return None
+    return suffix
+
+
+def stem_of(path: Path) -> str:
+    """A data file's name without its suffixes; any other name unchanged."""
+    suffix = suffix_of(path)
+    return path.name if suffix is None else path.name[: path.name.lower().rindex(suffix)]
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def may_be_hub_id(path: str) -> bool:
+    """Whether a path that does not exist may be a Hub id: `name` or `owner/name`, without a data file's suffix."""
+    return suffix_of(Path(path)) is None and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
+
+
+# Files.
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path is a glob pattern. In https:// URLs `?` begins a query."""
+    return glob.has_magic(path.replace("?", "") if path.lower().startswith("http") and is_url(path) else path)
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path or URL is a folder.
+
+    Raises:
+        DataError: a URL that does not exist or cannot be reached.
+    """
+    if not is_url(path):
+        return Path(path).is_dir()
+    system, inside = file_system(path)
+    if path.lower().startswith("http"):  # HTTP has pages, not folders
+        return path.endswith("/") or suffix_of(Path(inside)) is None
+    try:
+        return bool(system.info(inside)["type"] == "directory")
+    except Exception as error:  # each file system raises its own types
+        raise unreachable_error(path, error) from error
+
+
+def files_in(folder: str) -> list[str]:
+    """All files below a folder, sorted, without hidden files and folders. Links are followed.
+
+    Raises:
+        DataError: a folder cannot be read, or a data file is a broken link.
+    """
+    if is_url(folder):
+        system, inside = file_system(folder)
+        try:
+            found = system.find(inside)
+        except Exception as error:
+            raise unreachable_error(folder, error) from error
+        root = inside.rstrip("/")
+        names = [name for name in found if not _is_hidden(name.removeprefix(root))]
+        return sorted(str(system.unstrip_protocol(name)) for name in names)
+    return sorted(_walk(Path(folder)))
+
+
+def files_matching(pattern: str) -> list[str]:
+    """All files that match a glob pattern, sorted; `**` matches any depth.
+
+    Raises:
+        DataError: there is none, or one is a broken link.
+    """
+    if is_url(pattern):
+        system, inside = file_system(pattern)
+        try:
+            found = [name for name, info in system.glob(inside, detail=True).items() if info["type"] != "directory"]
+        except Exception as error:
+            raise unreachable_error(pattern, error) from error
+        names = [str(system.unstrip_protocol(name)) for name in found]
+    else:
+        names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]
+        for name in names:
+            reject_broken_link(Path(name))
+        names = list(dict.fromkeys(str(Path(name)) for name in names))
+    if not names:
+        raise DataError(f"{pattern}: no file matches this pattern")
+    return sorted(names)
+
+
+def reject_broken_link(path: Path) -> None:
+    """Reject a link to a file that does not exist.
+
+    Raises:
+        DataError: with the link and its target.
+    """
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{path}: is a link to {os.readlink(path)}, which does not exist")
+
+
+def _walk(root: Path) -> list[str]:
+    names: list[str] = []
+    visited: set[str] = set()  # links may form a cycle
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"{error.filename}: this folder cannot be read: {error.strerror}") from error
+
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        real = os.path.realpath(folder)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        for name in files:
+            path = Path(folder) / name
+            if name.startswith("."):
+                continue
+            if suffix_of(path) is not None:
+                reject_broken_link(path)
+            if path.is_file():
+                names.append(str(path))
+    return names
+
+
+def _is_hidden(relative: str) -> bool:
+    return any(name.startswith(".") for name in relative.split("/"))

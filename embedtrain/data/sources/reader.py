@@ -1,0 +1,187 @@
+"""Reads a training source: finds its parts, detects the layout of its rows, and checks the rows piece by piece."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import RowRequirements
+from embedtrain.data.sources.documents import DocumentReader
+from embedtrain.data.sources.layouts import DocumentLookup, RowLayout, choose_layout
+from embedtrain.data.sources.part_reader import PartReader, Piece
+from embedtrain.data.sources.parts import Part, PartKind
+from embedtrain.data.sources.resolve import find_parts
+from embedtrain.data.sources.values import BadRow, pluralize
+from embedtrain.data.types import Texts
+from embedtrain.errors import DataError
+
+FORMAT_VERSION = 2  # of the rows that readers return; a new one invalidates every cache
+_KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
+
+
+class PieceRows:
+    """The rows of one piece, in order: iterate once, then read `lines` and `layout`.
+
+    Yields pairs (line, texts): the line or row number within the piece from 1, and the row or its problem. Iterating
+    raises DataError where the piece cannot be read as a whole.
+
+    Attributes:
+        lines: number of lines (of JSONL, CSV, TSV) or rows of the piece, including blank ones; known at the end.
+        layout: its `features` and `ignored` are those of these rows.
+    """
+
+    def __init__(
+        self, reader: PartReader, piece: Piece, layout: RowLayout, documents: DocumentLookup | None, score_scale: float
+    ) -> None:
+        self.piece, self.layout, self.lines = piece, layout, 0
+        self._reader, self._documents, self._score_scale = reader, documents, score_scale
+
+    def __iter__(self) -> Iterator[tuple[int, Texts | BadRow]]:
+        for line in self._reader.lines(self.piece):
+            self.lines = line.number
+            if line.row is None:
+                continue
+            if isinstance(line.row, BadRow):
+                yield line.number, line.row
+                continue
+            try:
+                texts = self.layout.texts(line.row, self._documents).scaled(self._score_scale)
+            except BadRow as bad:
+                yield line.number, bad
+                continue
+            yield line.number, texts
+
+
+class SourceReader:
+    """Reads one source of training rows.
+
+    Args:
+        source: an element of `data.train`.
+        name: its name in messages.
+        needs: what the loss needs of every row.
+
+    Attributes:
+        parts: the files or the data set that hold its rows, in order.
+        documents: the corpus, where rows refer to documents by id.
+
+    Raises:
+        DataError: nothing that can be read exists at the path.
+        ConfigError: options of the source contradict each other.
+    """
+
+    def __init__(self, source: TrainSource, name: str, needs: RowRequirements) -> None:
+        self.source, self.name, self.needs = source, name, needs
+        found = find_parts(source)
+        self.parts = found.parts
+        self.documents: DocumentReader | None = None
+        if found.document_parts:
+            self.documents = DocumentReader(found.document_parts, f"documents of {name}")
+        self._reader = PartReader(subset=source.subset, split=source.split, columns=source.columns)
+
+    @property
+    def document_parts(self) -> Sequence[Part]:
+        """The parts of the corpus."""
+        return self.documents.parts if self.documents else ()
+
+    def content(self) -> dict[str, Any]:
+        """What determines the rows, as JSON: digests of the parts, and the options that readers use.
+
+        Paths are left out, so that a folder may be moved, and so is the name of the loss, so that losses with the same
+        needs share their rows.
+
+        Raises:
+            DataError: a part is gone or cannot be read.
+        """
+        source, needs = self.source, self.needs
+        return {
+            "version": FORMAT_VERSION,
+            "format": source.format.value,
+            "columns": source.columns,
+            "subset": source.subset,
+            "split": source.split,
+            "score_scale": source.score_scale,
+            "parts": [self._reader.digests(part) for part in self.parts],
+            "documents": self.documents.content()["parts"] if self.documents else [],
+            "needs": {
+                "documents": needs.documents,
+                "negatives": needs.negatives,
+                "scores": needs.scores.value,
+                "range": repr(needs.range),
+                "label": needs.label,
+                "vectors": needs.vectors,
+                "even": needs.same_num_documents,
+            },
+        }
+
+    def detect_layout(self, on_error: OnError) -> RowLayout:
+        """The layout that the options name, or that the first usable row has.
+
+        With `on_error=skip`, unusable rows before it are passed over; reading the rows finds them again.
+
+        Raises:
+            DataError: the first row cannot be used and `on_error` is stop, or no row can be used.
+            ConfigError: options do not fit the layout.
+        """
+        num_rows, num_empty, first = 0, 0, ""
+        for part, line, row in self._rows_and_empty_parts():
+            try:
+                if isinstance(row, BadRow):
+                    raise DataError(f"{part.location(line) if line else part.name}: {row}")
+                return choose_layout(self.source, part.kind, row, self.needs)
+            except DataError as error:
+                fails_everywhere = part.kind in _KINDS_WITH_SCHEMA and not isinstance(row, BadRow)
+                if on_error == OnError.stop or fails_everywhere:
+                    raise
+                num_rows, num_empty, first = num_rows + (line > 0), num_empty + (line == 0), first or str(error)
+        skipped = " and ".join(
+            pluralize(count, noun) for count, noun in ((num_rows, "row"), (num_empty, "empty file")) if count
+        )
+        raise DataError(f"{self.source.path}: no row that can be trained on ({skipped} skipped, the first: {first})")
+
+    def pieces(self, piece_bytes: int) -> list[Piece]:
+        """All parts in order, in pieces of about this size where they can be split.
+
+        Raises:
+            DataError: a part is gone or cannot be read.
+        """
+        return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
+
+    def rows(self, piece: Piece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
+        """The rows of one piece.
+
+        Args:
+            piece: one of `pieces`.
+            layout: what `detect_layout` returned; it is copied.
+            documents: the corpus, if there is one.
+        """
+        return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source.score_scale)
+
+    def lines_before(self, piece: Piece) -> int:
+        """The number of lines or rows of the part before the piece.
+
+        Raises:
+            DataError: the part is gone or cannot be read.
+        """
+        return self._reader.lines_before(piece)
+
+    def _rows_and_empty_parts(self) -> Iterator[tuple[Part, int, dict[str, Any] | BadRow]]:
+        for part in self.parts:
+            is_empty = True
+            for line in self._reader.lines(Piece(part)):
+                if line.row is not None:
+                    is_empty = False
+                    yield part, line.number, line.row
+            if is_empty:
+                yield part, 0, BadRow("holds no rows")
+
+
+def open_sources(
+    sources: Sequence[TrainSource], names: Sequence[str], needs: Sequence[RowRequirements]
+) -> list[SourceReader]:
+    """A reader for each source.
+
+    Raises:
+        DataError: as SourceReader.
+        ConfigError: as SourceReader.
+    """
+    return [SourceReader(*args) for args in zip(sources, names, needs, strict=True)]

@@ -1,0 +1,327 @@
+"""Resolves the path of a training source to its parts: local files, files under a URL, or a Hub data set."""
+
+import glob
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from embedtrain.config.recipe import DataFormat, TrainSource
+from embedtrain.data.sources.files import is_url, local_path
+from embedtrain.data.sources.hub import HubRepository
+from embedtrain.data.sources.part_reader import raw_rows
+from embedtrain.data.sources.parts import (
+    FOLDER_SUFFIXES,
+    SUPPORTED_FILES,
+    Part,
+    PartKind,
+    files_in,
+    files_matching,
+    is_folder,
+    is_pattern,
+    is_saved_dataset,
+    may_be_hub_id,
+    part_of_file,
+    path_of,
+    reject_broken_link,
+    stem_of,
+    suffix_of,
+)
+from embedtrain.data.sources.retrieval import find_hub_tables, find_retrieval_files, judgements_part
+from embedtrain.data.sources.values import BadRow
+from embedtrain.errors import ConfigError, DataError
+
+# The suffix of names by which FlagEmbedding marks files whose rows are not each other's negatives.
+NO_IN_BATCH_NEGATIVES = "no_in_batch_neg"
+_NUM_INSPECTED_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParts:
+    """The parts that hold a source's rows, and those of the corpus whose documents the rows refer to by id."""
+
+    parts: list[Part]
+    document_parts: list[Part]
+
+
+def expand_sources(sources: Sequence[TrainSource]) -> list[TrainSource]:
+    """The sources, with each one that has `each_file` replaced by one source per file, named after the file.
+
+    Raises:
+        DataError: nothing matches a path; or only some files of a source are named no_in_batch_neg.
+        ConfigError: `each_file` where there are no files.
+    """
+    expanded: list[TrainSource] = []
+    for source in sources:
+        if not source.each_file:
+            if source.in_batch_negatives is None:
+                no_in_batch_negatives(source)
+            expanded.append(source)
+            continue
+        parts = resolve_parts(source)
+        if parts[0].kind in (PartKind.hub, PartKind.beir):
+            raise ConfigError(
+                f"{source.path}: each_file=true asks for a source of each file, and this is one "
+                f"{parts[0].kind.value}: leave it out"
+            )
+        found = find_parts(source, parts)
+        for part in found.parts:
+            name = stem_of(path_of(part.name))
+            name = name if source.name is None else f"{source.name}-{name}"
+            documents = source.documents or _corpus_path(found.document_parts)
+            expanded.append(replace(source, path=part.name, name=name, each_file=False, documents=documents))
+    return expanded
+
+
+def no_in_batch_negatives(source: TrainSource) -> bool:
+    """Whether a source's files or their folders are named ...no_in_batch_neg, which is FlagEmbedding's convention.
+
+    Raises:
+        DataError: only some are; or nothing matches the path.
+    """
+    path = local_path(source.path)
+    may_hold_files = is_pattern(source.path) or is_folder(path)
+    if NO_IN_BATCH_NEGATIVES not in source.path and not may_hold_files:
+        return False
+    marked: list[str] = []
+    unmarked: list[str] = []
+    for part in resolve_parts(source):
+        file = path_of(part.name)
+        names = [stem_of(file), *(parent.name for parent in file.parents)]
+        (marked if any(name.endswith(NO_IN_BATCH_NEGATIVES) for name in names) else unmarked).append(part.name)
+    if marked and unmarked:
+        raise DataError(
+            f"{source.path}: {marked[0]} is named {NO_IN_BATCH_NEGATIVES} and {unmarked[0]} is not: write "
+            "each_file: true, so that each file is a source, or in_batch_negatives: true or false for all of them"
+        )
+    return bool(marked)
+
+
+def source_names(sources: Sequence[TrainSource]) -> list[str]:
+    """A distinct label for each source: its name, else the end of its path; `-2`, `-3`, ... where two are equal.
+
+    Names that the user gives take precedence over the ends of paths.
+    """
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    numbers: dict[str, int] = {}  # so that ten thousand sources with one name need no quadratic search
+    for index in sorted(range(len(sources)), key=lambda index: not sources[index].name):
+        base = sources[index].name or _last_name(sources[index].path)
+        name = base
+        while name in taken:
+            numbers[base] = numbers.get(base, 1) + 1
+            name = f"{base}-{numbers[base]}"
+        taken.add(name)
+        names[index] = name
+    return [names[index] for index in range(len(sources))]
+
+
+def _last_name(path: str) -> str:
+    inside = path_of(path)
+    stem = stem_of(inside)
+    if glob.has_magic(stem) or not stem:
+        stem = next((part for part in reversed(inside.parts[:-1]) if not glob.has_magic(part)), stem)
+    return stem
+
+
+def find_parts(source: TrainSource, parts: list[Part] | None = None) -> SourceParts:
+    """The parts that hold a source's rows, and its corpus, if its rows refer to documents by id.
+
+    The corpus is `documents`, else the files or the folder next to the rows whose names begin with `corpus`.
+
+    Args:
+        source: an element of `data.train`.
+        parts: what `resolve_parts` returned for it, if that is known.
+
+    Raises:
+        DataError: as `resolve_parts`; or rows refer to documents and there is no corpus.
+        ConfigError: as `resolve_parts`; or `documents` is given and rows hold their texts.
+    """
+    parts = parts or resolve_parts(source)
+    if parts[0].kind is PartKind.beir:
+        if source.documents is not None:
+            raise ConfigError(f"{source.path}: documents={source.documents} has no use with a BEIR folder's own corpus")
+        return SourceParts(parts, [parts[0].tables[2]])
+    if source.documents is None and source.format not in (DataFormat.auto, DataFormat.tevatron):
+        return SourceParts(parts, [])
+    if source.columns is not None and source.documents is None:
+        return SourceParts(parts, [])
+    folders = {str(path_of(part.name).parent) for part in parts}
+    rows = [part for part in parts if not _is_corpus_in(path_of(part.name), folders)]
+    if not _refer_to_documents(rows, source):
+        if source.documents is not None:
+            raise ConfigError(
+                f"{source.path}: documents={source.documents} has no use: rows hold their documents' texts themselves"
+            )
+        return SourceParts(parts, [])
+    if source.documents is None:
+        corpus = _adjacent_corpus(rows[0])
+    else:
+        corpus = resolve_parts(TrainSource(path=source.documents, revision=source.documents_revision))
+    if not corpus:
+        raise DataError(
+            f"{source.path}: rows name documents by id, and there is no corpus beside them: "
+            f"write data.train=[{{path: {source.path}, documents: FILE}}], "
+            "where FILE is the file, folder or Hub data set that holds their texts"
+        )
+    return SourceParts(rows, corpus)
+
+
+def _is_corpus_in(path: Path, folders: set[str]) -> bool:
+    """Whether a file, or a folder that holds it, is in one of these folders and its name begins with `corpus`."""
+    return any(entry.name.startswith("corpus") and str(entry.parent) in folders for entry in (path, *path.parents))
+
+
+def _refer_to_documents(parts: Sequence[Part], source: TrainSource) -> bool:
+    """Whether one of the first rows refers to documents by id: the very first may be a bad one."""
+    rows = (row for part in parts for _, row in raw_rows(part, subset=source.subset, split=source.split))
+    inspected = islice(rows, _NUM_INSPECTED_ROWS)
+    return any(not isinstance(row, BadRow) and _refers_to_documents(row) for row in inspected)
+
+
+def _refers_to_documents(row: dict[str, Any]) -> bool:
+    if "positive_document_ids" in row or "negative_document_ids" in row:
+        return True
+    documents = row.get("pos_doc")
+    first = documents[0] if isinstance(documents, list) and documents else documents
+    return isinstance(first, dict) and "id" in first and "text" not in first
+
+
+def _adjacent_corpus(part: Part) -> list[Part]:
+    """The files called corpus... in a part's folder, or else those of a folder called so."""
+    if part.kind is PartKind.hub:
+        return []
+    folder = part.name[: part.name.rindex("/") + 1] if "/" in part.name else ""
+    pattern = f"{folder if is_url(folder) else glob.escape(folder)}corpus*"
+    for files_pattern in (pattern, f"{pattern}/**"):
+        try:
+            names = [name for name in files_matching(files_pattern) if suffix_of(path_of(name)) is not None]
+        except DataError:  # there is none
+            continue
+        if names:
+            return [part_of_file(name) for name in names]
+    return []
+
+
+def _corpus_path(parts: list[Part]) -> str | None:
+    """The value of `documents` for a corpus found next to a source's files."""
+    folders = {part.name.rpartition("/")[0] for part in parts}
+    if len(parts) == 1:
+        return parts[0].name
+    folder = folders.pop() if len(folders) == 1 else ""
+    return folder if path_of(folder).name.startswith("corpus") else None
+
+
+def resolve_parts(source: TrainSource) -> list[Part]:
+    """The files, in sorted order, or the Hub data set of a source's path.
+
+    The suffix of a file gives its kind. A folder stands for all data files below it, unless it has the layout of BEIR
+    or of `datasets` (a README.md that names configurations, or `save_to_disk`), or a subset or a split other than
+    `train` is asked for. A path that does not exist is a Hub id.
+
+    Raises:
+        DataError: nothing matches, a file of an unknown kind, or a folder with files of several kinds.
+        ConfigError: a subset or split of a file, or a revision of what is not on the Hub.
+    """
+    path = local_path(source.path)
+    is_file = Path(path).is_file() and not is_url(path)
+    if source.revision is not None and (is_url(path) or is_pattern(path) or Path(path).exists()):
+        raise ConfigError(
+            f"{source.path}: revision={source.revision} chooses a version of a Hub data set, and this is not one: "
+            "leave it out (a URL has it after the id, hf://datasets/OWNER/NAME@REVISION/...)"
+        )
+    if not is_file and not is_pattern(path) and is_folder(path):
+        return _parts_of_folder(path, source)
+    if not is_url(path):
+        reject_broken_link(Path(path))
+    if is_file or is_url(path) or is_pattern(path):
+        if _has_subset_or_split(source):
+            raise ConfigError(
+                f"{source.path}: subset={source.subset}, split={source.split} choose a part of a Hub data set or "
+                "folder, and these are files: leave them out, and write the path of the file"
+            )
+        _reject_beir(source)
+        names = files_matching(path) if is_pattern(path) and not is_file else [path]
+        return [part_of_file(name) for name in names]
+    if not may_be_hub_id(source.path):
+        raise DataError(f"{source.path}: no such file or folder")
+    if source.format == DataFormat.beir:
+        return [_hub_beir_part(path, source)]
+    return [Part(source.path, PartKind.hub, revision=source.revision)]
+
+
+def _parts_of_folder(folder: str, source: TrainSource) -> list[Part]:
+    files = files_in(folder)
+    beir = _beir_part(folder, files, source)
+    if beir is not None:
+        return [beir]
+    if source.format == DataFormat.beir:
+        return [_hub_beir_part(folder, source)]
+    if not is_url(folder) and (_has_subset_or_split(source) or _is_hub_folder(Path(folder))):
+        return [Part(folder, PartKind.hub)]
+    names = [name for name in files if suffix_of(path_of(name)) in FOLDER_SUFFIXES]
+    parts = [part_of_file(name) for name in names]
+    if not parts:
+        raise DataError(f"{source.path}: this folder holds no training files; supported are {SUPPORTED_FILES}")
+    kinds = sorted({part.kind.value for part in parts})
+    if len(kinds) > 1:
+        raise DataError(
+            f"{source.path}: this folder holds {' and '.join(kinds)} files: "
+            f"choose the ones to train on, such as path={source.path.rstrip('/')}/*{suffix_of(path_of(names[0]))}*"
+        )
+    return parts
+
+
+def _beir_part(folder: str, names: Sequence[str], source: TrainSource) -> Part | None:
+    """A BEIR folder's judgements, queries and corpus; None where it has another layout or format."""
+    if source.format not in (DataFormat.auto, DataFormat.beir):
+        return None
+    files = find_retrieval_files(names, path_of(folder))
+    roles = {"corpus.jsonl": files.corpus, "queries.jsonl": files.queries, "qrels/": files.judgements}
+    missing = [role for role, names in roles.items() if not names]
+    if missing:
+        is_repository = not is_url(folder) and (Path(folder) / "README.md").is_file()
+        if source.format == DataFormat.beir and not is_repository:
+            raise DataError(f"{source.path}: format=beir, and this folder holds no {' and no '.join(missing)}")
+        return None
+    if source.split not in files.judgements:
+        raise DataError(
+            f"{source.path}: qrels/ holds no judgements of split={source.split}, only of "
+            f"{', '.join(sorted(files.judgements))}"
+        )
+    judgements = files.judgements[source.split]
+    for candidates in (judgements, files.queries, files.corpus):
+        if len(candidates) > 1:
+            stem = stem_of(path_of(candidates[0]))
+            raise DataError(f"{source.path}: {candidates[0]} and {candidates[1]} are both called {stem}")
+    tables = (judgements_part(judgements[0]), part_of_file(files.queries[0]), part_of_file(files.corpus[0]))
+    return Part(tables[0].name, PartKind.beir, tables=tables)
+
+
+def _hub_beir_part(path: str, source: TrainSource) -> Part:
+    tables = find_hub_tables(HubRepository(path, source.revision), split=source.split)
+    if tables is None:
+        raise DataError(f"{path}: format=beir needs corpus, queries and judgements, and this data set lacks them")
+    return Part(path, PartKind.beir, tables=(tables.judgements, tables.queries, tables.corpus))
+
+
+def _reject_beir(source: TrainSource) -> None:
+    if source.format == DataFormat.beir:
+        raise ConfigError(f"{source.path}: format=beir is a folder's, with corpus, queries and qrels: write its path")
+
+
+def _has_subset_or_split(source: TrainSource) -> bool:
+    return source.subset is not None or source.split != "train"
+
+
+def _is_hub_folder(folder: Path) -> bool:
+    if is_saved_dataset(folder):
+        return True
+    card = folder / "README.md"
+    if not card.is_file():
+        return False
+    text = card.read_text(encoding="utf-8", errors="replace")
+    header = re.match(r"\ufeff?---\s*\n(.*?)\n---", text, flags=re.DOTALL)
+    return header is not None and re.search(r"^(configs|dataset_info):", header[1], flags=re.MULTILINE) is not None

@@ -1,0 +1,144 @@
+"""Unchecked rows of Parquet and Arrow files and of data sets that `datasets` opens, as (row number, row or problem)."""
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embedtrain.data.sources.files import is_url, open_url, unreachable_error
+from embedtrain.data.sources.text_rows import RawRow
+from embedtrain.data.sources.values import BadRow, describe_error, not_utf8
+from embedtrain.errors import DataError
+
+ROWS_PER_BATCH = 1024
+
+
+def parquet_rows(
+    name: Path | str, columns: list[str] | None, start: int = 0, stop: int | None = None
+) -> Iterator[RawRow]:
+    """The rows of a Parquet file, or of its row groups from `start` up to `stop`, numbered from 1."""
+    with _open_parquet(str(name)) as file:
+        selected = _select_columns(str(name), file.schema_arrow.names, columns)
+        groups = list(range(start, file.num_row_groups if stop is None else stop))
+        yield from _numbered_rows(file.iter_batches(batch_size=ROWS_PER_BATCH, columns=selected, row_groups=groups))
+
+
+def parquet_sizes(name: str) -> list[tuple[int, int]]:
+    """Rows and bytes of each row group of a Parquet file."""
+    with _open_parquet(name) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        return [(group.num_rows, group.total_byte_size) for group in groups]
+
+
+def arrow_rows(name: str, columns: list[str] | None, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
+    """The rows of an Arrow file, or of its record batches from `start` up to `stop`, numbered from 1."""
+    with _open_arrow(name) as (schema, batches):
+        selected = _select_columns(name, schema.names, columns)
+        chosen = (batch for i, batch in enumerate(batches) if i >= start and (stop is None or i < stop))
+        yield from _numbered_rows(piece for batch in chosen for piece in _slices(batch.select(selected)))
+
+
+def arrow_sizes(name: str) -> list[tuple[int, int]]:
+    """Rows and bytes of each record batch of an Arrow file."""
+    with _open_arrow(name) as (_, batches):
+        return [(batch.num_rows, batch.nbytes) for batch in batches]
+
+
+def dataset_rows(
+    data: Any, name: str, columns: list[str] | None, start: int = 0, stop: int | None = None
+) -> Iterator[RawRow]:
+    """The rows of an opened data set from `start` up to `stop`, numbered from 1."""
+    data = data.select_columns(_select_columns(name, data.column_names, columns)).with_format("arrow")
+    if start or stop is not None:
+        data = data.select(range(start, len(data) if stop is None else stop))
+    try:
+        batches = (batch for table in data.iter(batch_size=ROWS_PER_BATCH) for batch in table.to_batches())
+        yield from _numbered_rows(batches)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{name}: its data cannot be read: {describe_error(error)}") from error
+
+
+@contextmanager
+def _as_data_error(name: str, kind: str) -> Iterator[None]:
+    """Turn what reading a file of this kind raises into one sentence."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{name}: cannot be read: {os.strerror(errno.ENOENT)}") from error
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{name}: cannot be read as {kind}: {' '.join(str(error).split())}") from error
+    except DataError:
+        raise
+    except Exception as error:
+        if not is_url(name):
+            raise
+        raise unreachable_error(name, error) from error
+
+
+@contextmanager
+def _open_parquet(name: str) -> Iterator[Any]:
+    with (
+        _as_data_error(name, "Parquet"),
+        open_url(name) if is_url(name) else pa.OSFile(name) as bytes_,
+        pq.ParquetFile(bytes_) as file,
+    ):
+        yield file
+
+
+@contextmanager
+def _open_arrow(name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    """Schema and record batches of an Arrow file or stream: `datasets` writes streams."""
+    # Mapped, so that skipped batches cost nothing.
+    with (
+        _as_data_error(name, "Arrow"),
+        pa.PythonFile(open_url(name), "r") if is_url(name) else pa.memory_map(name) as bytes_,
+    ):
+        is_file = bytes_.read(6) == b"ARROW1"
+        bytes_.seek(0)
+        reader = pa.ipc.open_file(bytes_) if is_file else pa.ipc.open_stream(bytes_)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+        yield reader.schema, batches
+
+
+def _select_columns(name: str, present: Sequence[str], columns: list[str] | None) -> list[str]:
+    repeated = next((column for i, column in enumerate(present) if column in present[:i]), None)
+    if repeated is not None:
+        raise DataError(f"{name}: two columns are called {repeated!r}: rename one of them")
+    if columns is None:
+        return [column for column in present if not column.startswith("__index_level_")]  # a pandas index
+    missing = [column for column in columns if column not in present]
+    if missing:
+        raise DataError(f"{name}: no column {missing[0]!r}; there are: {', '.join(present)}")
+    return columns
+
+
+def _slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """A batch in slices: as Python objects its rows take several times their bytes."""
+    return (batch.slice(start, ROWS_PER_BATCH) for start in range(0, batch.num_rows, ROWS_PER_BATCH))
+
+
+def _numbered_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[RawRow]:
+    number = 0
+    for batch in batches:
+        for row in _python_rows(batch):
+            number += 1
+            yield number, row
+
+
+def _python_rows(batch: pa.RecordBatch) -> list[dict[str, Any] | BadRow]:
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError:  # rare, so row by row only now
+        return [_python_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
+
+
+def _python_row(batch: pa.RecordBatch) -> dict[str, Any] | BadRow:
+    try:
+        return dict(batch.to_pylist()[0])
+    except UnicodeDecodeError as error:
+        return BadRow(not_utf8(error.object, error.start))

@@ -1,0 +1,281 @@
+"""Unchecked rows of JSONL, JSON, CSV and TSV files, as (line, row or problem)."""
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from embedtrain.data.sources.files import read_lines
+from embedtrain.data.sources.values import BadRow, describe_value, json_problem, not_utf8, pluralize, shorten
+from embedtrain.errors import DataError
+
+RawRow: TypeAlias = tuple[int, dict[str, Any] | BadRow]
+
+MAX_JSON_BYTES = 1 << 30  # a file of one JSON value is held in memory
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+# JSONL.
+
+
+def json_rows(path: Path | str) -> Iterator[RawRow]:
+    """The rows of a JSONL file. Blank lines are skipped, but counted."""
+    for number, line in read_lines(path):
+        if line.strip():
+            yield number, parse_json_row(line)
+
+
+def parse_json_row(line: bytes) -> dict[str, Any] | BadRow:
+    """The row of a line, or its problem."""
+    try:
+        row = _DECODER.decode(line.decode("utf-8").rstrip())  # the message about a truncated text would show its \n
+    except BadRow as bad:
+        return bad
+    except UnicodeDecodeError as error:
+        return BadRow(not_utf8(line, error.start))
+    except json.JSONDecodeError as error:
+        return BadRow(f"broken JSON: {json_problem(error)} at column {error.colno}: {shorten(error.doc)}")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        return BadRow(f"JSON that cannot be read ({error})")
+    if isinstance(row, dict):
+        return row
+    hint = ": write one object per line, not one array per file" if isinstance(row, list) else ""
+    return BadRow(f"a row must be a JSON object {{...}}, not {describe_value(row)}{hint}")
+
+
+def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):  # the parser would silently keep the last value
+        names = [name for name, _ in pairs]
+        raise BadRow(f'this row has "{next(name for name in names if names.count(name) > 1)}" twice')
+    return row
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_reject_repeated_keys)
+
+
+# Files of one JSON value.
+
+
+def is_json_list(name: str) -> bool:
+    """Whether a file holds one JSON value over several lines, or a list, and is therefore not JSONL.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    first = next((line.strip() for _, line in read_lines(name) if line.strip()), b"")
+    if first.startswith(b"[") or re.match(rb'\{\s*"data"\s*:\s*\[', first):
+        return True
+    try:
+        json.loads(first.decode("utf-8"))
+    except UnicodeDecodeError:
+        return False
+    except json.JSONDecodeError as error:  # an object that continues on the next line
+        return first.startswith(b"{") and error.pos >= len(error.doc.rstrip())
+    except (ValueError, RecursionError):
+        return False
+    return False
+
+
+def json_list_rows(name: str) -> Iterator[RawRow]:
+    """The elements of the list that a file holds, or of its `data`, numbered from 1.
+
+    Raises:
+        DataError: the file is larger than 1 GiB, is broken JSON, or holds no list of rows.
+    """
+    text = _read_text(name)
+    offset = _skip_space(text, _list_start(name, text) + 1)
+    number = 0
+    while text[offset : offset + 1] != "]":
+        number += 1
+        try:
+            row, offset = _DECODER.raw_decode(text, offset)
+        except BadRow as bad:
+            yield number, bad
+            # Only a second reading, without that check, tells where the row ends.
+            _, offset = json.JSONDecoder().raw_decode(text, offset)
+        except (ValueError, RecursionError) as error:
+            raise _broken_json_error(name, text, error, offset) from error
+        else:
+            problem = None if isinstance(row, dict) else describe_value(row)
+            yield number, BadRow(f"a row must be a JSON object {{...}}, not {problem}") if problem else row
+        offset = _skip_space(text, offset)
+        if text[offset : offset + 1] == ",":
+            offset = _skip_space(text, offset + 1)
+        elif text[offset : offset + 1] != "]":
+            raise _broken_json_error(name, text, ValueError("a comma or ] is missing"), offset)
+
+
+def _read_text(name: str) -> str:
+    lines, num_bytes = [], 0
+    for number, line in read_lines(name):
+        num_bytes += len(line)
+        if num_bytes > MAX_JSON_BYTES:
+            raise DataError(
+                f"{name}: one JSON value of more than 1 GiB is not read: write one object per line (.jsonl)"
+            )
+        try:
+            lines.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name}:{number}: {not_utf8(line, error.start)}") from error
+    return "".join(lines)
+
+
+def _list_start(name: str, text: str) -> int:
+    """The offset of the list of rows: the value itself, or the one under `data`."""
+    offset = _skip_space(text, 0)
+    if text[offset] == "[":
+        return offset
+    offset = _skip_space(text, offset + 1)
+    keys: list[str] = []
+    try:
+        while text[offset : offset + 1] == '"':
+            key, offset = _DECODER.raw_decode(text, offset)
+            offset = _skip_space(text, offset)
+            if text[offset : offset + 1] != ":":
+                raise ValueError("a colon is missing")
+            offset = _skip_space(text, offset + 1)
+            if key == "data" and text[offset : offset + 1] == "[":
+                return offset
+            keys.append(key)
+            _, offset = _DECODER.raw_decode(text, offset)
+            offset = _skip_space(text, offset)
+            if text[offset : offset + 1] != ",":
+                break
+            offset = _skip_space(text, offset + 1)
+    except (ValueError, RecursionError, BadRow) as error:
+        raise _broken_json_error(name, text, error, offset) from error
+    raise DataError(
+        f'{name}: is one JSON object without a list of rows under "data" (it has: {", ".join(keys) or "nothing"}): '
+        "write one object per line (.jsonl), or a list of objects"
+    )
+
+
+def _skip_space(text: str, offset: int) -> int:
+    match = _SPACE.match(text, offset)
+    assert match is not None
+    return match.end()
+
+
+def _broken_json_error(name: str, text: str, error: Exception, offset: int) -> DataError:
+    at = error.pos if isinstance(error, json.JSONDecodeError) else offset
+    problem = json_problem(error) if isinstance(error, json.JSONDecodeError) else str(error)
+    line = text.count("\n", 0, at) + 1
+    return DataError(f"{name}:{line}: broken JSON: {problem}: {shorten(text[max(0, at - 20) : at + 20])}")
+
+
+# CSV and TSV.
+
+
+class PlainTsv(csv.excel_tab):
+    """Tab-separated values as data sets publish them: a quotation mark is an ordinary character."""
+
+    quoting = csv.QUOTE_NONE
+
+
+def delimited_rows(path: Path | str, dialect: type[csv.Dialect]) -> Iterator[RawRow]:
+    """The rows of a CSV or TSV file with a header. An empty cell is None; a row's number is that of its first line.
+
+    Raises:
+        DataError: there is no header, or it has an empty or repeated name; or quotation marks do not match over
+            several lines, since the rows between them would be lost.
+    """
+    # A long document exceeds the default limit of 128 KiB per cell. The setting is the process's, and harmless.
+    csv.field_size_limit(sys.maxsize)
+    lines = _Lines(path)
+    reader = csv.reader(lines, dialect, strict=True)
+    header: list[str] | None = None
+    while True:
+        first = lines.number + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            problem = lines.unmatched_quote(first, error)
+            if lines.number > first or header is None:
+                raise DataError(f"{path}:{first}: {problem}") from None
+            yield first, BadRow(problem)
+            continue
+        encoding_problem = lines.take_encoding_problem()
+        if not cells:
+            continue
+        if header is None:
+            header = _check_header(path, cells, encoding_problem)
+        elif len(cells) != len(header):
+            problem = f"{pluralize(len(cells), 'cell')} where the header has {len(header)}"
+            if lines.number > first:
+                raise DataError(
+                    f"{path}:{first}: lines {first} to {lines.number} make one row, since the text between quotation "
+                    f"marks is one cell, and it has {problem}: correct the quotation marks"
+                )
+            yield first, BadRow(encoding_problem or f"{problem}: {shorten(cells)}")
+        elif encoding_problem:
+            yield first, BadRow(encoding_problem)
+        else:
+            yield first, {name: cell or None for name, cell in zip(header, cells, strict=True)}
+
+
+class _Lines:
+    """The lines of a file as text. `number` is that of the last line read."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.number = 0
+        self._lines = read_lines(path)
+        self._encoding_problem = ""
+        self._is_exhausted = False
+        self._quote_lines: list[int] = [0, 0]  # the last two lines on which a quoted cell may have begun
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        number, line = next(self._lines, (0, b""))
+        if not number:
+            self._is_exhausted = True
+            raise StopIteration
+        self.number = number
+        # Within a quoted cell two quotation marks are one character of it.
+        if b'"' in line and b'"' in line.replace(b'""', b""):
+            self._quote_lines = [self._quote_lines[1], number]
+        try:
+            return line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self._encoding_problem = self._encoding_problem or not_utf8(line, error.start)
+            return line.decode("utf-8", "replace")
+
+    def take_encoding_problem(self) -> str:
+        """The problem with the bytes of the lines read since the last call; "" for none."""
+        problem, self._encoding_problem = self._encoding_problem, ""
+        return problem
+
+    def unmatched_quote(self, first: int, error: csv.Error) -> str:
+        """The message about the row from line `first` to the last line read, whose cells cannot be parsed."""
+        self.take_encoding_problem()
+        last = self.number
+        if not self._is_exhausted and last == first:
+            return f"broken CSV: {error}"
+        # Where the row breaks off at a mark in the middle of the file, an earlier mark opened the cell.
+        last_mark, mark_before = self._quote_lines[1], self._quote_lines[0]
+        opened = max(first, last_mark if self._is_exhausted or last_mark < last else mark_before)
+        mark = f"a quotation mark that opens on line {opened}"
+        if opened == last:
+            return f"broken CSV: {error}: {mark} never closes"
+        end = "never closes" if self._is_exhausted else f"closes in the middle of a cell on line {last}"
+        return f"broken CSV: {mark} {end} (it swallows lines {opened} to {last})"
+
+
+def _check_header(path: Path | str, cells: list[str], encoding_problem: str) -> list[str]:
+    if encoding_problem:
+        raise DataError(f"{path}:1: {encoding_problem}")
+    if len(set(cells)) < len(cells):
+        raise DataError(f"{path}:1: the header names a column twice: {shorten(cells)}")
+    if "" in cells:
+        raise DataError(
+            f"{path}:1: column {cells.index('') + 1} of the header has no name: "
+            "leave the column out (pandas: to_csv(..., index=False)) or give it a name"
+        )
+    return cells

@@ -1,0 +1,111 @@
+"""Convert a checkpoint to a model directory in one process, without ranks and without a GPU."""
+
+from pathlib import Path
+
+from embedtrain.checkpoint.export.adapters import AdapterCheckpoint, require_same_base
+from embedtrain.checkpoint.export.model_card import model_card
+from embedtrain.checkpoint.export.model_export import (
+    ExportResult,
+    checkpoint_weights,
+    export_dtype,
+    export_lock,
+    load_checkpoint_encoder,
+    plan_export,
+)
+from embedtrain.checkpoint.export.verify import AdapterBase, ExportReference, export_tolerance, probe_vectors
+from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.checkpoint.snapshot import WEIGHTS
+from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.checkpoint.tensor_files import TensorReader
+from embedtrain.config.compose import to_plain
+from embedtrain.config.recipe import ExportConfig, ModelConfig, Recipe
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.models.adapters import without_adapters
+from embedtrain.models.build import build_encoder
+from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
+from embedtrain.tracking.console import Console
+from embedtrain.tracking.metrics import metrics_at
+
+
+def export_checkpoint(
+    run_dir: RunDirectory,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    output_dir: Path,
+    config: ExportConfig,
+    *,
+    trust_remote_code: bool,
+    console: Console,
+) -> ExportResult:
+    """Write a checkpoint as a model directory.
+
+    At most one copy of the model is in memory, and none if `config.check` is false.
+
+    Args:
+        run_dir: directory of the run.
+        recipe: recipe of the run.
+        checkpoint: checkpoint of the step.
+        output_dir: replaced once the new directory has passed all checks.
+        config: what to write.
+        trust_remote_code: whether Python in the run directory may run.
+        console: displays progress.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the model, or the directory does not reproduce its embeddings.
+        ConfigError: another export to the same directory is running.
+        OSError: the directory cannot be written.
+    """
+    source = open_model_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trust_remote_code))
+    loaded = load_tokenizer(source)
+    tokenizer = TextTokenizer(loaded, resolve_max_length(source, loaded))
+    dtype = export_dtype(config.dtype, source)
+    reference: ExportReference | None = None
+    with export_lock(output_dir), checkpoint.tensors(WEIGHTS) as reader:
+        adapters: AdapterCheckpoint | None = None
+        adapter: AdapterBase | None = None
+        if recipe.model.lora.on:
+            adapters = AdapterCheckpoint.open(run_dir.adapter, recipe.model, recipe.seed, source, reader)
+            require_same_base(checkpoint, adapters.base)
+            adapter = AdapterBase(
+                run_dir.adapter, adapters.base, recipe.seed, load_in_4bit=recipe.model.lora.load_in_4bit
+            )
+        if config.check:
+            with console.phase("encoding probe texts with the checkpoint's weights"):
+                tolerance = export_tolerance(dtype, exact_encoder=True)
+                reference = _reference(adapters, source, reader, tokenizer, tolerance)
+        weights = checkpoint_weights(reader) if adapters is None else adapters.merged()
+        export = plan_export(output_dir, run_dir.architecture, weights, dtype, config, adapter=adapter)
+        with console.phase("writing the directory"):
+            export.begin()
+            export.write(weights.rows, main=True)
+        card = model_card(
+            to_plain(recipe),
+            metrics_at(run_dir.path, checkpoint.step),
+            step=checkpoint.step,
+            dimension=build_encoder(source).dimension,
+            max_length=tokenizer.max_length,
+            prompts=source.prompts,
+            formats=config.formats,
+            name=config.push_to_hub,
+        )
+        return export.finish(card, reference, trust_remote_code=trust_remote_code, phase=console.phase)
+
+
+def _reference(
+    adapters: AdapterCheckpoint | None,
+    source: ModelSource,
+    reader: TensorReader,
+    tokenizer: TextTokenizer,
+    tolerance: float,
+) -> ExportReference:
+    """What the export has to reproduce. Adapters stay unmerged here, so that the check includes the merge."""
+    base_vectors = None
+    if adapters is None:
+        vectors = probe_vectors(load_checkpoint_encoder(source, reader), tokenizer)
+    else:
+        encoder = adapters.encoder()
+        vectors = probe_vectors(encoder, tokenizer)
+        with without_adapters(encoder):
+            base_vectors = probe_vectors(encoder, tokenizer)
+    return ExportReference(vectors, tolerance, source.prompts, tokenizer.max_length, base_vectors)

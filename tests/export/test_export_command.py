@@ -1,0 +1,204 @@
+"""`python -m embedtrain.export` from a run of three ranks: every step and layout, every format, and onto the Hub."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from huggingface_hub import close_session, constants
+from sentence_transformers import SentenceTransformer
+
+from embedtrain.checkpoint.export.hub import upload_model
+from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.export.__main__ import main
+from embedtrain.export.options import compose_export
+from tests.checkpoint.hub_server import TOKEN, Hub, running_hub
+from tests.small import save_small, small_model, write_beir, write_rows
+from tests.test_run import run
+
+TEXTS = ["alpha beta", "gamma"]
+
+
+def export(*arguments: str) -> None:
+    """As the door does, in this process."""
+    main(compose_export(list(arguments)))
+
+
+@pytest.fixture(scope="module")
+def workshop(ranks, tmp_path_factory):
+    """Runs of three ranks: `sharded` with its best step, and `full` of weights alone."""
+    folder = tmp_path_factory.mktemp("export")
+    rows, dev = write_rows(folder / "train.jsonl", 30), write_beir(folder / "dev", 20)
+    model = save_small(small_model("bert"), folder / "model")
+    common = [f"model.path={model}", f"data.train=[{rows}]", "train.steps=6", "model.query_prompt='beta '"]
+    more = [
+        f"evaluation.sets=[{dev}]",
+        "evaluation.every=2",
+        "checkpoint.best_metric=dev/recall@100",
+        "checkpoint.every=2",
+    ]
+    ranks(3, run, *common, *more, f"output_dir={folder / 'sharded'}", "export.check=true", "export.formats=[onnx]")
+    whole = ["checkpoint.layout=full", "checkpoint.contents=model", "checkpoint.every=2", "checkpoint.keep=3"]
+    ranks(3, run, *common, *whole, f"output_dir={folder / 'full'}", "export.check=false", "export.max_file_size=20KB")
+    return folder
+
+
+def vectors(directory: Path) -> np.ndarray:
+    return SentenceTransformer(str(directory)).encode(TEXTS)
+
+
+def test_every_step_of_both_layouts_comes_out(workshop, tmp_path):
+    """Weights are those of the step: the two runs learnt the same, and what is the latest is what the run exported."""
+    named = {}
+    for step in ("2", "4", "6", "latest"):
+        export(f"run={workshop / 'full'}", f"step={step}", f"output_dir={tmp_path / step}")
+        named[step] = vectors(tmp_path / step)
+        number = "6" if step == "latest" else step
+        assert f"weights of step {number}." in (tmp_path / step / "README.md").read_text()
+    assert np.array_equal(named["6"], named["latest"])
+    assert np.abs(named["2"] - named["4"]).max() > 1e-4 < np.abs(named["4"] - named["6"]).max()
+    export(
+        f"run={workshop / 'sharded'}", "step=best", f"output_dir={tmp_path / 'best'}", "formats=[sentence_transformers]"
+    )
+    assert np.allclose(vectors(tmp_path / "best"), named["2"], atol=1e-5)
+    assert not (tmp_path / "best" / "onnx").exists()
+    with pytest.raises(CheckpointError, match="step=best: this run was not asked to keep its best step"):
+        export(f"run={workshop / 'full'}", "step=best", f"output_dir={tmp_path / 'no'}")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_run_writes_what_its_recipe_asks_for(workshop):
+    """On three ranks: a graph beside the weights; files of at most a size, and no comparison."""
+    assert (workshop / "sharded" / "model" / "onnx" / "model.onnx").is_file()
+    assert "onnx" in yaml.safe_load((workshop / "sharded" / "model" / "README.md").read_text().split("---")[1])["tags"]
+    assert len(list((workshop / "full" / "model").glob("model-*.safetensors"))) > 1
+    assert SentenceTransformer(str(workshop / "full" / "model")).prompts["query"] == "beta "
+    assert sorted(path.name for path in (workshop / "sharded").glob("model*")) == ["model"]
+
+
+def test_unchecked_it_says_so(workshop, tmp_path, capsys):
+    export(
+        f"run={workshop / 'sharded'}", f"output_dir={tmp_path / 'out'}", "check=false", "dtype=fp16", "formats=[onnx]"
+    )
+    told = capsys.readouterr().out
+    assert "check=false: names and shapes are right, but nobody has compared" in told
+    assert "reopening" not in told
+    assert "(float16, not compared)" in told
+    assert (tmp_path / "out" / "onnx" / "model.onnx").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("formats=[gguf]", r"formats=\['gguf'\]: allowed is sentence_transformers, onnx"),
+        ("max_file_size=5", "max_file_size=5: a number above 0 with KB, MB, GB or TB, such as 5GB"),
+        ("max_file_size=0GB", "max_file_size=0GB: a number above 0"),
+        ("push_to_hub='me/my model'", "push_to_hub=me/my model: "),
+        ("push_to_hub=a/b/c", "push_to_hub=a/b/c: the id of a repository on the Hub, such as"),
+        ("push_to_hub=/tmp", "push_to_hub=/tmp: "),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(argument, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        compose_export(["run=nowhere", argument])
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub on this machine, which huggingface_hub in this process takes for the one."""
+    with running_hub() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        close_session()  # one that was made offline stays so
+        yield found
+    close_session()
+
+
+def environment(hub: Hub, folder: Path) -> dict[str, str]:
+    """For a process whose Hub is on this machine."""
+    kept = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    return kept | {
+        "HF_ENDPOINT": hub.address, "HF_HOME": str(folder), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN,
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def test_the_hub_gets_the_directory_as_one_commit(workshop, tmp_path, hub):
+    """By the door as a process of its own."""
+    to = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "embedtrain.export",
+        f"run={workshop / 'full'}",
+        f"output_dir={to}",
+        "push_to_hub=me/model",
+    ]
+    done = subprocess.run(
+        command, env=environment(hub, tmp_path / "home"), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"uploaded: {hub.address}/me/model" in done.stdout
+    (repository,) = hub.repositories.values()
+    assert (repository["visibility"], repository["message"]) == ("private", "Model of step 6")
+    here = {str(path.relative_to(to)): path.read_bytes() for path in to.rglob("*") if path.is_file()}
+    assert here == repository["files"]
+    card = repository["files"]["README.md"].decode()
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["library_name"] == "sentence-transformers"
+    assert "base_model" not in header, "a directory here is no model of the Hub's"
+    assert 'SentenceTransformer("me/model")' in card
+    # Again, over a repository with an earlier model in more pieces, and something of the owner's.
+    repository["files"] |= {"model-00001-of-00002.safetensors": b"old", "notes.txt": b"mine"}
+    upload_model(to, "me/model", private=True, step=6)
+    assert repository["files"] == here | {"notes.txt": b"mine"}
+
+
+def test_a_hub_that_refuses_or_is_not_there_costs_no_model(workshop, tmp_path, hub, monkeypatch):
+    arguments = [f"run={workshop / 'full'}", f"output_dir={tmp_path / 'out'}", "push_to_hub=me/model", "check=false"]
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(ConfigError, match=r"push_to_hub=me/model, and there is no token .*: set HF_TOKEN"):
+        export(*arguments)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    again = f"the model is in {tmp_path / 'out'}: `hf upload me/model {tmp_path / 'out'}` tries again"
+    with pytest.raises(CheckpointError, match=rf"push_to_hub=me/model failed \(\w+: .*401.*\); {again}"):
+        export(*arguments)
+    assert vectors(tmp_path / "out").shape == (2, 32)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.refuse = 403
+    with pytest.raises(CheckpointError, match=r"403.*You don't have the rights to do this"):
+        upload_model(tmp_path / "out", "me/model", private=True, step=6)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CheckpointError, match=r"push_to_hub=me/model failed .*[Cc]onnect") as failure:
+        upload_model(tmp_path / "out", "me/model", private=True, step=6)
+    assert "\n" not in str(failure.value)
+    assert hub.repositories == {}
+
+
+def test_ranks_that_cannot_upload_do_not_begin(ranks, workshop, tmp_path):
+    """They run offline."""
+    options = [f"model.path={workshop / 'model'}", f"data.train=[{workshop / 'train.jsonl'}]", "train.steps=2"]
+    with pytest.raises(AssertionError) as failure:
+        ranks(2, run, *options, f"output_dir={tmp_path / 'run'}", "export.push_to_hub=me/model")
+    assert str(failure.value).count("push_to_hub=me/model, and HF_HUB_OFFLINE is set: unset it, or leave") == 2
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_uploads_once(workshop, tmp_path, hub):
+    options = [f"model.path={workshop / 'model'}", f"data.train=[{workshop / 'train.jsonl'}]", "train.steps=1"]
+    options += ["model.pooling=mean", f"output_dir={tmp_path / 'run'}", "export.push_to_hub=me/run", "name=t"]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*torchrun, "-m", "embedtrain", *options], env=environment(hub, tmp_path / "home"), check=True, timeout=300
+    )
+    assert hub.num_commits == 1
+    weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert hub.repositories["me/run"]["files"]["model.safetensors"] == weights

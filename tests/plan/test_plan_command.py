@@ -1,0 +1,163 @@
+"""The plan door: a table and JSON for real models on many GPUs, without a GPU, data or weights."""
+
+import json
+import os
+import time
+
+import pytest
+
+from embedtrain.config.recipe import Strategy
+from embedtrain.errors import ConfigError
+from embedtrain.plan import compute as plan_compute
+from embedtrain.plan.compute import plan
+from embedtrain.plan.options import PlanOptions, compose_plan
+from tests.planning.models import LLAMA_3_8B, XLMR_LARGE
+from tests.small import save_small, small_model
+from tests.test_doors import call
+
+
+def shape(config):
+    return "model.config={" + ", ".join(f"{key}: {value}" for key, value in config.items()) + "}"
+
+
+def planned(*arguments):
+    return plan(*compose_plan(list(arguments)))
+
+
+@pytest.mark.parametrize("gpus", [8, 64, 512])
+@pytest.mark.parametrize(("config", "pooling"), [(XLMR_LARGE, "cls"), (LLAMA_3_8B, "last")])
+def test_large_models_on_many_gpus_are_planned_at_once(config, pooling, gpus):
+    began = time.process_time()
+    found = planned(shape(config), f"model.pooling={pooling}", f"gpus={gpus}", f"train.global_batch_size={64 * gpus}")
+    assert time.process_time() - began < 15
+    assert found.best.fits
+    assert found.machines.ranks == gpus
+    assert found.best.layout.replicate * found.best.layout.shard == gpus
+    expected = {XLMR_LARGE["vocab_size"]: Strategy.ddp}.get(config["vocab_size"])
+    if expected is not None:
+        assert found.best.layout.strategy is expected
+    else:
+        assert found.best.layout.strategy is (Strategy.fsdp if gpus == 8 else Strategy.hsdp)
+    assert found.next_best is not None
+    assert found.largest_chunk is not None
+
+
+def test_the_door_prints_a_table(tmp_path):
+    told = call("embedtrain.plan", "recipe=bce_xlmr", shape(XLMR_LARGE), "model.path=null", "gpus=16")
+    for text in (
+        "== plan of bce_xlmr ==",
+        "XLMRobertaModel, 558,840,832 parameters",
+        "chosen     ddp: it fits on every rank",
+        "memory of one GPU, GiB",
+        "optimiser",
+        "gradients in transit",
+        "all-gathers of weights",
+        "largest that fits",
+    ):
+        assert text in told, told
+
+
+def test_as_json_nothing_else_is_printed(tmp_path):
+    """And the exit code says whether it fits."""
+    arguments = ["embedtrain.plan", shape(LLAMA_3_8B), "model.pooling=last", "--json"]
+    found = json.loads(only_stdout(*arguments, "gpus=8"))
+    assert set(found) == {
+        "recipe", "model", "machines", "work", "chosen", "next_best", "largest_chunk", "changes"
+    }  # fmt: skip
+    chosen = found["chosen"]
+    kinds = {name: value for name, value in chosen["memory"].items() if name not in ("total", "moment")}
+    assert sum(kinds.values()) == pytest.approx(chosen["memory"]["total"])
+    assert set(kinds) == {
+        "parameters", "gradients", "optimizer", "activations", "loss", "gathered", "reducing"
+    }  # fmt: skip
+    assert chosen["fits"] is True
+    assert found["model"]["parameters"] == 7_504_924_672
+    assert found["changes"] == []
+    tight = json.loads(only_stdout(*arguments, "gpus=1", "gpu_memory=16", code=1))
+    assert tight["chosen"]["fits"] is False
+    assert tight["changes"]
+
+
+def only_stdout(*arguments, code=0):
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_directory_without_weights_is_enough(tmp_path):
+    directory = save_small(small_model("bert"), tmp_path / "model")
+    for path in directory.glob("*.safetensors"):
+        path.unlink()
+    (directory / "tokenizer.json").unlink()
+    found = planned(f"model.path={directory}", "model.pooling=mean", "gpus=1")
+    assert found.best.layout.strategy is Strategy.ddp
+    assert found.facts.parameters == 19232
+
+
+def test_of_a_hub_repository_the_configuration_alone_is_fetched(tmp_path, monkeypatch):
+    directory = save_small(small_model("bert"), tmp_path / "snapshot")
+    asked = []
+
+    def fetched(path, revision, option, revision_option, only):
+        asked.append((path, revision, only))
+        return directory
+
+    monkeypatch.setattr(plan_compute, "resolve_directory", fetched)
+    planned("model.path=someone/model", "model.revision=v1", "model.pooling=mean", "gpus=1")
+    ((path, revision, only),) = asked
+    assert (path, revision) == ("someone/model", "v1")
+    assert "config.json" in only
+    assert not any(name.endswith(("safetensors", ".bin", "tokenizer.json", "index.json")) for name in only)
+
+
+def test_options_of_the_recipe_and_of_the_machines_are_told_apart():
+    recipe, options = compose_plan(["recipe=bce_xlmr", "gpus=64", "gpu_memory=40", "optim.lr=1e-3", "--json"])
+    assert (recipe.name, recipe.optim.lr) == ("bce_xlmr", 1e-3)
+    assert options == PlanOptions(gpus=64, gpu_memory=40.0, json=True)
+    assert recipe.data.train == []  # a plan needs none
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["gpus=0"], "gpus=0: at least 1"),
+        (["gpus=12"], "gpus=12 with gpus_per_node=8: nodes have as many each; write gpus=8 or gpus=16"),
+        (["gpu_memory=-1"], "gpu_memory=-1.0: must be above 0"),
+        (["tflops=0"], "tflops=0.0: must be above 0"),
+        (["tokens_per_text=0"], "tokens_per_text=0: at least 1"),
+        (["gpus=many"], "gpus"),
+        (["gpu=8"], "unknown option gpu"),
+        (["parallel.stratgy=ddp"], "unknown option parallel.stratgy, did you mean strategy?"),
+        (["train.chunk_tokens=0"], "train.chunk_tokens=0: must be above 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, sentence):
+    with pytest.raises(ConfigError, match=r"^[^\n]+$") as error:
+        compose_plan(["recipe=bce_xlmr", *arguments])
+    assert sentence in str(error.value)
+
+
+def test_lora_makes_room():
+    arguments = [shape(LLAMA_3_8B), "model.pooling=last", "gpus=1", "parallel.cpu_offload=false"]
+    whole, adapted = planned(*arguments), planned(*arguments, "model.lora.rank=16")
+    assert not whole.best.fits
+    assert any("model.lora.rank=16" in line for line in whole.changes)
+    assert adapted.best.fits
+    assert adapted.facts.frozen_by_dtype == {"bfloat16": 2 * 7_504_924_672}
+    assert adapted.facts.trained < 0.01 * adapted.facts.parameters
+
+
+def test_help_names_its_options():
+    told = call("embedtrain.plan", "--help")
+    assert "gpus_per_node: 8" in told
+    assert "python -m embedtrain --help" in told

@@ -19,7 +19,7 @@ from benchmarks.measure import markdown
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, OptimConfig, ParallelConfig, Pooling, Precision, Strategy
-from embedtrain.data.padding import packed
+from embedtrain.data.tokens import packed
 from embedtrain.data.types import GlobalBatch, Row, Tokens
 from embedtrain.distributed.sharding import shard_, warm_up
 from embedtrain.distributed.world import World
@@ -34,7 +34,7 @@ from embedtrain.planning.strategy import choose
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from embedtrain.training.state import EncoderWithLoss, TrainState
 from embedtrain.training.step import StepContext, train_step
 
@@ -165,7 +165,7 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
     ones = torch.ones((1, 1), dtype=torch.int64)
     run = StepContext(
         world=world,
-        trained=EncoderWithLoss(encoder, loss),
+        module=EncoderWithLoss(encoder, loss),
         optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=STEPS),
         backward=Backward(encoder, loss, world, seed=0, dummy=Tokens(ones, ones, (-1,)), reduce_per_step=choice.whole),
@@ -173,10 +173,10 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
         state=TrainState(),
     )
     texts = _Texts(rows, case.length)
-    batch = GlobalBatch(0, [Row("", ("",))] * rows, tokens=texts, beside=False)
+    batch = GlobalBatch(0, [Row("", ("",))] * rows, tokens=texts, has_loss_columns=False)
     tokenizer: Any = SimpleNamespace(packed=True, make_chunk=packed)
     for _ in range(STEPS):
-        train_step(run, cut(batch, world.rank, world.size, tokenizer, ChunkOptions(case.chunk_tokens)))
+        train_step(run, make_rank_batch(batch, world.rank, world.size, tokenizer, ChunkOptions(case.chunk_tokens)))
     return choice.best.memory.total, choice.best.name, choice.best.memory.moment
 
 

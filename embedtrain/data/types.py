@@ -84,21 +84,6 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """What a model sees before and after a text."""
-
-    before: str = ""
-    after: str = ""
-
-    def __call__(self, text: str) -> str:
-        """The text as the model sees it."""
-        return f"{self.before}{text}{self.after}"
-
-
-NO_PROMPT = Prompt()
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """What one step uses of an Example: texts without prompts, one positive, and the negatives that are drawn."""
 
@@ -108,11 +93,6 @@ class Row:
     ids: tuple[str, ...] = ()  # one for each document, "" for one that has none; or empty
     label: int | None = None
     vectors: tuple[Sequence[float], ...] = ()  # a teacher's: the query's, then each document's; or empty
-    query_prompt: Prompt = NO_PROMPT
-    document_prompt: Prompt = NO_PROMPT
-    query_max_length: int | None = None  # tokens; None: the model's
-    document_max_length: int | None = None
-    instruction: str | None = None  # the row's own for its query
     source: int = 0  # which of `data.train`
 
 
@@ -143,16 +123,16 @@ class GlobalBatch:
         rows: may make its elements when they are asked for, so that a rank pays for its share alone.
         source: the source that all rows are of, where batches are made so.
         tokens: of all texts; None until the data is tokenised.
-        beside: whether rows hold more than texts: scores, ids, labels or vectors.
+        has_loss_columns: whether rows hold scores, ids, labels or vectors besides texts.
     """
 
     step: int
     rows: Sequence[Row]
     source: int | None = None
     tokens: BatchTokens | None = None
-    beside: bool = True
+    has_loss_columns: bool = True
 
-    def share(self, rank: int, size: int) -> tuple[Row, ...]:
+    def rows_of_rank(self, rank: int, size: int) -> tuple[Row, ...]:
         """The rows that rank `rank` of `size` works on: every `size`-th, so shares differ by one at most."""
         return tuple(self.rows[rank::size])
 
@@ -183,7 +163,7 @@ class Packing:
         """Tokens of the longest text."""
         return max(self.lengths)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Packing":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Packing":
         """The same with its tensors changed."""
         return Packing(self.lengths, change(self.starts), change(self.positions))
 
@@ -214,12 +194,12 @@ class Tokens:
 
     def to(self, device: torch.device) -> "Tokens":
         """The same tokens on `device`."""
-        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
         """The same with its tensors changed."""
         pooled = None if self.pooled is None else change(self.pooled)
-        packing = None if self.packing is None else self.packing.each(change)
+        packing = None if self.packing is None else self.packing.map_tensors(change)
         return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing)
 
     @property

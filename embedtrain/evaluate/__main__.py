@@ -18,8 +18,7 @@ def main(options: EvaluateOptions) -> None:
     """Load the model, measure it on every set and task, print tables, append rows to metrics.jsonl."""
     from pathlib import Path
 
-    from embedtrain.data.cache.cache import Cache
-    from embedtrain.data.cache.cache_dir import cache_place
+    from embedtrain.data.cache.cache import Cache, cache_place
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, resolve_tasks, run_tasks

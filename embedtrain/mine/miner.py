@@ -161,7 +161,7 @@ class Miner:
             rows = [source.store[row] for row in block.rows.tolist()]
             keep_existing = self.options.keep_existing_negatives
             queries = UniqueQueries.of(rows, source, self.inputs, keep_existing=keep_existing)
-        candidates = self._find_candidates(queries, source.query_max_length, index, progress)
+        candidates = self._find_candidates(queries, source.text_format.query_max_length, index, progress)
         mined: list[MinedRow] = []
         edges = [len(rows) * rank // world.size for rank in range(world.size + 1)]
         with world.fail_together("choosing negatives"):

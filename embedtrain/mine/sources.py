@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.data.cache.row_table import ArrowRows, RowStore
-from embedtrain.data.prompts import make_prompt
+from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.part_reader import PartReader, Piece
@@ -24,6 +23,7 @@ from embedtrain.data.sources.resolve import (
     source_names,
 )
 from embedtrain.data.sources.values import BadRow
+from embedtrain.data.text_format import TextFormat
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
@@ -55,36 +55,27 @@ class MiningSource:
         name: of the source, and of the file that is written for it.
         store: its rows.
         document_parts: the corpus that its rows refer to by id, if any; all of it is searched.
-        query_prompt: for queries without an instruction of their own.
-        document_prompt: for documents without an instruction of their own.
-        instruction_format: combines an instruction and a text.
-        query_max_length: in tokens; None: the model's.
-        document_max_length: in tokens; None: the model's.
+        text_format: prompts, instruction format and maximum lengths.
     """
 
     name: str
     store: RowStore
     document_parts: Sequence[Part]
-    query_prompt: str
-    document_prompt: str
-    instruction_format: str
-    query_max_length: int | None
-    document_max_length: int | None
+    text_format: TextFormat
 
     def format_query(self, row: Example) -> tuple[str, str]:
         """A row's query as the model sees it, and the prompt that it starts with."""
-        prompt = make_prompt(row.instruction, self.query_prompt, self.instruction_format)
-        return prompt(row.query), prompt.before
+        prompt = self.text_format.query(row.instruction)
+        return prompt(row.query), prompt.prefix
 
     def document_format(self, instruction: str | None) -> DocumentFormat:
         """The format of the documents of rows with this document instruction."""
-        prompt = make_prompt(instruction, self.document_prompt, self.instruction_format)
-        return DocumentFormat(prompt.before, prompt.after, self.document_max_length)
+        prompt = self.text_format.document(instruction)
+        return DocumentFormat(prompt.prefix, prompt.suffix, self.text_format.document_max_length)
 
     def identity(self) -> dict[str, Any]:
         """Everything about this source that the mined rows depend on, as JSON."""
-        names = ("query_prompt", "document_prompt", "instruction_format", "query_max_length", "document_max_length")
-        return {"rows": self.store.key, **{name: getattr(self, name) for name in names}}
+        return {"rows": self.store.key, **asdict(self.text_format)}
 
 
 def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -> list[MiningSource]:
@@ -106,19 +97,17 @@ def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache:
         raise _suggest_split(error, options.data) from error.__cause__
     stores = read_sources(sources, OnError.stop, TEXTS_ONLY, cache)
 
-    def prompt_or_default(prompt: str | None, name: str) -> str:
-        return prompts.get(name, "") if prompt is None else prompt
-
+    default = TextFormat(
+        query_prompt=prompts.get("query", ""),
+        document_prompt=prompts.get("document", ""),
+        instruction_format=options.instruction_format,
+    )
     return [
         MiningSource(
             name=name,
             store=store,
             document_parts=find_parts(source).document_parts,
-            query_prompt=prompt_or_default(source.query_prompt, "query"),
-            document_prompt=prompt_or_default(source.document_prompt, "document"),
-            instruction_format=source.instruction_format or options.instruction_format,
-            query_max_length=source.query_max_length,
-            document_max_length=source.document_max_length,
+            text_format=TextFormat.of(source, default),
         )
         for name, source, store in zip(_unique_names(sources), sources, stores, strict=True)
     ]
@@ -214,7 +203,7 @@ def corpus_digests(parts: Sequence[Part]) -> list[list[str]]:
 
 def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, DocumentBatch]]:
     assert isinstance(store.rows, ArrowRows)
-    has_ids = bool({"positive_ids", "negative_ids"} & store.beside)
+    has_ids = bool({"positive_ids", "negative_ids"} & store.extra_columns)
     for batch_index in range(len(store.rows.batch_starts) - 1):
         batch = store.rows.batch(batch_index)
         missing: list[Any] = [None] * batch.num_rows

@@ -260,7 +260,7 @@ def describe(recipe: Recipe) -> MetaEncoder:
         frozen = frozen_dtype(model.lora.base_dtype, recipe.parallel.precision, _stored(source))
         add_adapters(encoder, model.lora, files, frozen)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _USUAL_LENGTH
-    length = source.max_length or min(_USUAL_LENGTH, positions)
+    length = source.tokenization.max_length or min(_USUAL_LENGTH, positions)
     return MetaEncoder(encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length)
 
 

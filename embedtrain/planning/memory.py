@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction
 from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.losses.infonce import GATHERED_BYTES, PLAIN_BYTES
+from embedtrain.losses.infonce import MAX_GATHERED_BYTES, MAX_PLAIN_BYTES
 from embedtrain.losses.softmax import TILE_CELLS
 from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
@@ -232,10 +232,10 @@ def _loss(facts: ModelSpec, machines: ClusterSpec, work: StepWorkload, texts: in
     gathered = 2.0 * _FP32 * candidates * facts.dimension
     scores = _FP32 * rows * candidates * directions
     way = work.loss.implementation if isinstance(work.loss, InfoNCEConfig) else Implementation.auto
-    if way is Implementation.plain or (way is Implementation.auto and scores <= PLAIN_BYTES):
+    if way is Implementation.plain or (way is Implementation.auto and scores <= MAX_PLAIN_BYTES):
         return own + gathered + 4.0 * scores
     if way is Implementation.ring or (
-        way is Implementation.auto and gathered * (1 - 1 / machines.ranks) > GATHERED_BYTES
+        way is Implementation.auto and gathered * (1 - 1 / machines.ranks) > MAX_GATHERED_BYTES
     ):
         return own + 4.0 * gathered / machines.ranks + 2.0 * _FP32 * TILE_CELLS
     return own + gathered + 2.0 * _FP32 * TILE_CELLS

@@ -19,12 +19,12 @@ from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import average_gradients
 from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
-from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, geometry
+from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.types import Loss, LossOutput
-from embedtrain.training import spans
+from embedtrain.training import timing
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.rank_batch import RankBatch
-from embedtrain.training.spans import span
+from embedtrain.training.timing import span
 
 
 class Backward:
@@ -98,17 +98,19 @@ class Backward:
     def _one(self, batch: RankBatch, weight: float, *, last: bool, measured: bool) -> tuple[LossOutput, Tensor]:
         # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
         mine, most = len(batch.chunks), max(1, batch.num_passes)
-        kept = most if batch.kept == batch.num_passes else batch.kept  # a dummy's graphs are no burden
+        kept = (
+            most if batch.num_cached_graphs == batch.num_passes else batch.num_cached_graphs
+        )  # a dummy's graphs are no burden
         sample = (
             MeasuredRows.of(batch.num_rows, batch.max_documents, self.world.rank, self.world.size) if measured else None
         )
         chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
         vectors: list[Tensor | None] = []
         for index, chunk in enumerate(chunks):
-            with torch.set_grad_enabled(index < kept), span(spans.ENCODE):
+            with torch.set_grad_enabled(index < kept), span(timing.ENCODE):
                 vectors.append(self._encode(batch.step, index, chunk))
         made = [vector.detach() for vector in vectors if vector is not None]
-        with span(spans.LOSS):
+        with span(timing.LOSS):
             output, slopes, finite = self._loss_at_row_owners(
                 torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight, sample
             )
@@ -117,7 +119,7 @@ class Backward:
         for index, chunk in enumerate(chunks):
             final = last and index == most - 1
             set_gradient_sync(self.encoder, last=final, reduce_per_step=self.reduce_per_step)
-            with span(spans.BACKWARD):
+            with span(timing.BACKWARD):
                 encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
                 assert encoded is not None
                 encoded.backward(slope_of[index])
@@ -128,13 +130,13 @@ class Backward:
         self, encoded: Tensor, batch: RankBatch, weight: float, sample: MeasuredRows | None
     ) -> tuple[LossOutput, Tensor, Tensor]:
         """The loss where the rows are, its gradient at the vectors encoded here, and whether these are finite."""
-        rows = batch.exchange.home(encoded)
+        rows = batch.exchange.to_row_owner(encoded)
         output = self._loss_backward(rows.requires_grad_(), batch, weight)
         if sample is not None and self.row_specs is not None:
             seen, row_spec = rows.detach(), self.row_specs[batch.batch_info.source]
             queries, documents = seen[: batch.num_queries], seen[batch.num_queries :]
-            output.metrics.update(geometry(queries, documents, batch.batch_info, sample, row_spec))
-        slopes = batch.exchange.back(torch.zeros_like(rows) if rows.grad is None else rows.grad)
+            output.metrics.update(batch_statistics(queries, documents, batch.batch_info, sample, row_spec))
+        slopes = batch.exchange.to_encoder_rank(torch.zeros_like(rows) if rows.grad is None else rows.grad)
         return output, slopes, encoded.isfinite().all()
 
     def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:

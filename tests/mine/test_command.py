@@ -19,7 +19,7 @@ from embedtrain.mine.folder import MiningFolder
 from tests.mine.models import save_cross_encoder
 from tests.mine.runs import more_documents, read_jsonl, rows_alone, save_model, try_mining, write_jsonl
 from tests.small import write_beir
-from tests.test_doors import TORCHRUN, call, start
+from tests.test_commands import TORCHRUN, call, start
 
 ROWS = rows_alone(120)
 

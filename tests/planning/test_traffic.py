@@ -16,7 +16,7 @@ from embedtrain.planning.traffic import step_traffic
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import build_optimizer
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.planning.models import LLAMA_3_8B, built, facts
 from tests.small import batch, parallel, small_model, small_tokenizer
 
@@ -53,16 +53,20 @@ def counted(
     backward = Backward(
         encoder, InfoNCE(InfoNCEConfig()), world, seed=0, dummy=tokenizer.dummy(), reduce_per_step=whole
     )
-    mine = cut(batch(24), world.rank, world.size, tokenizer, ChunkOptions(96, activation_tokens, 1))
+    mine = make_rank_batch(batch(24), world.rank, world.size, tokenizer, ChunkOptions(96, activation_tokens, 1))
     with Counted() as seen:
         backward(mine)
     chunks = len(mine.chunks)
     # As many chunks, each of one text.
     work = StepWorkload(
-        rows=chunks * world.size, texts_per_row=1, tokens_per_text=16, chunk_tokens=16, activation_tokens=16 * mine.kept
+        rows=chunks * world.size,
+        texts_per_row=1,
+        tokens_per_text=16,
+        chunk_tokens=16,
+        activation_tokens=16 * mine.num_cached_graphs,
     )
     passes = work.passes(world.size)
-    assert (passes.chunks, passes.kept) == (chunks, mine.kept)
+    assert (passes.chunks, passes.kept) == (chunks, mine.num_cached_graphs)
     assert chunks >= 4
     machines = ClusterSpec(ranks=world.size, per_node=world.size, memory=2**30, gpu=False)
     planned = step_traffic(found, layout, machines, work, whole=whole)

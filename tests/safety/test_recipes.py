@@ -1,4 +1,4 @@
-"""Recipes and run directories made by an attacker: no value of YAML is code, and none is read from the environment."""
+"""Recipes and run directories of an attacker: YAML runs no code, and reads no secrets from the environment."""
 
 import shutil
 from pathlib import Path
@@ -46,7 +46,7 @@ def _secret(monkeypatch):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """Where a recipe may be written, in the folder that Python is started in, with a module that makes the marker."""
+    """The path of a recipe in the working directory, which has a module that writes the marker."""
     plant_module(tmp_path, tmp_path / MARKER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -67,7 +67,7 @@ def test_a_saved_recipe(saved, name):
     assert "\n" not in str(caught.value)
 
 
-def test_a_saved_recipe_reads_nothing_of_the_environment(saved):
+def test_a_saved_recipe_does_not_read_the_environment(saved):
     saved.write_text(
         "name: ${oc.env:MY_HOME}\n"
         "model: {path: '${oc.env:HF_TOKEN}', config: {a: '${oc.decode:[1]}'}}\n"
@@ -82,7 +82,7 @@ def test_a_saved_recipe_reads_nothing_of_the_environment(saved):
 
 
 @pytest.mark.parametrize("text", ["cost ${x} of it", "\\${name}", "\\\\${a.b}\\", "a $ {b}", "???\n"])
-def test_texts_that_look_like_interpolations_come_back_as_they_were(saved, text):
+def test_texts_like_interpolations_are_kept(saved, text):
     recipe = Recipe(name="t")
     recipe.model.query_prompt = text
     recipe.data.train = parse_sources([{"path": "x", "query_prompt": text}], "data.train", recipe.loss)
@@ -90,7 +90,7 @@ def test_texts_that_look_like_interpolations_come_back_as_they_were(saved, text)
     assert load_recipe(saved) == recipe
 
 
-def test_a_recipe_may_read_paths_but_no_credentials(monkeypatch):
+def test_a_recipe_reads_paths_but_no_credentials(monkeypatch):
     (recipe,) = compose_recipes([*BASE, "output_dir='${oc.env:MY_HOME}/runs'"])
     assert recipe.output_dir == f"{SECRET}/runs"
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"):
@@ -114,7 +114,7 @@ def test_a_recipe_may_read_paths_but_no_credentials(monkeypatch):
         "output_dir: ${evil:x}",
     ],
 )
-def test_a_recipe_of_a_strangers_folder(saved, lines):
+def test_a_recipe_of_a_foreign_config_dir(saved, lines):
     folder = saved.parent / "conf"
     (folder / "recipe").mkdir(parents=True)
     (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{lines}\n")
@@ -132,7 +132,7 @@ def run(ranks, tmp_path_factory) -> Path:
     save_guide(small_model("bert"), folder)
     write_rows(folder / "train.jsonl", 8)
     (outcome,) = ranks(1, attempt, "train", folder, TRAIN)
-    assert outcome.kind == "", outcome.sentence
+    assert outcome.kind == "", outcome.message
     return folder
 
 
@@ -170,12 +170,12 @@ def test_a_run_cannot_allow_its_own_code(ranks, copied):
     (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert not outcome.ran
     assert outcome.kind == "ConfigError"
-    assert "recipe.yaml says model.trust_remote_code: true, and a file does not decide that here" in outcome.sentence
+    assert "recipe.yaml says model.trust_remote_code: true, and a file does not decide that here" in outcome.message
     rewritten(copied, trust_remote_code=False)
     (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert not outcome.ran
     assert outcome.kind == "ModelError"
-    assert "auto_map" in outcome.sentence
+    assert "auto_map" in outcome.message
     (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out", "trust_remote_code=true"])
     assert outcome.ran  # on the user's own word
 
@@ -187,7 +187,7 @@ def test_a_run_with_unpickling_settings(ranks, copied):
     (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert not outcome.ran
     assert outcome.kind == "ModelError"
-    assert "asks sentence-transformers to hand use_safetensors on" in outcome.sentence
+    assert "use_safetensors" in outcome.message
 
 
 def test_a_run_with_a_link_to_what_is_not_its_own(ranks, copied):
@@ -195,7 +195,7 @@ def test_a_run_with_a_link_to_what_is_not_its_own(ranks, copied):
     (copied / "run" / "architecture" / "1_Pooling" / "notes.txt").symlink_to(copied / "secret")
     (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert outcome.kind == "ModelError"
-    assert "notes.txt is a link to" in outcome.sentence
+    assert "notes.txt is a link to" in outcome.message
     assert not (copied / "out").exists()
 
 
@@ -210,7 +210,7 @@ def test_a_resumed_run_exports_nothing_that_was_planted(ranks, copied):
     rewritten(copied, trust_remote_code=True)
     (outcome,) = ranks(1, attempt, "train", copied, [*TRAIN[:3], "train.steps=2", *TRAIN[4:]])
     assert not outcome.ran
-    assert outcome.kind == "", outcome.sentence
+    assert outcome.kind == "", outcome.message
     assert not list((run_dir / "model").rglob("*.py"))
     assert not list((run_dir / "model").rglob("*.bin"))
 
@@ -222,7 +222,7 @@ def test_a_planted_vocabulary(ranks, copied):
         "model.pooling=mean", "model.vocab_size=400", "model.max_length=16", *TRAIN[2:-1], "output_dir=scratch",
     ]  # fmt: skip
     (outcome,) = ranks(1, attempt, "train", copied, scratch)
-    assert outcome.kind == "", outcome.sentence
+    assert outcome.kind == "", outcome.message
     tokenizer = copied / "scratch" / "tokenizer"
     edit(tokenizer / "tokenizer_config.json", tokenizer_class="AutoConfig")
     edit(tokenizer / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
@@ -231,4 +231,4 @@ def test_a_planted_vocabulary(ranks, copied):
     assert not outcome.ran
     assert "[y/N]" not in outcome.printed
     assert outcome.kind == "ModelError"
-    assert "tokenizer_class=AutoConfig is no tokenizer" in outcome.sentence
+    assert "tokenizer_class=AutoConfig" in outcome.message

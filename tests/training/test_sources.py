@@ -10,10 +10,10 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.loading.load import load_model
 from embedtrain.losses.build import build_loss, build_losses, loss_notes
-from embedtrain.losses.by_source import LossPerSource
+from embedtrain.losses.combine import LossPerSource
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.training.backward import Backward
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import batch, parallel, save_small, small_model, text_tokenizer, tokenised
 
 LEARNT = InfoNCEConfig(temperature=0.2, learn_temperature=True)
@@ -45,14 +45,14 @@ def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool) -
     if alone:
         for source in sources:
             loss = build_loss(CONFIGS[source], dimension=32, seed=1)
-            mine = cut(rows_of(source), world.rank, world.size, loaded.tokenizer, ChunkOptions(10_000))
+            mine = make_rank_batch(rows_of(source), world.rank, world.size, loaded.tokenizer, ChunkOptions(10_000))
             output, _ = Backward(loaded.encoder, loss, world, seed=0, dummy=dummy)(mine)
             local_loss += output.local_loss.item() / len(sources)
         scale = 1 / len(sources)
     else:
         batches = [rows_of(source) for source in sources]
         mine = [
-            cut(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60, pass_overhead_tokens=8))
+            make_rank_batch(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60, pass_overhead_tokens=8))
             for one in batches
         ]
         output, finite = Backward(loaded.encoder, whole, world, seed=0, dummy=dummy, sources=NAMES)(*mine)

@@ -11,9 +11,10 @@ from embedtrain.data.sources.layouts import DocumentLookup, RowLayout, choose_la
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.resolve import find_parts
-from embedtrain.data.sources.values import BadRow, pluralize
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
+from embedtrain.formatting import format_count
 
 FORMAT_VERSION = 2  # of the rows that readers return; a new one invalidates every cache
 _KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
@@ -53,7 +54,7 @@ class PieceRows:
 
 
 class SourceReader:
-    """Reads one source of training rows.
+    """Reads one source of training rows. Every method raises DataError where a part is gone or cannot be read.
 
     Args:
         source: an element of `data.train`.
@@ -88,9 +89,6 @@ class SourceReader:
 
         Paths are left out, so that a folder may be moved, and so is the name of the loss, so that losses with the same
         needs share their rows.
-
-        Raises:
-            DataError: a part is gone or cannot be read.
         """
         source, needs = self.source, self.needs
         return {
@@ -134,16 +132,12 @@ class SourceReader:
                     raise
                 num_rows, num_empty, first = num_rows + (line > 0), num_empty + (line == 0), first or str(error)
         skipped = " and ".join(
-            pluralize(count, noun) for count, noun in ((num_rows, "row"), (num_empty, "empty file")) if count
+            format_count(count, noun) for count, noun in ((num_rows, "row"), (num_empty, "empty file")) if count
         )
         raise DataError(f"{self.source.path}: no row that can be trained on ({skipped} skipped, the first: {first})")
 
     def pieces(self, piece_bytes: int) -> list[Piece]:
-        """All parts in order, in pieces of about this size where they can be split.
-
-        Raises:
-            DataError: a part is gone or cannot be read.
-        """
+        """All parts in order, in pieces of about this size where they can be split."""
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
 
     def rows(self, piece: Piece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
@@ -157,11 +151,7 @@ class SourceReader:
         return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source.score_scale)
 
     def lines_before(self, piece: Piece) -> int:
-        """The number of lines or rows of the part before the piece.
-
-        Raises:
-            DataError: the part is gone or cannot be read.
-        """
+        """The number of lines or rows of the part before the piece."""
         return self._reader.lines_before(piece)
 
     def _rows_and_empty_parts(self) -> Iterator[tuple[Part, int, dict[str, Any] | BadRow]]:

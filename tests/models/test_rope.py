@@ -1,0 +1,116 @@
+"""Positions beyond the trained length equal those of transformers, also in an export."""
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from embedtrain.config.model_checks import check_rope_scaling
+from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.errors import ConfigError
+from embedtrain.models.build import assemble_encoder
+from embedtrain.models.source import open_model_source
+from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
+from tests.checkpoint.exporting import architecture_of, export_model
+from tests.small import save_small, small_model, text
+
+YARN = {"rope_type": "yarn", "factor": 4}
+LLAMA3 = {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def opened(architecture: str, scaling: object, **options: object):
+    return open_model_source(small_model(architecture, rope_scaling=scaling, **options))
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3, {"rope_type": "linear", "factor": 4}], ids=lambda s: s["rope_type"])
+def test_text_beyond_the_models_positions(scaling, tmp_path):
+    directory = save_small(small_model("llama"), tmp_path / "llama")
+    plain = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200)
+    options = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200, rope_scaling=scaling)
+    made = architecture_of(tmp_path / "made", options)
+    assert (made.max_length, made.source.config.max_position_embeddings) == (200, 256)
+    export_model(tmp_path / "out", made)  # reopened by both libraries, and compared on a text of 200 tokens
+    encoder = assemble_encoder(made.source).eval()
+    encoder.load_state_dict(made.state)
+    backbone, tokenizer = AutoModel.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    batch = tokenizer(text(3, 300), truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape == (1, 200)
+    with torch.no_grad():
+        found = encoder.backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        theirs = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        torch.testing.assert_close(found.last_hidden_state, theirs.last_hidden_state)
+        unscaled = assemble_encoder(open_model_source(plain)).eval()
+        unscaled.load_state_dict(made.state)
+        before = unscaled.backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    assert (before.last_hidden_state - found.last_hidden_state).abs().max() > 1e-2
+    # Opened again it is what it is, and nothing is scaled twice.
+    again = open_model_source(ModelConfig(path=str(tmp_path / "out")))
+    assert again.config.rope_parameters == made.source.config.rope_parameters
+    assert resolve_max_length(again, tokenizer) == 200
+    twice = open_model_source(ModelConfig(path=str(tmp_path / "out"), rope_scaling=scaling | {"factor": 8}))
+    expected = 256 * 8 if scaling["rope_type"] == "linear" else 64 * 8  # a linear one does not tell what was before
+    assert twice.config.max_position_embeddings == expected
+
+
+def test_layers_with_a_window_are_not_scaled():
+    for architecture in ("gemma3_text", "modernbert"):
+        before = open_model_source(small_model(architecture)).config.rope_parameters
+        small = small_model(architecture, rope_scaling=YARN)
+        small.config |= {"layer_types": ["sliding_attention", "full_attention"]}
+        config = open_model_source(small).config
+        assert config.rope_parameters["sliding_attention"] == before["sliding_attention"]
+        found = config.rope_parameters["full_attention"]
+        assert found == before["full_attention"] | YARN | {"original_max_position_embeddings": 64}
+        ids = torch.arange(200)[None] % 60 + 4
+        with torch.no_grad():
+            assemble_encoder(open_model_source(small)).eval()(ids, torch.ones_like(ids))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "pattern"),
+    [
+        (4, r"model\.rope_scaling=4: .* rope_type and factor"),
+        ({"factor": 4}, "rope_type=None: .* yarn, linear, llama3"),
+        ({"rope_type": "yran", "factor": 4}, "rope_type=yran: .* yarn, linear, llama3"),
+        ({"rope_type": "dynamic", "factor": 4}, "by the longest text of a batch"),
+        ({"rope_type": "longrope", "factor": 4}, "by the longest text of a batch"),
+        ({"rope_type": "yarn"}, "factor=None"),
+        ({"rope_type": "yarn", "factor": 1}, "a number above 1"),
+        ({"rope_type": "yarn", "factor": float("nan")}, "a number above 1"),
+        ({"rope_type": "yarn", "factor": True}, "a number above 1"),
+        (YARN | {"original_max_position_embeddings": 0}, "original_max_position_embeddings=0"),
+        ({"rope_type": "llama3", "factor": 4}, "low_freq_factor"),
+        (YARN | {"beta_fast": "fast"}, "beta_fast"),
+        (YARN | {"beta_fats": 3}, "beta_fats"),
+    ],
+)
+def test_invalid_values(scaling, pattern):
+    with pytest.raises(ConfigError, match=pattern) as caught:
+        opened("llama", scaling)
+    assert "\n" not in str(caught.value)
+
+
+def test_valid_mappings():
+    for scaling in (YARN, LLAMA3, YARN | {"original_max_position_embeddings": 8}):
+        check_rope_scaling(scaling)
+
+
+def test_model_without_rotary_positions():
+    for architecture in ("bert", "xlm-roberta", "mpnet", "distilbert"):
+        with pytest.raises(ConfigError, match=r"model\.rope_scaling=.* no rotary positions"):
+            opened(architecture, YARN)
+
+
+def test_length_beyond_the_positions(tmp_path):
+    for architecture, more in (("llama", True), ("bert", False)):
+        directory = save_small(small_model(architecture), tmp_path / architecture)
+        source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=150))
+        with pytest.raises(ConfigError, match=r"model\.max_length=150: .* model\.max_length=64") as caught:
+            resolve_max_length(source, load_tokenizer(source))
+        assert ("or model.rope_scaling={rope_type: yarn, factor: 3} for more" in str(caught.value)) is more
+    source = open_model_source(
+        ModelConfig(
+            path=str(tmp_path / "llama"), pooling=Pooling.mean, max_length=150,
+            rope_scaling={"rope_type": "yarn", "factor": 3},
+        )
+    )  # fmt: skip
+    assert resolve_max_length(source, load_tokenizer(source)) == 150

@@ -1,0 +1,146 @@
+"""Commands in processes of their own: under torchrun, errors of one sentence, exports, an installed wheel."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.small import save_small, small_model, write_beir, write_rows
+
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def start(arguments: list[str], **more: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, **more
+    )
+
+
+def call(*arguments: str, ranks: int = 0, cwd: Path | None = None, code: int = 0, stdin: str = "") -> str:
+    """The output of `python -m embedtrain...`, under torchrun if `ranks` is given."""
+    command = [*TORCHRUN, str(ranks), "-m", *arguments] if ranks else [sys.executable, "-m", *arguments]
+    done = subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, text=True, input=stdin, capture_output=True, timeout=240, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("commands")
+    write_rows(folder / "train.jsonl", 60)
+    write_beir(folder / "dev", 20)
+    save_small(small_model("xlm-roberta", dropout=0.1), folder / "model")
+    return folder
+
+
+OPTIONS = [
+    "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
+    "train.log_every=1", "parallel.strategy=fsdp", "parallel.precision=fp32", "evaluation.sets=[dev]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["loss.tempature=0.1"], "unknown option loss.tempature, did you mean temperature?"),
+        pytest.param(["data.train=[bad.jsonl]"], "bad.jsonl:3: ", marks=pytest.mark.slow),
+        (["-m", "train.steps=1,2"], "multirun (-m) under torchrun"),
+        (
+            ["parallel.block_class=BertLayer"],
+            "parallel.block_class=BertLayer: Encoder has no such layer. It has XLMRobertaLayer x2",
+        ),
+    ],
+)
+def test_a_mistake_is_reported_once(workshop, arguments, message):
+    lines = (workshop / "train.jsonl").read_text().splitlines()
+    lines[2] = '{"query": 7, "pos": ["a"]}'
+    (workshop / "bad.jsonl").write_text("\n".join(lines))
+    output = call(
+        "embedtrain", *OPTIONS, "train.steps=2", "output_dir=never", *arguments, ranks=2, cwd=workshop, code=1
+    )
+    assert output.count(f"error: {message}") == 1, output
+    assert output.count(message) == 1, output
+    assert "embedtrain/training/train.py" not in output, "a traceback"
+    assert not (workshop / "never" / "checkpoints").exists()
+
+
+def test_evaluate_export_and_search(workshop, monkeypatch):
+    from sentence_transformers import SentenceTransformer
+
+    call("embedtrain", *OPTIONS, "train.steps=6", "checkpoint.every=3", "output_dir=run", cwd=workshop)
+    assert "model: exported" in call("embedtrain.export", "run=run", "step=3", "output_dir=exported", cwd=workshop)
+    assert "weights of step 3" in (workshop / "exported" / "README.md").read_text()
+    texts = ["alpha beta", "gamma"]
+    earlier, later = (SentenceTransformer(str(workshop / name)).encode(texts) for name in ("exported", "run/model"))
+    assert np.abs(earlier - later).max() > 1e-4
+    call("embedtrain.export", "run=run", "output_dir=half", "dtype=bf16", cwd=workshop)
+    assert np.abs(SentenceTransformer(str(workshop / "half")).encode(texts) - later).max() < 2e-2
+    assert "step=4: " in call("embedtrain.export", "run=run", "step=4", "output_dir=no", cwd=workshop, code=1)
+    (workshop / "precious").mkdir()
+    (workshop / "precious" / "notes.txt").write_text("mine")
+    for directory in ("precious", "run"):
+        output = call("embedtrain.export", "run=run", f"output_dir={directory}", cwd=workshop, code=1)
+        assert re.search(rf"^error: .*{directory}", output, re.MULTILINE)
+    assert (workshop / "precious" / "notes.txt").is_file()
+    # With these variables transformers would load a model without weights on the second rank.
+    hostile = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
+    for name, value in hostile.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+    outputs = [call("embedtrain.evaluate", "model=run/model", "sets=[dev]", ranks=n, cwd=workshop) for n in (0, 2)]
+    for output in outputs:
+        assert output.count(f"ignored in the environment: {', '.join(hostile)}; options decide\n") == 1
+    tables = [re.findall(r"^ +dev +(.*)$", output, re.MULTILINE) for output in outputs]
+    assert tables[0] == tables[1] != []
+    final = [json.loads(line) for line in (workshop / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    written = [json.loads(line) for line in (workshop / "runs" / "evaluate" / "metrics.jsonl").read_text().splitlines()]
+    for row in written:
+        assert row["ndcg@10"] == pytest.approx(final["ndcg@10"], abs=1e-6)
+    output = call(
+        "embedtrain.search", "model=run/model", "corpus=dev", "top_k=3", cwd=workshop, stdin="alpha\nbeta gamma\n"
+    )
+    assert len(re.findall(r"^ *-?[01]\.\d{3}  d\d+", output, re.MULTILINE)) == 6
+
+
+def test_help_lists_recipes_and_options():
+    output = call("embedtrain", "--help")
+    assert "recipe=bce_xlmr" in output
+    assert "temperature: 0.02" in output
+    for command in ("evaluate", "export", "inspect", "mine", "search"):
+        assert f"embedtrain.{command}" in call(f"embedtrain.{command}", "--help")
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_outside_the_checkout(workshop, tmp_path):
+    """A wheel is built, installed into a fresh environment, and trains from another directory."""
+
+    def do(*command: object) -> str:
+        done = subprocess.run(
+            [str(part) for part in command], cwd=workshop, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    do(sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, ROOT)
+    do(sys.executable, "-m", "venv", tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    (wheel,) = tmp_path.glob("*.whl")
+    do(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
+    # The dependencies are those of this environment. A path in a .pth file does not include its editable embedtrain.
+    (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
+    (site / "dependencies.pth").write_text(str(Path(np.__file__).parent.parent))
+    assert str(site) in do(python, "-c", "import embedtrain; print(embedtrain.__file__)")
+    shorter = ["train.epochs=null", "train.steps=2", "model.max_length=40"]
+    do(python, "-m", "embedtrain", "recipe=bce_xlmr", *OPTIONS, *shorter, "output_dir=wheel")
+    assert (workshop / "wheel" / "model" / "modules.json").is_file()
+    assert "recipe=quickstart" in do(python, "-m", "embedtrain", "--help")
+    (data,) = site.glob("embedtrain/recipes/quickstart/train-en.jsonl.gz")
+    assert data.stat().st_size > 500_000

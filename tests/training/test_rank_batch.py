@@ -1,0 +1,219 @@
+"""From a global batch to what each rank computes, made ahead of its use."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from embedtrain.data.keys import text_keys
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import GlobalBatch, Row
+from embedtrain.losses.types import BatchInfo
+from embedtrain.training.exchange import Exchange
+from embedtrain.training.prefetch import Prefetcher
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
+from tests.small import batch, small_tokenizer, text, tokenised
+
+TOKENIZER = TextTokenizer(small_tokenizer(), 16)
+
+
+PIECES = ChunkOptions(10_000, pass_overhead_tokens=4)
+
+
+def parts(rows: GlobalBatch, size: int, cutting: ChunkOptions) -> list[RankBatch]:
+    return [make_rank_batch(tokenised(rows, TOKENIZER), rank, size, TOKENIZER, cutting) for rank in range(size)]
+
+
+def texts_of(rows: Sequence[Row]) -> list[str]:
+    return [row.query for row in rows] + [text for row in rows for text in row.documents]
+
+
+def tokens_of(part: RankBatch) -> list[list[int]]:
+    """The tokens of each text that a rank encodes, by its number."""
+    seen: dict[int, list[int]] = {}
+    for chunk in part.chunks:
+        assert chunk.ids.shape == chunk.mask.shape
+        for place, ids, mask in zip(chunk.rows, chunk.ids, chunk.mask, strict=True):
+            assert place not in seen
+            seen[place] = ids[mask.bool()].tolist()
+            assert (ids[~mask.bool()] == TOKENIZER.tokenizer.pad_token_id).all()
+    return [seen[place] for place in range(len(seen))]
+
+
+def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
+    """What a rank's rows get when every rank sends what it encoded: the same steps as Exchange, without ranks."""
+    sent = []
+    for part in all_parts:
+        ordered = [tokens_of(part)[i] for i in part.exchange.send_order.tolist()]
+        start = sum(part.exchange.num_sent[:rank])
+        sent.append(ordered[start : start + part.exchange.num_sent[rank]])
+    mine = all_parts[rank].exchange
+    assert [len(block) for block in sent] == list(mine.num_received)
+    home: list[list[int]] = [[] for _ in mine.received_rows]
+    for place, ids in zip(mine.received_rows.tolist(), (ids for block in sent for ids in block), strict=True):
+        home[place] = ids
+    return home
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "cutting", [ChunkOptions(10_000, pass_overhead_tokens=10_000), PIECES, ChunkOptions(40, pass_overhead_tokens=4)]
+)
+def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting):
+    rows = batch(10)
+    dealt = parts(rows, size, cutting)
+    for rank, mine in enumerate(dealt):
+        share = rows.rows[rank::size]
+        texts = texts_of(share)
+        assert (mine.num_queries, mine.num_rows, mine.step) == (len(share), 10, 0)
+        assert all(chunk.ids.numel() <= cutting.chunk_tokens for chunk in mine.chunks)
+        assert at_home(dealt, rank) == TOKENIZER.ids(texts)
+        assert mine.real_tokens == sum(map(len, tokens_of(mine))) <= mine.computed_tokens
+        assert (mine.num_cached_graphs == len(mine.chunks)) == (cutting.chunk_tokens == 10_000)
+        documents = [text for row in share for text in row.documents]
+        assert [documents[place] for place in mine.batch_info.positives.tolist()] == [row.documents[0] for row in share]
+        assert mine.batch_info.query_keys.equal(text_keys([row.query for row in share]))
+        assert mine.batch_info.document_keys.equal(text_keys(documents))
+    assert max(len(mine.chunks) for mine in dealt) - min(len(mine.chunks) for mine in dealt) <= 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_have_as_much_to_compute(size):
+    """Rank 0's rows are the long ones: their texts are dealt all the same."""
+    rows = tuple(Row(text(i, 2), (text(i, 40 if i % size == 0 else 3),)) for i in range(60 * size))
+    dealt = parts(GlobalBatch(0, rows), size, PIECES)
+    assert max(part.computed_tokens for part in dealt) <= 1.02 * min(part.computed_tokens for part in dealt)
+
+
+def test_pieces_save_padding():
+    """A share that fits is cut all the same, and less is computed than in one pass."""
+    long, short = " ".join(["alpha"] * 14), "beta"
+    rows = GlobalBatch(0, tuple(Row(short, (long,)) for _ in range(8)))
+    (one,), (several,) = parts(rows, 1, ChunkOptions(10_000, pass_overhead_tokens=10_000)), parts(rows, 1, PIECES)
+    assert len(one.chunks) == 1 < len(several.chunks)
+    assert several.num_cached_graphs == len(several.chunks)
+    assert several.computed_tokens == several.real_tokens == one.real_tokens < one.computed_tokens
+
+
+def test_what_does_not_fit_is_cut_by_the_budget():
+    (tight,) = parts(batch(12), 1, ChunkOptions(64, pass_overhead_tokens=8))
+    assert max(chunk.ids.numel() for chunk in tight.chunks) <= 64
+    assert tight.num_cached_graphs == 1  # the longest texts, as many as fit beside each other
+    (more,) = parts(batch(12), 1, ChunkOptions(64, 190, pass_overhead_tokens=8))
+    sizes = [chunk.ids.numel() for chunk in more.chunks]
+    assert sizes == [chunk.ids.numel() for chunk in tight.chunks]
+    assert sum(sizes[: more.num_cached_graphs]) <= 190 < sum(sizes[: more.num_cached_graphs + 1])
+    assert parts(batch(12), 1, ChunkOptions(64, 0, pass_overhead_tokens=8))[0].num_cached_graphs == 0
+
+
+def test_a_rank_without_rows():
+    mine = parts(batch(2), 4, ChunkOptions(100))[3]
+    assert (mine.num_queries, mine.exchange.num_received) == (0, [0, 0, 0, 0])
+    assert (
+        mine.batch_info.positives.dtype
+        == mine.batch_info.query_keys.dtype
+        == mine.batch_info.document_keys.dtype
+        == torch.int64
+    )
+    assert mine.num_rows == 2
+    assert mine.to(torch.device("cpu")).num_rows == 2
+
+
+def test_more_ranks_than_texts():
+    rows = GlobalBatch(0, (Row("alpha", ("beta",)),))
+    dealt = parts(rows, 4, PIECES)
+    assert at_home(dealt, 0) == TOKENIZER.ids(["alpha", "beta"])
+    assert [at_home(dealt, rank) for rank in (1, 2, 3)] == [[], [], []]
+
+
+def test_ids_are_a_sources_own():
+    rows = [
+        Row("a", ("b",), ids=("7",), source=0),
+        Row("a", ("c",), ids=("7",), source=1),
+        Row("a", ("d", "e"), ids=("8", "7"), source=0),
+        Row("a", ("f",), source=1),
+    ]
+    (mine,) = parts(GlobalBatch(0, tuple(rows)), 1, PIECES)
+    ids = mine.batch_info.document_ids
+    assert ids[0] == ids[3] != ids[1]
+    assert len(set(ids.tolist())) == 4
+    assert ids[4] == text_keys(["f"])[0]
+
+
+def empty(step: int) -> RankBatch:
+    nothing = torch.empty(0, dtype=torch.int64)
+    batch_info = BatchInfo(owners=nothing, query_keys=nothing, document_keys=nothing)
+    exchange = Exchange(nothing, (), (), nothing)
+    return RankBatch(step, (), 0, batch_info, 0, num_cached_graphs=0, num_passes=0, max_documents=0, exchange=exchange)
+
+
+def making(slow: float = 0.0, breaks: int | None = None) -> tuple[Callable[[int], RankBatch], list[int]]:
+    made: list[int] = []
+
+    def make(step: int) -> RankBatch:
+        assert threading.current_thread().name.startswith("batches")
+        time.sleep(slow)
+        if step == breaks:
+            raise ValueError(f"row of step {step}")
+        made.append(step)
+        return empty(step)
+
+    return make, made
+
+
+def settle(made: list[int]) -> list[int]:
+    time.sleep(0.2)
+    return list(made)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 5), (3, 5), (4, 5), (5, 5), (6, 5)])
+def test_prefetched_in_order(start, stop):
+    make, made = making()
+    assert [made_ahead.step for made_ahead in Prefetcher(make, start, stop)] == list(range(start, stop))
+    assert made == list(range(start, stop))
+
+
+def test_made_ahead_but_not_further():
+    make, made = making()
+    batches = iter(Prefetcher(make, 0, 100, ahead=2))
+    next(batches)
+    assert settle(made) == [0, 1, 2]
+    next(batches)
+    assert settle(made) == [0, 1, 2, 3]
+    batches.close()
+    assert settle(made) == [0, 1, 2, 3]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_an_error_while_making_reaches_the_loop_at_its_step():
+    make, made = making(breaks=3)
+    seen = []
+    with pytest.raises(ValueError, match="row of step 3"):
+        seen.extend(made_ahead.step for made_ahead in Prefetcher(make, 0, 10))
+    assert seen == [0, 1, 2]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+    assert len(settle(made)) <= 5
+
+
+def test_waiting_is_measured():
+    make, _ = making(slow=0.1)
+    slow = Prefetcher(make, 0, 3)
+    waits = [slow.pop_wait_seconds() for _ in slow]
+    assert waits[0] >= 0.09
+    make, _ = making()
+    fast = Prefetcher(make, 0, 4)
+    for _ in fast:
+        time.sleep(0.05)
+    assert fast.pop_wait_seconds() < 0.15
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_workers_do_not_change_the_order(workers):
+    def make(step: int) -> RankBatch:
+        time.sleep(0.01 * (step % 3))  # whoever is quicker
+        return empty(step)
+
+    assert [made.step for made in Prefetcher(make, 2, 30, workers=workers)] == list(range(2, 30))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]

@@ -268,7 +268,7 @@ def test_empty_files_and_equal_names(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "environment", "sentence"),
     [
-        (["data=rows.jsonl"], {"WORLD_SIZE": "2"}, "inspect looks at data in one process"),
+        (["data=rows.jsonl"], {"WORLD_SIZE": "2"}, "inspect runs in a single process"),
         (
             ["data=rows.jsonl", "for_loss=triplet"],
             {},

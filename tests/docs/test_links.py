@@ -42,3 +42,13 @@ def test_the_readme_links_every_page():
     }
     missing = [page.name for page in pages() if page.is_relative_to(ROOT / "docs") and page.resolve() not in linked]
     assert missing in ([], ["index.md"])
+
+
+def test_files_that_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text))
+    assert len(paths) > 40
+    missing = [
+        path for path in sorted(paths) if not any((root / path).is_file() for root in (ROOT, ROOT / "embedtrain"))
+    ]
+    assert missing in ([], ["options.py"])  # a command's own

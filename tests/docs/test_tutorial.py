@@ -70,10 +70,10 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
     served = output("curl")
     answer = json.loads(served[served.index("{") :])  # behind the server's own line
     assert answer["query"] == "play chess"
-    assert len(answer["found"]) == 5
-    scores = [hit["score"] for hit in answer["found"]]
+    assert len(answer["results"]) == 5
+    scores = [hit["score"] for hit in answer["results"]]
     assert scores == sorted(scores, reverse=True)
-    assert "chess" in " ".join(hit["text"] for hit in answer["found"]).lower()
+    assert "chess" in " ".join(hit["text"] for hit in answer["results"]).lower()
     shown = re.findall(r"^(\d\.\d{3})  d\d+", output("embedtrain.search"), re.MULTILINE)
     assert [float(score) for score in shown] == pytest.approx(scores[:3], abs=2e-3), (
         "the server finds what search finds"

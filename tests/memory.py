@@ -1,4 +1,4 @@
-"""How much memory a process takes for what it does, counted without files that are mapped."""
+"""Measures the memory of a process without mapped files."""
 
 import ctypes
 import gc
@@ -12,30 +12,30 @@ MB = 10**6
 
 
 def anonymous_mb() -> float:
-    """MB of this process that no file stands behind."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024 / MB
+    """Anonymous memory of this process, MB."""
+    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024 / MB
 
 
 @contextmanager
-def memory_growth(found: list[float]) -> Iterator[None]:
-    """Add the most that memory grew by in the block, looked at every two milliseconds; MB."""
+def memory_growth(peaks: list[float]) -> Iterator[None]:
+    """Append the peak growth of memory within the block in MB, sampled every two milliseconds."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
+    ctypes.CDLL(None).malloc_trim(0)  # memory freed before must not hide new allocations
     before = peak = anonymous_mb()
-    over = threading.Event()
+    done = threading.Event()
 
-    def look() -> None:
+    def sample() -> None:
         nonlocal peak
-        while not over.wait(0.002):
+        while not done.wait(0.002):
             peak = max(peak, anonymous_mb())
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=sample)
     watcher.start()
     try:
         yield
     finally:
-        over.set()
+        done.set()
         watcher.join()
-    found.append(max(peak, anonymous_mb()) - before)
+    peaks.append(max(peak, anonymous_mb()) - before)

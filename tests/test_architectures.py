@@ -19,7 +19,7 @@ import embedtrain.training.train
 from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
-from tests.own_code import model_with_remote_code, unload_remote_code
+from tests.custom_code import model_with_remote_code, unload_remote_code
 from tests.small import ARCHITECTURES, MORE_ARCHITECTURES, POOLINGS, save_small, small_model, write_beir, write_rows
 from tests.test_run import BASE, figures, losses, rewind_run
 

@@ -96,7 +96,7 @@ def test_it_plans(name):
     arguments += [f"model.vocab_size={config['vocab_size']}", "model.pooling=mean"]
     found = plan(*compose_plan(arguments))
     assert found.best.fits
-    assert found.facts.parameters == pytest.approx(billions * 1e9, rel=0.02)
+    assert found.model.weights.parameters == pytest.approx(billions * 1e9, rel=0.02)
     assert found.largest_chunk is not None
 
 

@@ -1,4 +1,4 @@
-"""Frozen layers in 4 bits: the same on any ranks, not saved, and merged into what they were computed with."""
+"""Frozen layers in 4 bits: equal on any number of ranks, not saved, and merged into the dequantised weights."""
 
 from dataclasses import replace
 
@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from embedtrain.config import model_checks as lora_checks
+from embedtrain.config import model_checks
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import LoraConfig, ModelConfig, ParallelConfig, Strategy
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from embedtrain.export.__main__ import act
+from embedtrain.export.__main__ import main
 from embedtrain.export.options import compose_export
 from embedtrain.loading.load import load_model
 from embedtrain.models.adapters import add_adapters, initial_adapters
@@ -23,7 +23,7 @@ from embedtrain.models.source import open_model_source
 from tests.small import parallel, save_small, small_model, write_rows
 from tests.test_run import losses, rewind_run, run
 
-pytest.importorskip("bitsandbytes")
+quantize_4bit = pytest.importorskip("bitsandbytes").functional.quantize_4bit
 IDS = torch.tensor([[0, 4, 5, 6, 2], [0, 9, 8, 2, 1]])
 MASK = (IDS != 1).long()
 
@@ -39,20 +39,20 @@ def workshop(tmp_path_factory):
 
 
 def on_ranks(world: World, model: ModelConfig, options: ParallelConfig) -> dict[str, torch.Tensor]:
-    """Vectors, and the gradient of what is trained."""
+    """Vectors, and the gradients of trained weights."""
     encoder = load_model(model, options, world, seed=3).encoder.eval()
     assert len(list(four_bit_layers(encoder))) == 14
     vectors = encoder(IDS, MASK)
     vectors.pow(3).sum().backward()
-    found = {"vectors": vectors.detach()}
+    tensors = {"vectors": vectors.detach()}
     for name, parameter in encoder.named_parameters():
         if isinstance(parameter.grad, DTensor):
-            found[name] = parameter.grad.full_tensor()
-    return found
+            tensors[name] = parameter.grad.full_tensor()
+    return tensors
 
 
 def in_one_process(model: ModelConfig) -> dict[str, torch.Tensor]:
-    """The same of a plain model whose linear layers hold what 4 bits are brought back to."""
+    """The same for a model whose linear layers have the dequantised weights."""
     source = open_model_source(model)
     encoder = assemble_encoder(source)
     state = full_state_dict(source, 0)
@@ -66,41 +66,41 @@ def in_one_process(model: ModelConfig) -> dict[str, torch.Tensor]:
     encoder.load_state_dict(initial_adapters(encoder, adapted, 3), strict=False)
     vectors = encoder.eval()(IDS, MASK)
     vectors.pow(3).sum().backward()
-    found = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}
-    return {"vectors": vectors.detach()} | found
+    grads = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}
+    return {"vectors": vectors.detach()} | grads
 
 
 @pytest.mark.parametrize(
     ("size", "strategy"),
     [(2, "fsdp"), pytest.param(1, "fsdp", marks=pytest.mark.slow), pytest.param(2, "ddp", marks=pytest.mark.slow)],
 )
-def test_vectors_and_gradients_are_those_of_the_unpacked_weights(ranks, workshop, size, strategy):
+def test_vectors_and_gradients_equal_those_of_dequantised_weights(ranks, workshop, size, strategy):
     model = replace(
         small_model("llama"), config=None, path=str(workshop / "llama"), lora=LoraConfig(rank=4, load_in_4bit=True)
     )
     expected = in_one_process(model)
-    for found in ranks(size, on_ranks, model, parallel(Strategy(strategy))):
-        assert found.keys() == expected.keys()
+    for tensors in ranks(size, on_ranks, model, parallel(Strategy(strategy))):
+        assert tensors.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_run_is_saved_resumed_and_merged(ranks, workshop, tmp_path):
+def test_run_is_saved_resumed_and_merged(ranks, workshop, tmp_path):
     arguments = (
         f"model.path={workshop / 'llama'}", f"data.train=[{workshop / 'train.jsonl'}]", "model.pooling=last",
         "model.lora.rank=4", "model.lora.load_in_4bit=true", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=9",
         "optim.lr=2e-2", "export.check=true", "export.formats=[adapter]",
     )  # fmt: skip
     out = tmp_path / "run"
-    told = ranks(2, run, *arguments, f"output_dir={out}")[0]
-    assert "the others are frozen in 4 bits and float32" in told
+    output = ranks(2, run, *arguments, f"output_dir={out}")[0]
+    assert "the others are frozen in 4 bits and float32" in output
     names = {name for path in (out / "checkpoints").rglob("weights*.safetensors") for name in load_file(path)}
     assert names
     assert all("lora_" in name for name in names)
     again = rewind_run(out, tmp_path / "again", 2)
     ranks(1, run, *arguments, f"output_dir={again}")
     assert losses(again) == pytest.approx(losses(out), rel=1e-5)
-    act(compose_export([f"run={out}", f"output_dir={tmp_path / 'to'}"]))
+    main(compose_export([f"run={out}", f"output_dir={tmp_path / 'to'}"]))
     live, offline = (load_file(path / "model.safetensors") for path in (out / "model", tmp_path / "to"))
     base = load_file(workshop / "llama" / "model.safetensors")
     assert live.keys() == offline.keys() == base.keys()
@@ -112,19 +112,19 @@ def test_a_run_is_saved_resumed_and_merged(ranks, workshop, tmp_path):
     torch.testing.assert_close(live[name], quantization_round_trip(base[name]) + 2 * b @ a, rtol=0, atol=1e-6)
 
 
-def test_the_size_that_is_told_is_what_it_takes():
+def test_reported_size_equals_memory():
     layer = FourBitLinear(torch.nn.Linear(1024, 2048, bias=False))
     layer.quantize_weight(torch.randn(2048, 1024))
-    scales = layer._scales
-    taken = sum(t.nbytes for t in (layer.packed, scales.absmax, scales.state2.absmax))
-    assert layer.num_bytes == pytest.approx(taken, rel=0.01)
+    packed, scales = quantize_4bit(torch.randn(2048, 1024), blocksize=64, compress_statistics=True, quant_type="nf4")
+    num_bytes = sum(tensor.nbytes for tensor in (packed, scales.absmax, scales.state2.absmax))
+    assert layer.num_bytes == pytest.approx(num_bytes, rel=0.01)
     x = torch.randn(3, 1024)
     torch.testing.assert_close(layer(x), F.linear(x, layer.dequantized()))
 
 
-def test_without_the_package_one_sentence(monkeypatch):
-    monkeypatch.setattr(lora_checks.importlib.util, "find_spec", lambda _: None)
+def test_missing_package(monkeypatch):
+    monkeypatch.setattr(model_checks.importlib.util, "find_spec", lambda _: None)
     arguments = ["name=t", "model.path=x", "model.pooling=last", "data.train=[x]", "train.steps=1", "model.lora.rank=4"]
     compose_recipes(arguments)
-    with pytest.raises(ConfigError, match=r"needs the package bitsandbytes.*pip install .embedtrain\[qlora"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.load_in_4bit=.*bitsandbytes"):
         compose_recipes([*arguments, "model.lora.load_in_4bit=true"])

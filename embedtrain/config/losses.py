@@ -1,4 +1,4 @@
-"""What `loss` may hold: one dataclass a loss. A field's comment is its documentation."""
+"""Options of `loss`: one dataclass per loss. The comment of a field is its documentation."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -6,14 +6,14 @@ from typing import Any
 
 
 class Similarity(str, Enum):
-    """How two vectors are compared; vectors of a model with `model.normalize` have equal cosine and dot."""
+    """Similarity of two vectors; cosine and dot are equal for models with `model.normalize`."""
 
     cosine = "cosine"
     dot = "dot"
 
 
 class Distance(str, Enum):
-    """How far two vectors are apart; cosine is 1 - cosine similarity."""
+    """Distance of two vectors; cosine is 1 - cosine similarity."""
 
     cosine = "cosine"
     euclidean = "euclidean"
@@ -21,7 +21,7 @@ class Distance(str, Enum):
 
 
 class LossDirection(str, Enum):
-    """What a row's softmax runs over: anchor_candidates."""
+    """The anchor and the candidates of a row's softmax."""
 
     query_document = "query_document"  # the query against all documents
     document_query = "document_query"  # its positive against all queries
@@ -30,14 +30,14 @@ class LossDirection(str, Enum):
 
 
 class PartitionMode(str, Enum):
-    """Several directions: one softmax over all of them, or the mean of one softmax each."""
+    """With several directions: one softmax over all of them, or the mean of one softmax each."""
 
     joint = "joint"
     separate = "separate"
 
 
 class Hardness(str, Enum):
-    """Which negatives weigh more the more similar they are."""
+    """Which negatives are weighted by their similarity."""
 
     none = "none"
     in_batch = "in_batch"  # other rows' documents
@@ -46,10 +46,10 @@ class Hardness(str, Enum):
 
 
 class Implementation(str, Enum):
-    """How a softmax over the batch is computed; the figures are the same.
+    """How a softmax over the batch is computed; the results are the same.
 
-    `plain` holds the matrix of scores, `tiled` a few rows of it at a time, `ring` besides that only one
-    rank's candidates at a time. `auto` chooses by size.
+    `plain` holds the matrix of scores, `tiled` a few rows of it at a time, `ring` also only one rank's candidates at a
+    time. `auto` chooses by size.
     """
 
     auto = "auto"
@@ -66,23 +66,23 @@ class MarginKind(str, Enum):
 
 
 class TripletMining(str, Enum):
-    """Which triplets of a batch count (Hermans et al., 2017; semi-hard: Schroff et al., 2015)."""
+    """The triplets of a batch to train on (Hermans et al., 2017; semi-hard: Schroff et al., 2015)."""
 
     all = "all"  # every triplet that violates the margin
     hard = "hard"  # each anchor's farthest positive and nearest negative
     hard_soft_margin = "hard_soft_margin"  # the same, softplus instead of a margin
-    semi_hard = "semi_hard"  # the nearest negative behind each positive
+    semi_hard = "semi_hard"  # the nearest negative farther than each positive
 
 
 class Reduction(str, Enum):
-    """What becomes of the terms of a batch."""
+    """Reduction over the terms of a batch."""
 
     mean = "mean"
     sum = "sum"
 
 
 class EmbeddingDistance(str, Enum):
-    """How far a vector is from its teacher's."""
+    """Distance of a vector from the teacher's."""
 
     cosine = "cosine"
     mse = "mse"
@@ -91,14 +91,12 @@ class EmbeddingDistance(str, Enum):
 
 @dataclass(kw_only=True)
 class LossConfig:
-    """What every loss has."""
+    """Options of every loss."""
 
-    name: str = "infonce"  # which loss: `loss=NAME` chooses it
-    weight: float = 1.0  # what it is multiplied with, for losses within loss=combined
-    matryoshka_dims: list[int] | None = (
-        None  # also trained on the first n dimensions, for each n (Kusupati et al., 2022)
-    )
-    matryoshka_weights: list[float] | None = None  # of each of them; default: 1 each
+    name: str = "infonce"  # set by `loss=NAME`
+    weight: float = 1.0  # factor of this loss within loss=combined
+    matryoshka_dims: list[int] | None = None  # also train on the first n dimensions, for each n (Kusupati et al., 2022)
+    matryoshka_weights: list[float] | None = None  # of each of `matryoshka_dims`; default: 1 each
 
 
 @dataclass(kw_only=True)
@@ -114,15 +112,15 @@ class InfoNCEConfig(LossConfig):
     partition_mode: PartitionMode = PartitionMode.joint
     in_batch_negatives: bool = True  # false: a query's own hard negatives only
     margin: float = 0.0  # subtracted from the positive's similarity (Yang et al., 2019)
-    mask_duplicates: bool = True  # a document equal to the positive, or of an equal query, is no negative
+    mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
     false_negative_margin: float | None = (
-        None  # nor is one whose similarity exceeds the positive's by this (may be negative)
+        None  # exclude negatives more similar than the positive by this margin (may be negative)
     )
-    # A model directory or Hub id (ID@REVISION); nor is what it finds closer than the positive a negative (GISTEmbed).
+    # A model directory or Hub id (ID@REVISION); excludes negatives that it finds closer than the positive (GISTEmbed).
     guide: str | None = None
-    guide_margin: float = 0.0  # how much below the positive's similarity the guide begins to object
+    guide_margin: float = 0.0  # exclude negatives from this margin below the positive's similarity on
     guide_margin_kind: MarginKind = MarginKind.absolute
-    hardness: Hardness = Hardness.none  # which negatives weigh exp(strength * similarity) (Lan et al., 2025)
+    hardness: Hardness = Hardness.none  # negatives weighted by exp(hardness_strength * similarity) (Lan et al., 2025)
     hardness_strength: float = 0.0  # 0: none
     implementation: Implementation = Implementation.auto
 
@@ -133,17 +131,17 @@ class SigLIPConfig(LossConfig):
 
     name: str = "siglip"
     temperature: float = 0.1  # similarities are divided by it
-    bias: float = -10.0  # added to them: most pairs are no match
+    bias: float = -10.0  # added to the scaled similarities: most pairs do not match
     learn_temperature: bool = True  # start from `temperature` and train it
     learn_bias: bool = True  # start from `bias` and train it
     temperature_bounds: list[float] = field(default_factory=lambda: [0.01, 1.0])  # of a trained temperature
     similarity: Similarity = Similarity.cosine
-    mask_duplicates: bool = True  # a document equal to the positive, or of an equal query, is no negative
+    mask_duplicates: bool = True  # exclude documents that equal a positive of the query or of an equal query
 
 
 @dataclass(kw_only=True)
 class CoSENTConfig(LossConfig):
-    """Scored pairs in the order of their scores, over the whole global batch (Su, 2022)."""
+    """Ranks scored pairs by their scores, over the whole global batch (Su, 2022)."""
 
     name: str = "cosent"
     temperature: float = 0.05  # similarities are divided by it
@@ -159,7 +157,7 @@ class AnglEConfig(LossConfig):
 
 @dataclass(kw_only=True)
 class CosineMSEConfig(LossConfig):
-    """Squared difference of cosine similarity and score, from -1 to 1 (Reimers and Gurevych, 2019)."""
+    """Squared difference of cosine similarity and score from -1 to 1 (Reimers and Gurevych, 2019)."""
 
     name: str = "cosine_mse"
 
@@ -175,49 +173,49 @@ class ContrastiveConfig(LossConfig):
 
 @dataclass(kw_only=True)
 class OnlineContrastiveConfig(LossConfig):
-    """The same of the hard pairs of the global batch alone, as sentence-transformers does."""
+    """The contrastive loss of only the hard pairs of the global batch, as in sentence-transformers."""
 
     name: str = "online_contrastive"
     margin: float = 0.5  # distance that pairs labelled 0 are pushed to
     distance: Distance = Distance.cosine
-    reduction: Reduction = Reduction.sum  # sum, as sentence-transformers; mean: over all pairs of the batch
+    reduction: Reduction = Reduction.sum  # sum, as in sentence-transformers; mean: over all pairs of the batch
 
 
 @dataclass(kw_only=True)
 class TripletConfig(LossConfig):
-    """The negative farther than the positive by a margin (Schroff et al., 2015)."""
+    """Pushes negatives farther than the positive by a margin (Schroff et al., 2015)."""
 
     name: str = "triplet"
-    margin: float = 0.3  # how much farther than the positive a negative is to be
+    margin: float = 0.3  # minimal difference of the distances of negative and positive
     distance: Distance = Distance.cosine
 
 
 @dataclass(kw_only=True)
 class BatchTripletConfig(LossConfig):
-    """Triplets found in the global batch by the rows' class labels (Hermans et al., 2017)."""
+    """Triplets mined in the global batch by the rows' class labels (Hermans et al., 2017)."""
 
     name: str = "batch_triplet"
     mining: TripletMining = TripletMining.hard
-    margin: float = 0.3  # how much farther than the positive a negative is to be
+    margin: float = 0.3  # minimal difference of the distances of negative and positive
     distance: Distance = Distance.cosine
 
 
 @dataclass(kw_only=True)
 class DistillScoresConfig(LossConfig):
-    """KL divergence of a row's softmax from its teacher's (Hinton et al., 2015; Lin et al., 2021)."""
+    """KL divergence of a row's softmax from the teacher's (Hinton et al., 2015; Lin et al., 2021)."""
 
     name: str = "distill_scores"
     temperature: float = 0.02  # the student's similarities are divided by it
     teacher_temperature: float = 1.0  # the teacher's scores are divided by it
     similarity: Similarity = Similarity.cosine
-    times_squared_temperature: bool = False  # as Hinton et al. and sentence-transformers, for one temperature of both
+    times_squared_temperature: bool = False  # as in Hinton et al. and sentence-transformers, for equal temperatures
 
 
 @dataclass(kw_only=True)
 class MarginMSEConfig(LossConfig):
     """Squared difference of the student's and the teacher's margins (Hofstätter et al., 2020).
 
-    Similarities of normalised vectors differ by 2 at most: `score_scale` of a source brings a teacher's margins there.
+    Similarities of normalised vectors differ by at most 2: `score_scale` of a source scales the teacher's margins.
     """
 
     name: str = "margin_mse"
@@ -226,21 +224,21 @@ class MarginMSEConfig(LossConfig):
 
 @dataclass(kw_only=True)
 class DistillEmbeddingsConfig(LossConfig):
-    """Vectors close to a teacher's (Kim et al., 2023)."""
+    """Distance of vectors from a teacher's (Kim et al., 2023)."""
 
     name: str = "distill_embeddings"
     distance: EmbeddingDistance = EmbeddingDistance.cosine
-    teacher: str | None = None  # a model directory or Hub id (ID@REVISION); default: the vectors that the rows hold
-    project: bool = False  # a trained projection onto the teacher's dimensions, where they differ
+    teacher: str | None = None  # a model directory or Hub id (ID@REVISION); default: the vectors in the rows
+    project: bool = False  # train a projection onto the teacher's dimensions
 
 
 @dataclass(kw_only=True)
 class OrthogonalConfig(LossConfig):
-    """Global orthogonal regularisation: unrelated vectors spread as on a sphere (Zhang et al., 2017)."""
+    """Global orthogonal regularisation: spreads unrelated vectors on the sphere (Zhang et al., 2017)."""
 
     name: str = "orthogonal"
     mean_weight: float = 1.0  # of the squared mean of their similarities
-    second_moment_weight: float = 1.0  # of the mean of squared similarities, as far as it is above 1 / dimensions
+    second_moment_weight: float = 1.0  # of the mean of squared similarities beyond 1 / dimensions
     aggregation: Reduction = Reduction.mean  # over queries, positives, first negatives, ...
 
 
@@ -258,11 +256,11 @@ class SentenceTransformersConfig(LossConfig):
 
     name: str = "sentence_transformers"
     class_name: str = ""  # such as MultipleNegativesRankingLoss
-    arguments: Any = None  # a mapping, of its constructor's arguments but `model`
+    arguments: Any = None  # a mapping of its constructor's arguments except `model`
     guide: str | None = None  # a model directory or Hub id (ID@REVISION), for the classes with a guide
 
     def __post_init__(self) -> None:
-        """An empty mapping as a default would take no new keys on the command line."""
+        """A default of {} would reject new keys on the command line."""
         if self.arguments is None:
             self.arguments = {}
 

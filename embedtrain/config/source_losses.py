@@ -1,4 +1,4 @@
-"""The loss of each training source: the recipe's, with what the source says otherwise."""
+"""The loss of each training source: the recipe's loss with the options of the source."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -11,66 +11,64 @@ from embedtrain.errors import ConfigError
 
 
 def source_loss(source: TrainSource, loss: LossConfig) -> LossConfig:
-    """What rows of `source` are trained with.
+    """The loss for rows of `source`.
 
     Args:
         source: an element of `data.train`.
-        loss: the recipe's.
+        loss: of the recipe.
 
     Raises:
-        ConfigError: the source sets an option that its loss does not have, or that does not go with the others.
+        ConfigError: the source sets an option that its loss does not have, or that conflicts with others.
     """
-    found = loss if source.loss is None else source.loss
-    own = {"temperature": source.temperature, "in_batch_negatives": source.in_batch_negatives}
-    for option, value in own.items():
+    config = loss if source.loss is None else source.loss
+    options = {"temperature": source.temperature, "in_batch_negatives": source.in_batch_negatives}
+    for option, value in options.items():
         if value is not None:
-            found = _with(found, option, value, source.path)
-    if found is not loss:
+            config = _with_option(config, option, value, source.path)
+    if config is not loss:
         try:
-            check_loss(found)
+            check_loss(config)
         except ConfigError as error:
             raise ConfigError(f"data.train, {source.path}: {error}") from None
-    return found
+    return config
 
 
 def distinct_losses(losses: Sequence[LossConfig]) -> tuple[list[LossConfig], list[int]]:
-    """Each different loss once, and which of them each of `losses` is."""
-    found: list[LossConfig] = []
-    which = []
+    """The distinct losses, and for each of `losses` its index among them."""
+    unique: list[LossConfig] = []
     for loss in losses:
-        if loss not in found:
-            found.append(loss)
-        which.append(found.index(loss))
-    return found, which
+        if loss not in unique:
+            unique.append(loss)
+    return unique, [unique.index(loss) for loss in losses]
 
 
 def uses_batches_by_source(batches: BatchMode, losses: Sequence[LossConfig]) -> bool:
-    """Whether a global batch holds rows of one source alone.
+    """Whether all rows of a global batch are of one source.
 
     Args:
         batches: `data.batches`.
         losses: of each source.
 
     Raises:
-        ConfigError: batches are to be mixed of sources that have different losses.
+        ConfigError: mixed batches of sources with different losses.
     """
-    several = len(distinct_losses(losses)[0]) > 1
-    if several and batches is BatchMode.mixed:
+    differ = len(distinct_losses(losses)[0]) > 1
+    if differ and batches is BatchMode.mixed:
         raise ConfigError(
-            "data.batches=mixed: sources have a loss, temperature or in_batch_negatives of their own, and a batch "
-            "has one loss; write data.batches=by_source"
+            "data.batches=mixed: sources set their own loss, temperature or in_batch_negatives, but a batch has "
+            "only one loss; write data.batches=by_source"
         )
-    return several or batches is BatchMode.by_source
+    return differ or batches is BatchMode.by_source
 
 
-def _with(loss: LossConfig, option: str, value: Any, path: str) -> LossConfig:
+def _with_option(loss: LossConfig, option: str, value: Any, path: str) -> LossConfig:
     if isinstance(loss, CombinedConfig) and any(_has(part, option) for part in loss.losses):
         parts = [replace(part, **{option: value}) if _has(part, option) else part for part in loss.losses]
         return replace(loss, losses=parts)
     if _has(loss, option):
         return replace(loss, **{option: value})
     if option == "in_batch_negatives" and value is False and not isinstance(loss, SigLIPConfig | CombinedConfig):
-        return loss  # a loss of single rows has no in-batch negatives to begin with
+        return loss  # losses of single rows have no in-batch negatives anyway
     raise ConfigError(f"data.train, {path}: {option}={value}: loss={loss.name} has no such option")
 
 

@@ -97,7 +97,7 @@ def _load(options: EvaluateOptions, world: "World", console: "Console") -> "Load
             ParallelConfig(precision=options.precision),
             world,
             seed=0,
-            trains=False,
+            work=None,
         )
     for note in model.notes:
         console.note(note)

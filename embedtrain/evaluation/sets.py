@@ -1,7 +1,7 @@
-"""Loads the sets of `evaluation.sets`: chooses the reader of each, checks its options, takes its subset."""
+"""Loads the sets of `evaluation.sets`: chooses the reader of each, checks its options and content, takes its subset."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
@@ -19,10 +19,38 @@ from embedtrain.evaluation.readers.retrieval import (
 )
 from embedtrain.evaluation.readers.subset import take_subset
 from embedtrain.evaluation.readers.tables import read_tables, tables_of_file, tables_of_folder, tables_of_repository
-from embedtrain.evaluation.readers.usable import check_options, require_usable
-from embedtrain.evaluation.types import EvaluationData, LoadedSet, RetrievalSet
+from embedtrain.evaluation.types import (
+    Bitext,
+    ClassificationSet,
+    ClusteringSet,
+    EvaluationData,
+    LabelledPairs,
+    LoadedSet,
+    RetrievalSet,
+    ScoredPairs,
+)
 
 DataAndNotes = tuple[EvaluationData, list[str]]
+
+_KINDS: dict[type[EvaluationData], str] = {
+    RetrievalSet: "a retrieval set",
+    ScoredPairs: "an STS set",
+    LabelledPairs: "a set of labelled pairs",
+    Bitext: "a bitext set",
+    ClassificationSet: "a classification set",
+    ClusteringSet: "a clustering set",
+}
+# Options of some kinds of sets.
+_KINDS_OF_OPTION: dict[str, tuple[type[EvaluationData], ...]] = {
+    "candidates": (RetrievalSet,),
+    "subset_documents": (RetrievalSet,),
+    "ignore_identical_ids": (RetrievalSet,),
+    "train": (ClassificationSet,),
+    "classifier": (ClassificationSet,),
+    "samples_per_label": (ClassificationSet,),
+    "experiments": (ClassificationSet, ClusteringSet),
+}
+_DOCUMENT_OPTIONS = ("document_prompt", "document_max_length")
 
 
 def load_sets(
@@ -93,12 +121,12 @@ def read_set(config: EvaluationSet, *, subset: int | None = None, cache: Cache |
     data, notes = _read(config, name, cache or Cache(directory=cache_directory(None)))
     if isinstance(data, RetrievalSet):
         data, notes = _apply_ranking_options(data, config, notes)
-    notes += check_options(config, data)
-    require_usable(data, config.path)
+    notes += _check_options(config, data)
+    _require_usable(data, config.path)
     count = subset if config.subset is None else config.subset
     data, subset_notes = take_subset(data, count, config.subset_documents)
     if subset_notes:
-        require_usable(data, f"{config.path} with subset={count}")
+        _require_usable(data, f"{config.path} with subset={count}")
     if config.metrics is not None:
         check_metrics(data, config.metrics, f"metrics of {name}")
     return LoadedSet(
@@ -192,3 +220,72 @@ def _apply_ranking_options(
 def _require_kind(config: EvaluationSet, path: Path, layout: str) -> None:
     if config.kind not in (SetKind.auto, SetKind.retrieval, SetKind.reranking):
         raise DataError(f"{path} is a retrieval set ({layout}), but kind={config.kind.value}")
+
+
+def _check_options(config: EvaluationSet, data: EvaluationData) -> list[str]:
+    """Reject options that would have no effect; document prompts and lengths only cause a note.
+
+    Raises:
+        ConfigError: an option does not apply to this kind of set.
+    """
+    default = {field.name: field.default for field in fields(EvaluationSet)}
+    for option, kinds in _KINDS_OF_OPTION.items():
+        value = getattr(config, option)
+        if value != default[option] and not isinstance(data, kinds):
+            raise ConfigError(
+                f"{option}={value} has no use with {config.path}, which is {_KINDS[type(data)]}: leave it out"
+            )
+    if isinstance(data, RetrievalSet):
+        if data.candidates is not None and config.subset_documents is not None:
+            raise ConfigError(
+                f"subset_documents={config.subset_documents} has no use with {config.path}, "
+                f"of which only candidates are ranked: leave it out"
+            )
+        return []
+    unused = [option for option in _DOCUMENT_OPTIONS if getattr(config, option) is not None]
+    return [f"{data.name}: {unused[0]} has no use, since {_KINDS[type(data)]} has no documents"] if unused else []
+
+
+def _require_usable(data: EvaluationData, source: str) -> None:
+    """Reject a set on which the metric is undefined or the same for every model.
+
+    Args:
+        data: the set, as it is measured.
+        source: its name in the message.
+
+    Raises:
+        DataError: with what it lacks.
+    """
+    match data:
+        case RetrievalSet() if not any(
+            gain > 0 and (data.candidates is None or data.candidates.get(query))
+            for query, gains in data.judgements.items()
+            for gain in gains.values()
+        ):
+            lacking = "a relevant document" if data.candidates is None else "a relevant document and candidates"
+            raise DataError(f"{source}: no query has {lacking}, so every model would score 0")
+        case ScoredPairs() if len(set(data.scores)) < 2:
+            count = len(data.scores)
+            raise DataError(f"{source}: {count} pairs with {len(set(data.scores))} different scores, so no correlation")
+        case LabelledPairs() if len(set(data.labels)) < 2:
+            same = f" and all have the label {data.labels[0]}" if data.labels else ""
+            raise DataError(f"{source}: {len(data.labels)} pairs{same}, so there is nothing to distinguish")
+        case Bitext() if not data.first:
+            raise DataError(f"{source} is empty")
+        case ClassificationSet() if len(set(data.train_labels)) < 2:
+            raise DataError(
+                f"{source}: all {len(data.train_labels)} texts to learn from have the label {data.train_labels[0]}, "
+                f"so there is nothing to distinguish"
+            )
+        case ClusteringSet() if not any(len(set(clusters)) > 1 for clusters in _clusters(data)):
+            raise DataError(
+                f"{source}: {len(data.texts)} texts without two clusters, so there is nothing to distinguish"
+            )
+        case _:
+            return
+
+
+def _clusters(data: ClusteringSet) -> list[list[int | str]]:
+    """The clusters of each group of texts that are clustered together, on the finest level."""
+    groups = [range(len(data.texts))] if data.groups is None else data.groups
+    return [[data.labels[row][-1] for row in group] for group in groups]

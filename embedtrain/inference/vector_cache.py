@@ -152,7 +152,7 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
         "files": world.broadcast(files),
         "pooling": source.pooling.value,
         "normalize": source.normalize,
-        "lowercase": source.lowercase,
+        "lowercase": source.tokenization.lowercase,
         "precision": precision.value,
     }
 

@@ -1,10 +1,10 @@
-"""How a batch's vectors lie: how near positives and the hardest negatives are, and how far vectors spread.
+"""Metrics of a batch's embeddings: similarity of positives and of the hardest negatives, alignment, uniformity.
 
-Measured beside a loss, never part of it: nothing here has a gradient, and nothing is read from the device, so every
-shape follows from numbers that the host knows.
+Measured beside a loss, never part of it: nothing here has a gradient, and nothing is read back from the device, so
+every shape follows from numbers that the host knows.
 
-R: rows of a rank, filled up to that of the rank that has most; H: documents of a row, filled up likewise; N: R times
-the number of ranks; D: dimensions; c: rows of a tile.
+R: rows of a rank, padded to the largest number of any rank; H: documents of a row, padded likewise; N: R times the
+number of ranks; D: dimensions; c: rows of a tile.
 """
 
 from dataclasses import dataclass
@@ -15,105 +15,105 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
-from embedtrain.losses.similarity import widened
+from embedtrain.losses.similarity import at_least_float32
 from embedtrain.losses.types import BatchInfo
 
-# Of larger batches the first rows are measured, of longer rows the first documents: every rank holds so many vectors.
-MEASURED_ROWS = 2048
-MEASURED_DOCUMENTS = 8
-# A negative nearer than this share of the positive's similarity is suspected to answer the query too: the limit of
-# Moreira et al., "NV-Retriever" (2024).
-SUSPECTED = 0.95
-# Of similarities held at a time: 16 MiB of fp32.
-_TILE_CELLS = 1 << 22
+# Only the first rows of larger batches are measured, and the first documents of longer rows: every rank holds them all.
+MAX_ROWS = 2048
+MAX_DOCUMENTS = 8
+# A negative more similar than this fraction of the positive's similarity may be a false negative: the limit of Moreira
+# et al., "NV-Retriever" (2024).
+FALSE_NEGATIVE_RATIO = 0.95
+# Similarities held at a time: 16 MiB of fp32.
+TILE_CELLS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRows:
-    """Which rows of a global batch are measured. `room` and `width` are the same on every rank.
+    """Which rows of a global batch are measured.
 
     Attributes:
-        rows: of this rank, the first ones.
-        room: rows of the rank that has most, at least 1.
-        width: documents of the row that has most, at least 1.
+        num_rows: the first so many rows of this rank.
+        max_rows: rows of the rank with the most, at least 1; the same on every rank.
+        max_documents: documents of the row with the most, at least 1; the same on every rank.
     """
 
-    rows: int
-    room: int
-    width: int
+    num_rows: int
+    max_rows: int
+    max_documents: int
 
     @classmethod
     def of(cls, num_rows: int, max_documents: int, rank: int, size: int) -> "MeasuredRows":
         """The first rows of a global batch of `num_rows`, dealt to the ranks in turn."""
-        measured = min(num_rows, MEASURED_ROWS)
-        width = max(1, min(max_documents, MEASURED_DOCUMENTS))
-        return cls(len(range(rank, measured, size)), max(1, -(-measured // size)), width)
+        measured = min(num_rows, MAX_ROWS)
+        documents = max(1, min(max_documents, MAX_DOCUMENTS))
+        return cls(len(range(rank, measured, size)), max(1, -(-measured // size)), documents)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """What a source's rows mean to its loss.
+    """What the documents of a row are to the loss of its source.
 
     Attributes:
-        positives: whether a row's first document answers its query.
-        in_batch: whether other rows' documents are negatives of it.
+        has_positive: whether the first document answers the query.
+        in_batch_negatives: whether documents of other rows are negatives.
     """
 
-    positives: bool = True
-    in_batch: bool = True
+    has_positive: bool = True
+    in_batch_negatives: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _PaddedRows:
     """Rows of one rank, or of all.
 
     Attributes:
         queries: [R, D], of length 1.
         documents: [R, H, D], of length 1.
-        there: bool [R, H], where a row has a document.
-        asked: bool [R], where there is a row.
+        has_document: bool [R, H].
+        is_row: bool [R], false for padding.
         query_keys: int64 [R].
         document_keys: int64 [R, 2 H], by text and by id.
     """
 
     queries: Tensor
     documents: Tensor
-    there: Tensor
-    asked: Tensor
+    has_document: Tensor
+    is_row: Tensor
     query_keys: Tensor
     document_keys: Tensor
 
-    def of_all_ranks(self) -> "_Rows":
-        """Gathered, [N, ...]."""
+    def gather(self) -> "_PaddedRows":
+        """The rows of all ranks, [N, ...]."""
         counts = [len(self.queries)] * dist.get_world_size()
-        flags = torch.cat([self.there, self.asked.unsqueeze(1)], dim=1).long()
-        batch_info = gather_rows(torch.cat([self.document_keys, self.query_keys.unsqueeze(1), flags], dim=1), counts)
-        width = self.there.shape[1]
-        keys, query_keys, there, asked = batch_info.split([2 * width, 1, width, 1], dim=1)
-        return _Rows(
+        flags = torch.cat([self.has_document, self.is_row.unsqueeze(1)], dim=1).long()
+        columns = torch.cat([self.document_keys, self.query_keys.unsqueeze(1), flags], dim=1)
+        width = self.has_document.shape[1]
+        keys, query_keys, has_document, is_row = gather_rows(columns, counts).split([2 * width, 1, width, 1], dim=1)
+        return _PaddedRows(
             gather_rows(self.queries, counts),
             gather_rows(self.documents, counts),
-            there.bool(),
-            asked.squeeze(1).bool(),
-            query_keys.squeeze(1).contiguous(),  # torch.searchsorted would warn of it
+            has_document.bool(),
+            is_row.squeeze(1).bool(),
+            query_keys.squeeze(1).contiguous(),  # torch.searchsorted warns otherwise
             keys,
         )
 
 
 @torch.no_grad()
-def geometry(
-    queries: Tensor, documents: Tensor, batch_info: BatchInfo, sample: MeasuredRows, row_spec: RowSpec
+def batch_statistics(
+    queries: Tensor, documents: Tensor, batch_info: BatchInfo, measured: MeasuredRows, row_spec: RowSpec
 ) -> dict[str, Tensor]:
-    """Figures of the global batch. A collective: every rank calls it, one without rows too.
+    """Metrics of the global batch. A collective: every rank calls it, with or without rows.
 
-    Over the cosines of the measured rows of all ranks, negatives of a row being all their documents but those that
-    answer its query, or one that reads the same, by text or by id:
+    Computed from the cosines of the measured rows of all ranks. Negatives of a row are all their documents except those
+    that answer its query or an equal one, by text or by id:
 
-    - `positive_similarity`: the mean of queries with their positives.
-    - `hardest_negative_similarity`: the mean of queries with the nearest of their negatives.
-    - `false_negatives`: the share of all pairs of a query and a negative whose cosine is above 0.95 of the
-      positive's (p - 0.05 |p|, so that it means the same where p is negative); they may be answers nobody marked.
-    - `alignment`: the mean squared distance of queries and positives of length 1, and
+    - `positive_similarity`: the mean over queries of the similarity of the positive.
+    - `hardest_negative_similarity`: the mean over queries of the similarity of the nearest negative.
+    - `false_negatives`: the fraction of all pairs of a query and a negative whose cosine is above 0.95 of the
+      positive's (p - 0.05 |p|, which means the same for a negative p); they may be unlabelled answers.
+    - `alignment`: the mean squared distance of queries and positives of length 1.
     - `uniformity`: the logarithm of the mean of exp(-2 d^2) over the distances d of all pairs of queries, and of all
       pairs of positives, the mean of both (Wang and Isola, "Understanding Contrastive Representation Learning
       through Alignment and Uniformity on the Hypersphere", 2020).
@@ -121,127 +121,142 @@ def geometry(
     Args:
         queries: [B, D].
         documents: [M, D].
-        batch_info: see there.
-        sample: see there.
-        row_spec: where rows have no positives, there is `uniformity` alone.
+        batch_info: of these rows.
+        measured: which rows are measured.
+        row_spec: rows without positives have only `uniformity`.
 
     Returns:
-        This rank's parts of them: the ranks' add up. NaN where there is nothing to measure.
+        This rank's parts, which add up over the ranks. NaN where there is nothing to measure.
     """
     with torch.autocast(queries.device.type, enabled=False):
-        mine = _laid_out(widened(queries), widened(documents), batch_info, sample)
-        everyone = mine.of_all_ranks()
+        local = _padded(at_least_float32(queries), at_least_float32(documents), batch_info, measured)
+        rows = local.gather()
         size = dist.get_world_size()
-        first = dist.get_rank() * sample.room
-        spreads = [_spread(mine.queries, everyone.queries, mine.asked, everyone.asked, first)]
-        answered = everyone.there[:, 0]
-        spreads.append(_spread(mine.documents[:, 0], everyone.documents[:, 0], mine.there[:, 0], answered, first))
-        sums = [*spreads[0], *spreads[1]]
-        if row_spec.positives:
-            sums += _near(mine, everyone, first, row_spec.in_batch)
-        of_queries, pairs, of_positives, positive_pairs, *near = sum_over_ranks(torch.stack(sums)).unbind()
-        uniformity = torch.log(of_queries / pairs)
+        first = dist.get_rank() * measured.max_rows
+        sums = [
+            *_uniformity_sums(local.queries, rows.queries, local.is_row, rows.is_row, first),
+            *_uniformity_sums(
+                local.documents[:, 0], rows.documents[:, 0], local.has_document[:, 0], rows.has_document[:, 0], first
+            ),
+        ]
+        if row_spec.has_positive:
+            sums += _similarity_sums(local, rows, first, row_spec.in_batch_negatives)
+        query_sum, query_pairs, positive_sum, positive_pairs, *similarity_sums = sum_over_ranks(
+            torch.stack(sums)
+        ).unbind()
+        uniformity = torch.log(query_sum / query_pairs)
         uniformity = torch.where(
-            positive_pairs > 0, (uniformity + torch.log(of_positives / positive_pairs)) / 2, uniformity
+            positive_pairs > 0, (uniformity + torch.log(positive_sum / positive_pairs)) / 2, uniformity
         )
-        found = {"uniformity": uniformity}
-        if near:
-            rows, positive, judged, hardest, suspected, negatives = near
-            found = {
-                "positive_similarity": positive / rows,
-                "hardest_negative_similarity": hardest / judged,
-                "false_negatives": suspected / negatives,
-                "alignment": 2.0 - 2.0 * positive / rows,
-                **found,
+        metrics = {"uniformity": uniformity}
+        if similarity_sums:
+            num_rows, positive, num_with_negative, hardest, num_suspects, num_negatives = similarity_sums
+            metrics = {
+                "positive_similarity": positive / num_rows,
+                "hardest_negative_similarity": hardest / num_with_negative,
+                "false_negatives": num_suspects / num_negatives,
+                "alignment": 2.0 - 2.0 * positive / num_rows,
+                **metrics,
             }
-        return {name: value / size for name, value in found.items()}
+        return {name: value / size for name, value in metrics.items()}
 
 
-def _laid_out(queries: Tensor, documents: Tensor, batch_info: BatchInfo, sample: MeasuredRows) -> _Rows:
-    """This rank's rows in their places, with as many places as every rank has."""
-    place = torch.arange(sample.room, device=queries.device)
-    asked = place < sample.rows
-    begin, end = torch.searchsorted(batch_info.owners, place), torch.searchsorted(batch_info.owners, place, right=True)
-    at = begin.unsqueeze(1) + torch.arange(sample.width, device=queries.device)
-    there = (at < end.unsqueeze(1)) & asked.unsqueeze(1)
+def _padded(queries: Tensor, documents: Tensor, batch_info: BatchInfo, measured: MeasuredRows) -> _PaddedRows:
+    """This rank's rows, padded to the same shape on every rank."""
+    index = torch.arange(measured.max_rows, device=queries.device)
+    is_row = index < measured.num_rows
+    owners = batch_info.owners
+    begin, end = torch.searchsorted(owners, index), torch.searchsorted(owners, index, right=True)
+    document = begin.unsqueeze(1) + torch.arange(measured.max_documents, device=queries.device)
+    has_document = (document < end.unsqueeze(1)) & is_row.unsqueeze(1)
     ids = batch_info.document_keys if batch_info.document_ids is None else batch_info.document_ids
-    keys = [_taken(of, at) for of in (batch_info.document_keys, ids)]
-    return _Rows(
-        F.normalize(_taken(queries, place), dim=-1),
-        F.normalize(_taken(documents, at), dim=-1),
-        there,
-        asked,
-        _taken(batch_info.query_keys, place),
+    keys = [_take(values, document) for values in (batch_info.document_keys, ids)]
+    return _PaddedRows(
+        F.normalize(_take(queries, index), dim=-1),
+        F.normalize(_take(documents, document), dim=-1),
+        has_document,
+        is_row,
+        _take(batch_info.query_keys, index),
         torch.cat(keys, dim=1),
     )
 
 
-def _taken(values: Tensor, places: Tensor) -> Tensor:
-    """Values at places; whatever where there is none."""
+def _take(values: Tensor, indices: Tensor) -> Tensor:
+    """Values at indices; arbitrary ones beyond the end."""
     if not len(values):
-        return values.new_zeros((*places.shape, *values.shape[1:]))
-    return values[places.clamp(max=len(values) - 1)]
+        return values.new_zeros((*indices.shape, *values.shape[1:]))
+    return values[indices.clamp(max=len(values) - 1)]
 
 
-def _spread(mine: Tensor, everyone: Tensor, valid: Tensor, others: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Sum of exp(-2 d^2) over pairs of one of this rank's vectors and another one, and their number."""
-    total, pairs = torch.zeros(2, dtype=torch.float64, device=mine.device).unbind()
-    for start, end in _tiles(len(mine), len(everyone)):
-        counted = valid[start:end].unsqueeze(1) & others
-        counted.diagonal(first + start).fill_(False)  # with itself
-        close = (4.0 * (mine[start:end] @ everyone.T) - 4.0).exp_().masked_fill_(~counted, 0.0)
-        total = total + close.sum(dtype=torch.float64)
+def _uniformity_sums(
+    local: Tensor, vectors: Tensor, local_valid: Tensor, valid: Tensor, first: int
+) -> tuple[Tensor, Tensor]:
+    """Sum of exp(-2 d^2) over pairs of one of this rank's vectors and another one, and the number of pairs."""
+    total, pairs = torch.zeros(2, dtype=torch.float64, device=local.device).unbind()
+    for start, end in _tiles(len(local), len(vectors)):
+        counted = local_valid[start:end].unsqueeze(1) & valid
+        counted.diagonal(first + start).fill_(False)  # a vector with itself
+        kernel = (4.0 * (local[start:end] @ vectors.T) - 4.0).exp_().masked_fill_(~counted, 0.0)
+        total = total + kernel.sum(dtype=torch.float64)
         pairs = pairs + counted.sum()
     return total, pairs
 
 
-def _near(mine: _Rows, everyone: _Rows, first: int, in_batch: bool) -> list[Tensor]:
-    """Sums: rows with a positive, its cosine, those with a negative too, the hardest's cosine, suspects, negatives."""
-    width = everyone.there.shape[1]
-    documents, there = everyone.documents.flatten(0, 1), everyone.there.flatten()
-    codes = [_codes(keys.flatten()) for keys in everyone.document_keys.split(width, dim=1)]
+def _similarity_sums(local: _PaddedRows, rows: _PaddedRows, first: int, in_batch_negatives: bool) -> list[Tensor]:
+    """Sums over this rank's rows.
+
+    Rows with a positive, its cosine, rows that also have a negative, the cosine of the hardest one, suspected false
+    negatives, negatives.
+    """
+    width = rows.has_document.shape[1]
+    documents, has_document = rows.documents.flatten(0, 1), rows.has_document.flatten()
+    codes = [_codes(keys.flatten()) for keys in rows.document_keys.split(width, dim=1)]
     row_of = torch.arange(len(documents), device=documents.device) // width
-    positive = (mine.queries * mine.documents[:, 0]).sum(dim=1)
-    limit = positive - (1.0 - SUSPECTED) * positive.abs()
-    has = mine.there[:, 0]
-    judged, hardest, suspected, negatives = torch.zeros(4, dtype=torch.float64, device=has.device).unbind()
+    positive = (local.queries * local.documents[:, 0]).sum(dim=1)
+    limit = positive - (1.0 - FALSE_NEGATIVE_RATIO) * positive.abs()
+    has_positive = local.has_document[:, 0]
+    num_with_negative, hardest, num_suspects, num_negatives = torch.zeros(
+        4, dtype=torch.float64, device=has_positive.device
+    ).unbind()
     for start, end in _tiles(len(positive), len(documents)):
-        counted = has[start:end].unsqueeze(1) & there
-        for of in codes:
-            counted &= ~_answers(mine.query_keys[start:end], everyone, of, width)
-        if not in_batch:
-            here = torch.arange(first + start, first + end, device=row_of.device)
-            counted &= row_of == here.unsqueeze(1)
-        scores = (mine.queries[start:end] @ documents.T).masked_fill_(~counted, -torch.inf)
-        top = scores.amax(dim=1)
-        any_negative = top > -torch.inf
-        judged = judged + any_negative.sum()
-        hardest = hardest + top.masked_fill(~any_negative, 0.0).sum(dtype=torch.float64)
-        suspected = suspected + (scores > limit[start:end].unsqueeze(1)).sum()
-        negatives = negatives + counted.sum()
-    of_rows = positive.masked_fill(~has, 0.0).sum(dtype=torch.float64)
-    return [has.sum().double(), of_rows, judged, hardest, suspected, negatives]
+        is_negative = has_positive[start:end].unsqueeze(1) & has_document
+        for document_codes in codes:
+            is_negative &= ~_answers(local.query_keys[start:end], rows, document_codes, width)
+        if not in_batch_negatives:
+            own = torch.arange(first + start, first + end, device=row_of.device)
+            is_negative &= row_of == own.unsqueeze(1)
+        scores = (local.queries[start:end] @ documents.T).masked_fill_(~is_negative, -torch.inf)
+        highest = scores.amax(dim=1)
+        has_negative = highest > -torch.inf
+        num_with_negative = num_with_negative + has_negative.sum()
+        hardest = hardest + highest.masked_fill(~has_negative, 0.0).sum(dtype=torch.float64)
+        num_suspects = num_suspects + (scores > limit[start:end].unsqueeze(1)).sum()
+        num_negatives = num_negatives + is_negative.sum()
+    positive_sum = positive.masked_fill(~has_positive, 0.0).sum(dtype=torch.float64)
+    return [has_positive.sum().double(), positive_sum, num_with_negative, hardest, num_suspects, num_negatives]
 
 
 def _codes(keys: Tensor) -> Tensor:
     """Numbers from 0 that are equal where keys are. Not `unique`, whose size the host would have to wait for."""
     ordered, order = keys.sort()
-    fresh = torch.zeros_like(ordered)
-    fresh[1:] = (ordered[1:] != ordered[:-1]).long()
-    return torch.empty_like(keys).scatter_(0, order, fresh.cumsum(0))
+    is_new = torch.zeros_like(ordered)
+    is_new[1:] = (ordered[1:] != ordered[:-1]).long()
+    return torch.empty_like(keys).scatter_(0, order, is_new.cumsum(0))
 
 
-def _answers(keys: Tensor, everyone: _Rows, codes: Tensor, width: int) -> Tensor:
+def _answers(keys: Tensor, rows: _PaddedRows, codes: Tensor, width: int) -> Tensor:
     """Bool [c, N H]: documents that have the code of a positive of the row's query, or of an equal one."""
     ordered = keys.sort()[0]
-    at = torch.searchsorted(ordered, everyone.query_keys).clamp(max=len(keys) - 1)
-    asks = (ordered[at] == everyone.query_keys) & everyone.there[:, 0]
-    table = torch.zeros(len(keys) + 1, len(codes), dtype=torch.bool, device=keys.device)  # the last row is nobody's
-    table[torch.where(asks, at, len(keys)), codes[::width]] = torch.ones((), dtype=torch.bool, device=keys.device)
+    index = torch.searchsorted(ordered, rows.query_keys).clamp(max=len(keys) - 1)
+    is_equal = (ordered[index] == rows.query_keys) & rows.has_document[:, 0]
+    table = torch.zeros(len(keys) + 1, len(codes), dtype=torch.bool, device=keys.device)  # the last row is unused
+    table[torch.where(is_equal, index, len(keys)), codes[::width]] = torch.ones(
+        (), dtype=torch.bool, device=keys.device
+    )
     return table.index_select(0, torch.searchsorted(ordered, keys)).index_select(1, codes)
 
 
 def _tiles(rows: int, width: int) -> list[tuple[int, int]]:
-    """Stretches of rows whose similarities fit."""
-    height = max(1, _TILE_CELLS // max(1, width))
+    """Ranges of rows whose similarities fit into one tile."""
+    height = max(1, TILE_CELLS // max(1, width))
     return [(start, min(start + height, rows)) for start in range(0, rows, height)]

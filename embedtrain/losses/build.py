@@ -1,4 +1,4 @@
-"""From the recipe's loss options to the loss."""
+"""Builds the loss that the recipe describes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -28,11 +28,9 @@ from embedtrain.config.row_requirements import ScoreRequirement, row_requirement
 from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec
-from embedtrain.losses.by_source import LossPerSource
-from embedtrain.losses.combined import CombinedLoss
+from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka
 from embedtrain.losses.distillation import DistillEmbeddings, DistillScores, MarginMSE
 from embedtrain.losses.infonce import InfoNCE
-from embedtrain.losses.matryoshka import Matryoshka
 from embedtrain.losses.orthogonal import Orthogonal
 from embedtrain.losses.pairs import AnglE, Contrastive, CoSENT, CosineMSE, OnlineContrastive
 from embedtrain.losses.sigmoid import SigLIP
@@ -43,63 +41,63 @@ from embedtrain.losses.types import FROM_ROWS, Loss
 def build_loss(
     config: LossConfig, *, dimension: int, guide_dimensions: Mapping[str, int] | None = None, seed: int
 ) -> Loss:
-    """The loss that `config` describes.
+    """Build the loss that `config` describes.
 
     Args:
         config: the recipe's `loss`.
         dimension: of the model's vectors.
-        guide_dimensions: of the vectors of each guide or teacher, by its path; see `BatchInfo.guides`.
-        seed: parameters of the loss's own are a function of it, so they are the same on every rank.
+        guide_dimensions: of the vectors of each guide or teacher, by the keys of `BatchInfo.guides`.
+        seed: the loss's own parameters are a function of it, so they are the same on every rank.
 
     Raises:
-        ConfigError: options that do not fit the model.
+        ConfigError: options do not fit the model.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _choose(config, dimension, guide_dimensions or {})
+        return _build(config, dimension, guide_dimensions or {})
 
 
 def build_losses(
     configs: Sequence[LossConfig], *, dimension: int, guide_dimensions: Sequence[Mapping[str, int]], seed: int
 ) -> Loss:
-    """The loss of all sources, or one that has each source's.
+    """Build the loss of all sources, or a `LossPerSource` if they differ.
 
     Args:
-        configs: the loss of each source.
+        configs: of each source.
         dimension: of the model's vectors.
-        guide_dimensions: for each source; see `build_loss`.
-        seed: see there.
+        guide_dimensions: of each source, as for `build_loss`.
+        seed: as for `build_loss`.
 
     Raises:
-        ConfigError: options that do not fit the model, or a teacher's vectors of several widths for one loss.
+        ConfigError: options do not fit the model, or teachers' vectors of one loss differ in dimension.
     """
-    different, which = distinct_losses(configs)
+    unique, indices = distinct_losses(configs)
     losses = []
-    for number, config in enumerate(different):
-        widths = [guide_dimensions[source] for source, of in enumerate(which) if of == number]
+    for number, config in enumerate(unique):
+        widths = [guide_dimensions[source] for source, index in enumerate(indices) if index == number]
         if any(width != widths[0] for width in widths):
             raise ConfigError(
-                f"the teacher's vectors of sources that share loss={config.name} have different widths "
-                f"({', '.join(sorted({str(width.get(FROM_ROWS)) for width in widths}))}): train on one teacher's"
+                f"loss={config.name}: the teacher's vectors of its sources have different dimensions "
+                f"({', '.join(sorted({str(width.get(FROM_ROWS)) for width in widths}))}); use vectors of one teacher"
             )
         losses.append(build_loss(config, dimension=dimension, guide_dimensions=widths[0], seed=seed))
-    return losses[0] if len(losses) == 1 else LossPerSource(losses, which)
+    return losses[0] if len(losses) == 1 else LossPerSource(losses, indices)
 
 
-def _choose(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
-    loss = _whole(config, dimension, guide_dimensions)
+def _build(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
+    loss = _build_full(config, dimension, guide_dimensions)
     if config.matryoshka_dims is None:
         return loss
     if max(config.matryoshka_dims) > dimension:
         raise ConfigError(
-            f"loss.matryoshka_dims={config.matryoshka_dims}: the model's vectors have {dimension} dimensions"
+            f"loss.matryoshka_dims={config.matryoshka_dims}: the model's vectors have only {dimension} dimensions"
         )
     weights = config.matryoshka_weights or [1.0] * len(config.matryoshka_dims)
-    longest_first = sorted(zip(config.matryoshka_dims, weights, strict=True), reverse=True)
-    return Matryoshka(loss, [dim for dim, _ in longest_first], [weight for _, weight in longest_first])
+    largest_first = sorted(zip(config.matryoshka_dims, weights, strict=True), reverse=True)
+    return Matryoshka(loss, [dim for dim, _ in largest_first], [weight for _, weight in largest_first])
 
 
-def _whole(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
+def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
     match config:
         case InfoNCEConfig():
             return InfoNCE(config)
@@ -133,8 +131,8 @@ def _whole(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, in
 
             return SentenceTransformersLoss(config, dimension=dimension, guide_dimensions=guide_dimensions)
         case CombinedConfig():
-            names = part_names(config)
-            parts = [_choose(part, dimension, guide_dimensions) for part in config.losses]
+            names = _part_names(config)
+            parts = [_build(part, dimension, guide_dimensions) for part in config.losses]
             weights = [part.weight for part in config.losses]
             return CombinedLoss(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
         case _:
@@ -142,49 +140,50 @@ def _whole(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, in
 
 
 def row_spec_of(config: LossConfig) -> RowSpec:
-    """What rows mean to the loss, for what is measured beside it."""
+    """What the documents of a row are to the loss, for `batch_statistics`."""
     needs = row_requirements(config)
     graded = needs.scores is ScoreRequirement.pairs or (needs.scores is ScoreRequirement.teacher and needs.range.whole)
     parts = config.losses if isinstance(config, CombinedConfig) else [config]
     return RowSpec(
-        positives=not graded and not needs.label,
-        in_batch=not any(isinstance(part, InfoNCEConfig) and not part.in_batch_negatives for part in parts),
+        has_positive=not graded and not needs.label,
+        in_batch_negatives=not any(isinstance(part, InfoNCEConfig) and not part.in_batch_negatives for part in parts),
     )
 
 
 def loss_notes(configs: Sequence[LossConfig], names: Sequence[str], loss: Loss, dimension: int) -> list[str]:
-    """What a user should know of the losses of sources of these names: lines for the terminal."""
-    different, which = distinct_losses(configs)
+    """Lines for the terminal about the losses of the sources of these names."""
+    unique, indices = distinct_losses(configs)
     notes = []
-    if len(different) > 1:
-        sources = [", ".join(n for n, of in zip(names, which, strict=True) if of == i) for i in range(len(different))]
-        of_each = (f"{_set_apart(config, different)} for {sources[i]}" for i, config in enumerate(different))
-        notes.append(f"{len(different)} losses, one a batch: {'; '.join(of_each)}")
-    own = {name: tuple(p.shape) for name, p in loss.named_parameters()}
-    if own:
-        told = ", ".join(f"{name} {list(shape)}" for name, shape in own.items())
-        notes.append(f"the loss trains parameters of its own: {told}")
+    if len(unique) > 1:
+        descriptions = []
+        for number, config in enumerate(unique):
+            sources = ", ".join(name for name, index in zip(names, indices, strict=True) if index == number)
+            descriptions.append(f"{_describe(config, unique)} for {sources}")
+        notes.append(f"{len(unique)} losses, one per batch: {'; '.join(descriptions)}")
+    parameters = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in loss.named_parameters())
+    if parameters:
+        notes.append(f"the loss has trained parameters: {parameters}")
     notes += [
-        f"loss.matryoshka_dims={config.matryoshka_dims} leaves out the model's own {dimension} dimensions: "
-        f"whole vectors are not trained as such"
-        for config in different
+        f"loss.matryoshka_dims={config.matryoshka_dims} leaves out the model's full {dimension} dimensions: "
+        f"the loss is not computed on full vectors"
+        for config in unique
         if config.matryoshka_dims is not None and dimension not in config.matryoshka_dims
     ]
     return notes
 
 
-def _set_apart(config: LossConfig, others: Sequence[LossConfig]) -> str:
-    """A loss, with those of its options that others of its kind have otherwise."""
-    alike = [other for other in others if type(other) is type(config)]
-    apart = [
+def _describe(config: LossConfig, others: Sequence[LossConfig]) -> str:
+    """The name of a loss, with the options that differ from others of its kind."""
+    same_kind = [other for other in others if type(other) is type(config)]
+    options = [
         f"{field.name}={getattr(config, field.name)}"
         for field in fields(config)
-        if any(getattr(other, field.name) != getattr(config, field.name) for other in alike)
+        if any(getattr(other, field.name) != getattr(config, field.name) for other in same_kind)
     ]
-    return config.name + (f" ({', '.join(apart)})" if apart else "")
+    return config.name + (f" ({', '.join(options)})" if options else "")
 
 
-def part_names(config: CombinedConfig) -> list[str]:
-    """The names of a combination's parts; a loss that comes twice is numbered."""
+def _part_names(config: CombinedConfig) -> list[str]:
+    """The names of the parts; a loss that occurs several times is numbered."""
     names = [part.name for part in config.losses]
     return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names, 1)]

@@ -1,4 +1,4 @@
-"""Losses that follow a teacher: its scores (DistillScores, MarginMSE) or its vectors (DistillEmbeddings).
+"""Distillation from a teacher: from its scores (DistillScores, MarginMSE) or from its vectors (DistillEmbeddings).
 
 B, M: queries and documents of this rank; D: dimensions of the model; T: of the teacher.
 """
@@ -18,17 +18,22 @@ from embedtrain.config.losses import (
 )
 from embedtrain.distributed.collectives import total
 from embedtrain.errors import ConfigError
-from embedtrain.losses.own import group_logsumexp, group_maximum
-from embedtrain.losses.similarity import places_in_row, similarities, widened
+from embedtrain.losses.similarity import (
+    at_least_float32,
+    group_logsumexp,
+    group_max,
+    pairwise_similarity,
+    positions_in_row,
+)
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, Loss, LossOutput
 
 
 class DistillScores(Loss):
     """Hinton et al., "Distilling the Knowledge in a Neural Network" (2015); for rankings Lin et al. (2021).
 
-    KL(teacher || student) of the two softmaxes over a row's own documents, times temperature^2 if asked for; the
-    mean over all rows with at least two documents, however many each has. Logs `agreement`, the share of rows
-    whose best document is also the teacher's.
+    KL(teacher || student) of the two softmaxes over a row's own documents, optionally times temperature^2; the
+    mean over all rows with at least two documents. Logs `agreement`, the fraction of rows whose best document is
+    also the teacher's.
     """
 
     def __init__(self, config: DistillScoresConfig) -> None:
@@ -38,27 +43,27 @@ class DistillScores(Loss):
         self.factor = config.temperature**2 if config.times_squared_temperature else 1.0
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         student, teacher, owners = *_scores(queries, documents, batch_info, self.similarity), batch_info.owners
         num_documents = torch.bincount(owners, minlength=len(queries))
         num_rows = max(1, total(int((num_documents > 1).sum()), owners.device))
 
         log_student = _log_softmax(student / self.temperature, owners, len(queries))
-        wanted = _log_softmax(teacher / self.teacher_temperature, owners, len(queries)).exp()
-        divergence = torch.xlogy(wanted, wanted) - wanted * log_student
-        local_loss = divergence.sum() * self.factor / num_rows
+        target = _log_softmax(teacher / self.teacher_temperature, owners, len(queries)).exp()
+        divergence = torch.xlogy(target, target) - target * log_student
+        loss = divergence.sum() * self.factor / num_rows
 
         best = _is_largest(student.detach(), owners, len(queries)) & _is_largest(teacher, owners, len(queries))
         agreed = owners[best & (num_documents[owners] > 1)].unique()
-        return LossOutput(local_loss, {"agreement": local_loss.detach().new_tensor(len(agreed)) / num_rows})
+        return LossOutput(loss, {"agreement": loss.detach().new_tensor(len(agreed)) / num_rows})
 
 
 class MarginMSE(Loss):
     """Hofstätter et al., "Improving Efficient Neural Ranking Models with Cross-Architecture ..." (2020).
 
     The mean over all pairs of a row's positive p and a hard negative n of the squared difference between the
-    student's margin s(p) - s(n) and the teacher's. Logs `agreement`, the share of pairs that the student
-    orders as the teacher does.
+    student's margin s(p) - s(n) and the teacher's. Logs `agreement`, the fraction of pairs that the
+    student orders as the teacher does.
     """
 
     def __init__(self, config: MarginMSEConfig) -> None:
@@ -66,15 +71,15 @@ class MarginMSE(Loss):
         self.similarity = config.similarity
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         student, teacher = _scores(queries, documents, batch_info, self.similarity)
-        places = places_in_row(batch_info.owners)
-        negatives = places.nonzero().squeeze(1)
-        positives = negatives - places[negatives]
-        margins, wanted = student[positives] - student[negatives], teacher[positives] - teacher[negatives]
+        positions = positions_in_row(batch_info.owners)
+        negatives = positions.nonzero().squeeze(1)
+        positives = negatives - positions[negatives]
+        margins, targets = student[positives] - student[negatives], teacher[positives] - teacher[negatives]
         num_pairs = max(1, total(len(negatives), student.device))
-        agreed = (margins.detach().sign() == wanted.sign()).sum() / num_pairs
-        return LossOutput((margins - wanted).square().sum() / num_pairs, {"agreement": agreed})
+        agreed = (margins.detach().sign() == targets.sign()).sum() / num_pairs
+        return LossOutput((margins - targets).square().sum() / num_pairs, {"agreement": agreed})
 
 
 class DistillEmbeddings(Loss):
@@ -84,12 +89,12 @@ class DistillEmbeddings(Loss):
     mean over dimensions of the squared difference (mse), or the length of the difference (l2).
 
     Args:
-        config: the distance; which teacher; whether a linear map onto the teacher's dimensions is trained.
+        config: the distance, the teacher, and whether a projection onto the teacher's dimensions is trained.
         dimension: D.
-        guide_dimensions: T, by `config.teacher` or FROM_ROWS; may lack it where no projection is asked for.
+        guide_dimensions: T, by `config.teacher` or FROM_ROWS; optional without a projection.
 
     Raises:
-        ConfigError: D and T differ without a projection, or T is not known with one.
+        ConfigError: D and T differ without a projection, or T is unknown with one.
     """
 
     def __init__(self, config: DistillEmbeddingsConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> None:
@@ -101,22 +106,22 @@ class DistillEmbeddings(Loss):
         width = guide_dimensions.get(self.teacher)
         if config.project:
             if width is None:
-                raise ConfigError("loss.project=true: how many dimensions the teacher's vectors have is not known")
+                raise ConfigError("loss.project=true: the dimension of the teacher's vectors is unknown")
             self.projection = nn.Linear(dimension, width)
         elif width is not None:
             self._check_widths(dimension, width)
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with the teacher's [B, T] and [M, T] to this rank's share."""
+        """Queries [B, D] and documents [M, D] with the teacher's [B, T] and [M, T] to this rank's loss."""
         guide = batch_info.guides[self.teacher]
-        student = torch.cat([widened(queries), widened(documents)])
+        student = torch.cat([at_least_float32(queries), at_least_float32(documents)])
         teacher = torch.cat([guide.queries, guide.documents]).to(student.dtype)
         if self.projection is not None:
             with torch.autocast(student.device.type, enabled=False):
                 student = self.projection(student)
         else:
             self._check_widths(self.dimension, teacher.shape[1])
-            if student.shape[1] < teacher.shape[1]:  # within Matryoshka, which normalises what it cuts short
+            if student.shape[1] < teacher.shape[1]:  # within Matryoshka, which normalises truncated vectors
                 teacher = F.normalize(teacher[:, : student.shape[1]], dim=1)
         match self.distance:
             case EmbeddingDistance.cosine:
@@ -129,17 +134,17 @@ class DistillEmbeddings(Loss):
 
     def _check_widths(self, dimension: int, width: int) -> None:
         if dimension != width:
-            told = "the rows' vectors have" if self.teacher == FROM_ROWS else f"loss.teacher={self.teacher} has"
+            teacher = "the rows' vectors have" if self.teacher == FROM_ROWS else f"loss.teacher={self.teacher} has"
             raise ConfigError(
-                f"{told} {width} dimensions and the model's vectors {dimension}: "
-                "loss.project=true trains a projection from these onto those"
+                f"{teacher} {width} dimensions and the model's vectors have {dimension}: "
+                "write loss.project=true to train a projection between them"
             )
 
 
 def _scores(queries: Tensor, documents: Tensor, batch_info: BatchInfo, similarity: Similarity) -> tuple[Tensor, Tensor]:
     """The student's and the teacher's score of each document, [M] and [M]."""
-    assert batch_info.scores is not None, "the data layer gives every document a score, see config/needs.py"
-    student = similarities(widened(queries)[batch_info.owners], widened(documents), similarity)
+    assert batch_info.scores is not None, "the data layer gives every document a score, see config/row_requirements.py"
+    student = pairwise_similarity(at_least_float32(queries)[batch_info.owners], at_least_float32(documents), similarity)
     return student, batch_info.scores.to(student.dtype)
 
 
@@ -150,4 +155,4 @@ def _log_softmax(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
 
 def _is_largest(scores: Tensor, owners: Tensor, num_rows: int) -> Tensor:
     """Bool [M], where a document has its row's largest score."""
-    return scores == group_maximum(scores, owners, num_rows)[owners]
+    return scores == group_max(scores, owners, num_rows)[owners]

@@ -1,7 +1,7 @@
 """Losses of scored pairs: CoSENT, AnglE, CosineMSE, Contrastive and OnlineContrastive.
 
-Each document makes a pair with its row's query, and each pair has a score. B, M: queries and documents, so
-pairs, of this rank; P: pairs of all ranks; D: dimensions. Only the pairs' scalars travel between ranks.
+Each document forms a pair with its row's query, and each pair has a score. B, M: queries and documents, so
+pairs, of this rank; P: pairs of all ranks; D: dimensions. Ranks exchange only the pairs' scalars.
 """
 
 import torch
@@ -18,7 +18,7 @@ from embedtrain.config.losses import (
     Similarity,
 )
 from embedtrain.distributed.collectives import gather_rows, row_counts, total
-from embedtrain.losses.similarity import distances, similarities, widened
+from embedtrain.losses.similarity import at_least_float32, pairwise_distance, pairwise_similarity
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 
@@ -26,7 +26,7 @@ class CoSENT(Loss):
     """Su, "CoSENT: A more efficient sentence vector scheme than Sentence-BERT" (kexue.fm/archives/8847, 2022).
 
     log(1 + sum of exp((s_i - s_j) / temperature)) over all ordered pairs i, j of the P pairs in which j has
-    the higher score; s is the cosine. Equal scores are not ordered.
+    the higher score; s is the cosine. Pairs of equal scores are not ordered.
     """
 
     def __init__(self, config: CoSENTConfig) -> None:
@@ -34,9 +34,9 @@ class CoSENT(Loss):
         self.temperature = config.temperature
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
-        return LossOutput(_order(similarities(left, right, Similarity.cosine) / self.temperature, scores))
+        return LossOutput(_ranking_loss(pairwise_similarity(left, right, Similarity.cosine) / self.temperature, scores))
 
 
 class AnglE(Loss):
@@ -52,14 +52,14 @@ class AnglE(Loss):
         self.temperature = config.temperature
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
         odd = left.shape[1] % 2
         left, right = (F.pad(F.normalize(vectors, dim=1), (0, odd)) for vectors in (left, right))
         (real, imaginary), (other_real, other_imaginary) = left.chunk(2, dim=1), right.chunk(2, dim=1)
         sines = (imaginary * other_real - real * other_imaginary).sum(dim=1)
         angles = ((left * right).sum(dim=1) + sines).abs()
-        return LossOutput(_order(angles / self.temperature, scores))
+        return LossOutput(_ranking_loss(angles / self.temperature, scores))
 
 
 class CosineMSE(Loss):
@@ -69,9 +69,9 @@ class CosineMSE(Loss):
         super().__init__()
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
-        terms = (similarities(left, right, Similarity.cosine) - scores).square()
+        terms = (pairwise_similarity(left, right, Similarity.cosine) - scores).square()
         return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
 
 
@@ -86,20 +86,20 @@ class Contrastive(Loss):
         self.margin, self.distance = config.margin, config.distance
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
-        apart = distances(left, right, self.distance)
-        terms = (scores * apart.square() + (1 - scores) * F.relu(self.margin - apart).square()) / 2
+        distances = pairwise_distance(left, right, self.distance)
+        terms = (scores * distances.square() + (1 - scores) * F.relu(self.margin - distances).square()) / 2
         return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
 
 
 class OnlineContrastive(Loss):
-    """The contrastive loss of the global batch's hard pairs alone (sentence-transformers' OnlineContrastiveLoss).
+    """The contrastive loss of only the hard pairs of the global batch (sentence-transformers' OnlineContrastiveLoss).
 
-    Hard are the negatives (score 0) nearer than the farthest positive, and the positives (score 1) farther
+    Hard pairs are negatives (score 0) nearer than the farthest positive, and positives (score 1) farther
     than the nearest negative; without the other kind, those beyond the mean of their own. Pairs of any other
-    score do not count. The sum of d^2 and of relu(margin - d)^2, over the number of all pairs P for
-    `reduction=mean`. Logs `hard_pairs`, the share of the pairs that are hard.
+    score do not count. The sum of d^2 and of relu(margin - d)^2, divided by the number of all pairs P for
+    `reduction=mean`. Logs `hard_pairs`, the fraction of pairs that are hard.
     """
 
     def __init__(self, config: OnlineContrastiveConfig) -> None:
@@ -107,41 +107,41 @@ class OnlineContrastive(Loss):
         self.margin, self.distance, self.reduction = config.margin, config.distance, config.reduction
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's share."""
+        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
-        apart = distances(left, right, self.distance)
-        counts = row_counts(len(apart), apart.device)
-        all_apart, all_scores = gather_rows(apart.detach(), counts), gather_rows(scores, counts)
-        positives, negatives = all_apart[all_scores == 1], all_apart[all_scores == 0]
-        # The mean of nothing is NaN, and nothing is compared with it then.
+        distances = pairwise_distance(left, right, self.distance)
+        counts = row_counts(len(distances), distances.device)
+        all_distances, all_scores = gather_rows(distances.detach(), counts), gather_rows(scores, counts)
+        positives, negatives = all_distances[all_scores == 1], all_distances[all_scores == 0]
+        # The mean of an empty tensor is NaN, but then there is nothing to compare with it.
         nearer_than = positives.max() if len(positives) else negatives.mean()
         farther_than = negatives.min() if len(negatives) else positives.mean()
-        hard_negative = (scores == 0) & (apart.detach() < nearer_than)
-        hard_positive = (scores == 1) & (apart.detach() > farther_than)
-        terms = hard_positive * apart.square() + hard_negative * F.relu(self.margin - apart).square()
+        hard_negative = (scores == 0) & (distances.detach() < nearer_than)
+        hard_positive = (scores == 1) & (distances.detach() > farther_than)
+        terms = hard_positive * distances.square() + hard_negative * F.relu(self.margin - distances).square()
         num_pairs = max(1, sum(counts))
-        local_loss = terms.sum() if self.reduction is Reduction.sum else terms.sum() / num_pairs
-        return LossOutput(local_loss, {"hard_pairs": (hard_negative | hard_positive).sum() / num_pairs})
+        loss = terms.sum() if self.reduction is Reduction.sum else terms.sum() / num_pairs
+        return LossOutput(loss, {"hard_pairs": (hard_negative | hard_positive).sum() / num_pairs})
 
 
 def _pairs(queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> tuple[Tensor, Tensor, Tensor]:
     """Each document's query [M, D], the documents [M, D], their scores [M]."""
-    assert batch_info.scores is not None, "the data layer gives every document a score, see config/needs.py"
-    documents = widened(documents)
-    return widened(queries)[batch_info.owners], documents, batch_info.scores.to(documents.dtype)
+    assert batch_info.scores is not None, "the data layer gives every document a score, see config/row_requirements.py"
+    documents = at_least_float32(documents)
+    return at_least_float32(queries)[batch_info.owners], documents, batch_info.scores.to(documents.dtype)
 
 
-def _order(similarity: Tensor, scores: Tensor) -> Tensor:
-    """This rank's share of log(1 + sum over i, j with score_i < score_j of exp(similarity_i - similarity_j)).
+def _ranking_loss(similarity: Tensor, scores: Tensor) -> Tensor:
+    """This rank's part of log(1 + sum over i, j with score_i < score_j of exp(similarity_i - similarity_j)).
 
-    In the order of the scores, the sum over j is a sum from some place to the end, so P log P steps do.
-    Every rank computes the whole from the gathered scalars; its share is 1/W of it.
+    Sorted by score, the sum over j runs from some index to the end, so P log P steps suffice. Every rank computes
+    the whole from the gathered scalars; its part is 1/W of it.
     """
     counts = row_counts(len(scores), scores.device)
     scores, order = gather_rows(scores, counts).sort()
     similarity = gather_rows(similarity, counts)[order]
     higher = torch.searchsorted(scores, scores, right=True)
-    to_the_end = torch.logcumsumexp(-similarity.flip(0), dim=0).flip(0)
-    to_the_end = torch.cat([to_the_end, similarity.new_full((1,), -torch.inf)])
-    terms = similarity + to_the_end[higher]
+    suffix_sums = torch.logcumsumexp(-similarity.flip(0), dim=0).flip(0)
+    suffix_sums = torch.cat([suffix_sums, similarity.new_full((1,), -torch.inf)])
+    terms = similarity + suffix_sums[higher]
     return torch.logsumexp(torch.cat([similarity.new_zeros(1), terms]), dim=0) / len(counts)

@@ -1,4 +1,4 @@
-"""The loss classes of sentence-transformers, on any number of ranks and on embeddings that are there already.
+"""The loss classes of sentence-transformers on precomputed embeddings, exact on any number of ranks.
 
 B: rows on this rank, M documents each; N: rows on all ranks; C = 1 + M columns, the queries first; D, T:
 dimensions of the model's and of a guide's vectors.
@@ -20,10 +20,15 @@ from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, Sco
 from embedtrain.config.sentence_transformers import LOSSES_WITH_GUIDE, MATRYOSHKA, check_sentence_transformers
 from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_counts
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, build, first_line, placeholder_tokenizer
+from embedtrain.losses.sentence_transformers_classes import (
+    PlaceholderModel,
+    first_line,
+    instantiate,
+    placeholder_tokenizer,
+)
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide, Loss, LossOutput
 
-# How many documents a row may have, at least and at most, where a class takes fewer than any number.
+# The smallest and largest number of documents per row, for the classes that limit it.
 _DOCUMENTS: dict[str, tuple[int, int]] = {
     "MegaBatchMarginLoss": (1, 1),
     "GISTEmbedLoss": (1, 2),
@@ -33,7 +38,7 @@ _DOCUMENTS: dict[str, tuple[int, int]] = {
     "BatchHardSoftMarginTripletLoss": (0, 0),
     "BatchSemiHardTripletLoss": (0, 0),
 }
-# Classes of pairs: a row of several documents is that many pairs with its query.
+# Classes of pairs: each document of a row forms a pair with its query.
 _PAIRS = [name for name, needs in SENTENCE_TRANSFORMERS_LOSSES.items() if needs.scores is ScoreRequirement.pairs] + [
     "SoftmaxLoss"
 ]
@@ -43,21 +48,21 @@ _LARGEST = 2**62
 class SentenceTransformersLoss(Loss):
     """A class of `sentence_transformers.losses`, exact on any number of ranks.
 
-    Every rank gathers the whole batch, computes the class's loss of it and takes 1/W for its share; the
-    gathering sums the ranks' gradients. So the work, and the memory for it, is that of the global batch on
-    *every* rank: embedtrain's own losses of the same name divide it among the ranks, and cost less.
+    Every rank gathers the whole batch, computes the class's loss on it and takes 1/W as its part; the
+    gather sums the ranks' gradients. So *every* rank needs the time and the memory of the global batch:
+    embedtrain's own losses of the same name divide the work among the ranks, and cost less.
 
-    The class sees no model but a stand-in without parameters, whose texts are vectors already. Classes that
-    cache gradients are computed without their cache. Parameters of the class are parameters here, under
-    `theirs`. What it draws at random is a function of `BatchInfo.seed`.
+    The class gets a placeholder model without parameters, whose inputs are vectors. Classes that cache gradients
+    run without their cache. Parameters of the class are parameters here, under `theirs`. Its random numbers are a
+    function of `BatchInfo.seed`.
 
     Args:
-        config: which class, its arguments, its guide.
+        config: the class, its arguments, its guide.
         dimension: of the model's vectors.
-        guide_dimensions: of the guides' and teachers' vectors, by `BatchInfo.guides`' names, where known.
+        guide_dimensions: of the guides' and teachers' vectors, by the keys of `BatchInfo.guides`, if known.
 
     Raises:
-        ConfigError: a class or arguments that sentence-transformers would not take.
+        ConfigError: sentence-transformers rejects the class or its arguments.
     """
 
     def __init__(
@@ -66,10 +71,10 @@ class SentenceTransformersLoss(Loss):
         super().__init__()
         check_sentence_transformers(config)
         arguments, name = config.arguments, config.class_name
-        self.told = f"loss.class_name={name}"
+        self.label = f"loss.class_name={name}"
         if name == MATRYOSHKA:
             name = arguments["loss"]["class_name"]
-            self.told += f" of {name}"
+            self.label += f" of {name}"
             arguments = arguments["loss"].get("arguments", {})
         self.class_name: str = name
         self.needs = SENTENCE_TRANSFORMERS_LOSSES[name]
@@ -81,24 +86,26 @@ class SentenceTransformersLoss(Loss):
         tokenizer = placeholder_tokenizer() if name in LOSSES_WITH_GUIDE else None
         model = PlaceholderModel("vectors", dimension, tokenizer)
         guide = PlaceholderModel("guide", guide_dimensions.get(self.guide or "", dimension), tokenizer)
-        with _said_once():
+        with _rank_zero_warnings():
             if config.class_name == MATRYOSHKA:
-                inner = build(name, arguments, model, guide, "loss.arguments.loss")
-                around = {**config.arguments, "loss": inner}
-                self.theirs = build(MATRYOSHKA, around, model, guide, "loss")
+                inner = instantiate(name, arguments, model, guide, "loss.arguments.loss")
+                outer_arguments = {**config.arguments, "loss": inner}
+                self.theirs = instantiate(MATRYOSHKA, outer_arguments, model, guide, "loss")
             else:
-                self.theirs = build(name, arguments, model, guide, "loss")
+                self.theirs = instantiate(name, arguments, model, guide, "loss")
         if self.needs.vectors:
             self._check_teacher(guide_dimensions.get(FROM_ROWS, self.teacher_dimension), ConfigError)
             if config.class_name == MATRYOSHKA and _version() < (6, 2):
-                raise ConfigError(f"{self.told} needs sentence-transformers 6.2, which shortens the teacher's vectors")
+                raise ConfigError(
+                    f"{self.label} needs sentence-transformers 6.2 or newer, which truncates the teacher's vectors"
+                )
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """1/W of the class's loss of the global batch.
 
         Raises:
-            DataError: rows of different numbers of documents, or of a number that the class does not take; rows
-                without the scores, labels or vectors it needs; what the class refuses itself.
+            DataError: rows differ in their number of documents, or the class does not accept it; rows lack the
+                scores, labels or vectors it needs; the class rejects the batch.
         """
         per_row = torch.bincount(batch_info.owners, minlength=len(queries)).tolist()
         guide = batch_info.guides.get(FROM_ROWS if self.needs.vectors else self.guide or "")
@@ -106,7 +113,7 @@ class SentenceTransformersLoss(Loss):
             [
                 max(per_row, default=0),
                 -min(per_row, default=_LARGEST),
-                int(bool(per_row) and self._lacks(batch_info, guide)),
+                int(bool(per_row) and self._lacks_columns(batch_info, guide)),
                 0 if guide is None else guide.queries.shape[1],
             ],
             queries.device,
@@ -116,7 +123,7 @@ class SentenceTransformersLoss(Loss):
         vectors = gather_rows(_by_row(queries, documents, num_documents), counts)
         guides = None
         if self.needs.vectors or self.guide is not None:
-            if guide is None:  # on a rank without rows
+            if guide is None:  # a rank without rows
                 guide = Guide(queries.new_zeros(0, width), queries.new_zeros(0, width))
             guides = gather_rows(_by_row(guide.queries, guide.documents, num_documents).to(vectors.dtype), counts)
         columns, labels = list(vectors.unbind(1)), None
@@ -124,8 +131,10 @@ class SentenceTransformersLoss(Loss):
             self._check_teacher(width, DataError)
             labels, guides = guides, None
         elif self.needs.label:
-            mine = batch_info.labels if batch_info.labels is not None else torch.zeros_like(batch_info.query_keys)
-            labels = gather_rows(mine, counts)
+            local_labels = (
+                batch_info.labels if batch_info.labels is not None else torch.zeros_like(batch_info.query_keys)
+            )
+            labels = gather_rows(local_labels, counts)
         elif self.needs.scores is not ScoreRequirement.none:
             labels = gather_rows(_scores(batch_info).to(queries.dtype).reshape(len(queries), num_documents), counts)
             if self.class_name in _PAIRS:
@@ -134,19 +143,21 @@ class SentenceTransformersLoss(Loss):
 
         features = [{"vectors": column} for column in columns]
         if guides is not None:
-            features = [{**given, "guide": column} for given, column in zip(features, guides.unbind(1), strict=True)]
-        with _seeded(batch_info.seed, queries.device), _said_once():
+            features = [
+                {**feature, "guide": column} for feature, column in zip(features, guides.unbind(1), strict=True)
+            ]
+        with _seeded(batch_info.seed, queries.device), _rank_zero_warnings():
             try:
-                found = self.theirs(features, labels)
+                output = self.theirs(features, labels)
             except ValueError as error:
-                raise DataError(f"{self.told} refuses the batch: {first_line(error)}") from error
-        parts: dict[str, Tensor] = found if isinstance(found, dict) else {}
-        loss = torch.stack(list(parts.values())).sum() if parts else found
+                raise DataError(f"{self.label} rejects the batch: {first_line(error)}") from error
+        parts: dict[str, Tensor] = output if isinstance(output, dict) else {}
+        loss = torch.stack(list(parts.values())).sum() if parts else output
         ranks = dist.get_world_size()
         return LossOutput(loss / ranks, {name: part.detach() / ranks for name, part in parts.items()})
 
-    def _lacks(self, batch_info: BatchInfo, guide: Guide | None) -> bool:
-        """Whether this rank's rows are without something that the class needs and nothing stands in for."""
+    def _lacks_columns(self, batch_info: BatchInfo, guide: Guide | None) -> bool:
+        """Whether this rank's rows lack a column that the class needs and that has no default."""
         return (
             (self.needs.scores is ScoreRequirement.teacher and batch_info.scores is None)
             or (self.needs.label and batch_info.labels is None)
@@ -156,39 +167,41 @@ class SentenceTransformersLoss(Loss):
     def _check_rows(self, fewest: int, most: int, missing: bool) -> None:
         if fewest != most:
             raise DataError(
-                f"{self.told} takes rows of equally many documents, and this batch has rows of {fewest} to {most}: "
+                f"{self.label} needs the same number of documents in every row, and this batch has {fewest} to {most}: "
                 "set `negatives` of the sources in data.train to a number that every row has"
             )
-        least, limit = _DOCUMENTS.get(self.class_name, (int(self.needs.documents) + int(self.needs.negatives), None))
-        if most < least or (limit is not None and most > limit):
-            allowed = f"{least} or more" if limit is None else " or ".join(map(str, sorted({least, limit})))
+        minimum, maximum = _DOCUMENTS.get(
+            self.class_name, (int(self.needs.documents) + int(self.needs.negatives), None)
+        )
+        if most < minimum or (maximum is not None and most > maximum):
+            allowed = f"{minimum} or more" if maximum is None else " or ".join(map(str, sorted({minimum, maximum})))
             raise DataError(
-                f"{self.told} takes rows whose number of documents is {allowed}, and this batch has rows of {most}: "
-                "set `negatives` of the sources in data.train, or write other rows"
+                f"{self.label} needs rows of {allowed} documents, and this batch has rows of {most}: "
+                "set `negatives` of the sources in data.train, or change the rows"
             )
         if missing:
-            what = (
+            column = (
                 "labels"
                 if self.needs.label
                 else "scores"
                 if self.needs.scores is ScoreRequirement.teacher
                 else "vectors"
             )
-            raise DataError(f"{self.told} needs rows with {what}, and this batch has rows without")
+            raise DataError(f"{self.label} needs rows with {column}, and this batch has rows without")
 
     def _check_teacher(self, width: int, kind: type[ConfigError | DataError]) -> None:
         if width != self.teacher_dimension:
             raise kind(
-                f"{self.told}: the rows' vectors have {width} dimensions, what is compared with them has "
+                f"{self.label}: the rows' vectors have {width} dimensions, the vectors compared with them have "
                 f"{self.teacher_dimension}: set loss.arguments.projection_dim={width}"
             )
 
     def _classes(self, scores: Tensor) -> Tensor:
         classes = scores.round().to(torch.int64)
-        wrong = scores[(classes != scores) | (classes < 0) | (classes >= self.num_classes)]
-        if len(wrong):
+        invalid = scores[(classes != scores) | (classes < 0) | (classes >= self.num_classes)]
+        if len(invalid):
             raise DataError(
-                f"{self.told}: a row's score is {wrong[0].item():g}, and loss.arguments.num_labels="
+                f"{self.label}: a row's score is {invalid[0].item():g}, and loss.arguments.num_labels="
                 f"{self.num_classes} has the classes 0 to {self.num_classes - 1}"
             )
         return classes
@@ -201,7 +214,7 @@ def _by_row(queries: Tensor, documents: Tensor, per_row: int) -> Tensor:
 
 
 def _scores(batch_info: BatchInfo) -> Tensor:
-    """The documents' scores; where rows have none, 1 for a positive and 0 for a negative."""
+    """The documents' scores; without any, 1 for a positive and 0 for a negative."""
     if batch_info.scores is not None:
         return batch_info.scores
     scores = torch.zeros(len(batch_info.owners), device=batch_info.owners.device)
@@ -214,8 +227,8 @@ def _version() -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _said_once() -> Iterator[None]:
-    """Let rank 0 alone say what the classes warn of; every rank has the same reason to."""
+def _rank_zero_warnings() -> Iterator[None]:
+    """Show warnings of the classes on rank 0 only; every rank would repeat them."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         yield
         return
@@ -232,12 +245,12 @@ def _said_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Python's and torch's random numbers as a function of `seed`, and afterwards as they were before."""
-    before = random.getstate()
+    """Seed Python's and torch's random numbers, and restore their state afterwards."""
+    state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             random.seed(seed)
             yield
     finally:
-        random.setstate(before)
+        random.setstate(state)

@@ -1,6 +1,6 @@
-"""Instances of sentence-transformers' loss classes, of a recipe's plain values and a model that is none.
+"""Instantiates sentence-transformers' loss classes from a recipe's plain values, with a placeholder for the model.
 
-Checked on sentence-transformers 6.0 to 6.2, whose classes use only public names here, but for
+Checked with sentence-transformers 6.0 to 6.2, of which only public names are used, except for
 `CachedGISTEmbedLoss.calculate_loss` and `uses_gradient_cache`.
 """
 
@@ -21,40 +21,40 @@ from transformers import PreTrainedTokenizerFast
 from embedtrain.config.sentence_transformers import FUNCTION_ARGUMENTS, LOSSES_WITH_GUIDE
 from embedtrain.errors import ConfigError
 
-# Our gradient cache takes the place of theirs, and with it these arguments lose their meaning.
+# Our gradient cache replaces theirs, so these arguments have no effect.
 _UNCACHED = {
     "CachedMultipleNegativesRankingLoss": "MultipleNegativesRankingLoss",
     "CachedMultipleNegativesSymmetricRankingLoss": "MultipleNegativesSymmetricRankingLoss",
 }
-_CACHING = ("mini_batch_size", "mini_batch_num_tokens", "show_progress_bar", "use_mini_batched_version")
+_CACHE_ARGUMENTS = ("mini_batch_size", "mini_batch_num_tokens", "show_progress_bar", "use_mini_batched_version")
 _LARGEST = 2**62
 
 
 class PlaceholderModel(nn.Module):
-    """What the classes ask of a SentenceTransformer whose texts are vectors already; it has no parameters."""
+    """The part of SentenceTransformer's interface that the classes use, for inputs that are vectors; no parameters."""
 
     max_seq_length = 0
-    device = torch.device("cpu")  # where the classes put their parameters; the Loss moves them
+    device = torch.device("cpu")  # where the classes create their parameters; the Loss moves them
 
     def __init__(self, key: str, dimension: int, tokenizer: PreTrainedTokenizerFast | None) -> None:
         super().__init__()
         self.key, self.dimension, self.tokenizer = key, dimension, tokenizer
 
     def get_embedding_dimension(self) -> int:
-        """Of its vectors."""
+        """The dimension of its vectors."""
         return self.dimension
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Classes look at the first module, to see what kind of model it is."""
+        """The classes inspect the first module for the kind of model."""
         return self
 
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The vectors that are in `features`."""
+        """The vectors in `features`."""
         return {"sentence_embedding": features[self.key]}
 
 
 class _CachedGIST(losses.CachedGISTEmbedLoss):  # type: ignore[misc]
-    """CachedGISTEmbedLoss without its cache; unlike GISTEmbedLoss it takes any number of hard negatives."""
+    """CachedGISTEmbedLoss without its cache; unlike GISTEmbedLoss it accepts any number of hard negatives."""
 
     uses_gradient_cache = False
 
@@ -64,38 +64,51 @@ class _CachedGIST(losses.CachedGISTEmbedLoss):  # type: ignore[misc]
         return self.calculate_loss(vectors, guides)  # type: ignore[no-any-return]
 
 
-def build(
-    name: str, given: Mapping[str, Any], model: "PlaceholderModel", guide: "PlaceholderModel", option: str
+def instantiate(
+    name: str, options: Mapping[str, Any], model: PlaceholderModel, guide: PlaceholderModel, option: str
 ) -> nn.Module:
-    """An instance of the class `name`, of arguments as they stand in the recipe."""
+    """An instance of the class `name`.
+
+    Args:
+        name: of the class.
+        options: the arguments in the recipe.
+        model: stands in for the trained model.
+        guide: stands in for the guide.
+        option: name of the loss in the recipe, for messages.
+
+    Raises:
+        ConfigError: an argument is unknown, missing, or of the wrong type or value.
+    """
     kind = getattr(losses, name)
     hints = get_type_hints(kind.__init__)
-    taken = {
+    parameters = {
         argument: parameter
         for argument, parameter in inspect.signature(kind.__init__).parameters.items()
         if argument not in ("self", "model", "guide")
     }
     arguments: dict[str, Any] = {}
-    if "embedding_dimension" in taken:
+    if "embedding_dimension" in parameters:
         arguments["embedding_dimension"] = model.dimension
-    for argument, value in given.items():
-        written = f"{option}.arguments.{argument}"
-        if argument not in taken:
-            raise ConfigError(f"{written}={value}: {name} has no such argument; it takes {', '.join(taken)}")
+    for argument, value in options.items():
+        full_name = f"{option}.arguments.{argument}"
+        if argument not in parameters:
+            raise ConfigError(f"{full_name}={value}: {name} has no such argument; it takes {', '.join(parameters)}")
         if argument in FUNCTION_ARGUMENTS.get(name, {}):
             arguments[argument] = _function(name, argument, value)
             continue
         hint = hints.get(argument, Any)
         if not _fits(value, hint):
-            raise ConfigError(f"{written}={value}: {name} takes {_told(hint)}")
+            raise ConfigError(f"{full_name}={value}: {name} expects {_describe(hint)}")
         if argument == "embedding_dimension" and value != model.dimension:
-            raise ConfigError(f"{written}={value}: the model's vectors have {model.dimension} dimensions; leave it out")
+            raise ConfigError(
+                f"{full_name}={value}: the model's vectors have {model.dimension} dimensions; leave it out"
+            )
         arguments[argument] = tuple(value) if argument == "directions" else value
-    for argument, parameter in taken.items():
+    for argument, parameter in parameters.items():
         if parameter.default is parameter.empty and argument not in arguments:
-            raise ConfigError(f"{option}.arguments.{argument} is missing: {name} takes {_told(hints[argument])}")
-    if "mini_batch_size" in taken:
-        arguments = {argument: value for argument, value in arguments.items() if argument not in _CACHING}
+            raise ConfigError(f"{option}.arguments.{argument} is missing: {name} expects {_describe(hints[argument])}")
+    if "mini_batch_size" in parameters:
+        arguments = {argument: value for argument, value in arguments.items() if argument not in _CACHE_ARGUMENTS}
     match name:
         case "MegaBatchMarginLoss":
             arguments["use_mini_batched_version"] = False
@@ -108,12 +121,12 @@ def build(
         arguments["guide"] = guide
     try:
         return kind(model, **arguments)  # type: ignore[no-any-return]
-    except (ValueError, TypeError, RuntimeError) as error:  # the last of torch, such as of a negative width
-        raise ConfigError(f"{option}.class_name={name} refuses its arguments: {first_line(error)}") from error
+    except (ValueError, TypeError, RuntimeError) as error:  # torch raises the last, for example for a negative width
+        raise ConfigError(f"{option}.class_name={name} rejects its arguments: {first_line(error)}") from error
 
 
 def _function(name: str, argument: str, value: str) -> Any:
-    """The function that `FUNCTION_ARGUMENTS` knows by this name."""
+    """The function of this name in `FUNCTION_ARGUMENTS`."""
     if argument == "similarity_fct":
         return getattr(util, value)
     match name:
@@ -126,7 +139,7 @@ def _function(name: str, argument: str, value: str) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of YAML is one of an annotated type. What is annotated otherwise is left to the class."""
+    """Whether a YAML value has an annotated type. Other annotations are left to the class."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, kind) for kind in inner)
@@ -143,24 +156,24 @@ def _fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def _told(hint: Any) -> str:
+def _describe(hint: Any) -> str:
     """A type in words."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_told(kind) for kind in inner))
+        return " or ".join(dict.fromkeys(_describe(kind) for kind in inner))
     if origin is Literal:
         return f"one of {', '.join(inner)}"
     if isinstance(origin, type) and issubclass(origin, Iterable):
-        return f"a list, each {_told(inner[0])}"
+        return f"a list, each item {_describe(inner[0])}"
     words = {float: "a number", int: "a whole number", bool: "true or false", NoneType: "null"}
     return words.get(hint, str(getattr(hint, "__name__", hint)))
 
 
 def placeholder_tokenizer() -> PreTrainedTokenizerFast:
-    """The classes with a guide ask for tokenizers, to see that they are equal; no text is tokenized with them."""
+    """The classes with a guide compare its tokenizer with the model's; no text is tokenized."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first."""
+    """The first line of an error's message."""
     return str(error).strip().partition("\n")[0]

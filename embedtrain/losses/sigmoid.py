@@ -1,4 +1,4 @@
-"""SigLIP: every pair of a query and a document of the global batch is a yes or a no of its own.
+"""SigLIP: a binary classification of every pair of a query and a document of the global batch.
 
 B, M: queries and documents of this rank; N, K: of all ranks; b: queries of one chunk; D: dimensions.
 """
@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from embedtrain.config.losses import LossDirection, SigLIPConfig, Similarity
-from embedtrain.distributed.collectives import gather_rows, row_counts
-from embedtrain.losses.negatives import NoNegatives
-from embedtrain.losses.similarity import products, rows_at_once, widened
-from embedtrain.losses.temperature import Temperature
+from embedtrain.distributed.collectives import gather_rows
+from embedtrain.losses.scores import Counts, ExcludedCandidates
+from embedtrain.losses.similarity import Temperature, at_least_float32, inner_products, rows_per_chunk
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
-# So many matrices [b, K] of a chunk live at a time, in its backward pass.
+# Matrices [b, K] that live at a time in the backward pass of a chunk.
 _LIVE_MATRICES = 4
 
 
@@ -24,17 +23,12 @@ class SigLIP(Loss):
     """Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (ICCV 2023).
 
     For each query the sum over all K documents of -log sigmoid(y (similarity / temperature + bias)), y = 1 at
-    its positive and -1 elsewhere; the mean over all queries. The ranks' documents are gathered with their
-    gradient, each rank takes its own queries, a chunk at a time, and computes a chunk's [b, K] again in the
+    its positive and -1 elsewhere; the mean over all queries. The documents of all ranks are gathered with their
+    gradient; each rank computes its own queries, a chunk at a time, and recomputes a chunk's [b, K] in the
     backward pass.
 
-    Logs `accuracy`, the share of queries whose positive is more similar than any other document, and
-    `temperature` and `bias`.
-
-    Args:
-        config: temperature and bias, the values or where they start from; which of them are trained, the
-            temperature by its logarithm and within `temperature_bounds`; whether documents that equal the
-            positive, or that are the positive of an equal query, are left out.
+    Logs `accuracy`, the fraction of queries whose positive is more similar than any other document, `temperature` and
+    `bias`.
     """
 
     def __init__(self, config: SigLIPConfig) -> None:
@@ -47,51 +41,51 @@ class SigLIP(Loss):
         self.bias = nn.Parameter(torch.tensor([config.bias])) if config.learn_bias else None
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] to this rank's share."""
-        queries, documents = widened(queries), widened(documents)
+        """Queries [B, D] and documents [M, D] to this rank's loss."""
+        queries, documents = at_least_float32(queries), at_least_float32(documents)
         if self.similarity is Similarity.cosine:
             queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
-        query_counts = row_counts(len(queries), queries.device)
-        counts = row_counts(len(documents), documents.device)
-        everything = gather_rows(documents, counts)
-        no_negatives = NoNegatives(
-            batch_info, (query_counts, counts), duplicates=self.mask_duplicates, positive_again=False
-        )
-        rows = torch.arange(len(queries), device=queries.device) + sum(query_counts[: dist.get_rank()])
+        counts = Counts.gather(queries, documents)
+        all_documents = gather_rows(documents, counts.documents)
+        excluded = ExcludedCandidates(batch_info, counts, duplicates=self.mask_duplicates, score_positive_twice=False)
+        indices = torch.arange(len(queries), device=queries.device) + sum(counts.queries[: dist.get_rank()])
         scale = self.temperature.scale(queries)
         bias = queries.new_full((1,), self.fixed_bias) if self.bias is None else self.bias.to(queries.dtype)
 
-        # The zero term ties a rank without queries to the gather, whose backward pass needs every rank, and to
+        # The zero term connects a rank without queries to the gather, whose backward pass needs every rank, and to
         # the parameters.
-        summed = 0.0 * (everything.sum() + scale.sum() + bias.sum())
-        right = torch.zeros((), dtype=torch.int64, device=queries.device)
-        size = rows_at_once(len(everything) * _LIVE_MATRICES, queries.dtype)
-        for some_rows, some in zip(rows.split(size), queries.split(size), strict=True):
-            if len(some) == 0:
+        loss = 0.0 * (all_documents.sum() + scale.sum() + bias.sum())
+        num_correct = torch.zeros((), dtype=torch.int64, device=queries.device)
+        size = rows_per_chunk(len(all_documents) * _LIVE_MATRICES, queries.dtype)
+        for chunk_indices, chunk in zip(indices.split(size), queries.split(size), strict=True):
+            if len(chunk) == 0:
                 continue
-            part, part_right = checkpoint(
+            chunk_loss, chunk_correct = checkpoint(
                 _chunk,
-                *(some_rows, some, everything, scale, bias, no_negatives),
+                *(chunk_indices, chunk, all_documents, scale, bias, excluded),
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            summed, right = summed + part, right + part_right
-        num_queries = max(1, sum(query_counts))
-        told = {
-            "accuracy": right / num_queries,
-            "temperature": 1 / scale.detach().squeeze() / len(counts),
-            "bias": bias.detach().squeeze() / len(counts),
+            loss, num_correct = loss + chunk_loss, num_correct + chunk_correct
+        num_queries, num_ranks = max(1, sum(counts.queries)), len(counts.queries)
+        metrics = {
+            "accuracy": num_correct / num_queries,
+            "temperature": 1 / scale.detach().squeeze() / num_ranks,
+            "bias": bias.detach().squeeze() / num_ranks,
         }
-        return LossOutput(summed / num_queries, told)
+        return LossOutput(loss / num_queries, metrics)
 
 
 def _chunk(
-    rows: Tensor, queries: Tensor, documents: Tensor, scale: Tensor, bias: Tensor, no_negatives: NoNegatives
+    indices: Tensor, queries: Tensor, documents: Tensor, scale: Tensor, bias: Tensor, excluded: ExcludedCandidates
 ) -> tuple[Tensor, Tensor]:
-    """Queries [b, D], rows `rows` [b] of all, against all documents [K, D]: the sum; how many positives beat all."""
-    logits = products(queries, documents) * scale + bias
-    positive = logits.gather(1, no_negatives.positives[rows].unsqueeze(1)).squeeze(1)
-    others = no_negatives.strike_out(logits.clone(), LossDirection.query_document, rows, 0)
+    """Queries [b, D] against all documents [K, D]: the sum of their losses, and how many positives rank first.
+
+    `indices` [b] are those of the queries among all ranks.
+    """
+    logits = inner_products(queries, documents) * scale + bias
+    positive = logits.gather(1, excluded.positives[indices].unsqueeze(1)).squeeze(1)
+    negatives = excluded.mask_scores(logits.clone(), LossDirection.query_document, indices, 0)
     # Log sigmoid of +inf is 0, with gradient 0.
-    summed = -F.logsigmoid(-others).sum() - F.logsigmoid(positive).sum()
-    return summed, (others.detach().amax(dim=1) < positive.detach()).sum()
+    loss = -F.logsigmoid(-negatives).sum() - F.logsigmoid(positive).sum()
+    return loss, (negatives.detach().amax(dim=1) < positive.detach()).sum()

@@ -1,40 +1,69 @@
-"""How vectors are compared, pair by pair and all with all, and where a row's documents stand.
+"""Similarities, distances and reductions that several losses share, and the temperature.
 
-P: pairs; A, N: rows of two sets; D: dimensions; M: documents of this rank.
+P: pairs; A, N: rows of two sets; D: dimensions; B, M: queries and documents of this rank.
 """
+
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from embedtrain.config.losses import Distance, Similarity
 
-# What the largest matrices of one chunk may take, bytes.
-_CHUNK_BYTES = 256 * 2**20
+# The largest matrices of one chunk take at most this many bytes.
+MAX_CHUNK_BYTES = 256 * 2**20
 
 
-def widened(vectors: Tensor) -> Tensor:
-    """The same in float32; float64 stays. Losses compute in nothing narrower."""
+class Temperature(nn.Module):
+    """A temperature, fixed or trained as the logarithm of its inverse (Radford et al., 2021, "CLIP").
+
+    Args:
+        value: the temperature, or its initial value.
+        trained: whether it is a parameter.
+        bounds: the smallest and the largest value of a trained temperature.
+    """
+
+    def __init__(self, value: float, *, trained: bool, bounds: Sequence[float] = (0.0, math.inf)) -> None:
+        super().__init__()
+        self.lowest, self.highest = (-math.log(bound) for bound in reversed(bounds)) if trained else (0.0, 0.0)
+        start = torch.tensor([-math.log(value)], dtype=torch.float64)
+        # Shape (1,): FSDP rejects scalars. A fixed temperature skips the logarithm, which would cost digits.
+        self.log_scale = nn.Parameter(start.float()) if trained else None
+        self.fixed = 1.0 / value
+
+    def scale(self, like: Tensor) -> Tensor:
+        """One over the temperature, [1], in the dtype of `like`; differentiable if it is trained."""
+        if self.log_scale is None:
+            return like.new_tensor([self.fixed])
+        with torch.no_grad():  # clamped before use instead of after the step, so a value at a bound keeps its gradient
+            self.log_scale.clamp_(self.lowest, self.highest)
+        return self.log_scale.exp().to(like.dtype)
+
+
+def at_least_float32(vectors: Tensor) -> Tensor:
+    """The vectors in float32; float64 stays. Losses never compute in a narrower dtype."""
     return vectors if vectors.dtype == torch.float64 else vectors.float()
 
 
-def places_in_row(owners: Tensor) -> Tensor:
+def positions_in_row(owners: Tensor) -> Tensor:
     """Int64 [M]: 0 for a row's positive, k for its k-th hard negative. `owners` as in `BatchInfo`."""
     return torch.arange(len(owners), device=owners.device) - torch.searchsorted(owners, owners)
 
 
-def similarities(left: Tensor, right: Tensor, similarity: Similarity) -> Tensor:
+def pairwise_similarity(left: Tensor, right: Tensor, similarity: Similarity) -> Tensor:
     """[P, D] and [P, D] to [P]."""
     if similarity is Similarity.cosine:
         left, right = F.normalize(left, dim=1), F.normalize(right, dim=1)
     return (left * right).sum(dim=1)
 
 
-def distances(left: Tensor, right: Tensor, distance: Distance) -> Tensor:
+def pairwise_distance(left: Tensor, right: Tensor, distance: Distance) -> Tensor:
     """[P, D] and [P, D] to [P]. The gradient between equal vectors is 0."""
     match distance:
         case Distance.cosine:
-            return 1 - similarities(left, right, Similarity.cosine)
+            return 1 - pairwise_similarity(left, right, Similarity.cosine)
         case Distance.euclidean:
             norms: Tensor = torch.linalg.vector_norm(left - right, dim=1)
             return norms
@@ -42,11 +71,11 @@ def distances(left: Tensor, right: Tensor, distance: Distance) -> Tensor:
             return (left - right).abs().sum(dim=1)
 
 
-def all_distances(left: Tensor, right: Tensor, distance: Distance) -> Tensor:
-    """[A, D] and [N, D] to [A, N]. For the cosine both must have length 1. The gradient between equal vectors is 0."""
+def distance_matrix(left: Tensor, right: Tensor, distance: Distance) -> Tensor:
+    """[A, D] and [N, D] to [A, N]. Cosine expects vectors of length 1. The gradient between equal vectors is 0."""
     match distance:
         case Distance.cosine:
-            return 1 - products(left, right)
+            return 1 - inner_products(left, right)
         case Distance.euclidean:
             # By a matrix product, |a|^2 - 2ab + |b|^2 would cancel between near vectors: 3e-4 instead of 0.
             return torch.cdist(left, right, p=2.0, compute_mode="donot_use_mm_for_euclid_dist")
@@ -54,12 +83,25 @@ def all_distances(left: Tensor, right: Tensor, distance: Distance) -> Tensor:
             return torch.cdist(left, right, p=1.0)
 
 
-def products(left: Tensor, right: Tensor) -> Tensor:
-    """[A, D] and [N, D] to their dot products [A, N], in the inputs' precision: bf16 would be off by 1 %."""
+def inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """[A, D] and [N, D] to [A, N], in the dtype of the inputs: under autocast bf16 would be off by 1 %."""
     with torch.autocast(left.device.type, enabled=False):
         return left @ right.T
 
 
-def rows_at_once(values_per_row: int, dtype: torch.dtype) -> int:
-    """How many rows a chunk may have where each needs `values_per_row` numbers at a time; at least 1."""
-    return max(1, _CHUNK_BYTES // max(1, values_per_row * dtype.itemsize))
+def rows_per_chunk(values_per_row: int, dtype: torch.dtype) -> int:
+    """The number of rows, at least 1, that fit into one chunk if each needs `values_per_row` numbers."""
+    return max(1, MAX_CHUNK_BYTES // max(1, values_per_row * dtype.itemsize))
+
+
+def group_max(values: Tensor, owners: Tensor, num_groups: int) -> Tensor:
+    """The largest of the values [M] of each group, [num_groups]; -inf for an empty group."""
+    return values.new_full((num_groups,), -torch.inf).scatter_reduce(0, owners, values, "amax")
+
+
+def group_logsumexp(values: Tensor, owners: Tensor, num_groups: int) -> Tensor:
+    """Logsumexp of the values [M] of each group, [num_groups]; a group of only -inf gives 0 and no gradient."""
+    highest = group_max(values.detach(), owners, num_groups)
+    offset = highest.masked_fill(highest == -torch.inf, 0.0)
+    sum_exp = torch.zeros_like(offset).index_add(0, owners, (values - offset[owners]).exp())
+    return offset + sum_exp.masked_fill(highest == -torch.inf, 1.0).log()

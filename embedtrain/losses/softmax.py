@@ -1,18 +1,23 @@
-"""InfoNCE over given candidates: all scores at a time, or a few rows' (a rank's at a time: see `ring`).
+"""The softmax of InfoNCE over all candidates: all scores at once, a few rows at a time, or around a ring of ranks.
 
 For row i with positive score z_ip and negatives z_ij = scale * <a_i, c_j>, in each partition of its directions:
 
     gap_i = logsumexp_j z_ij - z_ip        loss_i = softplus(gap_i)        sigma_i = sigmoid(gap_i)
     dloss_i/dz_ij = exp(z_ij - z_ip - loss_i) = sigma_i * softmax_j(z_ij)        dloss_i/dz_ip = -sigma_i
 
-the softplus form of -log softmax, in which nothing cancels when losses are small. `plain` holds all scores
-and leaves the gradient to autograd. `tiled` computes the gradient in the forward pass, a few rows of scores at
-a time: a row's logsumexp is final at once, so its scores become its gradient in place and nothing is computed
-twice; the backward pass only scales it. The scale's gradient needs no scores: z is linear in it,
-so it is sum_i <a_i, da_i> / scale (Euler).
+This is -log softmax in its softplus form, in which nothing cancels when losses are small. `plain_softmax` holds all
+scores and leaves the gradient to autograd. `tiled_softmax` computes the gradient in the forward pass, a few rows of
+scores at a time: a row's logsumexp is final at once, so its scores become its gradient in place and nothing is computed
+twice; the backward pass only scales the result. The gradient of the scale needs no scores: z is linear in it, so it is
+sum_i <a_i, da_i> / scale (Euler).
+
+`ring_softmax` is for batches whose vectors no rank could hold: candidates travel around the ranks. While they pass,
+each row keeps its largest score, the sum of exp(z_ij) and sum_j exp(z_ij) c_j online, as in flash attention (Dao et
+al., 2022) with candidates for keys and values: that is the gradient of the rows. Then the rows travel, and every rank
+adds up the gradient of its own candidates. Communication overlaps with computation, and gradients never travel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,83 +26,125 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embedtrain.config.losses import LossDirection
-from embedtrain.losses.scores import QUERY_ANCHORS, QUERY_CANDIDATES, Candidates, Rows, Rules, widest
+from embedtrain.distributed.collectives import ring
+from embedtrain.losses.scores import (
+    QUERY_ANCHORS,
+    QUERY_CANDIDATES,
+    Candidates,
+    Counts,
+    Rows,
+    ScoringRules,
+    scores_per_row,
+)
 
-# Scores held at a time: 64 MiB of fp32. Fewer rows at a time would read and write the candidates' gradient more often.
+# Scores of one tile: 64 MiB of fp32. Lower tiles would read and write the gradient of the candidates more often.
 TILE_CELLS = 1 << 24
-LEAST_ROWS = 64
+MIN_TILE_ROWS = 64
 
+# Directions that share a softmax.
 Partitions = Sequence[Sequence[LossDirection]]
 
 
 @dataclass(frozen=True, slots=True)
-class RowLosses:
-    """Sums over this rank's rows: the loss (with its gradient), and rows whose positive beats every negative."""
+class SoftmaxSums:
+    """Sums over this rank's rows: the differentiable loss, and the rows whose positive beats every negative."""
 
     loss: Tensor
-    right: Tensor
+    num_correct: Tensor
 
 
-def plain(
-    rows: Rows, candidates: Candidates, rules: Rules, scale: Tensor, margin: float, parts: Partitions
-) -> RowLosses:
-    """Rows' tensors and candidates' have their gradients; the matrix of scores is held until the backward pass."""
-    positive = positive_scores(rows, scale, margin)
-    loss, right = positive.new_zeros(()), torch.zeros((), dtype=torch.int64, device=positive.device)
-    for directions in parts:
-        blocks = [rules.scores(side, rows, candidates, scale) for side in directions]
-        tops = [row_maximum(block.detach()) for block in blocks]
-        right = count_right(right, directions, tops, rows)
+def plain_softmax(
+    rows: Rows, candidates: Candidates, rules: ScoringRules, scale: Tensor, margin: float, partitions: Partitions
+) -> SoftmaxSums:
+    """The matrix of scores is held until the backward pass.
+
+    Args:
+        rows: this rank's rows.
+        candidates: of all ranks.
+        rules: how scores are computed.
+        scale: one over the temperature, [1].
+        margin: subtracted from the positive's similarity.
+        partitions: directions that share a softmax.
+    """
+    positive = _positive_scores(rows, scale, margin)
+    loss, num_correct = positive.new_zeros(()), torch.zeros((), dtype=torch.int64, device=positive.device)
+    for directions in partitions:
+        blocks = [rules.scores(direction, rows, candidates, scale) for direction in directions]
+        maxima = [_row_max(block.detach()) for block in blocks]
+        num_correct = _add_correct(num_correct, directions, maxima, rows)
         scores = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-        # A row without any negative has loss 0; its scores become finite so that its gradient is 0, not NaN.
-        alone = torch.stack(tops).amax(dim=0) == -torch.inf
-        scores[alone] = 0.0
+        # A row without negatives has loss 0; finite scores make its gradient 0 instead of NaN.
+        no_negatives = torch.stack(maxima).amax(dim=0) == -torch.inf
+        scores[no_negatives] = 0.0
         lse = torch.logsumexp(scores, dim=1) if scores.shape[1] else torch.zeros_like(positive)
-        loss = loss + F.softplus((lse - positive).masked_fill(alone, -torch.inf)).sum() / len(parts)
-    return RowLosses(loss, right)
+        loss = loss + F.softplus((lse - positive).masked_fill(no_negatives, -torch.inf)).sum() / len(partitions)
+    return SoftmaxSums(loss, num_correct)
 
 
-def count_right(right: Tensor, directions: Sequence[LossDirection], tops: Sequence[Tensor], rows: Rows) -> Tensor:
-    """Plus the rows whose positive beats all documents, once that side comes along."""
-    if LossDirection.query_document not in directions:
-        return right
-    return right + (tops[list(directions).index(LossDirection.query_document)] < rows.beaten_from).sum()
+def tiled_softmax(
+    rows: Rows, candidates: Candidates, rules: ScoringRules, scale: Tensor, margin: float, partitions: Partitions
+) -> SoftmaxSums:
+    """As `plain_softmax`, with a few rows of scores in memory at a time and the gradient computed at once."""
+    loss, num_correct = _Tiled.apply(  # type: ignore[no-untyped-call]
+        rows.queries, rows.positives, candidates.documents, candidates.queries, scale,
+        (rows, candidates, rules, margin, partitions),
+    )  # fmt: skip
+    return SoftmaxSums(loss, num_correct)
 
 
-def positive_scores(rows: Rows, scale: Tensor, margin: float) -> Tensor:
-    """Of each row [B], the margin taken off; differentiable."""
+def ring_softmax(
+    rows: Rows,
+    candidates: Candidates,
+    rules: ScoringRules,
+    scale: Tensor,
+    margin: float,
+    partitions: Partitions,
+    counts: Counts,
+) -> SoftmaxSums:
+    """As `tiled_softmax`, with only this rank's `candidates`; those of other ranks pass by. A collective."""
+    loss, num_correct = _Ring.apply(  # type: ignore[no-untyped-call]
+        rows.queries, rows.positives, candidates.documents, candidates.queries, scale,
+        (rows, candidates, rules, margin, partitions, counts),
+    )  # fmt: skip
+    return SoftmaxSums(loss, num_correct)
+
+
+def _positive_scores(rows: Rows, scale: Tensor, margin: float) -> Tensor:
+    """[B], with the margin subtracted; differentiable."""
     return ((rows.queries * rows.positives).sum(dim=1) - margin) * scale
 
 
-def tiled(
-    rows: Rows, candidates: Candidates, rules: Rules, scale: Tensor, margin: float, parts: Partitions
-) -> RowLosses:
-    """The same with a few rows' scores in memory at a time, and the gradient at once."""
-    loss, right = _Tiled.apply(  # type: ignore[no-untyped-call]
-        rows.queries,
-        rows.positives,
-        candidates.documents,
-        candidates.queries,
-        scale,
-        (rows, candidates, rules, margin, parts),
-    )
-    return RowLosses(loss, right)
+def _row_max(scores: Tensor) -> Tensor:
+    """The largest score of each row; -inf without candidates."""
+    if scores.shape[1] == 0:  # torch has no maximum of an empty dimension
+        return scores.new_full((len(scores),), -torch.inf)
+    return scores.amax(dim=1)
 
 
-class GradientAtOnce(torch.autograd.Function):
-    """Inputs: queries, positives, documents, candidate queries or None, scale, and the rest in a tuple."""
+def _add_correct(
+    num_correct: Tensor, directions: Sequence[LossDirection], maxima: Sequence[Tensor], rows: Rows
+) -> Tensor:
+    """Add the rows whose positive beats all documents, in the partition that has that direction."""
+    if LossDirection.query_document not in directions:
+        return num_correct
+    maximum = maxima[list(directions).index(LossDirection.query_document)]
+    return num_correct + (maximum < rows.accuracy_thresholds).sum()
+
+
+class _GradientInForward(torch.autograd.Function):
+    """Inputs: queries, positives, documents, candidate queries or None, scale, and a tuple of everything else."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Scale what the forward pass computed."""
-        ready, ctx.ready = ctx.ready, None
-        assert ready is not None, "this loss has no second backward pass: its gradient is scaled in place"
-        return *(None if part is None else part.mul_(grads[0]) for part in ready), None
+        computed, ctx.computed = ctx.computed, None
+        assert computed is not None, "this loss has no second backward pass: its gradient is scaled in place"
+        return *(None if grad is None else grad.mul_(grads[0]) for grad in computed), None
 
 
 @dataclass(slots=True)
-class Gradients:
-    """Of the sum of the rows' losses, filled in step by step."""
+class _Gradients:
+    """The gradient of the sum of the rows' losses, accumulated step by step."""
 
     queries: Tensor
     positives: Tensor
@@ -106,8 +153,8 @@ class Gradients:
     scale: Tensor
 
     @classmethod
-    def zeros(cls, rows: Rows, candidates: Candidates, scale: Tensor) -> "Gradients":
-        """None of them yet."""
+    def zeros(cls, rows: Rows, candidates: Candidates, scale: Tensor) -> "_Gradients":
+        """Before the first step."""
         queries = candidates.queries
         return cls(
             torch.zeros_like(rows.queries),
@@ -117,52 +164,43 @@ class Gradients:
             torch.zeros_like(scale),
         )
 
-    def anchors(self, side: LossDirection) -> Tensor:
-        """Where the gradient of a side's anchors belongs."""
-        return self.queries if side in QUERY_ANCHORS else self.positives
+    def anchors(self, direction: LossDirection) -> Tensor:
+        """The gradient that the anchors of a direction contribute to."""
+        return self.queries if direction in QUERY_ANCHORS else self.positives
 
-    def of(self, side: LossDirection) -> Tensor:
-        """Where the gradient of a side's candidates belongs."""
-        chosen = self.candidate_queries if side in QUERY_CANDIDATES else self.documents
-        assert chosen is not None
-        return chosen
+    def candidates(self, direction: LossDirection) -> Tensor:
+        """The gradient that the candidates of a direction contribute to."""
+        grads = self.candidate_queries if direction in QUERY_CANDIDATES else self.documents
+        assert grads is not None
+        return grads
 
-    def finish(self, rows: Rows, pull: Tensor, scale: Tensor, margin: float) -> tuple[Tensor | None, ...]:
-        """Add the positives' part; `pull` [B] is minus the loss's derivative at the positive's score."""
+    def finish(self, rows: Rows, sigma: Tensor, scale: Tensor, margin: float) -> tuple[Tensor | None, ...]:
+        """Add the positives' part; `sigma` [B] is minus the derivative of the loss at the positive's score."""
         self.scale += ((rows.queries * self.queries).sum() + (rows.positives * self.positives).sum()) / scale
-        self.scale -= (pull * ((rows.queries * rows.positives).sum(dim=1) - margin)).sum()
-        pulled = (pull * scale).unsqueeze(1)
-        self.queries.addcmul_(pulled, rows.positives, value=-1.0)
-        self.positives.addcmul_(pulled, rows.queries, value=-1.0)
+        self.scale -= (sigma * ((rows.queries * rows.positives).sum(dim=1) - margin)).sum()
+        scaled = (sigma * scale).unsqueeze(1)
+        self.queries.addcmul_(scaled, rows.positives, value=-1.0)
+        self.positives.addcmul_(scaled, rows.queries, value=-1.0)
         return self.queries, self.positives, self.documents, self.candidate_queries, self.scale
 
 
-def anchors_of(side: LossDirection, rows: Rows) -> Tensor:
-    """What a side compares with its candidates."""
-    return rows.queries if side in QUERY_ANCHORS else rows.positives
-
-
-def _pieces(rows: Rows, width: int) -> list[tuple[int, int]]:
-    """Stretches of rows whose scores fit."""
-    height = max(LEAST_ROWS, TILE_CELLS // max(1, width))
-    return [(start, min(start + height, len(rows))) for start in range(0, len(rows), height)]
-
-
-class Space:
-    """Memory for tiles, used again and again: two at a time would be twice as much, and fresh pages cost time."""
+class _TileBuffer:
+    """Memory for tiles, reused: two tiles at a time would double it, and fresh pages cost time."""
 
     def __init__(self, rows: Rows, width: int) -> None:
-        self.pieces = _pieces(rows, width)
-        self.cells = rows.queries.new_empty(max((end - start for start, end in self.pieces), default=0) * width)
+        height = max(MIN_TILE_ROWS, TILE_CELLS // max(1, width))
+        self.row_slices = [(start, min(start + height, len(rows))) for start in range(0, len(rows), height)]
+        highest = max((end - start for start, end in self.row_slices), default=0)
+        self._cells = rows.queries.new_empty(highest * width)
 
     def tiles(self, height: int, widths: Sequence[int]) -> list[Tensor]:
-        """Side by side, one of each width; what they held before is lost."""
+        """Adjacent tiles of these widths; their previous content is lost."""
         sizes = [height * width for width in widths]
-        parts = self.cells[: sum(sizes)].split(sizes)
+        parts = self._cells[: sum(sizes)].split(sizes)
         return [part.view(height, width) for part, width in zip(parts, widths, strict=True)]
 
 
-class _Tiled(GradientAtOnce):
+class _Tiled(_GradientInForward):
     @staticmethod
     def forward(
         ctx: Any,
@@ -171,42 +209,158 @@ class _Tiled(GradientAtOnce):
         documents: Tensor,
         candidate_queries: Tensor | None,
         scale: Tensor,
-        rest: tuple[Rows, Candidates, Rules, float, Partitions],
+        rest: tuple[Rows, Candidates, ScoringRules, float, Partitions],
     ) -> tuple[Tensor, Tensor]:
-        rows, candidates, rules, margin, parts = rest
-        found = Gradients.zeros(rows, candidates, scale)
-        positive = positive_scores(rows, scale, margin)
-        pull, loss = torch.zeros_like(positive), positive.new_zeros(())
-        right = torch.zeros((), dtype=torch.int64, device=positive.device)
-        space = Space(rows, max(widest(directions, candidates) for directions in parts))
-        for start, end in space.pieces:
-            these, score = rows.part(start, end), positive[start:end]
-            for directions in parts:
-                tiles = space.tiles(end - start, [len(candidates.of(side)) for side in directions])
-                for side, tile in zip(directions, tiles, strict=True):
-                    rules.scores(side, these, candidates, scale, out=tile)
-                tops = [row_maximum(tile) for tile in tiles]
-                right = count_right(right, directions, tops, these)
-                hardest = torch.stack(tops).amax(dim=0)
-                top = hardest.masked_fill(hardest == -torch.inf, 0.0)
-                mass = torch.zeros_like(top)
+        rows, candidates, rules, margin, partitions = rest
+        grads = _Gradients.zeros(rows, candidates, scale)
+        positive = _positive_scores(rows, scale, margin)
+        sigma_sum, loss = torch.zeros_like(positive), positive.new_zeros(())
+        num_correct = torch.zeros((), dtype=torch.int64, device=positive.device)
+        buffer = _TileBuffer(rows, max(scores_per_row(directions, candidates) for directions in partitions))
+        for start, end in buffer.row_slices:
+            tile_rows, tile_positive = rows.slice(start, end), positive[start:end]
+            for directions in partitions:
+                tiles = buffer.tiles(end - start, [len(candidates.of(direction)) for direction in directions])
+                for direction, tile in zip(directions, tiles, strict=True):
+                    rules.scores(direction, tile_rows, candidates, scale, out=tile)
+                maxima = [_row_max(tile) for tile in tiles]
+                num_correct = _add_correct(num_correct, directions, maxima, tile_rows)
+                maximum = torch.stack(maxima).amax(dim=0)
+                offset = maximum.masked_fill(maximum == -torch.inf, 0.0)
+                sum_exp = torch.zeros_like(offset)
                 for tile in tiles:
-                    mass += tile.sub_(top.unsqueeze(1)).exp_().sum(dim=1)
-                gap = top + mass.log() - score  # -inf in a row without negatives, whose loss is 0
-                loss += F.softplus(gap).sum() / len(parts)
-                slope = torch.sigmoid(gap) / len(parts)
-                pull[start:end] += slope
-                each = (slope / mass).masked_fill_(mass == 0, 0.0).mul_(scale).unsqueeze(1)
-                for side, tile in zip(directions, tiles, strict=True):
-                    found.anchors(side)[start:end].addcmul_(tile @ candidates.of(side), each)
-                    found.of(side).addmm_(tile.T, anchors_of(side, these) * each)
-        ctx.ready = found.finish(rows, pull, scale, margin)
-        ctx.mark_non_differentiable(right)
-        return loss, right
+                    sum_exp += tile.sub_(offset.unsqueeze(1)).exp_().sum(dim=1)
+                gap = offset + sum_exp.log() - tile_positive  # -inf in a row without negatives, whose loss is 0
+                loss += F.softplus(gap).sum() / len(partitions)
+                sigma = torch.sigmoid(gap) / len(partitions)
+                sigma_sum[start:end] += sigma
+                weights = (sigma / sum_exp).masked_fill_(sum_exp == 0, 0.0).mul_(scale).unsqueeze(1)
+                for direction, tile in zip(directions, tiles, strict=True):
+                    grads.anchors(direction)[start:end].addcmul_(tile @ candidates.of(direction), weights)
+                    grads.candidates(direction).addmm_(tile.T, tile_rows.anchors(direction) * weights)
+        ctx.computed = grads.finish(rows, sigma_sum, scale, margin)
+        ctx.mark_non_differentiable(num_correct)
+        return loss, num_correct
 
 
-def row_maximum(scores: Tensor) -> Tensor:
-    """The largest score of each row; -inf where there are none."""
-    if scores.shape[1] == 0:  # torch has no maximum of nothing
-        return scores.new_full((len(scores),), -torch.inf)
-    return scores.amax(dim=1)
+class _Ring(_GradientInForward):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        positives: Tensor,
+        documents: Tensor,
+        candidate_queries: Tensor | None,
+        scale: Tensor,
+        rest: tuple[Rows, Candidates, ScoringRules, float, Partitions, Counts],
+    ) -> tuple[Tensor, Tensor]:
+        rows, candidates, rules, margin, partitions, counts = rest
+        grads = _Gradients.zeros(rows, candidates, scale)
+        positive = _positive_scores(rows, scale, margin)
+        softmaxes = [_OnlineSoftmax(rows, directions) for directions in partitions]
+        for passing in _passing_candidates(candidates, counts):
+            for softmax in softmaxes:
+                softmax.add(rows, passing, rules, scale)
+        sigma_sum, loss = torch.zeros_like(positive), positive.new_zeros(())
+        num_correct = torch.zeros((), dtype=torch.int64, device=positive.device)
+        row_weights = []
+        for softmax in softmaxes:
+            gap = softmax.logsumexp() - positive
+            loss += F.softplus(gap).sum() / len(partitions)
+            sigma = torch.sigmoid(gap) / len(partitions)
+            sigma_sum += sigma
+            weights = (sigma / softmax.sum_exp).masked_fill_(softmax.sum_exp == 0, 0.0).mul_(scale)
+            for direction, weighted in zip(softmax.directions, softmax.weighted, strict=True):
+                grads.anchors(direction).addcmul_(weighted, weights.unsqueeze(1))
+            row_weights += [softmax.offset(), weights]
+            num_correct = _add_correct(num_correct, softmax.directions, softmax.maxima, rows)
+        for passing_rows, passing_weights in _passing_rows(rows, torch.stack(row_weights, dim=1), counts.queries):
+            _add_candidate_grads(grads, passing_rows, passing_weights, candidates, rules, scale, partitions)
+        ctx.computed = grads.finish(rows, sigma_sum, scale, margin)
+        ctx.mark_non_differentiable(num_correct)
+        return loss, num_correct
+
+
+class _OnlineSoftmax:
+    """Of one partition and each row: maximum, sum of exp(score - maximum), and that sum weighted by candidates."""
+
+    def __init__(self, rows: Rows, directions: Sequence[LossDirection]) -> None:
+        self.directions = directions
+        self.maximum = torch.full_like(rows.accuracy_thresholds, -torch.inf)
+        self.maxima = [self.maximum.clone() for _ in directions]  # of each direction
+        self.sum_exp = torch.zeros_like(self.maximum)
+        self.weighted = [torch.zeros_like(rows.queries) for _ in directions]
+
+    def add(self, rows: Rows, candidates: Candidates, rules: ScoringRules, scale: Tensor) -> None:
+        """Add further candidates."""
+        for direction, weighted, direction_maximum in zip(self.directions, self.weighted, self.maxima, strict=True):
+            columns = candidates.of(direction)
+            buffer = _TileBuffer(rows, len(columns))
+            for start, end in buffer.row_slices:
+                (tile,) = buffer.tiles(end - start, [len(columns)])
+                scores = rules.scores(direction, rows.slice(start, end), candidates, scale, out=tile)
+                highest = _row_max(scores)
+                direction_maximum[start:end] = torch.maximum(direction_maximum[start:end], highest)
+                maximum = torch.maximum(self.maximum[start:end], highest)
+                offset = maximum.masked_fill(maximum == -torch.inf, 0.0)
+                rescale = (self.maximum[start:end] - offset).exp()
+                scores.sub_(offset.unsqueeze(1)).exp_()
+                self.maximum[start:end] = maximum
+                self.sum_exp[start:end] = self.sum_exp[start:end] * rescale + scores.sum(dim=1)
+                for weighted_sum in self.weighted:
+                    weighted_sum[start:end] *= rescale.unsqueeze(1)
+                weighted[start:end].addmm_(scores, columns)
+
+    def offset(self) -> Tensor:
+        """Subtracted from scores before their exp."""
+        return self.maximum.masked_fill(self.maximum == -torch.inf, 0.0)
+
+    def logsumexp(self) -> Tensor:
+        """-inf for a row without negatives."""
+        return self.offset() + self.sum_exp.log()
+
+
+def _passing_candidates(local: Candidates, counts: Counts) -> Iterator[Candidates]:
+    """Every rank's candidates, beginning with this rank's."""
+    names = ["documents", "queries", "guide_documents", "guide_queries"]
+    tensors = {name: getattr(local, name) for name in names if getattr(local, name) is not None}
+    lengths = [counts.documents if name.endswith("documents") else counts.queries for name in tensors]
+    for rank, received in ring(list(tensors.values()), lengths):
+        yield Candidates(
+            first_query=sum(counts.queries[:rank]),
+            first_document=sum(counts.documents[:rank]),
+            **dict(zip(tensors, received, strict=True)),
+        )
+
+
+def _passing_rows(local: Rows, weights: Tensor, counts: list[int]) -> Iterator[tuple[Rows, Tensor]]:
+    """Every rank's rows with their weights, beginning with this rank's."""
+    tensors = {name: value for name, value in local.tensors().items() if value is not None}
+    for _, received in ring([*tensors.values(), weights], [counts] * (len(tensors) + 1)):
+        yield Rows(**dict(zip(tensors, received[:-1], strict=True))), received[-1]
+
+
+def _add_candidate_grads(
+    grads: _Gradients,
+    rows: Rows,
+    row_weights: Tensor,
+    local: Candidates,
+    rules: ScoringRules,
+    scale: Tensor,
+    partitions: Partitions,
+) -> None:
+    """Add to the gradient of this rank's candidates the part of one rank's rows.
+
+    `row_weights` [c, 2 P] holds two columns for each partition: the offset subtracted from scores before their exp, and
+    the factor of the result.
+    """
+    for number, directions in enumerate(partitions):
+        for direction in directions:
+            buffer = _TileBuffer(rows, len(local.of(direction)))
+            for start, end in buffer.row_slices:
+                tile_rows = rows.slice(start, end)
+                (tile,) = buffer.tiles(end - start, [len(local.of(direction))])
+                scores = rules.scores(direction, tile_rows, local, scale, out=tile)
+                offset, weights = row_weights[start:end, 2 * number : 2 * number + 2].unsqueeze(1).unbind(2)
+                exp = scores.sub_(offset).exp_()
+                grads.candidates(direction).addmm_(exp.T, tile_rows.anchors(direction) * weights)

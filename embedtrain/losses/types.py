@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-# Under which name `BatchInfo.guides` holds the teacher's vectors that the rows themselves carry.
+# The key of `BatchInfo.guides` for a teacher's vectors that the rows themselves carry.
 FROM_ROWS = "rows"
 
 
@@ -26,21 +26,21 @@ class Guide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchInfo:
-    """What the batch knows of this rank's embeddings. B queries and M documents on this rank; either may be 0.
+    """What a loss needs besides embeddings. B queries and M documents on this rank; either may be 0.
 
     Attributes:
-        owners: int64 [M], ascending: which of this rank's queries a document belongs to. A query's first
+        owners: int64 [M], ascending: the index of the query that a document belongs to, on this rank. A query's first
             document is its positive, the others are its hard negatives.
-        query_keys: int64 [B], equal exactly where two queries' texts are equal.
-        document_keys: int64 [M], the same of documents.
-        document_ids: int64 [M], equal exactly where two documents' ids are equal; a document without id has
-            its text's key. None where no document has an id.
-        scores: float32 [M], how much a document is worth to its query, by annotators or by a teacher; None
-            where rows have no scores.
-        labels: int64 [B], the rows' classes; None where they have none.
+        query_keys: int64 [B], equal exactly where the texts of two queries are equal.
+        document_keys: int64 [M], the same for documents.
+        document_ids: int64 [M], equal exactly where the ids of two documents are equal; a document without id has the
+            key of its text. None if no document has an id.
+        scores: float32 [M], the relevance of a document to its query, by annotators or by a teacher; None if rows have
+            no scores.
+        labels: int64 [B], the classes of the rows; None if they have none.
         guides: other models' vectors, by the path of the model; FROM_ROWS for vectors that came with the rows.
-        seed: a number that is the same on every rank and another at each step.
-        source: which training source all rows are of, where batches are made so.
+        seed: a number that is the same on every rank and differs from step to step.
+        source: the training source of all rows, if batches are made by source.
     """
 
     owners: Tensor
@@ -55,15 +55,15 @@ class BatchInfo:
 
     @property
     def positives(self) -> Tensor:
-        """Int64 [B], which of this rank's documents is a query's positive. Every query must have a document."""
+        """Int64 [B], index of each query's positive among this rank's documents. Every query must have a document."""
         return torch.searchsorted(self.owners, torch.arange(len(self.query_keys), device=self.owners.device))
 
     def to(self, device: torch.device) -> "BatchInfo":
-        """The same with all tensors on `device`."""
+        """A copy with all tensors on `device`."""
         return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "BatchInfo":
-        """The same with all tensors changed."""
+        """A copy with `change` applied to all tensors."""
 
         def changed(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
@@ -83,11 +83,11 @@ class BatchInfo:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss.
+    """A loss and its metrics.
 
     Attributes:
-        local_loss: scalar, this rank's part of the mean over the global batch's rows. The ranks' shares add up to
-            the loss; so do their gradients. It has a graph on every rank, on one without rows too.
+        local_loss: scalar, this rank's part of the mean over the rows of the global batch. The loss is the sum of the
+            ranks' parts, and so is its gradient. It has a graph on every rank, even without rows.
         metrics: detached scalars to log, this rank's parts of means as well; the same names on every rank.
     """
 
@@ -96,17 +96,16 @@ class LossOutput:
 
 
 class Loss(nn.Module, ABC):
-    """A function of embeddings and of what the batch knows; it never holds a model.
+    """A function of embeddings and of the batch's other columns; it never holds a model.
 
-    It runs its own collectives, so every rank calls it, one without rows too. Parameters of its own (a
-    temperature, a projection) are whole on every rank and equal on all; whoever trains them sums their
-    gradients over the ranks, as all gradients of shares are.
+    It runs its own collectives, so every rank calls it, with or without rows. Its parameters (a temperature, a
+    projection) are whole on every rank and equal on all; the trainer sums their gradients over the ranks.
     """
 
     def for_source(self, source: int) -> "Loss":
-        """The loss of this training source's rows: itself, but where sources have losses of their own."""
+        """The loss of this training source's rows: itself, unless sources have losses of their own."""
         return self
 
     @abstractmethod
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D], float32 (float64 works as well), to this rank's share."""
+        """Queries [B, D] and documents [M, D], float32 or float64, to this rank's loss."""

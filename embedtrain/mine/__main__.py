@@ -97,7 +97,7 @@ def _loaded(
 
     with command_option_names(MODEL_OPTION_NAMES):
         loaded = load_model(
-            command_model_config(options), ParallelConfig(precision=precision), world, seed=0, trains=False
+            command_model_config(options), ParallelConfig(precision=precision), world, seed=0, work=None
         )
     encoder = SentenceEncoder(
         loaded.encoder, loaded.tokenizer, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard

@@ -141,7 +141,7 @@ def load_teacher(
         ConfigError, ModelError: on every rank alike.
     """
     if not found.is_cross_encoder:
-        loaded = load_model(found.model, ParallelConfig(precision=precision), world, seed=0, trains=False)
+        loaded = load_model(found.model, ParallelConfig(precision=precision), world, seed=0, work=None)
         encoder = SentenceEncoder(
             loaded.encoder,
             loaded.tokenizer,

@@ -1,4 +1,4 @@
-"""An adapter that PEFT wrote: its configuration, as far as it can be trained here, and its weights."""
+"""Reads an adapter written by PEFT: its configuration, if it is supported, and its weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from embedtrain.models.security import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FILES = [CONFIG, WEIGHTS]
-_BEFORE = "base_model.model."
-_POOLER = _BEFORE + "pooler."  # which no vector here goes through
-# What is taken of a configuration; the rest says how the adapter came about, or is refused below.
-_TAKEN = (
+_PREFIX = "base_model.model."
+_POOLER = _PREFIX + "pooler."  # unused
+# The supported keys of a configuration; others are informative or rejected below.
+_SUPPORTED = (
     "r",
     "lora_alpha",
     "lora_dropout",
@@ -32,8 +32,8 @@ _TAKEN = (
     "alpha_pattern",
     "task_type",
 )
-# Kinds of adapters that compute something else than W + scale x B A.
-_OTHER = {
+# Kinds of adapters that compute something other than W + scale x B A, and the values that switch them off.
+_UNSUPPORTED = {
     "use_dora": False,
     "use_qalora": False,
     "use_bdlora": None,
@@ -52,114 +52,114 @@ _OTHER = {
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """A directory that PEFT wrote.
+    """A directory written by PEFT.
 
     Attributes:
         directory: with adapter_config.json and adapter_model.safetensors.
-        config: as far as it decides what is computed.
-        base_model: the model it was trained on, as its authors called it.
-        parts: modules that are stored whole besides.
-        revision: commit of that model's Hub repository, where it has one.
+        config: the supported part of its configuration.
+        base_model: name of the model it was trained on.
+        modules_to_save: modules that are stored in full.
+        revision: commit of the base model's Hub repository, if recorded.
     """
 
     directory: Path
     config: peft.LoraConfig
     base_model: str
-    parts: tuple[str, ...]
+    modules_to_save: tuple[str, ...]
     revision: str | None = None
 
     def read(self, names: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """Weights by the encoder's names.
 
         Args:
-            names: those asked for, with their shapes.
+            names: of the weights to read, with their shapes.
 
         Raises:
-            ModelError: one is missing, left over, or of another shape: the adapter is another model's.
+            ModelError: weights are missing, left over, or of other shapes: the adapter belongs to another model.
         """
         path = self.directory / WEIGHTS
-        wanted = {peft_key(name): name for name in names}
-        found: dict[str, Tensor] = {}
+        expected = {peft_key(name): name for name in names}
+        tensors: dict[str, Tensor] = {}
         try:
             with safe_open(path, framework="pt") as file:
-                stored = {_plain(key, wanted): key for key in file.keys() if not key.startswith(_POOLER)}  # noqa: SIM118 - not a dict
-                for key in sorted(stored.keys() ^ wanted.keys()):
+                stored = {_normalized(key, expected): key for key in file.keys() if not key.startswith(_POOLER)}  # noqa: SIM118 - not a dict
+                for key in sorted(stored.keys() ^ expected.keys()):
                     raise ModelError(
-                        self.mismatch_message(f"{key} is in {'its files' if key in stored else 'the model'} alone")
+                        self.mismatch_message(f"{key} is only in {'its files' if key in stored else 'the model'}")
                     )
-                for key, name in wanted.items():
+                for key, name in expected.items():
                     shape = file.get_slice(stored[key]).get_shape()
                     if list(shape) != list(names[name]):
                         raise ModelError(
-                            self.mismatch_message(f"{key} has the shape {shape}, here it is {list(names[name])}")
+                            self.mismatch_message(f"{key} has the shape {shape}, in the model {list(names[name])}")
                         )
-                    found[name] = file.get_tensor(stored[key]).float()
+                    tensors[name] = file.get_tensor(stored[key]).float()
         except ModelError:
             raise
-        except Exception as error:  # safetensors raises an exception type of its own that it does not export
+        except Exception as error:  # safetensors does not export its exception type
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
-        return found
+        return tensors
 
     def mismatch_message(self, why: str) -> str:
-        """What is said of an adapter that does not fit."""
-        base_model = f"it was made for {self.base_model}" if self.base_model else "it does not say for which"
+        """The message about an adapter that does not fit."""
+        base_model = f"it was trained on {self.base_model}" if self.base_model else "it does not name its base model"
         return (
             f"model.lora.path={self.directory} is an adapter of another model: {why}; {base_model}: "
-            "write model.path=THAT"
+            "set model.path to it"
         )
 
 
 def open_adapter(lora: LoraConfig) -> AdapterFiles | None:
-    """The adapter that `model.lora.path` names; None where none is named.
+    """The adapter in `model.lora.path`, if it is set.
 
     Raises:
-        ModelError: no such directory or Hub repository, or an adapter that cannot be trained here.
-        ConfigError: a revision of a directory.
+        ModelError: there is no such directory or Hub repository, or the adapter is not supported.
+        ConfigError: a revision is set for a local directory.
     """
     if lora.path is None:
         return None
     directory = resolve_directory(lora.path, lora.revision, "model.lora.path", "model.lora.revision", _FILES)
-    found = read_settings(directory)
+    files = read_settings(directory)
     if not (directory / WEIGHTS).is_file():
-        raise ModelError(f"{directory / WEIGHTS} is missing: an adapter's weights are read from safetensors alone")
-    return found
+        raise ModelError(f"{directory / WEIGHTS} is missing: weights of an adapter are read only from safetensors")
+    return files
 
 
 def peft_key(name: str) -> str:
-    """What PEFT calls a weight in an adapter's file, by the encoder's name."""
-    return f"{_BEFORE}{name.removeprefix('backbone.').replace('.default.', '.')}"
+    """The key of a weight in an adapter's file, from the encoder's name."""
+    return f"{_PREFIX}{name.removeprefix('backbone.').replace('.default.', '.')}"
 
 
-def _plain(key: str, wanted: Mapping[str, str]) -> str:
-    """A key without what versions of PEFT put into it, and without the `model.` of a model with a vocabulary's head."""
+def _normalized(key: str, expected: Mapping[str, str]) -> str:
+    """A key without the additions of some PEFT versions, and without the `model.` of a model with a language head."""
     key = key.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".").replace(".default.", ".")
-    without_head = _BEFORE + key.removeprefix(_BEFORE).removeprefix("model.")
-    return key if key in wanted or without_head not in wanted else without_head
+    without_head = _PREFIX + key.removeprefix(_PREFIX).removeprefix("model.")
+    return key if key in expected or without_head not in expected else without_head
 
 
 def read_settings(directory: Path) -> AdapterFiles:
-    """What a directory's adapter_config.json says.
+    """Read the adapter_config.json of a directory.
 
     Raises:
-        ModelError: it is missing, or of an adapter that cannot be trained here.
+        ModelError: it is missing, or the adapter is not supported.
     """
     settings: dict[str, Any] = read_json(directory / CONFIG)
     kind = settings.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"{directory / CONFIG}: peft_type={kind}; embedtrain trains LORA")
-    for name, harmless in _OTHER.items():
-        if settings.get(name) not in (harmless, None, {}, []):
+        raise ModelError(f"{directory / CONFIG}: peft_type={kind}; only LORA is supported")
+    for name, default in _UNSUPPORTED.items():
+        if settings.get(name) not in (default, None, {}, []):
             raise ModelError(
-                f"{directory / CONFIG}: {name}={settings[name]!r} is not plain LoRA, which is what is trained here"
+                f"{directory / CONFIG}: {name}={settings[name]!r} is not plain LoRA, which is all that is supported"
             )
     if not isinstance(settings.get("r"), int) or not settings.get("target_modules"):
-        raise ModelError(f"{directory / CONFIG} does not say both the rank (r) and the layers (target_modules)")
+        raise ModelError(f"{directory / CONFIG} must define the rank (r) and the layers (target_modules)")
     try:
-        config = peft.LoraConfig(**{name: settings[name] for name in _TAKEN if name in settings})
-    except Exception as error:  # of values that make no sense PEFT raises nearly anything
+        config = peft.LoraConfig(**{name: settings[name] for name in _SUPPORTED if name in settings})
+    except Exception as error:  # PEFT raises nearly anything for invalid values
         raise ModelError(f"{directory / CONFIG}: {one_line(error)}") from None
-    parts = settings.get("modules_to_save") or ()
+    modules = settings.get("modules_to_save") or ()
     base_model, revision = (settings.get(name) for name in ("base_model_name_or_path", "revision"))
     return AdapterFiles(
-        directory, config, str(base_model or ""), tuple(map(str, parts)), None if revision is None else str(revision)
+        directory, config, str(base_model or ""), tuple(map(str, modules)), None if revision is None else str(revision)
     )

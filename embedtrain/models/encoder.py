@@ -1,7 +1,9 @@
-"""The encoder: backbone, pooling, dense heads, normalisation in one module with one public forward.
+"""The encoder: backbone, pooling, dense heads and normalisation in one module with one public forward.
 
-All of it lies inside one module because FSDP gathers weights around that module's `__call__`: a head left
-outside would meet vectors of another precision, and a loss could hold an unsharded copy.
+One module, because FSDP gathers weights around that module's `__call__`: a head outside of it would receive vectors of
+another precision, and a loss could hold an unsharded copy.
+
+N: texts; L: tokens of a padded text; T: tokens of all texts; H: hidden size; D: dimensions of the vectors.
 """
 
 from collections.abc import Sequence
@@ -18,47 +20,47 @@ from embedtrain.data.types import Packing
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """Pool token vectors [N, L, H] with mask [N, L] (1 = real) to float32 [N, H].
 
-    Where the first and the last real token stand is read from the mask: a fixed index would take a padding
-    token's vector in half of the batches, in silence.
+    The mask gives the index of the first and the last real token: a fixed index would silently pool padding in half of
+    the batches.
     """
     match pooling:
         case Pooling.cls:
             return _take(hidden, mask.argmax(dim=1)).float()
         case Pooling.last:
-            places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-            return _take(hidden, (mask * places).argmax(dim=1)).float()
+            positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+            return _take(hidden, (mask * positions).argmax(dim=1)).float()
         case Pooling.mean:
             weights = mask.unsqueeze(-1).float()
             return (hidden.float() * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1.0)
 
 
-def pool_packed(hidden: Tensor, counts: Tensor | None, packing: Packing, pooling: Pooling) -> Tensor:
-    """Pool token vectors [T, H] of texts that stand one after another to float32 [N, H].
+def pool_packed(hidden: Tensor, mask: Tensor | None, packing: Packing, pooling: Pooling) -> Tensor:
+    """Pool token vectors [T, H] of concatenated texts to float32 [N, H].
 
     Args:
-        hidden: of all tokens.
-        counts: int64 [T], 1 where a token counts; None: all do. What does not count stands at a text's beginning.
-        packing: where the texts lie.
+        hidden: [T, H].
+        mask: int64 [T], 0 for the tokens at the beginning of a text that are left out; None: all tokens are pooled.
+        packing: offsets of the texts.
         pooling: as for `pool`.
     """
     starts = packing.starts.long()
     match pooling:
         case Pooling.cls:
-            skipped = 0 if counts is None else starts.diff() - _sums(counts[:, None].float(), packing)[:, 0].long()
+            skipped = 0 if mask is None else starts.diff() - _sums(mask[:, None].float(), packing)[:, 0].long()
             return hidden[starts[:-1] + skipped].float()
         case Pooling.last:
             return hidden[starts[1:] - 1].float()
         case Pooling.mean:
             sums, weights = hidden.float(), starts.diff().unsqueeze(-1).float()
-            if counts is not None:
-                sums, weights = sums * counts.unsqueeze(-1), _sums(counts.unsqueeze(-1).float(), packing)
+            if mask is not None:
+                sums, weights = sums * mask.unsqueeze(-1), _sums(mask.unsqueeze(-1).float(), packing)
             means: Tensor = _sums(sums, packing) / weights
             return means
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sums(rows: Tensor, packing: Packing) -> Tensor:
-    """The sum of each text's rows, [T, H] to [N, H], the same to the bit every time."""
+    """The sum of each text's rows, [T, H] to [N, H], deterministic."""
     if rows.is_cuda:
         return torch.segment_reduce(rows, "sum", lengths=packing.starts.diff().long(), axis=0, unsafe=True)
     runs = packing.runs
@@ -66,8 +68,8 @@ def _sums(rows: Tensor, packing: Packing) -> Tensor:
     return torch.cat([part.view(n, length, -1).sum(1) for part, (n, length) in zip(parts, runs, strict=True)])
 
 
-def _take(hidden: Tensor, places: Tensor) -> Tensor:
-    return hidden[torch.arange(hidden.shape[0], device=hidden.device), places]
+def _take(hidden: Tensor, indices: Tensor) -> Tensor:
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), indices]
 
 
 class Dense(nn.Module):
@@ -94,12 +96,12 @@ ACTIVATIONS: dict[str, nn.Module] = {
 
 
 class Encoder(nn.Module):
-    """Texts' tokens to vectors.
+    """Tokens of texts to vectors.
 
     Args:
         backbone: a Hugging Face encoder or decoder without a head.
-        pooling: how one vector is made of a text's token vectors.
-        normalize: whether vectors leave with L2 norm 1.
+        pooling: of a text's token vectors.
+        normalize: whether vectors are scaled to L2 norm 1.
         dense: heads between pooling and normalisation.
     """
 
@@ -114,7 +116,7 @@ class Encoder(nn.Module):
 
     @property
     def dimension(self) -> int:
-        """D, how many dimensions its vectors have."""
+        """D, the dimension of the vectors."""
         return self.dense[-1].linear.out_features if len(self.dense) else hidden_size(self.backbone.config)  # type: ignore[union-attr, return-value]
 
     def forward(
@@ -122,27 +124,27 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """Token ids [N, L] and mask [N, L] (1 = real) to float32 vectors [N, D].
 
-        `pooled` [N, L] (1 = counts) says which of the real tokens a vector is made of: without it all, while all
-        tokens see a prompt's it leaves out. With `packing` the N texts stand one after another in one row: ids, mask
-        and pooled are [1, T]; for a backbone that `packing.pack` prepared.
+        `pooled` [N, L] (1 = pooled) selects the real tokens that are pooled, by default all; attention covers all real
+        tokens. With `packing` the N texts are concatenated in one row, so ids, mask and pooled are [1, T]; the backbone
+        has to be prepared by `enable_packing`.
         """
-        counts = mask if pooled is None else pooled
         if packing is None:
-            return self.vectors(self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state, counts)
-        # Positions count as the model counts them. A mask of four dimensions is passed on as it is, so none is made.
+            hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+            return self.vectors(hidden, mask if pooled is None else pooled)
+        # Transformers passes a mask of four dimensions on unchanged, so it creates none.
         hidden = self.backbone(
             input_ids=ids,
             attention_mask=ids.new_ones((1, 1, 1, 1)),
             position_ids=packing.positions + first_position(self.backbone),
             packing=packing,
         ).last_hidden_state
-        return self._finished(pool_packed(hidden[0], None if pooled is None else pooled[0], packing, self.pooling))
+        return self._apply_heads(pool_packed(hidden[0], None if pooled is None else pooled[0], packing, self.pooling))
 
     def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """What follows the backbone: its token vectors [N, L, H] and the mask [N, L] of those that count to [N, D]."""
-        return self._finished(pool(hidden, mask, self.pooling))
+        """Apply pooling, heads and normalisation to token vectors [N, L, H] with the pooling mask [N, L]: [N, D]."""
+        return self._apply_heads(pool(hidden, mask, self.pooling))
 
-    def _finished(self, vectors: Tensor) -> Tensor:
+    def _apply_heads(self, vectors: Tensor) -> Tensor:
         for head in self.dense:
             vectors = head(vectors)
         vectors = vectors.float()
@@ -150,22 +152,22 @@ class Encoder(nn.Module):
 
 
 def prepare_backbone(backbone: PreTrainedModel) -> PreTrainedModel:
-    """Switch off, in place, what an embedding model has no use for and what would break its training.
+    """Disable, in place, what an embedding model does not use and what would break its training.
 
-    The pooler gets no gradient, which DDP and optimiser checkpoints both choke on; a key-value cache grows
-    with every recomputed layer, and its leftovers end in IndexErrors.
+    The pooler gets no gradient, which breaks DDP and optimizer checkpoints; a key-value cache grows with every
+    recomputed layer and causes IndexErrors.
     """
     if isinstance(getattr(backbone, "pooler", None), nn.Module):
         backbone.pooler = None
     for part in backbone.modules():
         config = getattr(part, "config", None)
         if isinstance(config, PretrainedConfig):
-            switch_off_unused(config)
+            disable_unused(config)
     return backbone
 
 
-def switch_off_unused(config: PretrainedConfig) -> None:
-    """`use_cache` and ModernBERT's own compilation, off in this config."""
+def disable_unused(config: PretrainedConfig) -> None:
+    """Switch off `use_cache` and ModernBERT's own compilation in this configuration."""
     if getattr(config, "use_cache", None):
         config.use_cache = False
     if getattr(config, "reference_compile", None) is not False and hasattr(config, "reference_compile"):
@@ -173,7 +175,7 @@ def switch_off_unused(config: PretrainedConfig) -> None:
 
 
 def first_position(backbone: nn.Module) -> int:
-    """The position of a text's first token: RoBERTa's heirs count from behind the padding's number."""
+    """The position id of a text's first token: RoBERTa and its derivatives count from after the padding id."""
     embeddings = getattr(backbone, "embeddings", None)
     if hasattr(embeddings, "create_position_ids_from_input_ids"):
         return int(embeddings.padding_idx) + 1  # type: ignore[union-attr]
@@ -181,5 +183,5 @@ def first_position(backbone: nn.Module) -> int:
 
 
 def hidden_size(config: PretrainedConfig) -> int:
-    """The size of a token's vector."""
+    """The size of a token vector."""
     return int(config.get_text_config().hidden_size)

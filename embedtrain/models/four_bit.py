@@ -1,7 +1,7 @@
 """Frozen linear layers in 4 bits, by bitsandbytes (Dettmers et al., "QLoRA", 2023): NF4 with quantised scales.
 
-Their weights are neither parameters nor in any state dict: they are not sharded but whole on every rank (half a byte a
-weight), not saved, and made anew from the model's files whenever it is loaded.
+Their weights are neither parameters nor in any state dict: they are not sharded (every rank holds half a byte per
+weight), not saved, and quantised from the model's files on every load.
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 
 class FourBitLinear(nn.Module):
-    """A frozen linear layer [..., in] -> [..., out]; `quantize_weight` gives it its weight.
+    """A frozen linear layer [..., in] -> [..., out]; `quantize_weight` sets its weight.
 
     Args:
-        linear: the layer in whose place it stands; its bias stays as it is.
+        linear: the layer to replace, whose bias is kept.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -29,29 +29,29 @@ class FourBitLinear(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes on every rank: 4 bits a weight, 8 for every 64 of them, and little more for these."""
+        """Memory on every rank: 4 bits per weight, 8 bits for every 64 weights, and the scales of these."""
         return round(self.in_features * self.out_features * (1 / 2 + 1 / 64 + 4 / (64 * 256)))
 
     def quantize_weight(self, weight: Tensor) -> None:
-        """Quantise a weight [out, in] that lies where the layer is to compute."""
-        self.packed, self._scales = _quantised(weight)
+        """Quantise a weight [out, in] on the device of the layer."""
+        self.packed, self._scales = _quantize(weight)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight that is computed with, [out, in]."""
+        """The weight [out, in] used in the forward pass."""
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(self.packed, self._scales).to(dtype)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        found: Tensor = _Linear.apply(x, self)  # type: ignore[no-untyped-call]
-        return found if self.bias is None else found + self.bias.to(found.dtype)
+        output: Tensor = _Linear.apply(x, self)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T with W unpacked for each pass, so that between two of them nothing but the 4 bits is held.
+    """x W^T with W dequantised for each pass, so that only the 4 bits are held between passes.
 
-    Not bitsandbytes' own product, which looks for a kernel on the Hub where a CPU computes.
+    bitsandbytes' own product looks for a kernel on the Hub when it runs on a CPU.
     """
 
     @staticmethod
@@ -60,13 +60,13 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, layer.dequantized(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
-        (slope,) = slopes
-        return slope @ ctx.layer.dequantized(slope.dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return grad @ ctx.layer.dequantized(grad.dtype), None
 
 
 def quantize_frozen(encoder: nn.Module) -> None:
-    """Put a FourBitLinear in the place of every linear layer of the backbone that is not trained, in place."""
+    """Replace, in place, every frozen linear layer of the backbone by a FourBitLinear."""
     for parent in list(encoder.backbone.modules()):  # type: ignore[union-attr]
         for name, child in parent.named_children():
             if type(child) is nn.Linear and not any(parameter.requires_grad for parameter in child.parameters()):
@@ -74,20 +74,20 @@ def quantize_frozen(encoder: nn.Module) -> None:
 
 
 def four_bit_layers(encoder: nn.Module) -> Iterator[tuple[str, FourBitLinear]]:
-    """Every such layer, by the encoder's name of its weight."""
+    """Every FourBitLinear, by the name of its weight."""
     for name, part in encoder.named_modules():
         if isinstance(part, FourBitLinear):
             yield f"{name}.weight", part
 
 
 def quantization_round_trip(weight: Tensor) -> Tensor:
-    """A weight [out, in] as it is after `quantize_weight` and `dequantized`, float32."""
+    """A weight [out, in] quantised and dequantised again, float32."""
     from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(*_quantised(weight)).float()  # type: ignore[no-any-return]
+    return dequantize_4bit(*_quantize(weight)).float()  # type: ignore[no-any-return]
 
 
-def _quantised(weight: Tensor) -> tuple[Tensor, Any]:
+def _quantize(weight: Tensor) -> tuple[Tensor, Any]:
     from bitsandbytes.functional import quantize_4bit
 
     packed, scales = quantize_4bit(

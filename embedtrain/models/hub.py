@@ -1,4 +1,4 @@
-"""Where a model's files lie: a directory here, or a snapshot of a repository of the Hugging Face Hub."""
+"""Resolves a model path: a local directory, or a snapshot of a repository of the Hugging Face Hub."""
 
 import re
 import textwrap
@@ -8,55 +8,55 @@ from huggingface_hub import list_repo_files, snapshot_download
 
 from embedtrain.errors import ConfigError, ModelError
 
-# Files of a Hub repository that hold the same weights in formats nobody here reads.
-_NEVER_DOWNLOADED = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.pth", "original/*"]
+# Files of a Hub repository with the same weights in formats that are never read.
+_IGNORED = ["*.onnx", "onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.pth", "original/*"]
 _PINNED = re.compile(r"([\w-][\w.-]*(?:/[\w-][\w.-]*)?)@([\w][\w./-]*)")
 
 
 def resolve_directory(
     path: str, revision: str | None, option: str, revision_option: str, only: list[str] | None = None
 ) -> Path:
-    """The directory that a path means, or the snapshot of a Hub repository; it is named after its commit.
+    """A local directory, or the snapshot of a Hub repository, which is named after its commit.
 
     Args:
         path: directory or Hub id.
         revision: commit, tag or branch of the Hub repository.
-        option: what the path is called where the user wrote it.
-        revision_option: what the revision is called there.
-        only: patterns of the files that are wanted; None: all but formats that nobody here reads.
+        option: name of the option that holds the path, for messages.
+        revision_option: name of the option that holds the revision.
+        only: patterns of the files to download; None: all except unused formats.
 
     Raises:
-        ConfigError: a revision of a directory.
-        ModelError: no such directory or Hub repository.
+        ConfigError: a revision is set for a local directory.
+        ModelError: there is no such directory or Hub repository.
     """
     local = Path(path).expanduser()
     if local.is_dir():
         if revision is not None:
             raise ConfigError(
-                f"{revision_option}={revision} chooses a version of a Hub repository, and {option}={path} is a "
-                "directory here: leave it out"
+                f"{revision_option}={revision} is for Hub repositories, and {option}={path} is a local directory: "
+                "leave it out"
             )
         return local.resolve()
     if local.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelError(f"{option}={path}: there is no such directory")
-    ignored = list(_NEVER_DOWNLOADED)
+    ignored = list(_IGNORED)
     try:
         try:
             if only is None and any(name.endswith(".safetensors") for name in list_repo_files(path, revision=revision)):
                 ignored.append("*.bin")
-        except Exception:  # noqa: S110 - any transport's own; the cached snapshot serves, or the next line tells
+        except Exception:  # noqa: S110 - of any type; without network the cached snapshot serves, or the next line fails
             pass
         return Path(snapshot_download(path, revision=revision, allow_patterns=only, ignore_patterns=ignored))
     except Exception as error:
         at = "" if revision is None else f" at {revision_option}={revision}"
         raise ModelError(
-            f"{option}={path}{at} is neither a directory nor a model that the Hugging Face Hub gave us "
+            f"{option}={path}{at} is neither a directory nor a model available from the Hugging Face Hub "
             f"({type(error).__name__}: {one_line(error)})"
         ) from None
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text without line breaks."""
+    """The text of an error without line breaks."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 

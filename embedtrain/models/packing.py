@@ -1,42 +1,67 @@
-"""Whether a model's texts can be packed, looked at twice: its code on the meta device, and what its weights make of it.
+"""Packed texts: attention over concatenated texts without padding, and checks whether a model supports it.
 
-A model that lets a text see its neighbours, or counts positions another way, would be wrong without a sign of it. So
-no list of architectures is trusted.
+Each token attends to the tokens of its own text. A model's code calls `packed_attention` through transformers'
+AttentionInterface, by a name in its configuration. On a GPU torch's kernel for variable lengths computes it. Elsewhere
+adjacent texts of equal length (chunks are sorted by length) form a batch without a copy, for torch's plain attention
+without a mask. Without a `packing`, the same name is transformers' SDPA attention, bit for bit.
+
+A model that lets a text attend to its neighbours, or counts positions differently, would be silently wrong. So no list
+of architectures is trusted: `check_packing` runs its code on the meta device, and `packing_mismatch` compares vectors.
+
+H: heads; T: tokens; S: size of a head.
 """
 
 import contextlib
 import copy
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from embedtrain.config.recipe import Precision
 from embedtrain.data.types import Packing
-from embedtrain.models import packed_attention
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import one_line
-from embedtrain.models.packed_attention import KERNEL_HEAD_SIZE, NAME, PackingError
 
-# Of a vector's length: how far packed vectors may be from those of the texts alone.
+NAME = "embedtrain_packed"
+# Arguments of a model's attention that are not supported.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+# From torch 2.12 on, the kernel needs this argument for grouped heads.
+_HAS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# Limits of the kernel.
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_HEAD_SIZE = 256
+# Window masks of texts of up to so many tokens are cached for the next layers: a megabyte each.
+_MAX_CACHED_LENGTH = 1024
+# The largest difference between packed and padded vectors, relative to their length.
 _TOLERANCE = {Precision.fp32: 1e-3, Precision.bf16: 5e-2}
-_LENGTHS = (5, 3)
-_OWN = "it computes attention by itself, not through transformers' interface"
+_PROBE_LENGTHS = (5, 3)
+_OWN_ATTENTION = "it computes attention itself instead of through transformers' interface"
 
 Forward = Callable[..., Tensor]
 
 
+class PackingError(Exception):
+    """A feature of a model's attention that does not support packing."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackingCheck:
-    """What was seen of a model's code.
+    """Whether a model's code supports packed texts.
 
     Attributes:
-        padding_reason: why it cannot take packed texts; None where it can.
-        dropout: the largest that its attention asks for in training.
+        padding_reason: why it does not; None if it does.
+        dropout: the largest attention dropout in training.
     """
 
     padding_reason: str | None
@@ -44,7 +69,7 @@ class PackingCheck:
 
 
 def enable_packing(encoder: Encoder) -> None:
-    """Let the encoder's backbone take packed texts, and padded ones as before."""
+    """Make the encoder's backbone accept packed texts besides padded ones."""
     for config in _configs(encoder):
         config._attn_implementation = NAME
 
@@ -56,57 +81,59 @@ def disable_packing(encoder: Encoder) -> None:
 
 
 def check_packing(encoder: Encoder, *, precision: Precision, gpu: bool) -> PackingCheck:
-    """Run the model's code with packed texts, on the meta device.
+    """Run the model's code with packed texts on the meta device.
 
     Args:
-        encoder: parameters may be on the meta device; left as it is.
-        precision: what is computed in.
-        gpu: whether on one.
+        encoder: parameters may be on the meta device; unchanged.
+        precision: of the computation.
+        gpu: whether it will run on a GPU.
     """
     if gpu and precision is Precision.fp32:
-        return PackingCheck("a GPU's kernel for packed texts computes in bf16 alone, and parallel.precision=fp32")
+        return PackingCheck("the GPU kernel for packed texts supports only bf16, and parallel.precision=fp32")
     if {config._attn_implementation for config in _configs(encoder)} - {"sdpa", NAME}:
-        return PackingCheck(_OWN)
+        return PackingCheck(_OWN_ATTENTION)
     sizes, dropouts = list[int](), list[float]()
 
-    def watched(module: nn.Module, query: Tensor, *args: Any, packing: Packing | None = None, **others: Any) -> Any:
+    def recorded(module: nn.Module, query: Tensor, *args: Any, packing: Packing | None = None, **kwargs: Any) -> Any:
         if packing is None:
-            raise PackingError("its layers do not hand on what they are called with")
+            raise PackingError("its layers do not pass on their arguments")
         sizes.append(query.shape[-1])
-        dropouts.append(others.get("dropout", 0.0))
-        return packed_attention.attention(module, query, *args, packing=packing, **others)
+        dropouts.append(kwargs.get("dropout", 0.0))
+        return packed_attention(module, query, *args, packing=packing, **kwargs)
 
     try:
-        part = copy.deepcopy(encoder).to("meta").train()
-        enable_packing(part)
-        with torch.no_grad(), _attention_is(watched):
-            part(*_chunk(torch.device("meta"), [list(range(length)) for length in _LENGTHS]))
+        probe = copy.deepcopy(encoder).to("meta").train()
+        enable_packing(probe)
+        with torch.no_grad(), _attention_is(recorded):
+            probe(*_chunk(torch.device("meta"), [list(range(length)) for length in _PROBE_LENGTHS]))
     except PackingError as error:
         return PackingCheck(str(error))
     except Exception as error:  # a model's own code may raise anything
-        return PackingCheck(f"its code does not take packed texts ({type(error).__name__}: {one_line(error)})")
+        return PackingCheck(f"its code does not support packed texts ({type(error).__name__}: {one_line(error)})")
     if not sizes:
-        return PackingCheck(_OWN)
-    wrong = [size for size in sizes if size > KERNEL_HEAD_SIZE or size % 8]
-    if gpu and wrong:
-        taken = f"multiples of 8 up to {KERNEL_HEAD_SIZE}"
-        return PackingCheck(f"its heads have size {wrong[0]}, and a GPU's kernel for packed texts takes {taken}")
+        return PackingCheck(_OWN_ATTENTION)
+    unsupported = [size for size in sizes if size > KERNEL_HEAD_SIZE or size % 8]
+    if gpu and unsupported:
+        return PackingCheck(
+            f"its heads have size {unsupported[0]}, and the GPU kernel for packed texts supports multiples of 8 up to "
+            f"{KERNEL_HEAD_SIZE}"
+        )
     return PackingCheck(None, max(dropouts))
 
 
 def packing_mismatch(
     encoder: Forward, config: PretrainedConfig, precision: Precision, device: torch.device
 ) -> str | None:
-    """Why the vectors of packed texts are not those of each alone; None where they are.
+    """Why the vectors of packed texts differ from those of padded texts; None if they do not.
 
-    Two texts are packed with one another, and each with another in the other's place, which must not change a bit of
-    it. Four forward passes without gradient, collectives if the encoder is sharded: every rank must call.
+    Two texts are packed together, and each with a third one instead, which must not change a bit of its vector. Four
+    forward passes without gradient, which are collectives if the encoder is sharded: every rank must call.
 
     Args:
         encoder: with weights, after `enable_packing`, without dropout.
         config: of its backbone.
-        precision: what is computed in.
-        device: where.
+        precision: of the computation.
+        device: of the encoder.
     """
     special = {config.get_text_config().pad_token_id}
     ids = [token for token in range(int(config.get_text_config().vocab_size)) if token not in special][:11]
@@ -118,12 +145,12 @@ def packing_mismatch(
         width = len(first)
         padded = torch.tensor([first, second + [ids[0]] * (width - len(second))], device=device)
         mask = torch.arange(width, device=device) < torch.tensor([[width], [len(second)]], device=device)
-        alone = encoder(padded, mask.long()).float()
+        separate = encoder(padded, mask.long()).float()
     if not (torch.equal(both[0], other_second[0]) and torch.equal(both[1], other_first[1])):
-        return "its texts see one another when they are packed"
-    apart = float(((both - alone).norm(dim=1) / alone.norm(dim=1)).max())
-    if not apart <= _TOLERANCE[precision]:
-        return f"its packed vectors are {apart:.1%} from those of the same texts padded"
+        return "packed texts attend to each other"
+    difference = float(((both - separate).norm(dim=1) / separate.norm(dim=1)).max())
+    if not difference <= _TOLERANCE[precision]:
+        return f"packed vectors differ by {difference:.1%} from those of padded texts"
     return None
 
 
@@ -131,7 +158,7 @@ def _chunk(device: torch.device, texts: list[list[int]]) -> tuple[Tensor, Tensor
     lengths = [len(text) for text in texts]
     ids = torch.tensor([[token for text in texts for token in text]], device=device)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    positions = torch.tensor([[place for length in lengths for place in range(length)]], device=device)
+    positions = torch.tensor([[position for length in lengths for position in range(length)]], device=device)
     return ids, torch.ones_like(ids), None, Packing(tuple(lengths), starts, positions)
 
 
@@ -141,9 +168,120 @@ def _attention_is(function: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        AttentionInterface.register(NAME, packed_attention.attention)
+        AttentionInterface.register(NAME, packed_attention)
 
 
 def _configs(encoder: nn.Module) -> list[PretrainedConfig]:
-    found = [getattr(part, "config", None) for part in encoder.modules()]
-    return list({id(config): config for config in found if isinstance(config, PretrainedConfig)}.values())
+    configs = [getattr(module, "config", None) for module in encoder.modules()]
+    return list({id(config): config for config in configs if isinstance(config, PretrainedConfig)}.values())
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Called by transformers in every layer: q, k, v [1, H, T, S] to [1, T, H, S]; k and v may have fewer heads.
+
+    Raises:
+        PackingError: the layer needs an unsupported feature.
+    """
+    if packing is None:
+        kwargs["sliding_window"] = sliding_window
+        output: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+        return output
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise PackingError(f"its attention has {name}, which packed attention does not support")
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    reach = _reach(causal, sliding_window, explicit=is_causal is not None)
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if q.is_cuda and v.dtype in KERNEL_DTYPES:
+        return _varlen_kernel(q, k, v, packing, causal, reach, scale).unsqueeze(0), None
+    if module.training or torch.is_grad_enabled():
+        # torch's attention on a CPU is several times slower backward in bf16. The first of two passes over a chunk
+        # has no gradient, but must equal the second one.
+        q, k, v = (part if part.is_cuda else part.float() for part in (q, k, v))
+    return _batched_runs(q, k, v, packing, causal, reach, scale, dropout).to(value.dtype).unsqueeze(0), None
+
+
+def _reach(causal: bool, window: int | None, *, explicit: bool) -> int | None:
+    """The distance up to which tokens attend to each other, as in transformers' masks; None: the whole text.
+
+    A window counts the token itself, also in models with windows to both sides (ModernBERT, Gemma 3), except for a
+    decoder made bidirectional by `is_causal` in its configuration.
+    """
+    if window is None:
+        return None
+    return window if explicit and not causal else window - 1
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _varlen_kernel(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool, reach: int | None, scale: float
+) -> Tensor:
+    """One kernel for all texts, [T, H, S] to [T, H, S]. It has no dropout."""
+    groups = q.shape[1] // k.shape[1]
+    extra: dict[str, Any] = {"enable_gqa": True} if groups > 1 and _HAS_ENABLE_GQA else {}
+    if groups > 1 and not extra:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    distance = -1 if reach is None else reach
+    starts, longest = packing.starts, packing.longest
+    window = (distance, 0 if causal else distance)
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=window, **extra)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _batched_runs(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool, reach: int | None, scale: float, dropout: float
+) -> Tensor:
+    """Each run of texts of equal length as a batch, [T, H, S] to [T, H, S]."""
+    runs = packing.runs
+    sizes = [texts * length for texts, length in runs]
+    # One split: each slice would create a gradient of full size, zero except for its run.
+    parts = [part.split(sizes) for part in (q.to(v.dtype), k.to(v.dtype), v)]
+    outputs = []
+    for (texts, length), *run in zip(runs, *parts, strict=True):
+        batch = [part.view(texts, length, *part.shape[1:]).transpose(1, 2) for part in run]
+        groups = batch[0].shape[1] // batch[1].shape[1]
+        narrow = reach is not None and length > reach + 1
+        window_mask = _window_mask if length <= _MAX_CACHED_LENGTH else _window_mask.__wrapped__
+        mask = window_mask(length, reach, causal, q.device) if narrow and reach is not None else None
+        output = F.scaled_dot_product_attention(
+            batch[0],
+            repeat_kv(batch[1], groups),
+            repeat_kv(batch[2], groups),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal and mask is None,
+            scale=scale,
+        )
+        outputs.append(output.transpose(1, 2).reshape(texts * length, output.shape[1], output.shape[3]))
+    return torch.cat(outputs)
+
+
+@functools.lru_cache(maxsize=64)
+def _window_mask(length: int, reach: int, causal: bool, device: torch.device) -> Tensor:
+    """Bool [L, L], true where a token attends to another."""
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions[None, :]
+    return (distance <= reach) & (distance >= (0 if causal else -reach))
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

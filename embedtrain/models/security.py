@@ -1,7 +1,7 @@
-"""What the files of a model directory may not ask for, looked at before any library does: code, and files elsewhere.
+"""Security checks of a model directory, before any library reads it: it may not run code or refer to other files.
 
-The libraries obey more of a directory than its weights: arguments that are handed on to
-`from_pretrained`, classes by name, attention kernels out of another repository. Here is what is refused of them.
+The libraries obey more than the weights of a directory: arguments that are passed to `from_pretrained`, classes by
+name, attention kernels from other repositories. These checks reject such settings.
 """
 
 import json
@@ -14,9 +14,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, dynamic_modu
 
 from embedtrain.errors import ModelError
 
-# Arguments for `from_pretrained` that sentence-transformers' settings may hold: none of them chooses code or files.
-# It takes trust_remote_code out itself.
-_HARMLESS_ARGUMENTS = {
+# Arguments for `from_pretrained` that sentence-transformers' settings may hold: none of them selects code or files.
+# sentence-transformers removes trust_remote_code itself.
+_SAFE_ARGUMENTS = {
     "add_pooling_layer",
     "do_lower_case",
     "dtype",
@@ -28,21 +28,21 @@ _HARMLESS_ARGUMENTS = {
     "trust_remote_code",
     "use_fast",
 }
-_HANDED_ON = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs")
-_MOST_LAYERS = 10_000
+_FORWARDED = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs")
+_MAX_LAYERS = 10_000
 
 
 def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
-    """Refuse a model directory whose files ask for more than to be read.
+    """Reject a model directory whose files would run code or refer to other files.
 
     Args:
         directory: with weights, tokenizer, or both.
-        trust_remote_code: whether its authors may run code of theirs; then only what lies elsewhere is refused.
+        trust_remote_code: whether its authors' code may run; then only references to other files are rejected.
 
     Raises:
-        ModelError: names the file and what it asks for.
+        ModelError: names the file and the setting.
     """
-    # Else transformers asks at the terminal whether code may run, wherever it hands the answer on as "not said".
+    # Otherwise transformers prompts at the terminal whether code may run, wherever it does not pass the setting on.
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     for path in sorted(directory.glob("*.index.json")):
         weight_files(path)
@@ -50,51 +50,51 @@ def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
         return
     if (directory / "adapter_config.json").is_file():
         raise ModelError(
-            f"{directory / 'adapter_config.json'} makes this an adapter, of a model that lies elsewhere: "
-            f"write that model here, and this directory as its adapter (in a recipe model.lora.path={directory})"
+            f"{directory / 'adapter_config.json'} makes this an adapter of another model: set the path to "
+            f"that model, and use this directory as its adapter (model.lora.path={directory} in a recipe)"
         )
     for path in sorted(directory.glob("sentence_*_config.json")):
-        _refuse_arguments(path)
+        _check_arguments(path)
     for name in ("config.json", "tokenizer_config.json"):
         if (directory / name).is_file():
-            _require_tokenizer_class(directory / name)
+            _check_tokenizer_class(directory / name)
 
 
 def require_safe_config(config: PretrainedConfig, where: str) -> None:
-    """Refuse an attention kernel that would be downloaded, and depths that would never be built.
+    """Reject an attention kernel that would be downloaded, and a number of layers that would exhaust memory.
 
     Raises:
-        ModelError: names what the configuration asks for.
+        ModelError: names the setting.
     """
     # A private name of transformers, as of version 5.23; `attn_implementation` in a config.json ends there.
-    asked = str(config._attn_implementation or "")
-    if "/" in asked:
-        raise ModelError(f"{where} asks for attention by {asked}, code out of a Hub repository: take that line out")
+    implementation = str(config._attn_implementation or "")
+    if "/" in implementation:
+        raise ModelError(f"{where}: attn_implementation={implementation} is code of a Hub repository: remove that line")
     depth = config.get_text_config().to_dict().get("num_hidden_layers")
-    if isinstance(depth, int) and depth > _MOST_LAYERS:
-        raise ModelError(f"{where} asks for {depth} layers; no model has more than {_MOST_LAYERS}")
+    if isinstance(depth, int) and depth > _MAX_LAYERS:
+        raise ModelError(f"{where}: num_hidden_layers={depth}; at most {_MAX_LAYERS} are allowed")
 
 
 def require_no_links(directory: Path) -> None:
-    """Refuse links in a directory that will be copied whole: what they lead to would be published with it.
+    """Reject links in a directory that will be copied: the files they point to would be published with it.
 
     Raises:
-        ModelError: names the link and where it leads.
+        ModelError: names the link and its target.
     """
     for path in sorted(directory.rglob("*")):
         if path.is_symlink():
-            raise ModelError(f"{path} is a link to {path.readlink()}, which would be copied: put a file in its place")
+            raise ModelError(f"{path} is a link to {path.readlink()}, which would be copied: replace it by a file")
 
 
 def weight_files(index: Path) -> list[Path]:
-    """The files that an index of weights names, each once.
+    """The files that an index of weights names, without duplicates.
 
     Raises:
-        ModelError: it cannot be read, or names a file outside its own directory.
+        ModelError: it cannot be read, or names a file outside its directory.
     """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ModelError(f"{index} cannot be read: it should hold a `weight_map` of keys to files")
+        raise ModelError(f"{index} cannot be read: it has no `weight_map` of keys to files")
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -103,46 +103,47 @@ def weight_files(index: Path) -> list[Path]:
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """What a JSON file holds.
+    """The content of a JSON file.
 
     Raises:
-        ModelError: it is missing, damaged, or holds something else than a `kind`.
+        ModelError: it is missing, damaged, or not of type `kind`.
     """
     if not path.is_file():
         raise ModelError(f"{path} is missing")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:  # the last of thousands of brackets
+    except (ValueError, OSError, RecursionError) as error:  # the last for deeply nested brackets
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, kind):
-        raise ModelError(f"{path} should hold a {kind.__name__}, not a {type(content).__name__}")
+        raise ModelError(f"{path} should contain a {kind.__name__}, not a {type(content).__name__}")
     return content
 
 
-def _refuse_arguments(path: Path) -> None:
-    """Among others `weights_only` unpickles anything, and `attn_implementation` downloads kernels."""
+def _check_arguments(path: Path) -> None:
+    """For example, `weights_only` allows arbitrary pickles, and `attn_implementation` downloads kernels."""
     settings: Mapping[str, Any] = read_json(path)
-    for room in _HANDED_ON:
-        given = settings.get(room) or {}
-        unknown = sorted(set(given) - _HARMLESS_ARGUMENTS) if isinstance(given, dict) else ["something odd"]
+    for key in _FORWARDED:
+        arguments = settings.get(key) or {}
+        if not isinstance(arguments, dict):
+            raise ModelError(f"{path}: {key}={arguments!r} is not a mapping: remove it")
+        unknown = sorted(set(arguments) - _SAFE_ARGUMENTS)
         if unknown:
             raise ModelError(
-                f"{path} asks sentence-transformers to hand {unknown[0]} on to transformers ({room}), "
-                "which a model's files do not decide here: take it out"
+                f"{path}: {key} passes {unknown[0]} to transformers, which a model's files may not decide: remove it"
             )
 
 
-def _require_tokenizer_class(path: Path) -> None:
-    """Transformers calls `from_pretrained` of whatever it has under this name, and asks at the terminal about code."""
+def _check_tokenizer_class(path: Path) -> None:
+    """Transformers calls `from_pretrained` of any class of this name, and prompts at the terminal about code."""
     name = read_json(path).get("tokenizer_class")
     if name is None:
         return
     candidates = [name] if isinstance(name, str) else []
-    while candidates and candidates[-1].endswith("Fast"):  # which transformers takes off until it finds something
+    while candidates and candidates[-1].endswith("Fast"):  # transformers strips this suffix until it finds a class
         candidates.append(candidates[-1].removesuffix("Fast"))
-    # A name that is not there is harmless: transformers then takes a tokenizer that fits the files.
-    found = [getattr(transformers, candidate) for candidate in candidates if hasattr(transformers, candidate)]
-    if not candidates or not all(isinstance(one, type) and issubclass(one, PreTrainedTokenizerBase) for one in found):
+    # An unknown name is harmless: transformers then picks a tokenizer that fits the files.
+    classes = [getattr(transformers, candidate) for candidate in candidates if hasattr(transformers, candidate)]
+    if not candidates or not all(isinstance(cls, type) and issubclass(cls, PreTrainedTokenizerBase) for cls in classes):
         raise ModelError(
-            f"{path}: tokenizer_class={name} is no tokenizer of transformers, or one of a package that is not installed"
+            f"{path}: tokenizer_class={name} is not a tokenizer class of transformers, or its package is not installed"
         )

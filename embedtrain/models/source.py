@@ -1,7 +1,7 @@
-"""Where a model comes from: what its directory says of pooling, prompts, length, heads and weights.
+"""Opens a model: reads pooling, prompts, maximal length and heads from its files, without its weights.
 
-Four sources end in one `ModelSource`: a Hub id (downloaded to a directory), a Hugging Face directory, a
-sentence-transformers directory, and a configuration without weights. Nothing here reads a weight.
+A Hub id (downloaded to a directory), a Hugging Face directory, a sentence-transformers directory and a configuration
+without weights all become a `ModelSource`.
 """
 
 import difflib
@@ -16,9 +16,9 @@ from embedtrain.config.model_checks import include_prompt_error
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
-from embedtrain.models.encoder import ACTIVATIONS, switch_off_unused
+from embedtrain.models.encoder import ACTIVATIONS, disable_unused
 from embedtrain.models.hub import one_line, resolve_directory
-from embedtrain.models.rope import scale
+from embedtrain.models.rope import scale_rope
 from embedtrain.models.security import read_json, require_safe_config, require_safe_files
 
 _POOLING_FLAGS = {
@@ -34,7 +34,7 @@ _POOLINGS = {"cls": Pooling.cls, "mean": Pooling.mean, "lasttoken": Pooling.last
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSource:
-    """A Dense head of a sentence-transformers directory; its weights lie in `directory`."""
+    """A Dense head of a sentence-transformers directory, with its weights in `directory`."""
 
     directory: Path
     num_in: int
@@ -44,33 +44,48 @@ class DenseSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """Everything known of a model before a weight is read.
+class Tokenization:
+    """How texts become tokens, besides the tokenizer's files.
 
     Attributes:
-        directory: where weights and tokenizer lie; None for a model made from a configuration.
-        config: the backbone's configuration, cache switched off; attention and positions are as they were asked for.
-        max_length: tokens of a text that are kept; None: what the tokenizer and the positions allow.
-        include_prompt: whether a vector is made of the prompt's tokens too.
-        append_eos: whether texts are to end with the end-of-text token; None: what it is, decides.
-        is_whole: a sentence-transformers directory, whose tokenizer does what its texts need.
+        max_length: tokens per text; None: what the tokenizer and the position embeddings allow.
+        append_eos: whether texts end with the end-of-text token; None: decided by `load_tokenizer`.
+        lowercase: whether texts are lowercased first.
+        is_sentence_transformers: the tokenizer of a sentence-transformers directory already ends texts as needed.
+    """
+
+    max_length: int | None = None
+    append_eos: bool | None = None
+    lowercase: bool = False
+    is_sentence_transformers: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Everything known about a model before its weights are read.
+
+    Attributes:
+        directory: holds weights and tokenizer; None for a model made from a configuration.
+        config: the backbone's configuration, with the cache off and `model.bidirectional` and `model.rope_scaling`
+            applied.
+        pooling: of the token vectors.
+        include_prompt: whether the pooling includes the prompt's tokens.
+        dense: heads between pooling and normalisation.
+        normalize: whether vectors have length 1.
+        tokenization: how texts become tokens.
         prompts: the directory's prompts by name, `query` and `document` among them.
-        lowercase: whether texts are lowercased before they are tokenised.
-        trust_remote_code: whether Python that lies in `directory` may run.
-        commit: of the Hub repository that it came from; None for a directory of the user's own.
+        trust_remote_code: whether Python in `directory` may run.
+        commit: of the Hub repository that it was downloaded from; None for a local directory.
     """
 
     directory: Path | None
     config: PretrainedConfig
     pooling: Pooling
-    normalize: bool
-    max_length: int | None
     include_prompt: bool = True
-    append_eos: bool | None = None
-    is_whole: bool = False
-    prompts: dict[str, str] = field(default_factory=dict)
     dense: tuple[DenseSource, ...] = ()
-    lowercase: bool = False
+    normalize: bool
+    tokenization: Tokenization
+    prompts: dict[str, str] = field(default_factory=dict)
     trust_remote_code: bool = False
     commit: str | None = None
 
@@ -79,22 +94,22 @@ def open_model_source(model: ModelConfig) -> ModelSource:
     """Find the model and read its configuration files.
 
     Raises:
-        ConfigError: neither or both of `model.path` and `model.config`, no pooling known for it, or options that a
-            model of its kind cannot have.
-        ModelError: no such directory or Hub repository, or one that holds what cannot be trained here.
+        ConfigError: neither or both of `model.path` and `model.config` are set, its pooling is unknown, or it does not
+            support an option.
+        ModelError: there is no such directory or Hub repository, or it cannot be trained here.
     """
-    found = _from_path(model) if model.config is None else _from_config(model)
-    config = set_attention_direction(found.config, model.bidirectional)
-    scale(config, model.rope_scaling)
+    source = _from_path(model) if model.config is None else _from_config(model)
+    config = set_attention_direction(source.config, model.bidirectional)
+    scale_rope(config, model.rope_scaling)
     if model.pooling is not None:
         require_pooling(config, model.pooling)
-    if model.include_prompt is False and found.pooling is not Pooling.mean:
-        raise ConfigError(include_prompt_error(found.pooling))
+    if model.include_prompt is False and source.pooling is not Pooling.mean:
+        raise ConfigError(include_prompt_error(source.pooling))
     return replace(
-        found,
+        source,
         config=config,
-        include_prompt=found.include_prompt if model.include_prompt is None else model.include_prompt,
-        append_eos=model.append_eos,
+        include_prompt=source.include_prompt if model.include_prompt is None else model.include_prompt,
+        tokenization=replace(source.tokenization, append_eos=model.append_eos),
     )
 
 
@@ -103,15 +118,16 @@ def _from_path(model: ModelConfig) -> ModelSource:
         raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config")
     directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
     require_safe_files(directory, trust_remote_code=model.trust_remote_code)
-    found = _read_modules(directory, model) if (directory / "modules.json").is_file() else _read_plain(directory, model)
-    pooling = model.pooling or found.pooling
+    is_sentence_transformers = (directory / "modules.json").is_file()
+    source = _read_modules(directory, model) if is_sentence_transformers else _read_plain(directory, model)
+    max_length = model.max_length or source.tokenization.max_length
     return replace(
-        found,
-        pooling=pooling,
+        source,
+        pooling=model.pooling or source.pooling,
         commit=None if Path(model.path).expanduser().is_dir() else directory.name,
-        normalize=found.normalize if model.normalize is None else model.normalize,
-        max_length=model.max_length or found.max_length,
-        prompts=found.prompts
+        normalize=source.normalize if model.normalize is None else model.normalize,
+        tokenization=replace(source.tokenization, max_length=max_length),
+        prompts=source.prompts
         | ({"query": model.query_prompt} if model.query_prompt is not None else {})
         | ({"document": model.document_prompt} if model.document_prompt is not None else {}),
     )
@@ -122,14 +138,14 @@ def _from_config(model: ModelConfig) -> ModelSource:
         raise ConfigError(
             "model.path and model.config are both set: the first loads weights, the second has none; keep one"
         )
-    given: Any = model.config
+    options: Any = model.config
     try:
-        if isinstance(given, str):
-            config = AutoConfig.from_pretrained(given, trust_remote_code=model.trust_remote_code)
+        if isinstance(options, str):
+            config = AutoConfig.from_pretrained(options, trust_remote_code=model.trust_remote_code)
         else:
-            values = dict(given)
+            values = dict(options)
             kind = values.pop("model_type")
-            _refuse_typos(values, AutoConfig.for_model(kind))
+            _reject_typos(values, AutoConfig.for_model(kind))
             config = AutoConfig.for_model(kind, **values)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
@@ -137,21 +153,21 @@ def _from_config(model: ModelConfig) -> ModelSource:
         ) from None
     return ModelSource(
         directory=None,
-        config=_usable(config, "model.config"),
+        config=_check_config(config, "model.config"),
         pooling=_required(model.pooling, "a model made from model.config"),
         normalize=True if model.normalize is None else model.normalize,
-        max_length=model.max_length,
+        tokenization=Tokenization(max_length=model.max_length),
         prompts={"query": model.query_prompt or "", "document": model.document_prompt or ""},
         trust_remote_code=model.trust_remote_code,
     )
 
 
-def _refuse_typos(values: dict[str, Any], known: PretrainedConfig) -> None:
-    """Transformers keeps a key it does not know without a word, and builds the model without it."""
+def _reject_typos(values: dict[str, Any], config: PretrainedConfig) -> None:
+    """Transformers accepts an unknown key silently and builds the model without it."""
     for name in values:
-        near = difflib.get_close_matches(name, known.to_dict(), n=1, cutoff=0.8)
-        if near and not hasattr(known, name):
-            raise ConfigError(f"model.config.{name}: a {known.model_type} has no such value; did you mean {near[0]}?")
+        matches = difflib.get_close_matches(name, config.to_dict(), n=1, cutoff=0.8)
+        if matches and not hasattr(config, name):
+            raise ConfigError(f"model.config.{name}: {config.model_type} has no such value; did you mean {matches[0]}?")
 
 
 def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
@@ -160,18 +176,18 @@ def _read_plain(directory: Path, model: ModelConfig) -> ModelSource:
         config=_config(directory, trust_remote_code=model.trust_remote_code),
         pooling=_required(model.pooling, f"{directory}, which has no modules.json,"),
         normalize=True,
-        max_length=None,
+        tokenization=Tokenization(),
         trust_remote_code=model.trust_remote_code,
     )
 
 
 def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
-    """A sentence-transformers directory. Module types are matched against a list, never imported."""
+    """Read a sentence-transformers directory. Module types are matched against a list, never imported."""
     transformer, pooling, include_prompt, normalize, dense = directory, None, True, False, []
     kinds: list[str] = []
     for module in read_json(directory / "modules.json", list):
         if not isinstance(module, dict) or "type" not in module:
-            raise ModelError(f"{directory / 'modules.json'} holds {module!r}, which is not a mapping with `type`")
+            raise ModelError(f"{directory / 'modules.json'} holds {module!r}, not a mapping with `type`")
         kind = str(module["type"])
         part = (directory / str(module.get("path") or "")).resolve()
         if not part.is_relative_to(directory.resolve()):
@@ -188,20 +204,18 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
                 dense.append(_dense(part))
             case _:
                 raise ModelError(
-                    f"{directory / 'modules.json'} asks for a module {kind}, which embedtrain does not know; "
-                    f"it trains Transformer, Pooling, Dense and Normalize, and never runs code out of a model directory"
+                    f"{directory / 'modules.json'} has the unknown module type {kind}; supported are "
+                    "Transformer, Pooling, Dense and Normalize, and no code of a model directory is run"
                 )
     pools = ["Pooling"] * (pooling is not None)
     if kinds != ["Transformer", *pools, *["Dense"] * len(dense), *["Normalize"] * normalize]:
         raise ModelError(
-            f"{directory / 'modules.json'} runs {', '.join(kinds) or 'nothing'}; "
-            f"embedtrain trains Transformer, Pooling, any number of Dense, then perhaps Normalize, in this order"
+            f"{directory / 'modules.json'} has the modules {', '.join(kinds) or 'none'}; supported are Transformer, "
+            "Pooling, any number of Dense and an optional Normalize, in this order"
         )
     if transformer != directory.resolve():
         if (transformer / "modules.json").is_file():
-            raise ModelError(
-                f"{transformer / 'modules.json'} is a second one, within {directory}: take one of them away"
-            )
+            raise ModelError(f"{transformer / 'modules.json'} is a second one inside {directory}: remove one of them")
         require_safe_files(transformer, trust_remote_code=model.trust_remote_code)
     settings = _transformer_settings(transformer)
     return ModelSource(
@@ -209,18 +223,20 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         config=_config(transformer, trust_remote_code=model.trust_remote_code),
         pooling=model.pooling or _required(pooling, f"{directory}, whose modules.json has no Pooling,"),
         normalize=normalize,
-        max_length=settings.get("max_seq_length"),
         include_prompt=include_prompt,
-        is_whole=True,
+        tokenization=Tokenization(
+            max_length=settings.get("max_seq_length"),
+            lowercase=bool(settings.get("do_lower_case")),
+            is_sentence_transformers=True,
+        ),
         prompts=_prompts(directory / "config_sentence_transformers.json"),
         dense=tuple(dense),
-        lowercase=bool(settings.get("do_lower_case")),
         trust_remote_code=model.trust_remote_code,
     )
 
 
 def _transformer_settings(directory: Path) -> dict[str, Any]:
-    """What sentence-transformers adds to a backbone; old versions named the file after the architecture."""
+    """Settings that sentence-transformers adds to a backbone; old versions named the file after the architecture."""
     names = sorted(directory.glob("sentence_*_config.json"), key=lambda path: path.name != "sentence_bert_config.json")
     settings: dict[str, Any] = read_json(names[0]) if names else {}
     length = settings.get("max_seq_length")
@@ -230,17 +246,17 @@ def _transformer_settings(directory: Path) -> dict[str, Any]:
 
 
 def _prompts(path: Path) -> dict[str, str]:
-    own: dict[str, Any] = read_json(path) if path.is_file() else {}
-    saved = own.get("prompts") or {}
+    settings: dict[str, Any] = read_json(path) if path.is_file() else {}
+    saved = settings.get("prompts") or {}
     if not isinstance(saved, dict):
         raise ModelError(f"{path}: prompts={saved!r} is not a mapping of names to prompts")
     prompts = {str(name): str(text) for name, text in saved.items() if text is not None}
-    default = own.get("default_prompt_name")
+    default = settings.get("default_prompt_name")
     if default and default not in prompts:
         raise ModelError(
-            f"{path}: default_prompt_name={default} is none of the prompts {', '.join(prompts) or 'there'}"
+            f"{path}: default_prompt_name={default} is not one of the prompts {', '.join(prompts) or '(none)'}"
         )
-    # The other names that sentence-transformers' encode_document looks for.
+    # Alternative names in sentence-transformers' encode_document.
     for name in ("passage", "corpus"):
         if name in prompts:
             prompts.setdefault("document", prompts[name])
@@ -253,37 +269,35 @@ def _config(directory: Path, *, trust_remote_code: bool) -> PretrainedConfig:
     settings = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
     if "auto_map" in settings and not trust_remote_code and str(settings.get("model_type")) not in CONFIG_MAPPING:
         raise ModelError(
-            f"{directory / 'config.json'} asks for Python that comes with the model (auto_map): read it, and where you "
-            "trust its authors set trust_remote_code=true (in a recipe model.trust_remote_code)"
+            f"{directory / 'config.json'} needs Python code of the model (auto_map): review it, and if you trust its "
+            "authors set trust_remote_code=true (model.trust_remote_code in a recipe)"
         )
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of values that make no sense transformers raises nearly anything
+    except Exception as error:  # transformers raises nearly anything for invalid values
         raise ModelError(
-            f"no model configuration can be read from {directory} ({type(error).__name__}: {one_line(error)})"
+            f"cannot read a model configuration from {directory} ({type(error).__name__}: {one_line(error)})"
         ) from None
-    return _usable(config, str(directory))
+    return _check_config(config, str(directory))
 
 
-def _usable(config: PretrainedConfig, where: str) -> PretrainedConfig:
+def _check_config(config: PretrainedConfig, where: str) -> PretrainedConfig:
     if config.is_encoder_decoder:
-        raise ModelError(
-            f"{where} holds a {config.model_type}, an encoder-decoder; embedtrain trains encoders and decoders"
-        )
+        raise ModelError(f"{where} holds {config.model_type}, an encoder-decoder; supported are encoders and decoders")
     require_safe_config(config, where)
-    switch_off_unused(config)
+    disable_unused(config)
     return config
 
 
 def _pooling(path: Path) -> tuple[Pooling, bool]:
-    """How vectors are pooled, and whether the prompt's tokens are in them."""
+    """The pooling, and whether it includes the prompt's tokens."""
     settings = read_json(path)
     mode = settings.get("pooling_mode")
     modes = [mode] if isinstance(mode, str) else list(mode or [])
     modes = modes or [name for flag, name in _POOLING_FLAGS.items() if settings.get(flag)]
     if len(modes) != 1 or modes[0] not in _POOLINGS:
         raise ModelError(
-            f"{path} asks for pooling {' + '.join(modes) or 'nothing'}; embedtrain trains {', '.join(_POOLINGS)}"
+            f"{path} has the pooling {' + '.join(modes) or '(none)'}; supported are {', '.join(_POOLINGS)}"
         )
     return _POOLINGS[modes[0]], settings.get("include_prompt", True) is not False
 
@@ -294,10 +308,12 @@ def _dense(directory: Path) -> DenseSource:
     if activation not in ACTIVATIONS:
         raise ModelError(f"{directory / 'config.json'}: activation {activation} is not one of {', '.join(ACTIVATIONS)}")
     if settings.get("use_residual"):
-        raise ModelError(f"{directory / 'config.json'}: a Dense head with use_residual cannot be trained here")
+        raise ModelError(f"{directory / 'config.json'}: use_residual=true is not supported in a Dense head")
     sizes = [settings.get("in_features"), settings.get("out_features")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ModelError(f"{directory / 'config.json'}: in_features and out_features must be sizes, not {sizes}")
+        raise ModelError(
+            f"{directory / 'config.json'}: in_features and out_features must be positive integers, not {sizes}"
+        )
     return DenseSource(
         directory=directory,
         num_in=sizes[0],
@@ -309,7 +325,5 @@ def _dense(directory: Path) -> DenseSource:
 
 def _required(pooling: Pooling | None, what: str) -> Pooling:
     if pooling is None:
-        raise ConfigError(
-            f"{what} does not say how to pool: set pooling (in a recipe model.pooling) to cls, mean or last"
-        )
+        raise ConfigError(f"{what} defines no pooling: set pooling (model.pooling in a recipe) to cls, mean or last")
     return pooling

@@ -237,7 +237,7 @@ def build_meta_encoder(recipe: Recipe) -> tuple[Encoder, list[nn.Module], int]:
         frozen = frozen_dtype(model.lora.base_dtype, recipe.parallel.precision, _stored_dtype(source))
         add_adapters(encoder, model.lora, files, frozen)
     positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
-    length = source.max_length or min(_DEFAULT_LENGTH, positions)
+    length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
     return encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length
 
 

@@ -1,4 +1,4 @@
-"""Print a plan: model, layout, memory by kind, traffic and duration of a step, and what to change if it does not fit."""
+"""Print a plan: model, layout, memory, traffic and duration of a step, and what to change if it does not fit."""
 
 from embedtrain.plan.compute import TrainingPlan
 from embedtrain.planning.strategy import LayoutCandidate

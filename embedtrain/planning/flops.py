@@ -1,8 +1,8 @@
 """FLOPs of a training step: the arithmetic that the model requires, independent of the implementation.
 
 Padding, activation checkpointing and the second forward pass of gradient caching are not counted, so that a program
-that avoids them reaches a higher rate. The count follows Chowdhery et al., "PaLM" (2022), appendix B: 6 FLOPs per weight
-and token, and 12 per pair of tokens that attend to each other and element of their queries.
+that avoids them reaches a higher rate. The count follows Chowdhery et al., "PaLM" (2022), appendix B: 6 FLOPs per
+weight and token, and 12 per pair of tokens that attend to each other and element of their queries.
 """
 
 from collections import Counter

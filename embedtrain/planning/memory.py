@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from embedtrain.config.losses import Implementation, InfoNCEConfig
 from embedtrain.config.recipe import GradientReduction
 from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.losses.infonce import GATHERED_BYTES, PLAIN_BYTES
+from embedtrain.losses.infonce import MAX_GATHERED_BYTES, MAX_PLAIN_BYTES
 from embedtrain.losses.softmax import TILE_CELLS
 from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
@@ -133,7 +133,13 @@ class _Step:
     """The phases of a step."""
 
     def __init__(
-        self, model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, work: StepWorkload, *, reduce_per_step: bool
+        self,
+        model: ModelSpec,
+        layout: ParallelLayout,
+        cluster: ClusterSpec,
+        work: StepWorkload,
+        *,
+        reduce_per_step: bool,
     ) -> None:
         self.model, self.layout, self.work, self.reduce_per_step = model, layout, work, reduce_per_step
         self.activations = model.activations(layout.activation_checkpointing)
@@ -199,9 +205,7 @@ class _Step:
             gathered = max(gathered, all_gathered)
         start = {"gathered": gathered, "gradients": gradients, "loss": self.embeddings}
         name = "the backward pass" if first else "a later backward pass"
-        yield self._use(
-            f"{name} begins", graphs + activations.backward * local.tokens, reducing=size * block, **start
-        )
+        yield self._use(f"{name} begins", graphs + activations.backward * local.tokens, reducing=size * block, **start)
         # The gradient of a block is unsharded in the compute type, then in fp32 while the next block runs.
         if len(weights.blocks) > 1:
             remaining = graphs + (activations.backward - activations.block) * local.tokens
@@ -263,8 +267,8 @@ def _loss(model: ModelSpec, cluster: ClusterSpec, work: StepWorkload, texts: int
     scores = _FP32 * rows * candidates * directions
     implementation = work.loss.implementation if isinstance(work.loss, InfoNCEConfig) else Implementation.auto
     auto = implementation is Implementation.auto
-    if implementation is Implementation.plain or (auto and scores <= PLAIN_BYTES):
+    if implementation is Implementation.plain or (auto and scores <= MAX_PLAIN_BYTES):
         return local + gathered + 4.0 * scores
-    if implementation is Implementation.ring or (auto and gathered * (1 - 1 / cluster.ranks) > GATHERED_BYTES):
+    if implementation is Implementation.ring or (auto and gathered * (1 - 1 / cluster.ranks) > MAX_GATHERED_BYTES):
         return local + 4.0 * gathered / cluster.ranks + 2.0 * _FP32 * TILE_CELLS
     return local + gathered + 2.0 * _FP32 * TILE_CELLS

@@ -28,7 +28,7 @@ def act(options: SearchOptions) -> None:
     with joined_world() as world:
         source = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
         with command_option_names(MODEL_OPTION_NAMES):
-            model = load_model(source, ParallelConfig(precision=options.precision), world, seed=0, trains=False)
+            model = load_model(source, ParallelConfig(precision=options.precision), world, seed=0, work=None)
         prompts = model.source.prompts
         encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=options.chunk_tokens)
         index = ShardedIndex(trec_order(ids), world)

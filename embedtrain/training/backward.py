@@ -19,7 +19,7 @@ from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import average_gradients
 from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
-from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, geometry
+from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.types import Loss, LossOutput
 from embedtrain.training import spans
 from embedtrain.training.guides import GuideModel
@@ -133,7 +133,7 @@ class Backward:
         if sample is not None and self.row_specs is not None:
             seen, row_spec = rows.detach(), self.row_specs[batch.batch_info.source]
             queries, documents = seen[: batch.num_queries], seen[batch.num_queries :]
-            output.metrics.update(geometry(queries, documents, batch.batch_info, sample, row_spec))
+            output.metrics.update(batch_statistics(queries, documents, batch.batch_info, sample, row_spec))
         slopes = batch.exchange.back(torch.zeros_like(rows) if rows.grad is None else rows.grad)
         return output, slopes, encoded.isfinite().all()
 

@@ -1,4 +1,4 @@
-"""Other models that see the same texts: guides and teachers of a loss. Frozen, sharded like the one trained."""
+"""Guides and teachers of a loss: frozen models that encode the same texts, sharded like the trained model."""
 
 from collections.abc import Sequence
 
@@ -19,11 +19,11 @@ from embedtrain.training.rank_batch import GuideTokenizer
 
 
 class GuideModel:
-    """A frozen model, and its vectors of a batch.
+    """A frozen model that encodes the texts of a batch.
 
     Args:
         encoder: sharded.
-        texts: how rows become its tokens.
+        texts: converts rows to its tokens.
         world: the ranks.
     """
 
@@ -34,13 +34,13 @@ class GuideModel:
 
     @property
     def dimension(self) -> int:
-        """Of its vectors."""
+        """The dimension of its vectors."""
         return self.encoder.dimension
 
     def __call__(self, chunks: Sequence[Tokens], num_queries: int) -> Guide:
-        """The vectors of this rank's chunks. A collective: every rank calls it, one without rows too."""
-        (most,) = max_over_ranks([len(chunks)], self.world.device)
-        padded = [*chunks, *[self._dummy] * (max(1, most) - len(chunks))]
+        """The vectors of this rank's chunks. A collective: every rank calls it, with or without rows."""
+        (num_passes,) = max_over_ranks([len(chunks)], self.world.device)
+        padded = [*chunks, *[self._dummy] * (max(1, num_passes) - len(chunks))]
         with torch.no_grad():
             rows = restore_order([self.encoder(*chunk.inputs) for chunk in padded], padded)
         reshard(self.encoder)
@@ -50,7 +50,7 @@ class GuideModel:
 def load_guides(
     paths: Sequence[str], parallel: ParallelConfig, world: World, *, chunk_tokens: int, trust_remote_code: bool
 ) -> tuple[dict[str, GuideModel], list[str]]:
-    """The models that a loss asks for, by path or ID@REVISION, and a line about each. Every rank must call.
+    """Load the guides of a loss, by path or ID@REVISION, with a note about each. Every rank must call.
 
     Raises:
         ConfigError, ModelError: on every rank alike.
@@ -62,9 +62,9 @@ def load_guides(
         try:
             loaded = load_model(options, parallel, world, seed=0)
         except (ConfigError, ModelError) as error:
-            told = str(error).removeprefix(f"model.path={name}: ")
+            reason = str(error).removeprefix(f"model.path={name}: ")
             raise ConfigError(
-                f"the loss's guide or teacher {path}: {told} (a sentence-transformers model is wanted)"
+                f"the loss's guide or teacher {path}: {reason} (it has to be a sentence-transformers model)"
             ) from None
         prompts = loaded.source.prompts
         texts = GuideTokenizer(loaded.tokenizer, prompts.get("query", ""), prompts.get("document", ""), chunk_tokens)

@@ -1,8 +1,9 @@
-"""Files of training rows as users have them, and what is read of one."""
+"""Writes files of training rows, and reads them as a source."""
 
 import csv
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def line(row: object) -> bytes:
 
 
 def write(path: Path, *rows: object) -> Path:
-    """A file of JSON lines; bytes are written as they are."""
+    """A JSONL file; bytes are written unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = b"".join(row if isinstance(row, bytes) else line(row) for row in rows)
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
@@ -35,22 +36,28 @@ def write(path: Path, *rows: object) -> Path:
 def read(
     path: object, on_error: OnError = OnError.stop, *, needs: RowRequirements = NO_NEEDS, **options: Any
 ) -> tuple[list[Example], SourceReport]:
-    """What one source holds."""
+    """The rows of one source, and its report."""
     (store,) = read_sources([TrainSource(path=str(path), **options)], on_error, needs)
     return list(store), store.report
 
 
 def error_of(path: object, expected: type[EmbedtrainError] = DataError, **options: Any) -> str:
-    """The sentence with which a source is refused."""
+    """The message of the error that reading a source raises."""
     with pytest.raises(expected) as caught:
         read(path, **options)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def assert_error(pattern: str, path: object, expected: type[EmbedtrainError] = DataError, **options: Any) -> None:
+    """Reading a source raises an error that matches a pattern: location, option and value."""
+    message = error_of(path, expected, **options)
+    assert re.search(pattern, message), message
 
 
 def write_table(path: Path, table: dict[str, list[Any]]) -> Path:
-    """A file of columns, of the kind that its name says."""
+    """A file of columns; the suffix gives its kind."""
     path.parent.mkdir(exist_ok=True)
     rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     match "".join(path.suffixes):

@@ -1,4 +1,4 @@
-"""Activations computed again: nothing of a gradient changes, whatever the model, the mesh and the number of passes."""
+"""Activation checkpointing does not change gradients, for any model, mesh and number of passes."""
 
 import itertools
 
@@ -17,29 +17,29 @@ from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from tests.small import parallel, save_small, small_model
 
-# The last one declares no layers, and its class knows nothing of computing again.
+# The last one declares no layers, and its class does not support gradient checkpointing.
 NAMES = ("bert", "modernbert", "llama", "qwen3", "gemma3_text", "mpnet")
 
 
 def texts(rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Queries, documents and hard negatives of a rank: ids and mask, padded to one length each."""
-    found = []
+    """Queries, documents and hard negatives of a rank: ids and mask, each padded to one length."""
+    columns = []
     for column, length in enumerate((4, 7, 11)):
         generator = torch.Generator().manual_seed(10 * rank + column)
         ids = torch.randint(4, 30, (3, length), generator=generator)
         mask = (torch.arange(length) < torch.tensor([[length], [length - 1], [2]])).long()
-        found.append((torch.where(mask.bool(), ids, 1), mask))
-    return found
+        columns.append((torch.where(mask.bool(), ids, 1), mask))
+    return columns
 
 
 def loss(encoder: nn.Module, rank: int, num_passes: int) -> Tensor:
-    """As a triplet's: each column is a forward pass of its own, and one backward pass follows."""
-    queries, *others = (encoder(ids, mask) for ids, mask in texts(rank)[:num_passes])
-    return sum((1 + column) * (queries * vectors).sum() for column, vectors in enumerate(others))
+    """Like a triplet loss: a forward pass per column, and one backward pass."""
+    queries, *documents = (encoder(ids, mask) for ids, mask in texts(rank)[:num_passes])
+    return sum((1 + column) * (queries * vectors).sum() for column, vectors in enumerate(documents))
 
 
 def plain(model: ModelConfig, num_passes: int, num_ranks: int) -> dict[str, Tensor]:
-    """The gradient in one process, of the mean over the ranks' losses."""
+    """The gradient of the mean over the ranks' losses, in one process."""
     source = open_model_source(model)
     encoder = assemble_encoder(source)
     encoder.load_state_dict(full_state_dict(source, seed=0))
@@ -48,18 +48,18 @@ def plain(model: ModelConfig, num_passes: int, num_ranks: int) -> dict[str, Tens
     return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
 
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of whole gradients, relative to the expected one's norm."""
-    assert found.keys() == expected.keys()
-    squares = sum((found[name] - expected[name]).double().square().sum() for name in expected)
+def relative_error(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of all gradients together."""
+    assert grads.keys() == expected.keys()
+    squares = sum((grads[name] - expected[name]).double().square().sum() for name in expected)
     return float((squares / sum(g.double().square().sum() for g in expected.values())).sqrt())
 
 
 def same_gradients(world: World, models: dict[str, ModelConfig]) -> None:
     for name, model in models.items():
         expected = {num_passes: plain(model, num_passes, world.size) for num_passes in (2, 3)}
-        for strategy, again in itertools.product((Strategy.ddp, Strategy.fsdp), (False, True)):
-            options = parallel(strategy, activation_checkpointing=again)
+        for strategy, recompute in itertools.product((Strategy.ddp, Strategy.fsdp), (False, True)):
+            options = parallel(strategy, activation_checkpointing=recompute)
             encoder = load_model(model, options, world, seed=0).encoder.train()
             assert sum(isinstance(part, FSDPModule) for part in encoder.modules()) == 2 + 1, (name, "blocks + root")
             configs = [part.config for part in encoder.modules() if hasattr(part, "config")]
@@ -73,16 +73,21 @@ def same_gradients(world: World, models: dict[str, ModelConfig]) -> None:
                 runs.clear()
                 encoder.zero_grad()
                 loss(encoder, world.rank, num_passes).backward()
-                assert sorted(runs) == sorted([0, 1] * num_passes * (2 if again else 1)), (name, strategy, again)
-                found = {n: p.grad.full_tensor() for n, p in encoder.named_parameters() if isinstance(p.grad, DTensor)}
-                assert difference(found, expected[num_passes]) < 1e-6, (name, strategy, again, num_passes)
+                assert sorted(runs) == sorted([0, 1] * num_passes * (2 if recompute else 1)), (
+                    name,
+                    strategy,
+                    recompute,
+                )
+                grads = {n: p.grad.full_tensor() for n, p in encoder.named_parameters() if isinstance(p.grad, DTensor)}
+                error = relative_error(grads, expected[num_passes])
+                assert error < 1e-6, (name, strategy, recompute, num_passes)
             with torch.no_grad():
                 runs.clear()
                 encoder(*texts(0)[0])
             assert sorted(runs) == [0, 1]
 
 
-def test_gradients_are_those_of_one_process(ranks, tmp_path):
+def test_gradients_equal_one_process(ranks, tmp_path):
     models = {
         name: ModelConfig(path=str(save_small(small_model(name), tmp_path / name)), pooling=Pooling.mean)
         for name in NAMES
@@ -95,7 +100,7 @@ def without_layers(world: World, model: ModelConfig) -> None:
         load_model(model, parallel(Strategy.ddp, activation_checkpointing=True), world, seed=0)
 
 
-def test_a_model_without_layers(ranks, tmp_path):
+def test_model_without_layers(ranks, tmp_path):
     model = small_model("bert")
     flat = save_small(small_model("bert", config=model.config | {"num_hidden_layers": 0}), tmp_path / "flat")
     ranks(1, without_layers, ModelConfig(path=str(flat), pooling=Pooling.mean))

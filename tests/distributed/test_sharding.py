@@ -1,4 +1,4 @@
-"""A sharded encoder is called as a whole, or says so; masters and buffers stay in fp32."""
+"""Calls that bypass the gathering of a sharded encoder are rejected; master weights and buffers stay in fp32."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def in_one_process(model: ModelConfig) -> nn.Module:
     return encoder.eval()
 
 
-def refused_or_right(world: World, models: dict[str, ModelConfig]) -> None:
+def rejected_or_correct(world: World, models: dict[str, ModelConfig]) -> None:
     for name, model in models.items():
         reference = in_one_process(model)
         with torch.no_grad():
@@ -59,10 +59,10 @@ def refused_or_right(world: World, models: dict[str, ModelConfig]) -> None:
                     part for part in blocks[0].modules() if isinstance(part, nn.Linear)
                 )(hidden),
             }
-            for what, call in direct.items():
+            for case, call in direct.items():
                 with pytest.raises(TrainingError, match=r"encoder\(ids, mask\)") as caught, torch.no_grad():
                     call()
-                assert "DTensor" not in str(caught.value), (name, what)
+                assert "DTensor" not in str(caught.value), (name, case)
             for _ in range(2):
                 with torch.no_grad():
                     torch.testing.assert_close(encoder(IDS, MASK), expected, rtol=0, atol=1e-5)
@@ -72,34 +72,34 @@ def refused_or_right(world: World, models: dict[str, ModelConfig]) -> None:
             assert all(isinstance(p, DTensor) for p in encoder.parameters())
             with pytest.raises(EmbedtrainError), torch.no_grad():
                 encoder.forward(IDS, MASK)
-            # Evaluation first, training after it: the gradient is there and is the reference's.
+            # Training after evaluation has the gradient of the reference.
             encoder(IDS, MASK)[0, 0].backward()
             reference.zero_grad()
             reference(IDS, MASK)[0, 0].backward()
             for key, parameter in reference.named_parameters():
                 if parameter.grad is not None:
-                    found = encoder.get_parameter(key).grad.full_tensor()
-                    torch.testing.assert_close(found, parameter.grad, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
+                    grad = encoder.get_parameter(key).grad.full_tensor()
+                    torch.testing.assert_close(grad, parameter.grad, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
 
 
 def test_calls_that_bypass_the_gathering(ranks, models):
-    ranks(2, refused_or_right, {name: models[name] for name in ("xlm-roberta", "llama", "modernbert")})
+    ranks(2, rejected_or_correct, {name: models[name] for name in ("xlm-roberta", "llama", "modernbert")})
 
 
-def a_block_alone(world: World, model: ModelConfig) -> None:
-    """A block gathers its own weights, so calling it is right, even before any call of the encoder."""
+def single_block(world: World, model: ModelConfig) -> None:
+    """A block gathers its own weights, so calling it works, even before the encoder is called."""
     reference = in_one_process(model)
     encoder = load_model(model, parallel(), world, seed=0).encoder.eval()
     hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found, expected = encoder.backbone.encoder.layer[0](hidden), reference.backbone.encoder.layer[0](hidden)
-        found, expected = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        output, expected = encoder.backbone.encoder.layer[0](hidden), reference.backbone.encoder.layer[0](hidden)
+        output, expected = (x[0] if isinstance(x, tuple) else x for x in (output, expected))
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(encoder(IDS, MASK), reference(IDS, MASK), rtol=0, atol=1e-5)
 
 
 def test_a_block_called_alone_first(ranks, models):
-    ranks(2, a_block_alone, models["bert"])
+    ranks(2, single_block, models["bert"])
 
 
 def in_bf16(world: World, models: dict[str, ModelConfig]) -> None:
@@ -110,13 +110,13 @@ def in_bf16(world: World, models: dict[str, ModelConfig]) -> None:
         block = find_blocks(encoder)[0]
         block.register_forward_pre_hook(lambda _, args, inside=inside: inside.append(args[0].dtype))
         with torch.no_grad():
-            found = encoder(IDS, MASK)
-            left = encoder(IDS.flip(1), MASK.flip(1))
+            vectors = encoder(IDS, MASK)
+            left_padded = encoder(IDS.flip(1), MASK.flip(1))
             expected = reference(IDS, MASK)
         assert inside == [torch.bfloat16] * 2, name
-        assert found.dtype == torch.float32
-        assert left.isfinite().all()  # a mask of fp32's least number would be -inf in bf16, and NaN behind it
-        assert torch.cosine_similarity(found, expected).min() > 0.99, name
+        assert vectors.dtype == torch.float32
+        assert left_padded.isfinite().all()  # a mask of fp32's smallest number would be -inf in bf16 and cause NaN
+        assert torch.cosine_similarity(vectors, expected).min() > 0.99, name
         reshard(encoder)
         encoder(IDS, MASK).sum().backward()
         for parameter in encoder.parameters():
@@ -126,7 +126,7 @@ def in_bf16(world: World, models: dict[str, ModelConfig]) -> None:
             torch.testing.assert_close(encoder.get_buffer(key), buffer, rtol=0, atol=0, msg=f"{name} {key}")
 
 
-def test_masters_gradients_outputs_and_buffers_are_fp32(ranks, models):
+def test_master_weights_gradients_outputs_and_buffers_are_fp32(ranks, models):
     ranks(2, in_bf16, models)
 
 
@@ -142,55 +142,59 @@ def shapes(world: World) -> None:
     model = Scaled()
     with pytest.raises(ModelError, match=r"temperature.* \(1,\)"):
         shard_(model, list(model.layers), ParallelLayout(Strategy.fsdp, 1, world.size, ""), parallel(), world.device)
-    assert not isinstance(model.layers[0].weight, DTensor)  # and nothing was changed
-    # Which rows a rank holds is torch.chunk's cut, empty shards included.
+    assert not isinstance(model.layers[0].weight, DTensor)  # and nothing changed
+    # A rank holds the rows that torch.chunk assigns to it, empty shards included.
     for rows in (1, 2, 5, 7, 8):
-        whole = torch.arange(3.0 * rows).view(rows, 3)
-        tensor = distribute_tensor(whole, mesh["shard"], [Shard(0)])
+        full = torch.arange(3.0 * rows).view(rows, 3)
+        tensor = distribute_tensor(full, mesh["shard"], [Shard(0)])
         start, end = row_range(tensor)
-        assert tensor.to_local().equal(whole[start:end])
+        assert tensor.to_local().equal(full[start:end])
         assert sum(b - a for a, b in world.gather((start, end))) == rows
     assert row_range(torch.zeros(4, 2)) == (0, 4)
     assert row_range(torch.tensor(1)) == (0, 1)
 
 
-def test_shapes_that_are_cut(ranks):
+def test_sharded_shapes(ranks):
     ranks(3, shapes)
 
 
-def ways_to_save_memory(world: World, model: ModelConfig) -> None:
-    """Vectors and gradients whatever is given back, recomputed, or kept on the host; the large embedding by itself."""
+def memory_options(world: World, model: ModelConfig) -> None:
+    """Vectors and gradients with resharding, recomputation and CPU offload; the large embedding is its own group."""
     reference = in_one_process(model)
     expected = reference(IDS, MASK)
     expected.pow(3).sum().backward()
     limit, sharding.LARGE_EMBEDDING = sharding.LARGE_EMBEDDING, 64 * 32
     try:
-        ways = [
+        cases = [
             {"reshard_after_forward": True},
             {"reshard_after_forward": False},
             {"activation_checkpointing": True, "reshard_after_forward": True},
             {"cpu_offload": True, "reshard_after_forward": True},
             {"cpu_offload": True, "reshard_after_forward": False, "activation_checkpointing": True},
         ]
-        for way in ways:
-            encoder = load_model(model, parallel(**way), world, seed=0).encoder.eval()
+        for options in cases:
+            encoder = load_model(model, parallel(**options), world, seed=0).encoder.eval()
             embedding = encoder.backbone.get_input_embeddings()
             assert isinstance(embedding, FSDPModule), "a group of its own"
             assert sum(isinstance(part, FSDPModule) for part in encoder.modules()) == 2 + 1 + 1
-            for _ in range(2):  # the second time after a backward pass, which has gathered again
+            for _ in range(2):  # the second time after a backward pass, which gathers again
                 encoder.zero_grad()
-                found = encoder(IDS, MASK)
-                torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-                held = embedding.weight
-                assert isinstance(held, DTensor) == (way.get("reshard_after_forward") is not False), way
-                found.pow(3).sum().backward()
-            for (name, parameter), (_, other) in zip(
+                vectors = encoder(IDS, MASK)
+                torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5)
+                weight = embedding.weight
+                assert isinstance(weight, DTensor) == (options.get("reshard_after_forward") is not False), options
+                vectors.pow(3).sum().backward()
+            for (name, parameter), (_, reference_parameter) in zip(
                 encoder.named_parameters(), reference.named_parameters(), strict=True
             ):
-                if other.grad is not None:
+                if reference_parameter.grad is not None:
                     assert isinstance(parameter, DTensor)
                     torch.testing.assert_close(
-                        parameter.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-6, msg=f"{way} {name}"
+                        parameter.grad.full_tensor(),
+                        reference_parameter.grad,
+                        rtol=1e-4,
+                        atol=1e-6,
+                        msg=f"{options} {name}",
                     )
             before = [p.full_tensor().clone() for p in encoder.parameters()]
             optimizer = build_optimizer(encoder, OptimConfig(lr=1e-3))
@@ -198,21 +202,21 @@ def ways_to_save_memory(world: World, model: ModelConfig) -> None:
             optimizer.step()
             assert all(not p.full_tensor().equal(old) for p, old in zip(encoder.parameters(), before, strict=True))
             with unsharded_weights(encoder, lambda encoder=encoder: encoder(IDS, MASK)), torch.no_grad():
-                whole = encoder(IDS, MASK)
+                unsharded = encoder(IDS, MASK)
             with torch.no_grad():
-                assert encoder(IDS, MASK).equal(whole)
+                assert encoder(IDS, MASK).equal(unsharded)
     finally:
         sharding.LARGE_EMBEDDING = limit
 
 
 @pytest.mark.parametrize("name", ["xlm-roberta", "llama"])
-def test_ways_to_save_memory_change_nothing(ranks, tmp_path, name):
+def test_memory_options_change_nothing(ranks, tmp_path, name):
     small = small_model(name)
     path = save_small(small, tmp_path / name)
-    ranks(2, ways_to_save_memory, replace(small, config=None, path=str(path)))
+    ranks(2, memory_options, replace(small, config=None, path=str(path)))
 
 
-def two_types(world: World) -> None:
+def two_dtypes(world: World) -> None:
     """Trained weights of one block with two dtypes are rejected by name; frozen ones may have another dtype."""
     for frozen in (False, True):
         model = Scaled()
@@ -229,5 +233,5 @@ def two_types(world: World) -> None:
                 shard_(model, list(model.layers), layout, parallel(), world.device)
 
 
-def test_a_block_of_two_types(ranks):
-    ranks(2, two_types)
+def test_block_with_two_dtypes(ranks):
+    ranks(2, two_dtypes)

@@ -17,8 +17,8 @@ def read(path, **options):
     return read_set(EvaluationSet(path=str(path), **options))
 
 
-def refused(path, **options) -> str:
-    """What is said of a path that holds no set that can be used."""
+def error_of(path, **options) -> str:
+    """The message of the error that reading a set raises."""
     with pytest.raises(EmbedtrainError) as caught:
         read(path, **options)
     return str(caught.value)

@@ -42,7 +42,7 @@ class GlobalVectors:
         start = sum(self.sizes[:row])
         return list(range(start, start + self.sizes[row]))
 
-    def local_loss(self, rows: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, BatchInfo]:
+    def of_rank(self, rows: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, BatchInfo]:
         """Queries, documents and what is known of them, for a rank that has these rows."""
         places = [place for row in rows for place in self.documents_of(row)]
         owners = [at for at, row in enumerate(rows) for _ in range(self.sizes[row])]
@@ -112,14 +112,14 @@ def run(
     torch.manual_seed(0)
     loss = build_loss(config, dimension=dimension, guide_dimensions=_widths(batch), seed=0).to(dtype)
     rows = deal[world.rank]
-    queries, documents, batch_info = batch.local_loss(rows, dtype)
+    queries, documents, batch_info = batch.of_rank(rows, dtype)
     queries.requires_grad_(), documents.requires_grad_()
     output = loss(queries, documents, batch_info)
     output.local_loss.backward()
     zero = torch.zeros
     return {
-        "share": output.local_loss.item(),
-        "shares": {name: value.item() for name, value in output.metrics.items()},
+        "local_loss": output.local_loss.item(),
+        "metrics": {name: value.item() for name, value in output.metrics.items()},
         "queries": zero(queries.shape, dtype=dtype) if queries.grad is None else queries.grad,
         "documents": zero(documents.shape, dtype=dtype) if documents.grad is None else documents.grad,
         "parameters": {
@@ -163,7 +163,7 @@ def check(
         for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, fp32)):
             answers = ranks(len(deal), run, config, batch, deal, dtype, dimension)
             told = f"{config}, deal {deal}, {dtype}"
-            found = sum(answer["share"] for answer in answers)
+            found = sum(answer["local_loss"] for answer in answers)
             assert abs(found - expected.item()) <= tolerance * max(1.0, abs(expected.item())), told
             queries, documents = torch.zeros_like(batch.queries), torch.zeros_like(batch.documents)
             for rows, answer in zip(deal, answers, strict=True):

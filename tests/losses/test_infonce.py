@@ -19,9 +19,10 @@ from embedtrain.config.losses import (
     Similarity,
 )
 from embedtrain.distributed.world import World
-from embedtrain.losses import infonce, negatives, softmax
+from embedtrain.losses import scores, softmax
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
+from embedtrain.losses.scores import Counts
 from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, placeholder_tokenizer
 from embedtrain.losses.types import BatchInfo, Guide
 from tests.losses.global_batch import GlobalVectors, check, vectors
@@ -233,17 +234,17 @@ def test_own_negatives_alone(ranks, options):
 def tiles_of_a_few_rows(world: World, way: Implementation) -> None:
     """With tiles of 2 rows, and more rows than tiles, nothing changes."""
     torch.manual_seed(world.rank)
-    batch_info, least, cells = _random_input(9), softmax.LEAST_ROWS, softmax.TILE_CELLS
+    batch_info, least, cells = _random_input(9), softmax.MIN_TILE_ROWS, softmax.TILE_CELLS
     answers = []
     for height in (64, 2):
-        softmax.LEAST_ROWS, softmax.TILE_CELLS = height, 1
+        softmax.MIN_TILE_ROWS, softmax.TILE_CELLS = height, 1
         torch.manual_seed(7 + world.rank)
         queries, documents = (torch.randn(9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
         loss = InfoNCE(config(implementation=way, directions=ALL_SIDES))
         output = loss(queries, documents, batch_info)
         output.local_loss.backward()
         answers.append((output.local_loss.detach(), queries.grad, documents.grad))
-    softmax.LEAST_ROWS, softmax.TILE_CELLS = least, cells
+    softmax.MIN_TILE_ROWS, softmax.TILE_CELLS = least, cells
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-12, atol=1e-14)
 
 
@@ -261,15 +262,15 @@ def test_height_of_tiles(ranks, way):
 def lists_and_masks(world: World, way: Implementation) -> None:
     """What is no negative is listed where it is little, and masked where it is much: the same."""
     batch, rows = duplicates(), list(range(world.rank, len(SIZES), world.size))
-    local_loss, listed = batch.local_loss(rows, torch.float64), negatives._LISTED
+    local_batch, listed = batch.of_rank(rows, torch.float64), scores.MAX_LISTED
     answers = []
     for at_most in (listed, 1e9, -1e9):
-        negatives._LISTED = at_most
-        queries, documents = (vectors_.clone().requires_grad_() for vectors_ in local_loss[:2])
-        output = InfoNCE(config(implementation=way, directions=ALL_SIDES))(queries, documents, local_loss[2])
+        scores.MAX_LISTED = at_most
+        queries, documents = (vectors_.clone().requires_grad_() for vectors_ in local_batch[:2])
+        output = InfoNCE(config(implementation=way, directions=ALL_SIDES))(queries, documents, local_batch[2])
         output.local_loss.backward()
         answers.append((output.local_loss.detach(), queries.grad, documents.grad))
-    negatives._LISTED = listed
+    scores.MAX_LISTED = listed
     for other in answers[1:]:
         torch.testing.assert_close(answers[0], other, rtol=1e-12, atol=1e-14)
 
@@ -466,15 +467,20 @@ def test_as_gist_embed(ranks, margin, kind):
     ranks(1, gist, margin, kind)
 
 
-def test_the_way_is_chosen_by_size():
-    options, like = InfoNCEConfig(), torch.empty(0, 1024)
-    assert choose_implementation(options, ([256] * 8, [512] * 8), like) is Implementation.plain
-    assert choose_implementation(options, ([4096] * 8, [4096] * 8), like) is Implementation.tiled
-    assert choose_implementation(options, ([65536] * 8, [65536] * 8), like) is Implementation.ring
-    assert choose_implementation(options, ([2**20], [2**20]), like) is Implementation.tiled  # nobody to pass them on
-    forced = replace(options, implementation=Implementation.ring)
-    assert choose_implementation(forced, ([2], [2]), like) is Implementation.ring
-    assert infonce.PLAIN_BYTES >= 4 * 4096 * 4096
+@pytest.mark.parametrize(
+    ("queries", "documents", "expected"),
+    [
+        ([256] * 8, [512] * 8, Implementation.plain),
+        ([4096] * 8, [4096] * 8, Implementation.tiled),
+        ([65536] * 8, [65536] * 8, Implementation.ring),
+        ([2**20], [2**20], Implementation.tiled),  # a single rank has no ring
+    ],
+)
+def test_implementation_is_chosen_by_size(queries, documents, expected):
+    like = torch.empty(0, 1024)
+    assert choose_implementation(InfoNCEConfig(), Counts(queries, documents), like) is expected
+    forced = InfoNCEConfig(implementation=Implementation.ring)
+    assert choose_implementation(forced, Counts(queries, documents), like) is Implementation.ring
 
 
 def test_choosing():

@@ -10,7 +10,7 @@ from torch import Tensor
 from embedtrain.config.losses import LossConfig, OrthogonalConfig, Reduction
 from embedtrain.distributed.world import World
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
-from tests.losses.theirs import as_theirs
+from tests.losses.reference_loss import assert_equals_reference
 
 # Nine rows: more than the dimensions (4) among queries, positives; fewer among negatives; one third negative.
 SIZES = (1, 2, 1, 4, 2, 1, 3, 1, 1)
@@ -82,7 +82,7 @@ def test_many_rows(ranks):
 @pytest.mark.parametrize("dimension", [4, 32])
 @pytest.mark.parametrize("config", CONFIGS, ids=["mean", "sum", "no mean term", "no second moment"])
 def test_as_theirs(ranks, config, dimension):
-    as_theirs(
+    assert_equals_reference(
         ranks,
         config,
         crowded((2,) * 6, dimension),
@@ -100,7 +100,7 @@ def test_equal_vectors(ranks, dimension):
     batch = replace(batch, queries=batch.queries[:1].expand(6, dimension).contiguous(), documents=batch.queries)
     answers = ranks(2, run, OrthogonalConfig(), batch, [[0, 1], [2, 3, 4, 5]], torch.float64, dimension)
     assert all(answer["queries"].isfinite().all() for answer in answers)
-    first, second = (sum(answer["shares"][name] for answer in answers) for name in ("mean_term", "second_moment_term"))
+    first, second = (sum(answer["metrics"][name] for answer in answers) for name in ("mean_term", "second_moment_term"))
     others = terms(replace(batch, queries=batch.documents))[0]
     # Cosines of 1 among the queries.
     assert first == pytest.approx((1 + others[0].item()) / 2)
@@ -111,7 +111,7 @@ def under_autocast(world: World, config: LossConfig, batch: GlobalVectors) -> li
     rows, dimension = [list(range(len(batch.sizes)))], batch.queries.shape[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = run(world, config, batch, rows, torch.float32, dimension)
-    return [inside["share"], run(world, config, batch, rows, torch.float32, dimension)["share"]]
+    return [inside["local_loss"], run(world, config, batch, rows, torch.float32, dimension)["local_loss"]]
 
 
 @pytest.mark.parametrize("dimension", [4, 32])

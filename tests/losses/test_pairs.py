@@ -19,7 +19,7 @@ from embedtrain.config.losses import (
     Reduction,
 )
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
-from tests.losses.theirs import as_theirs
+from tests.losses.reference_loss import assert_equals_reference
 
 SIZES = (1, 3, 2, 1, 4, 2)
 SIAMESE = {
@@ -99,7 +99,7 @@ def test_one_row(ranks):
 @pytest.mark.parametrize(("config", "theirs"), [(CoSENTConfig(), losses.CoSENTLoss), (AnglEConfig(), losses.AnglELoss)])
 def test_ordered_pairs_as_theirs(ranks, config, theirs, levels, dimension):
     batch = scored((2,) * 6, levels=levels, dimension=dimension)
-    as_theirs(ranks, config, batch, theirs, batch.scores, as_pairs=True)
+    assert_equals_reference(ranks, config, batch, theirs, batch.scores, as_pairs=True)
 
 
 def test_many_ordered_pairs(ranks):
@@ -120,7 +120,9 @@ def test_cosine_mse(ranks):
     check(ranks, CosineMSEConfig(), scored(), textbook)
     batch = scored((2,) * 5)
     # Their labels are made float32, ours are already.
-    as_theirs(ranks, CosineMSEConfig(), batch, losses.CosineSimilarityLoss, batch.scores, as_pairs=True, tolerance=1e-6)
+    assert_equals_reference(
+        ranks, CosineMSEConfig(), batch, losses.CosineSimilarityLoss, batch.scores, as_pairs=True, tolerance=1e-6
+    )
 
 
 @pytest.mark.parametrize("distance", Distance)
@@ -139,7 +141,7 @@ def test_contrastive(ranks, distance, levels):
     check(ranks, config, scored(levels=levels), textbook, only=[0, 2, 5, 7])
     batch = scored((2,) * 5, levels=levels)
     # torch's pairwise_distance, which they use, adds 1e-6 to each difference.
-    as_theirs(
+    assert_equals_reference(
         ranks,
         config,
         batch,
@@ -176,7 +178,7 @@ def test_online_contrastive(ranks, distance, reduction):
         check(ranks, config, batch, hard_pairs(config), only=[0, 2, 7])
     if reduction is Reduction.sum:
         batch = scored((2,) * 6, levels=2)
-        as_theirs(
+        assert_equals_reference(
             ranks,
             config,
             batch,
@@ -205,7 +207,7 @@ def test_hard_pairs_are_told(ranks):
     )
     # Distances 0, 1 of positives and 0.3, 2 of negatives: the second and the third pair are hard.
     answers = ranks(2, run, OnlineContrastiveConfig(), batch, [[0, 1, 2], [3]], torch.float64, 2)
-    assert sum(answer["shares"]["hard_pairs"] for answer in answers) == 0.5
+    assert sum(answer["metrics"]["hard_pairs"] for answer in answers) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embedtrain.config.losses import LossConfig, SigLIPConfig, Similarity
 from embedtrain.distributed.world import World
-from embedtrain.losses import similarity as compare
+from embedtrain.losses import similarity
 from embedtrain.losses.build import build_loss
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
 
@@ -102,7 +102,7 @@ def test_extreme_logits(ranks):
     config = SigLIPConfig(temperature=0.01, learn_temperature=False, similarity=Similarity.dot, bias=0.0)
     batch = vectors(SIZES, normalised=False)
     for answer in ranks(2, run, config, batch, [[0, 1, 2], [3, 4, 5]], torch.float32, 8):
-        assert math.isfinite(answer["share"])
+        assert math.isfinite(answer["local_loss"])
         assert answer["queries"].isfinite().all()
 
 
@@ -114,7 +114,7 @@ def out_of_bounds(world: World, batch: GlobalVectors) -> tuple[float, float, flo
     for log_scale in (20.0, -20.0):
         with torch.no_grad():
             loss.temperature.log_scale.fill_(log_scale)
-        output = loss(*batch.local_loss(rows, torch.float32))
+        output = loss(*batch.of_rank(rows, torch.float32))
         found.append(sum(world.gather(output.metrics["temperature"].item())))
     return *found, sum(world.gather(output.metrics["bias"].item()))
 
@@ -140,25 +140,25 @@ def test_accuracy_is_told(ranks):
     scores = F.normalize(batch.queries) @ F.normalize(batch.documents).T
     right = [int(scores[row].argmax()) == batch.documents_of(row)[0] for row in range(6)]
     answers = ranks(3, run, SigLIPConfig(), batch, [[0, 1], [], [2, 3, 4, 5]], torch.float64, 8)
-    assert sum(answer["shares"]["accuracy"] for answer in answers) == pytest.approx(sum(right) / 6)
+    assert sum(answer["metrics"]["accuracy"] for answer in answers) == pytest.approx(sum(right) / 6)
 
 
 def in_small_chunks(world: World, config: LossConfig, batch: GlobalVectors, deal: list[list[int]]) -> list[dict]:
     """With all of a rank's rows in one chunk, and with one row in each."""
-    usual = compare._CHUNK_BYTES
+    usual = similarity.MAX_CHUNK_BYTES
     try:
         found = []
         for size in (usual, 1):
-            compare._CHUNK_BYTES = size
+            similarity.MAX_CHUNK_BYTES = size
             found.append(run(world, config, batch, deal, torch.float64, 8))
         return found
     finally:
-        compare._CHUNK_BYTES = usual
+        similarity.MAX_CHUNK_BYTES = usual
 
 
 def test_chunks(ranks):
     for whole, chunked in ranks(2, in_small_chunks, SigLIPConfig(), with_duplicates(ids=True), [[0, 1, 2, 3], [4, 5]]):
-        assert chunked["share"] == pytest.approx(whole["share"], rel=1e-12)
+        assert chunked["local_loss"] == pytest.approx(whole["local_loss"], rel=1e-12)
         for name in ("queries", "documents"):
             torch.testing.assert_close(chunked[name], whole[name], rtol=1e-10, atol=1e-14)
         for name, grad in whole["parameters"].items():
@@ -169,7 +169,7 @@ def saved_for_backward(world: World, num_rows: int, chunk_bytes: int) -> int:
     """The most numbers that one tensor kept for the backward pass holds."""
     batch = vectors((1,) * num_rows)
     loss = build_loss(SigLIPConfig(), dimension=8, seed=0)
-    queries, documents, batch_info = batch.local_loss(range(num_rows), torch.float32)
+    queries, documents, batch_info = batch.of_rank(range(num_rows), torch.float32)
     queries.requires_grad_(), documents.requires_grad_()
     sizes = [0]
 
@@ -177,13 +177,13 @@ def saved_for_backward(world: World, num_rows: int, chunk_bytes: int) -> int:
         sizes.append(tensor.numel())
         return tensor
 
-    usual = compare._CHUNK_BYTES
-    compare._CHUNK_BYTES = chunk_bytes
+    usual = similarity.MAX_CHUNK_BYTES
+    similarity.MAX_CHUNK_BYTES = chunk_bytes
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss(queries, documents, batch_info).local_loss.backward()
     finally:
-        compare._CHUNK_BYTES = usual
+        similarity.MAX_CHUNK_BYTES = usual
     return max(sizes)
 
 
@@ -197,7 +197,7 @@ def under_autocast(world: World, config: LossConfig, batch: GlobalVectors) -> li
     rows = [list(range(len(batch.sizes)))]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = run(world, config, batch, rows, torch.float32, 8)
-    return [inside["share"], run(world, config, batch, rows, torch.float32, 8)["share"]]
+    return [inside["local_loss"], run(world, config, batch, rows, torch.float32, 8)["local_loss"]]
 
 
 def test_autocast_rounds_nothing(ranks):

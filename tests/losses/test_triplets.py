@@ -13,9 +13,9 @@ from torch.nn.functional import softplus
 
 from embedtrain.config.losses import BatchTripletConfig, Distance, LossConfig, TripletConfig, TripletMining
 from embedtrain.distributed.world import World
-from embedtrain.losses import similarity as compare
+from embedtrain.losses import similarity
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
-from tests.losses.theirs import as_theirs
+from tests.losses.reference_loss import assert_equals_reference
 
 MARGIN = {Distance.cosine: 0.3, Distance.euclidean: 0.8, Distance.manhattan: 2.0}
 ALL_PAIRS = {
@@ -65,7 +65,7 @@ def test_triplet(ranks, distance, sizes):
     check(ranks, config, batch, textbook)
     found = triplets(batch, config)
     answers = ranks(2, run, config, batch, [[0], list(range(1, len(sizes)))], torch.float64, 8)
-    right = sum(answer["shares"]["accuracy"] for answer in answers)
+    right = sum(answer["metrics"]["accuracy"] for answer in answers)
     assert right == pytest.approx(sum(bool(far > near) for near, far in found) / max(1, len(found)))
 
 
@@ -81,7 +81,7 @@ def test_triplet_as_theirs(ranks, distance, metric):
     config = TripletConfig(margin=MARGIN[distance], distance=distance)
     batch = vectors((2,) * 6, normalised=False)
     arguments = {"distance_metric": metric, "triplet_margin": config.margin}
-    as_theirs(ranks, config, batch, losses.TripletLoss, torch.empty(0), **arguments)
+    assert_equals_reference(ranks, config, batch, losses.TripletLoss, torch.empty(0), **arguments)
 
 
 def texts(labels: list[int], *, normalised: bool = False) -> GlobalVectors:
@@ -154,7 +154,7 @@ def test_batch_triplet_as_theirs(ranks, mining, distance):
     arguments = {"distance_metric": ALL_PAIRS[distance]}
     if mining is not TripletMining.hard_soft_margin:
         arguments["margin"] = config.margin
-    as_theirs(ranks, config, batch, THEIRS[mining], batch.labels, **arguments)
+    assert_equals_reference(ranks, config, batch, THEIRS[mining], batch.labels, **arguments)
 
 
 @pytest.mark.parametrize("distance", Distance)
@@ -174,27 +174,27 @@ def test_equal_vectors_of_a_row(ranks):
     for distance in Distance:
         (answer,) = ranks(1, run, TripletConfig(distance=distance), batch, [[0, 1]], torch.float32, 8)
         assert answer["queries"].isfinite().all()
-        assert answer["share"] == pytest.approx(0.3)
+        assert answer["local_loss"] == pytest.approx(0.3)
 
 
 def in_small_chunks(world: World, config: LossConfig, batch: GlobalVectors, deal: list[list[int]]) -> list[dict]:
     """With all of a rank's rows in one chunk, and with one row in each."""
-    usual = compare._CHUNK_BYTES
+    usual = similarity.MAX_CHUNK_BYTES
     try:
         found = []
         for size in (usual, 1):
-            compare._CHUNK_BYTES = size
+            similarity.MAX_CHUNK_BYTES = size
             found.append(run(world, config, batch, deal, torch.float64, 8))
         return found
     finally:
-        compare._CHUNK_BYTES = usual
+        similarity.MAX_CHUNK_BYTES = usual
 
 
 @pytest.mark.parametrize("mining", TripletMining)
 def test_chunks(ranks, mining):
     for answer in ranks(2, in_small_chunks, BatchTripletConfig(mining=mining), texts(CLASSES), [[0, 1, 2, 3, 4], []]):
         whole, chunked = answer
-        assert chunked["share"] == pytest.approx(whole["share"], rel=1e-12)
+        assert chunked["local_loss"] == pytest.approx(whole["local_loss"], rel=1e-12)
         torch.testing.assert_close(chunked["queries"], whole["queries"], rtol=1e-10, atol=1e-14)
 
 
@@ -207,14 +207,14 @@ def test_active_triplets_are_told(ranks):
         for mining in (TripletMining.all, TripletMining.hard, TripletMining.semi_hard):
             config = BatchTripletConfig(mining=mining, distance=Distance.euclidean, margin=margin)
             answers = ranks(2, run, config, batch, [[0, 1], [2]], torch.float64, 1)
-            assert sum(answer["shares"]["active"] for answer in answers) == active
+            assert sum(answer["metrics"]["active"] for answer in answers) == active
 
 
 def under_autocast(world: World, config: LossConfig, batch: GlobalVectors) -> list[float]:
     rows = [list(range(len(batch.sizes)))]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = run(world, config, batch, rows, torch.float32, 8)
-    return [inside["share"], run(world, config, batch, rows, torch.float32, 8)["share"]]
+    return [inside["local_loss"], run(world, config, batch, rows, torch.float32, 8)["local_loss"]]
 
 
 def test_autocast_rounds_nothing(ranks):

@@ -143,7 +143,7 @@ def test_a_wrong_class_is_answered_with_what_there_is():
         ):
             assert words in str(caught.value)
     with pytest.raises(ConfigError, match="THE_VARIABLE=BertLayer"):
-        find_blocks(encoder.backbone, "BertLayer", asked_by="THE_VARIABLE")
+        find_blocks(encoder.backbone, "BertLayer", option="THE_VARIABLE")
 
 
 def test_parts_of_a_layer_are_no_blocks():

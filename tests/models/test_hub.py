@@ -90,7 +90,7 @@ def test_a_tokenizer(hub):
     assert load_tokenizer(source).model_max_length == 24
     assert load_tokenizer(source, "org/model").model_max_length == 24
     assert load_tokenizer(source, "org/model", OLD).model_max_length == 12
-    with pytest.raises(ConfigError, match=r"^model\.tokenizer_revision=main chooses a version of a Hub"):
+    with pytest.raises(ConfigError, match=r"^model\.tokenizer_revision=main "):
         load_tokenizer(source, str(hub / "guide"), "main")
 
 
@@ -101,17 +101,13 @@ def test_a_teacher(hub):
         cross = open_teacher(MineOptions(model="m", teacher="org/cross", teacher_revision=revision))
         assert cross.is_cross_encoder
         assert cross.source.config.hidden_dropout_prob == dropout
-    with pytest.raises(ConfigError, match=r"teacher_revision=main chooses a version of a Hub repository, and teacher="):
+    with pytest.raises(ConfigError, match=r"teacher_revision=main .* teacher="):
         open_teacher(MineOptions(model="m", teacher=str(hub / "guide"), teacher_revision="main"))
 
 
 def test_a_directory_has_no_revision(hub):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"model\.revision={OLD} .* model\.path={hub / 'guide'}"):
         open_model_source(ModelConfig(path=str(hub / "guide"), revision=OLD))
-    assert str(caught.value) == (
-        f"model.revision={OLD} chooses a version of a Hub repository, and model.path={hub / 'guide'} is a directory "
-        "here: leave it out"
-    )
     assert open_model_source(ModelConfig(path=str(hub / "guide"))).commit is None
 
 

@@ -1,4 +1,4 @@
-"""Packed texts have the vectors and gradients that each has alone, and what cannot be packed is found out."""
+"""Packed texts have the vectors and gradients of single texts, and models that do not support packing are detected."""
 
 import dataclasses
 
@@ -16,30 +16,30 @@ from tests.small import ARCHITECTURES, small_model, small_tokenizer, text
 
 CPU = torch.device("cpu")
 WINDOWED = {"sliding_window": 6}
-# Texts here have up to 41 tokens: every window is shorter than most.
+# Texts have up to 41 tokens, so windows are shorter than most of them.
 CASES = {
     "bert": {},
     "xlm-roberta": {},
     "modernbert": {},
     "distilbert": {},
     "llama": {},
-    "llama, both ways": {"bidirectional": True},
+    "llama, bidirectional": {"bidirectional": True},
     "qwen2": {},
     "qwen2, window": {"config": {"use_sliding_window": True, "max_window_layers": 1} | WINDOWED},
     "qwen3": {},
-    "qwen3, both ways": {"bidirectional": True},
+    "qwen3, bidirectional": {"bidirectional": True},
     "mistral": {},
     "mistral, window": {"config": WINDOWED},
-    "mistral, window, both ways": {"config": WINDOWED, "bidirectional": True},
+    "mistral, window, bidirectional": {"config": WINDOWED, "bidirectional": True},
     "gemma3_text": {},
     "gemma3_text, window": {"config": WINDOWED},
-    "gemma3_text, window, both ways": {"config": WINDOWED, "bidirectional": True},
+    "gemma3_text, window, bidirectional": {"config": WINDOWED, "bidirectional": True},
 }
 
 
 def options(case: str, **changes: object) -> ModelConfig:
-    others = {key: value for key, value in CASES[case].items() if key != "config"}
-    model = small_model(case.partition(",")[0], **others | changes)
+    other_options = {key: value for key, value in CASES[case].items() if key != "config"}
+    model = small_model(case.partition(",")[0], **other_options | changes)
     return dataclasses.replace(model, config=model.config | CASES[case].get("config", {}))
 
 
@@ -51,54 +51,56 @@ def encoder_of(model: ModelConfig) -> Encoder:
 
 
 def texts(tokenizer: TextTokenizer, prompt: str = "") -> list[list[int]]:
-    """The longest first, several of one length, and one of a single word."""
-    made = [prompt + text(seed, length) for seed, length in enumerate((39, 39, 25, 11, 11, 11, 7, 1))]
-    return tokenizer.ids(made, prompts=prompt)
+    """Sorted by length, several of the same length, and one of a single word."""
+    rows = [prompt + text(seed, length) for seed, length in enumerate((39, 39, 25, 11, 11, 11, 7, 1))]
+    return tokenizer.ids(rows, prompts=prompt)
 
 
 def gradients(encoder: Encoder, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
     encoder.zero_grad()
-    slopes = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1))
-    (vectors * slopes).sum().backward()
+    output_grads = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1))
+    (vectors * output_grads).sum().backward()
     return {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_packed_is_one_by_one(case):
+def test_packed_texts_equal_single_texts(case):
     encoder = encoder_of(options(case))
     tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
     ids = texts(tokenizer)
     packed = encoder(*tokenizer.chunk(ids, range(len(ids))).inputs)
-    ours = gradients(encoder, packed)
+    packed_grads = gradients(encoder, packed)
     disable_packing(encoder)
-    alone = torch.cat([encoder(torch.tensor([one]), torch.ones(1, len(one), dtype=torch.int64)) for one in ids])
-    theirs = gradients(encoder, alone)
-    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
-    assert ours.keys() == theirs.keys()
-    largest = max(float(grad.abs().max()) for grad in theirs.values())
-    for name, grad in theirs.items():
-        assert float((ours[name] - grad).abs().max()) <= 1e-5 * largest, name
+    single = torch.cat(
+        [encoder(torch.tensor([text_ids]), torch.ones(1, len(text_ids), dtype=torch.int64)) for text_ids in ids]
+    )
+    single_grads = gradients(encoder, single)
+    torch.testing.assert_close(packed, single, atol=1e-5, rtol=0)
+    assert packed_grads.keys() == single_grads.keys()
+    largest = max(float(grad.abs().max()) for grad in single_grads.values())
+    for name, grad in single_grads.items():
+        assert float((packed_grads[name] - grad).abs().max()) <= 1e-5 * largest, name
 
 
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("include_prompt", [True, False])
-def test_pooling_from_the_flat_buffer_is_that_of_padded_texts(pooling, include_prompt):
+def test_packed_pooling_equals_padded_pooling(pooling, include_prompt):
     encoder = encoder_of(small_model("bert", pooling=pooling))
-    found = []
+    vectors = []
     for packed in (True, False):
         tokenizer = TextTokenizer(small_tokenizer(), 48, include_prompt=include_prompt, packed=packed)
         ids = texts(tokenizer, prompt="alpha beta ")
         chunk = tokenizer.chunk(ids, range(len(ids)))
         assert (chunk.packing is not None) is packed and (chunk.pooled is None) is include_prompt
         assert chunk.lengths.sum() == sum(map(len, ids)) and (chunk.ids.numel() == chunk.lengths.sum()) is packed
-        found.append(encoder(*chunk.inputs))
-    torch.testing.assert_close(*found, atol=1e-6, rtol=0)
+        vectors.append(encoder(*chunk.inputs))
+    torch.testing.assert_close(*vectors, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("which", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
-def test_dropout_is_that_of_the_configuration(which):
+@pytest.mark.parametrize("option", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_packed_texts_have_dropout(option):
     model = small_model("bert")
-    encoder = encoder_of(dataclasses.replace(model, config=model.config | {which: 0.5})).train()
+    encoder = encoder_of(dataclasses.replace(model, config=model.config | {option: 0.5})).train()
     tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
     chunk = tokenizer.chunk(texts(tokenizer), range(8))
     first, again, other = (torch.manual_seed(seed) and encoder(*chunk.inputs) for seed in (1, 1, 2))
@@ -107,7 +109,7 @@ def test_dropout_is_that_of_the_configuration(which):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("precision", Precision)
-def test_real_architectures_are_packed(architecture, precision):
+def test_architectures_support_packing(architecture, precision):
     source = open_model_source(small_model(architecture))
     assert check_packing(build_encoder(source), precision=precision, gpu=False).padding_reason is None
     encoder = assemble_encoder(source).eval()
@@ -116,12 +118,12 @@ def test_real_architectures_are_packed(architecture, precision):
     assert packing_mismatch(encoder.to(dtype), source.config, precision, CPU) is None
 
 
-def test_a_model_with_attention_of_its_own_is_padded():
-    found = check_packing(build_encoder(open_model_source(small_model("mpnet"))), precision=Precision.fp32, gpu=False)
-    assert found.padding_reason == "it computes attention by itself, not through transformers' interface"
+def test_model_with_its_own_attention_is_padded():
+    support = check_packing(build_encoder(open_model_source(small_model("mpnet"))), precision=Precision.fp32, gpu=False)
+    assert "attention" in support.padding_reason
 
 
-def test_a_gpu_packs_in_bf16_alone_and_heads_its_kernel_takes():
+def test_limits_of_the_gpu_kernel():
     encoder = build_encoder(open_model_source(small_model("bert", dropout=0.1)))
     assert "parallel.precision=fp32" in check_packing(encoder, precision=Precision.fp32, gpu=True).padding_reason
     assert check_packing(encoder, precision=Precision.bf16, gpu=True).dropout == 0.1
@@ -129,35 +131,35 @@ def test_a_gpu_packs_in_bf16_alone_and_heads_its_kernel_takes():
     assert "size 20" in check_packing(odd, precision=Precision.bf16, gpu=True).padding_reason
 
 
-class Leaks(nn.Module):
-    """A layer that hands each token something of the one before it, whosesoever that is."""
+class Leaking(nn.Module):
+    """A layer that adds to each token a little of the previous one, also across texts."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, hidden: torch.Tensor, *args: object, **others: object) -> torch.Tensor:
-        return self.layer(hidden, *args, **others) + 1e-3 * hidden.roll(1, dims=1)
+    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return self.layer(hidden, *args, **kwargs) + 1e-3 * hidden.roll(1, dims=1)
 
 
-def test_texts_that_see_one_another_are_found_out():
+def test_texts_that_attend_to_each_other_are_detected():
     source = open_model_source(small_model("llama"))
     encoder = assemble_encoder(source).eval()
-    encoder.backbone.layers[0] = Leaks(encoder.backbone.layers[0])
+    encoder.backbone.layers[0] = Leaking(encoder.backbone.layers[0])
     enable_packing(encoder)
     assert check_packing(encoder, precision=Precision.fp32, gpu=False).padding_reason is None
-    assert "see one another" in packing_mismatch(encoder, source.config, Precision.fp32, CPU)
+    assert "attend to each other" in packing_mismatch(encoder, source.config, Precision.fp32, CPU)
 
 
-def test_positions_that_are_counted_otherwise_are_found_out(monkeypatch):
+def test_wrong_positions_are_detected(monkeypatch):
     source = open_model_source(small_model("xlm-roberta"))
     encoder = assemble_encoder(source).eval()
     enable_packing(encoder)
     monkeypatch.setattr("embedtrain.models.encoder.first_position", lambda backbone: 0)
-    assert "from those of the same texts padded" in packing_mismatch(encoder, source.config, Precision.fp32, CPU)
+    assert "differ by" in packing_mismatch(encoder, source.config, Precision.fp32, CPU)
 
 
-def test_what_packed_attention_has_not_is_a_reason():
+def test_unsupported_attention_features_are_detected():
     config = small_model("gemma3_text").config | {"model_type": "gemma2"}
     encoder = assemble_encoder(open_model_source(ModelConfig(config=config, pooling=Pooling.mean)))
     assert check_packing(encoder, precision=Precision.fp32, gpu=False).padding_reason is not None
@@ -167,7 +169,7 @@ def test_what_packed_attention_has_not_is_a_reason():
 
 @pytest.mark.slow
 def test_compiled_blocks_are_compiled_once_for_all_batches():
-    """What a batch's texts are lies where the compiler does not look."""
+    """The lengths of a batch's texts do not cause recompilation."""
     encoder = encoder_of(options("llama"))
     tokenizer = TextTokenizer(small_tokenizer(), 48, packed=True)
     ids = texts(tokenizer)
@@ -179,9 +181,9 @@ def test_compiled_blocks_are_compiled_once_for_all_batches():
         block.compile(dynamic=True, backend="aot_eager")
     graphs = set()
     for chunk, vectors in zip(chunks, expected, strict=True):
-        found = encoder(*chunk.inputs)
-        found.sum().backward()
-        torch.testing.assert_close(found, vectors, atol=1e-6, rtol=0)
+        output = encoder(*chunk.inputs)
+        output.sum().backward()
+        torch.testing.assert_close(output, vectors, atol=1e-6, rtol=0)
         graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     (number,) = graphs
     assert number > 0

@@ -84,7 +84,12 @@ def refused(kind: type[EmbedtrainError], make: Any, *words: str) -> None:
 def test_a_hugging_face_directory(hf_dir):
     refused(ConfigError, lambda: opened(hf_dir), "model.pooling", str(hf_dir))
     source = opened(hf_dir, pooling=Pooling.cls, query_prompt="q: ")
-    assert (source.pooling, source.normalize, source.max_length, source.dense) == (Pooling.cls, True, None, ())
+    assert (source.pooling, source.normalize, source.tokenization.max_length, source.dense) == (
+        Pooling.cls,
+        True,
+        None,
+        (),
+    )
     assert source.prompts == {"query": "q: "}
     assert opened(hf_dir, pooling=Pooling.cls, normalize=False).normalize is False
     assert source.config.use_cache is False
@@ -92,11 +97,11 @@ def test_a_hugging_face_directory(hf_dir):
 
 def test_a_sentence_transformers_directory(st_dir):
     source = opened(st_dir)
-    assert (source.pooling, source.normalize, source.max_length) == (Pooling.mean, True, 24)
+    assert (source.pooling, source.normalize, source.tokenization.max_length) == (Pooling.mean, True, 24)
     assert (source.prompts["query"], source.prompts["document"]) == ("q: ", "d: ")
     assert [(head.num_in, head.num_out, head.bias) for head in source.dense] == [(32, 24, True), (24, 16, False)]
     asked = opened(st_dir, pooling=Pooling.cls, normalize=False, max_length=12, query_prompt="")
-    assert (asked.pooling, asked.normalize, asked.max_length) == (Pooling.cls, False, 12)
+    assert (asked.pooling, asked.normalize, asked.tokenization.max_length) == (Pooling.cls, False, 12)
     assert asked.prompts == source.prompts | {"query": ""}
 
 
@@ -256,9 +261,9 @@ def test_lengths(st_dir, hf_dir):
     assert resolve_max_length(source, load_tokenizer(source)) == 24
     settings = part(st_dir, "Transformer") / "sentence_bert_config.json"
     settings.rename(settings.with_name("sentence_xlm-roberta_config.json"))
-    assert opened(st_dir).max_length == 24
+    assert opened(st_dir).tokenization.max_length == 24
     settings.with_name("sentence_xlm-roberta_config.json").unlink()
-    assert opened(st_dir).max_length is None
+    assert opened(st_dir).tokenization.max_length is None
     assert resolve_max_length(opened(st_dir), load_tokenizer(source)) == 24  # the saved tokenizer knows it too
     settings.write_text('{"max_seq_length": "long"}')
     refused(ModelError, lambda: opened(st_dir), "max_seq_length='long'")
@@ -270,7 +275,7 @@ def test_lengths(st_dir, hf_dir):
     assert resolve_max_length(plain, tokenizer) == 64  # 66 positions, the first two of which XLM-R leaves free
     assert resolve_max_length(opened(hf_dir, pooling=Pooling.cls, max_length=64), tokenizer) == 64
     long = opened(hf_dir, pooling=Pooling.cls, max_length=65)
-    refused(ConfigError, lambda: resolve_max_length(long, tokenizer), "model.max_length=65", "64 tokens")
+    refused(ConfigError, lambda: resolve_max_length(long, tokenizer), "model.max_length=65", "64 positions")
 
 
 def test_the_longest_text_that_is_allowed_has_positions(hf_dir):

@@ -1,6 +1,7 @@
-"""What attackers put into files, and the doors that are made to open them, on one rank with someone who says yes."""
+"""Malicious files, and commands that open them on one rank with a user who answers yes to every prompt."""
 
 import contextlib
+import importlib
 import io
 import json
 import sys
@@ -23,16 +24,16 @@ MARKER = "marker"
 
 
 class Outcome(NamedTuple):
-    """What a door did: whether foreign code ran, what was printed, the sentence it ended with and its class."""
+    """The result of a command: whether foreign code ran, its output, and the message and class of its error."""
 
     ran: bool
     printed: str
-    sentence: str
+    message: str
     kind: str
 
 
 class Bomb:
-    """Makes the marker when it is unpickled."""
+    """Creates the marker when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -42,29 +43,29 @@ class Bomb:
 
 
 def code(marker: Path) -> str:
-    """Python that makes the marker."""
+    """Python code that creates the marker."""
     return f"open({str(marker)!r}, 'w').close()\n"
 
 
 def plant_module(folder: Path, marker: Path) -> None:
-    """`evil.py` with classes of every name that is asked for here."""
+    """Write `evil.py` with the classes that the payloads refer to."""
     names = ("Mod", "Config", "Model", "Tok")
     (folder / "evil.py").write_text(code(marker) + "".join(f"class {name}: ...\n" for name in names))
 
 
 def plant_pickle(path: Path, marker: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-    """A file that torch.load would run, beside tensors that it should hold."""
+    """Write a file that torch.load would execute, with the tensors that it should hold."""
     torch.save({**(tensors or {}), "more": Bomb(marker)}, path)
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file, which is made if it is missing."""
+    """Set keys of a JSON file, which is created if missing."""
     content = json.loads(path.read_text()) if path.is_file() else {}
     path.write_text(json.dumps(content | changes))
 
 
 def deep(opening: str, closing: str, times: int = 100_000) -> str:
-    """JSON or YAML of so many levels."""
+    """JSON or YAML with many nested levels."""
     return opening * times + closing * times
 
 
@@ -77,39 +78,37 @@ def _train(arguments: list[str]) -> None:
         train(recipe, world)
 
 
-def _door(name: str) -> Callable[[list[str]], None]:
-    import embedtrain.evaluate.__main__
-    import embedtrain.export.__main__
-    import embedtrain.inspect.__main__
-    import embedtrain.mine.__main__
-    import embedtrain.search.__main__
-
-    doors: dict[str, Callable[[list[str]], None]] = {
-        "train": _train,
-        "evaluate": lambda given: embedtrain.evaluate.act(compose_evaluate(given)),
-        "export": lambda given: embedtrain.export.act(compose_export(given)),
-        "inspect": lambda given: embedtrain.inspect.act(compose_inspect(given)),
-        "mine": lambda given: embedtrain.mine.act(compose_mine(given)),
-        "search": lambda given: embedtrain.search.act(compose_search(given)),
-    }
-    return doors[name]
+def _command(name: str) -> Callable[[list[str]], None]:
+    """Composes the options of a command and runs it."""
+    if name == "train":
+        return _train
+    compose = {
+        "evaluate": compose_evaluate,
+        "export": compose_export,
+        "inspect": compose_inspect,
+        "mine": compose_mine,
+        "search": compose_search,
+    }[name]
+    module = importlib.import_module(f"embedtrain.{name}.__main__")
+    run = vars(module).get("main") or module.act
+    return lambda arguments: run(compose(arguments))
 
 
-def attempt(_world: World, door: str, folder: Path, arguments: Sequence[str]) -> Outcome:
-    """A door in `folder`, where Python finds modules as well; whoever is asked something answers yes."""
-    printed, sentence, kind = io.StringIO(), "", ""
+def attempt(_world: World, command: str, folder: Path, arguments: Sequence[str]) -> Outcome:
+    """Run a command in `folder`, which is on Python's path; prompts are answered with yes."""
+    printed, message, kind = io.StringIO(), "", ""
     marker = folder / MARKER
     marker.unlink(missing_ok=True)
-    asked, sys.stdin = sys.stdin, io.StringIO("y\n" * 100)
+    stdin, sys.stdin = sys.stdin, io.StringIO("y\n" * 100)
     sys.path.insert(0, str(folder))
     try:
         with contextlib.chdir(folder), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            _door(door)(list(arguments))
+            _command(command)(list(arguments))
     except EmbedtrainError as error:
-        sentence, kind = str(error), type(error).__name__
+        message, kind = str(error), type(error).__name__
     except SystemExit as error:
         kind = f"exit {error.code}"
     finally:
-        sys.stdin = asked
+        sys.stdin = stdin
         sys.path.remove(str(folder))
-    return Outcome(marker.exists(), printed.getvalue(), sentence, kind)
+    return Outcome(marker.exists(), printed.getvalue(), message, kind)

@@ -117,9 +117,9 @@ def test_a_folder_of_data(ranks, workshop, name):
     (evaluated,) = ranks(1, attempt, "evaluate", workshop, ["model=guide", f"sets=[{place}]", "output_dir=figures"])
     for outcome in (inspected, evaluated):
         assert not outcome.ran
-        assert "\n" not in outcome.sentence
+        assert "\n" not in outcome.message
     words = FOLDERS[name][1]
-    assert words in inspected.sentence + " ".join(inspected.printed.split())
+    assert words in inspected.message + " ".join(inspected.printed.split())
     assert inspected.kind in (("DataError", "exit 1") if words else ("",))
     assert evaluated.kind in (("DataError",) if words else ("", "DataError"))
 
@@ -144,7 +144,7 @@ def test_kept_vectors(ranks, workshop):
         stored.write_bytes(content)
         (outcome,) = ranks(1, attempt, "evaluate", workshop, asked)
         assert outcome.kind == "DataError"
-        assert "not the vectors that were stored" in outcome.sentence
+        assert "not the vectors that were stored" in outcome.message
 
 
 def test_figures_of_mined_rows(tmp_path):

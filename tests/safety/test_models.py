@@ -1,4 +1,4 @@
-"""Model directories made by an attacker, given to every door and for every role: none runs code, or asks to."""
+"""Malicious model directories, for every command and every role: none runs code or prompts for it."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from tests.evaluation.mining.models import save_cross_encoder
 from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
 
-Attack = Callable[[Path, Path], None]  # of a model directory, which makes the marker if code runs
+Attack = Callable[[Path, Path], None]  # changes a model directory so that its code would create the marker
 
 
 def module_type(directory: Path, _: Path) -> None:
@@ -42,7 +42,7 @@ def own_tokenizer(directory: Path, _: Path) -> None:
 
 
 def no_tokenizer(name: str) -> Attack:
-    """A class of transformers that is no tokenizer, and asks whether the model's code may run."""
+    """A transformers class that is not a tokenizer and prompts whether the model's code may run."""
 
     def attack(directory: Path, _: Path) -> None:
         edit(directory / "config.json", auto_map={name: "evil.Mod"})
@@ -56,8 +56,8 @@ def pickled_weights(directory: Path, marker: Path) -> None:
     (directory / "model.safetensors").unlink()
 
 
-def pickles_beside(directory: Path, marker: Path) -> None:
-    """Nobody reads them where there are safetensors."""
+def unused_pickles(directory: Path, marker: Path) -> None:
+    """They are not read if there are safetensors."""
     for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "tokenizer.pkl", "vocab.pickle"):
         plant_pickle(directory / name, marker)
 
@@ -71,7 +71,7 @@ def pickled_head(directory: Path, marker: Path) -> None:
     plant_pickle(directory / "2_Dense" / "pytorch_model.bin", marker)
 
 
-def unpickling_asked_for(directory: Path, marker: Path) -> None:
+def unpickling_arguments(directory: Path, marker: Path) -> None:
     arguments = {"weights_only": False, "use_safetensors": False, "trust_remote_code": True}
     edit(directory / "sentence_bert_config.json", model_args=arguments)
     pickled_weights(directory, marker)
@@ -107,38 +107,38 @@ def huge_header(directory: Path, _: Path) -> None:
     (directory / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
 
 
-# What is refused, and words of the sentence; "" where nothing is wrong with it but what nobody looks at.
+# Attacks and a part of the error message; "" if the change is in a file that is not used.
 ATTACKS: dict[str, tuple[Attack, str]] = {
     "module type": (module_type, "evil.Mod"),
-    "a second modules.json": (second_modules, "is a second one"),
+    "a second modules.json": (second_modules, "second"),
     "classes of its own": (own_classes, "auto_map"),
     "a tokenizer of its own": (own_tokenizer, ""),
-    "a config as tokenizer": (no_tokenizer("AutoConfig"), "tokenizer_class=AutoConfig is no tokenizer"),
-    "a model as tokenizer": (no_tokenizer("AutoModelForImageTextToText"), "is no tokenizer"),
-    "a model as fast tokenizer": (no_tokenizer("AutoModelForImageTextToTextFast"), "is no tokenizer"),
-    "a retriever as tokenizer": (no_tokenizer("RagRetriever"), "tokenizer_class=RagRetriever is no tokenizer"),
-    "a list as tokenizer": (lambda d, _: edit(d / "tokenizer_config.json", tokenizer_class=["x"]), "is no tokenizer"),
-    "pickled weights": (pickled_weights, "a pickle that holds more than tensors"),
-    "pickles beside": (pickles_beside, ""),
-    "pickled head": (pickled_head, "model.safetensors should hold"),
-    "unpickling asked for": (unpickling_asked_for, "asks sentence-transformers to hand use_safetensors on"),
-    "kernel": (kernel, "attention by evil/kernel, code out of a Hub repository"),
-    "adapter": (adapter, "adapter_config.json makes this an adapter"),
+    "a config as tokenizer": (no_tokenizer("AutoConfig"), "tokenizer_class=AutoConfig"),
+    "a model as tokenizer": (no_tokenizer("AutoModelForImageTextToText"), "tokenizer_class="),
+    "a model as fast tokenizer": (no_tokenizer("AutoModelForImageTextToTextFast"), "tokenizer_class="),
+    "a retriever as tokenizer": (no_tokenizer("RagRetriever"), "tokenizer_class=RagRetriever"),
+    "a list as tokenizer": (lambda d, _: edit(d / "tokenizer_config.json", tokenizer_class=["x"]), "tokenizer_class="),
+    "pickled weights": (pickled_weights, "pickle"),
+    "unused pickles": (unused_pickles, ""),
+    "pickled head": (pickled_head, "model.safetensors"),
+    "unpickling arguments": (unpickling_arguments, "use_safetensors"),
+    "kernel": (kernel, "attn_implementation=evil/kernel"),
+    "adapter": (adapter, "adapter_config.json"),
     "activation of a head": (head_activation, "activation evil.Mod"),
-    "index elsewhere": (index_elsewhere, "names ../../secret.safetensors, outside its own directory"),
-    "activation of layers": (config(hidden_act="os.system"), "no model can be built"),
-    "huge layers": (config(hidden_size=10**18), "no model can be built"),
-    "many layers": (config(num_hidden_layers=10**9), "asks for 1000000000 layers"),
-    "many words": (config(vocab_size=10**7), "describes"),
-    "no heads": (config(num_attention_heads=0), "no model can be built"),
-    "odd type": (config(dtype="os"), "no model configuration can be read"),
-    "type in a list": (config(model_type=["bert"]), "no model configuration can be read"),
-    "a list": (text("config.json", "[1]"), "should hold a dict"),
+    "index elsewhere": (index_elsewhere, "../../secret.safetensors"),
+    "activation of layers": (config(hidden_act="os.system"), "cannot build a model"),
+    "huge layers": (config(hidden_size=10**18), "cannot build a model"),
+    "many layers": (config(num_hidden_layers=10**9), "num_hidden_layers=1000000000"),
+    "many words": (config(vocab_size=10**7), "parameters"),
+    "no heads": (config(num_attention_heads=0), "cannot build a model"),
+    "odd type": (config(dtype="os"), "cannot read a model configuration"),
+    "type in a list": (config(model_type=["bert"]), "cannot read a model configuration"),
+    "a list": (text("config.json", "[1]"), "dict"),
     "deep config": (text("config.json", deep("[", "]")), "recursion"),
     "long number": (text("config.json", f'{{"hidden_size": {"9" * 5000}}}'), "4300 digits"),
     "deep modules": (text("modules.json", deep("[", "]")), "recursion"),
     "deep settings": (text("sentence_bert_config.json", deep('{"a":', "}").replace(":}", ":1}")), "recursion"),
-    "deep tokenizer": (text("tokenizer.json", deep("[", "]")), "no tokenizer can be read"),
+    "deep tokenizer": (text("tokenizer.json", deep("[", "]")), "cannot read a tokenizer"),
     "deep index": (text("model.safetensors.index.json", f'{{"weight_map": {deep("[", "]")}}}'), "recursion"),
     "huge header": (huge_header, "header too large"),
 }
@@ -152,53 +152,53 @@ def workshop(tmp_path_factory) -> Path:
     write_rows(folder / "train.jsonl", 8)
     (folder / "corpus.jsonl").write_text('{"_id": "1", "text": "alpha beta"}\n{"_id": "2", "text": "gamma"}\n')
     (folder / "pairs.tsv").write_text("sentence1\tsentence2\tscore\nalpha\tbeta\t1\ngamma\tdelta\t2\n")
-    plant_module(folder, folder / MARKER)  # as a package would be found, where Python is started in such a folder
+    plant_module(folder, folder / MARKER)  # importable if Python is started in this folder
     return folder
 
 
-def made(workshop: Path, attack: Attack, of: str = "guide") -> Path:
-    """A copy of a model after the attack, beside nothing that an earlier one left."""
+def attacked(workshop: Path, attack: Attack, model: str = "guide") -> Path:
+    """A copy of a model after the attack; the files of earlier attacks are removed."""
     directory = workshop / "model"
-    for left in ("model", "run", "mined"):
-        shutil.rmtree(workshop / left, ignore_errors=True)
-    shutil.copytree(workshop / of, directory)
+    for name in ("model", "run", "mined"):
+        shutil.rmtree(workshop / name, ignore_errors=True)
+    shutil.copytree(workshop / model, directory)
     plant_module(directory, workshop / MARKER)
     attack(directory, workshop / MARKER)
     return directory
 
 
 @pytest.fixture
-def tried(ranks, workshop):
-    """A door that is tried: foreign code must not run, nor anybody be asked."""
+def run_command(ranks, workshop):
+    """Runs a command; foreign code must not run, and there must be no prompt."""
 
-    def run(door: str, *arguments: str) -> tuple[str, str]:
-        (outcome,) = ranks(1, attempt, door, workshop, arguments)
+    def run(command: str, *arguments: str) -> tuple[str, str]:
+        (outcome,) = ranks(1, attempt, command, workshop, arguments)
         assert not outcome.ran
         assert "[y/N]" not in outcome.printed
-        assert "\n" not in outcome.sentence
-        return outcome.sentence, outcome.kind
+        assert "\n" not in outcome.message
+        return outcome.message, outcome.kind
 
     return run
 
 
-def test_the_marker_is_made_by_code_that_runs(ranks, workshop):
-    """Else nothing below could fail: the same files, and the user's own leave to run what they hold."""
-    made(workshop, own_classes)
+def test_marker_is_created_by_code_that_runs(ranks, workshop):
+    """Otherwise no test below could fail: the same files, with trust_remote_code=true."""
+    attacked(workshop, own_classes)
     (outcome,) = ranks(1, attempt, "search", workshop, ["model=model", "corpus=corpus.jsonl", "trust_remote_code=true"])
     assert outcome.ran
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_model_directory(tried, workshop, name):
-    attack, words = ATTACKS[name]
-    made(workshop, attack)
-    sentence, kind = tried("search", "model=model", "corpus=corpus.jsonl", "query=alpha")
-    assert (words in sentence) if words else not sentence
-    assert kind == ("ModelError" if words else "")
+def test_model_directory(run_command, workshop, name):
+    attack, part = ATTACKS[name]
+    attacked(workshop, attack)
+    message, kind = run_command("search", "model=model", "corpus=corpus.jsonl", "query=alpha")
+    assert (part in message) if part else not message
+    assert kind == ("ModelError" if part else "")
 
 
 TRAIN = ["name=t", "data.train=[train.jsonl]", "train.steps=1", "train.global_batch_size=4", "output_dir=run"]
-# Each way in which a user names a model, and the option.
+# Each role of a model, with the command and its options.
 ROLES: dict[str, tuple[str, list[str]]] = {
     "trained": ("train", [*TRAIN, "model.path=model"]),
     "guide": ("train", [*TRAIN, "model.path=guide", "loss.guide=model"]),
@@ -212,16 +212,16 @@ ROLES: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("name", ["classes of its own", "a config as tokenizer", "unpickling asked for"])
-def test_a_model_in_every_role(tried, workshop, role, name):
-    made(workshop, ATTACKS[name][0])
-    door, arguments = ROLES[role]
-    sentence, kind = tried(door, *arguments)
-    if role == "tokenizer" and name == "classes of its own":  # of a tokenizer's folder only its tokenizer is read
+@pytest.mark.parametrize("name", ["classes of its own", "a config as tokenizer", "unpickling arguments"])
+def test_model_in_every_role(run_command, workshop, role, name):
+    attacked(workshop, ATTACKS[name][0])
+    command, arguments = ROLES[role]
+    message, kind = run_command(command, *arguments)
+    if role == "tokenizer" and name == "classes of its own":  # only the tokenizer of this directory is read
         assert kind == ""
     else:
         assert kind in ("ModelError", "ConfigError")
-        assert sentence
+        assert message
 
 
 def cross_encoder_modules(directory: Path, _: Path) -> None:
@@ -233,12 +233,12 @@ def cross_encoder_pickle(directory: Path, marker: Path) -> None:
     edit(directory / "config_sentence_transformers.json", model_type="CrossEncoder")
     module = '[{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]'
     (directory / "modules.json").write_text(module)
-    unpickling_asked_for(directory, marker)
+    unpickling_arguments(directory, marker)
 
 
 CROSS_ENCODERS: dict[str, tuple[Attack, str]] = {
     "module type": (cross_encoder_modules, "evil.Mod"),
-    "unpickling": (cross_encoder_pickle, "hand use_safetensors on"),
+    "unpickling": (cross_encoder_pickle, "use_safetensors"),
     "pickle": (pickled_weights, "cannot be loaded"),
     "activation": (config(sentence_transformers={"activation_fn": "evil.Mod"}), "the activation evil.Mod"),
     "function of torch": (
@@ -254,11 +254,11 @@ CROSS_ENCODERS: dict[str, tuple[Attack, str]] = {
 
 
 @pytest.mark.parametrize("name", CROSS_ENCODERS)
-def test_a_cross_encoder_as_teacher(tried, workshop, name):
-    attack, words = CROSS_ENCODERS[name]
-    made(workshop, attack, "cross")
-    sentence, kind = tried(
+def test_cross_encoder_as_teacher(run_command, workshop, name):
+    attack, part = CROSS_ENCODERS[name]
+    attacked(workshop, attack, "cross")
+    message, kind = run_command(
         "mine", "model=guide", "data=[train.jsonl]", "output_dir=mined", "teacher=model", "precision=fp32"
     )
-    assert words in sentence
-    assert kind in (("ModelError", "ConfigError") if sentence else ("",))
+    assert part in message
+    assert kind in (("ModelError", "ConfigError") if message else ("",))

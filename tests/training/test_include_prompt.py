@@ -116,7 +116,7 @@ def test_gradient_equals_the_plain_one(ranks, folder, architecture):
 
 
 def vectors(world: World, directory: str, texts: list[str], prompt: str, max_length: int | None):
-    model = load_model(ModelConfig(path=directory, max_length=max_length), parallel(), world, seed=0, trains=False)
+    model = load_model(ModelConfig(path=directory, max_length=max_length), parallel(), world, seed=0, work=None)
     encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=24, query_prompt=prompt)
     found = encoder.encode_all(texts, prompt)
     each = encoder.encode_all([prompt + text for text in texts], existing_prompt=[prompt] * len(texts))

@@ -10,7 +10,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.loading.load import load_model
 from embedtrain.losses.build import build_loss, build_losses, loss_notes
-from embedtrain.losses.by_source import LossPerSource
+from embedtrain.losses.combine import LossPerSource
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, cut

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from embedtrain.config.recipe import Precision
-from embedtrain.losses.scores import rounding
+from embedtrain.losses.scores import rounding_tolerance
 from embedtrain.training.objective import use_tf32_products
 
 
@@ -55,8 +55,8 @@ def test_rounded_products_leave_room_for_rounding():
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         off = ((vectors @ vectors.T) - (vectors.double() @ vectors.double().T)).abs().max()
-        assert off < rounding(vectors)
+        assert off < rounding_tolerance(vectors)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert 16 * torch.finfo(torch.float32).eps < off, "TF32 was in force"
-    assert rounding(vectors) == 16 * torch.finfo(torch.float32).eps
+    assert rounding_tolerance(vectors) == 16 * torch.finfo(torch.float32).eps

@@ -138,7 +138,7 @@ def copy_adapter_config(directory: Path, target: Path) -> None:
         ModelError: it is damaged, or describes an adapter that is not supported.
     """
     files = read_settings(directory)
-    files.config.modules_to_save = list(files.parts) or None
+    files.config.modules_to_save = list(files.modules_to_save) or None
     _write_adapter_config(target, files.config, files.base_model or None, files.revision)
 
 

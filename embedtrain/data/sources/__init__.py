@@ -1,1 +1,1 @@
-"""Readers of training data: files, folders and Hub data sets to rows."""
+"""Readers of training data: local files, folders, URLs and Hub data sets as checked rows."""

@@ -11,9 +11,10 @@ from embedtrain.data.sources.layouts import DocumentLookup, RowLayout, choose_la
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.resolve import find_parts
-from embedtrain.data.sources.values import BadRow, pluralize
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
+from embedtrain.formatting import format_count
 
 FORMAT_VERSION = 2  # of the rows that readers return; a new one invalidates every cache
 _KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
@@ -134,7 +135,7 @@ class SourceReader:
                     raise
                 num_rows, num_empty, first = num_rows + (line > 0), num_empty + (line == 0), first or str(error)
         skipped = " and ".join(
-            pluralize(count, noun) for count, noun in ((num_rows, "row"), (num_empty, "empty file")) if count
+            format_count(count, noun) for count, noun in ((num_rows, "row"), (num_empty, "empty file")) if count
         )
         raise DataError(f"{self.source.path}: no row that can be trained on ({skipped} skipped, the first: {first})")
 

@@ -19,8 +19,9 @@ from embedtrain.data.sources.files import read_lines
 from embedtrain.data.sources.hub import HubRepository
 from embedtrain.data.sources.parts import FOLDER_SUFFIXES, Part, PartKind, part_of_file, path_of, stem_of, suffix_of
 from embedtrain.data.sources.text_rows import RawRow
-from embedtrain.data.sources.values import BadRow, not_utf8, pluralize
+from embedtrain.data.sources.values import BadRow, not_utf8
 from embedtrain.errors import ConfigError, DataError
+from embedtrain.formatting import format_count
 
 ReadRows: TypeAlias = Callable[[Part], Iterator[RawRow]]
 
@@ -277,13 +278,8 @@ def _judgement_lines(name: str) -> Iterator[tuple[int, Judgement | BadRow]]:
         is_header = may_be_header and len(fields) == 3 and _parse_number(fields[2]) is None
         may_be_header = False
         if len(fields) != 3:
-            yield (
-                number,
-                BadRow(
-                    f"{pluralize(len(fields), 'field')}, but a judgement has query-id, corpus-id and score, with tabs "
-                    "between, or query, 0, document and score, as in TREC's format"
-                ),
-            )
+            formats = "query-id, corpus-id and score, with tabs between, or query, 0, document and score, as in TREC"
+            yield number, BadRow(f"{format_count(len(fields), 'field')}, but a judgement has {formats}")
         elif not is_header:
             yield number, _parse_judgement(*fields)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from embedtrain.data.sources.files import read_lines
-from embedtrain.data.sources.values import BadRow, describe_value, json_problem, not_utf8, pluralize, shorten
+from embedtrain.data.sources.values import BadRow, describe_value, json_problem, not_utf8, shorten
 from embedtrain.errors import DataError
+from embedtrain.formatting import format_count
 
 RawRow: TypeAlias = tuple[int, dict[str, Any] | BadRow]
 
@@ -206,7 +207,7 @@ def delimited_rows(path: Path | str, dialect: type[csv.Dialect]) -> Iterator[Raw
         if header is None:
             header = _check_header(path, cells, encoding_problem)
         elif len(cells) != len(header):
-            problem = f"{pluralize(len(cells), 'cell')} where the header has {len(header)}"
+            problem = f"{format_count(len(cells), 'cell')} where the header has {len(header)}"
             if lines.number > first:
                 raise DataError(
                     f"{path}:{first}: lines {first} to {lines.number} make one row, since the text between quotation "

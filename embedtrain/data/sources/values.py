@@ -7,6 +7,8 @@ from typing import TypeGuard, TypeVar
 
 import numpy as np
 
+from embedtrain.formatting import format_count
+
 T = TypeVar("T")
 
 MAX_NUMBER = float(np.finfo(np.float32).max)  # scores and vectors are stored in float32
@@ -29,11 +31,6 @@ def not_utf8(data: bytes, position: int) -> str:
 def json_problem(error: json.JSONDecodeError) -> str:
     """The reason that the JSON parser gives, without the position."""
     return error.msg.removesuffix(" at").removesuffix(" starting")
-
-
-def pluralize(count: int, noun: str) -> str:
-    """A count with its noun: `1 cell`, `2 cells`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def shorten(value: object, length: int = 60) -> str:
@@ -134,7 +131,7 @@ def one_per_text(value: object, name: str, texts_name: str, count: int, check: C
     if not isinstance(value, list):
         raise BadRow(f"{name} must be a list, one element for each text of {texts_name}, not {describe_value(value)}")
     if len(value) != count:
-        elements, expected = pluralize(len(value), "element"), pluralize(count, "text")
+        elements, expected = format_count(len(value), "element"), format_count(count, "text")
         raise BadRow(f"{name} has {elements} and {texts_name} has {expected}: give one for each")
     return [check(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
 
@@ -196,7 +193,7 @@ def vectors(value: object, name: str, num_texts: int) -> list[Sequence[float]]:
         return [_vector(value, name)]
     if len(value) != num_texts:
         raise BadRow(
-            f"{name} has {pluralize(len(value), 'vector')} and the row has {pluralize(num_texts, 'text')}: "
+            f"{name} has {format_count(len(value), 'vector')} and the row has {format_count(num_texts, 'text')}: "
             "give one for each, or one list of numbers for all"
         )
     return [_vector(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
@@ -230,7 +227,7 @@ def scores(value: object, name: str, num_positives: int, num_negatives: int, num
         num_columns: text columns, including the query's: a triplet that lacks its negative is not a pair.
     """
     num_documents = num_positives + num_negatives
-    documents = f"{pluralize(num_positives, 'positive')} and {pluralize(num_negatives, 'negative')}"
+    documents = f"{format_count(num_positives, 'positive')} and {format_count(num_negatives, 'negative')}"
     if isinstance(value, list):
         numbers = [number(element, f"element {i} of {name}") for i, element in enumerate(value, 1)]
         if len(numbers) == num_documents:
@@ -238,7 +235,7 @@ def scores(value: object, name: str, num_positives: int, num_negatives: int, num
         if numbers and num_positives == 1 and len(numbers) == num_negatives:
             return _scores_of_margins(numbers)
         raise BadRow(
-            f"{name} has {pluralize(len(numbers), 'number')} and the row has {documents}: "
+            f"{name} has {format_count(len(numbers), 'number')} and the row has {documents}: "
             "give the score of each, or its margin over each negative where there is one positive"
         )
     score = number(value, name)

@@ -1,1 +1,1 @@
-"""Readers of evaluation sets: files and Hub repositories to typed sets."""
+"""Readers of evaluation sets: files, folders and Hub data sets as the types of `evaluation.types`."""

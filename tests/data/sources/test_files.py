@@ -1,4 +1,4 @@
-"""Kinds of files that hold training rows: packed, in one JSON value, in Arrow; and every way one can be broken."""
+"""Kinds of files with training rows: compressed, one JSON value, Arrow; and broken files."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives, source_names
 from embedtrain.errors import ConfigError, DataError
-from tests.data.files import error_of, line, read, write
+from tests.data.files import assert_error, error_of, line, read, write
 
 ROW = {"query": "q", "pos": ["p"], "neg": ["n"]}
 TABLE = {"query": ["q1", "q2", "q3"], "pos": [["p"], ["o"], ["r"]]}
@@ -32,7 +32,7 @@ def many(count: int) -> bytes:
     return b"".join(line({"query": draw.randbytes(40).hex(), "pos": ["b"]}) for _ in range(count))
 
 
-# Packed with zstd
+# zstd
 
 
 def test_zstd_files_of_every_kind_of_text(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_zstd_files_of_every_kind_of_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_error", list(OnError))
-def test_zstd_cut_short(tmp_path: Path, on_error: OnError) -> None:
+def test_a_truncated_zstd_file(tmp_path: Path, on_error: OnError) -> None:
     whole = zstd(tmp_path / "a.jsonl.zst", many(8_000)).read_bytes()
     for name, data in (("half", whole[: len(whole) // 2]), ("tail", whole[:-4]), ("more", whole + b"and more")):
         path = tmp_path / f"{name}.jsonl.zst"
@@ -133,12 +133,12 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
     with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
     for name in ("t.parquet", "t.arrow"):
-        assert error_of(tmp_path / name) == (f"{tmp_path / name}: two columns are called 'b': rename one of them")
+        assert_error(f"^{tmp_path / name}: two columns .*'b'", tmp_path / name)
     path = write(tmp_path / "a.jsonl", ROW, b'{"query": "a", "pos": ["b"], "query": "c"}\n')
-    assert error_of(path) == f'{path}:2: this row has "query" twice'
+    assert_error(f'^{path}:2: .*"query" twice', path)
 
 
-# What is wrong
+# Errors
 
 
 BAD = {
@@ -164,7 +164,7 @@ def test_bad_rows(tmp_path: Path, text: str, message: str) -> None:
     assert [e.line for e in read(path, OnError.skip)[0]] == [1, 4]
 
 
-def test_a_last_row_cut_in_the_middle(tmp_path: Path) -> None:
+def test_a_truncated_last_row(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROW, line(ROW)[:20])
     assert error_of(path).startswith(f"{path}:2: broken JSON")
 
@@ -175,7 +175,7 @@ def test_text_in_other_encodings(tmp_path: Path) -> None:
     assert error_of(path).startswith(f"{path}:2: not UTF-8 (byte 0xe9 in ")
     for encoding in ("utf-16", "utf-16-be"):
         path.write_bytes("\ufeff".encode(encoding) * (encoding == "utf-16-be") + text.encode(encoding))
-        assert error_of(path, on_error=OnError.skip) == f"{path}: this file is UTF-16: save it as UTF-8"
+        assert_error(f"^{path}: .*UTF-16.*UTF-8", path, on_error=OnError.skip)
     path.write_bytes(text.encode("utf-16-le"))  # without a mark
     assert error_of(path).startswith(f"{path}:1: ")
 
@@ -184,21 +184,21 @@ def test_text_in_other_encodings(tmp_path: Path) -> None:
 def test_a_column_that_a_later_file_or_row_lacks(tmp_path: Path, name: str) -> None:
     if name == "t.jsonl":
         path = write(tmp_path / name, *[{"a": "q", "b": "p"}] * 3000, {"a": "q", "c": "p"})
-        assert error_of(path) == f'{path}:3001: no "b" in this row, which has: a, c'
+        assert_error(f'^{path}:3001: no "b" .*a, c$', path)
         return
     for i, column in enumerate(("b", "c")):
         pq.write_table(pa.table({"a": ["q"], column: ["p"]}), tmp_path / f"{i}.parquet")
-    assert error_of(tmp_path) == f'{tmp_path}/1.parquet: row 1: no "b" in this row, which has: a, c'
+    assert_error(f'^{tmp_path}/1.parquet: row 1: no "b" .*a, c$', tmp_path)
 
 
-def test_paths_that_are_not_what_they_seem(tmp_path: Path) -> None:
+def test_folders_named_like_files_and_links(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").mkdir()
     assert "this folder holds no training files" in error_of(tmp_path / "a.jsonl")
     good = write(tmp_path / "d" / "a.jsonl", ROW)
     link = tmp_path / "d" / "b.jsonl"
     link.symlink_to(tmp_path / "gone.jsonl")
-    sentence = f"{link}: is a link to {tmp_path / 'gone.jsonl'}, which does not exist"
-    assert error_of(link) == error_of(tmp_path / "d") == error_of(tmp_path / "d" / "*.jsonl") == sentence
+    for path in (link, tmp_path / "d", tmp_path / "d" / "*.jsonl"):
+        assert_error(f"^{link}: .*link to {tmp_path / 'gone.jsonl'}", path)
     link.unlink()
     link.symlink_to(good)
     assert len(read(tmp_path / "d")[0]) == 2
@@ -211,13 +211,13 @@ def test_paths_that_are_not_what_they_seem(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_files_that_may_not_be_read(tmp_path: Path) -> None:
+def test_files_without_read_permission(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROW)
     path.chmod(0)
-    assert error_of(path) == f"{path}: cannot be read: Permission denied"
+    assert_error(f"^{path}: .*Permission denied", path)
 
 
-# A source of each file, and FlagEmbedding's mark of files
+# One source per file, and FlagEmbedding's no_in_batch_neg
 
 
 @pytest.fixture
@@ -232,11 +232,11 @@ def test_each_file_is_a_source(marked: Path) -> None:
     source = TrainSource(path=str(marked), each_file=True, weight=0.5, negatives=2)
     files = ["a.jsonl", "b-no_in_batch_neg.jsonl.gz", "c-no_in_batch_neg/a.jsonl"]
     expanded = expand_sources([source, TrainSource(path=str(marked / "a.jsonl"))])
-    assert [one.path for one in expanded] == [*(str(marked / file) for file in files), str(marked / "a.jsonl")]
-    assert [one.name for one in expanded[:3]] == ["a", "b-no_in_batch_neg", "a"]
+    assert [source.path for source in expanded] == [*(str(marked / file) for file in files), str(marked / "a.jsonl")]
+    assert [source.name for source in expanded[:3]] == ["a", "b-no_in_batch_neg", "a"]
     assert source_names(expanded) == ["a", "b-no_in_batch_neg", "a-2", "a-3"]
-    assert [(one.weight, one.negatives, one.each_file) for one in expanded[:3]] == [(0.5, 2, False)] * 3
-    assert [no_in_batch_negatives(one) for one in expanded] == [False, True, True, False]
+    assert [(source.weight, source.negatives, source.each_file) for source in expanded[:3]] == [(0.5, 2, False)] * 3
+    assert [no_in_batch_negatives(source) for source in expanded] == [False, True, True, False]
     assert len(read_sources(expanded, OnError.stop)) == 4
     (named, *_) = expand_sources([TrainSource(path=str(marked / "*.jsonl"), each_file=True, name="x")])
     assert named.name == "x-a"
@@ -244,14 +244,10 @@ def test_each_file_is_a_source(marked: Path) -> None:
         expand_sources([TrainSource(path="owner/name", each_file=True)])
 
 
-def test_some_files_marked_and_others_not(marked: Path) -> None:
+def test_files_of_which_only_some_are_marked(marked: Path) -> None:
     for path in (marked, marked / "*.jsonl*"):
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError, match=r"b-no_in_batch_neg\.jsonl\.gz .*a\.jsonl is not.*each_file: true"):
             expand_sources([TrainSource(path=str(path))])
-        assert str(caught.value) == (
-            f"{path}: {marked}/b-no_in_batch_neg.jsonl.gz is named no_in_batch_neg and {marked}/a.jsonl is not: write "
-            "each_file: true, so that each file is a source, or in_batch_negatives: true or false for all of them"
-        )
     assert len(expand_sources([TrainSource(path=str(marked), in_batch_negatives=True)])) == 1
     assert no_in_batch_negatives(TrainSource(path=str(marked / "c-no_in_batch_neg")))
     assert no_in_batch_negatives(TrainSource(path=str(marked / "*neg*")))
@@ -259,22 +255,22 @@ def test_some_files_marked_and_others_not(marked: Path) -> None:
     assert not no_in_batch_negatives(TrainSource(path="owner/name"))
 
 
-def test_each_file_beside_a_corpus(tmp_path: Path) -> None:
+def test_each_file_next_to_a_corpus(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / f"{name}.jsonl", {"query": name, "positive_document_ids": ["1"]})
     write(tmp_path / "corpus.jsonl", {"docid": "1", "text": "one"})
     expanded = expand_sources([TrainSource(path=str(tmp_path), each_file=True)])
-    assert [Path(one.path).name for one in expanded] == ["a.jsonl", "b.jsonl"]
+    assert [Path(source.path).name for source in expanded] == ["a.jsonl", "b.jsonl"]
     stores: Any = read_sources(expanded, OnError.stop)
     assert [store[0].positives for store in stores] == [("one",), ("one",)]
 
 
-def test_flagembeddings_own_folders(shared_data: Path) -> None:
+def test_folders_of_flagembedding(shared_data: Path) -> None:
     folder = shared_data / "flagembedding-examples" / "embedder"
     with pytest.raises(DataError, match="each_file: true"):
         expand_sources([TrainSource(path=str(folder))])
     expanded = expand_sources([TrainSource(path=str(folder), each_file=True)])
-    marks = {one.name: no_in_batch_negatives(one) for one in expanded}
+    marks = {source.name: no_in_batch_negatives(source) for source in expanded}
     assert [name for name, mark in marks.items() if mark] == [
         "AmazonClassification",
         "Banking77Classification",

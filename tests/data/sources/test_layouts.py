@@ -11,7 +11,7 @@ from embedtrain.config.recipe import DataFormat, OnError
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
 from embedtrain.data.types import Example
 from embedtrain.errors import ConfigError
-from tests.data.files import error_of, read, write, write_table
+from tests.data.files import assert_error, error_of, read, write, write_table
 
 PAIRS = row_requirements(CoSENTConfig())
 TEACHER = row_requirements(DistillScoresConfig())
@@ -27,7 +27,7 @@ def only(path: Path, row: dict[str, Any], **options: Any) -> Example:
 
 
 def bad(path: Path, row: dict[str, Any], **options: Any) -> str:
-    """What is said of a row that follows a good one of its layout, without its place."""
+    """The problem of a row, without its location."""
     file = write(path / "x.jsonl", row)
     error = error_of(file, **options)
     assert error.startswith(f"{file}:1: ")
@@ -53,7 +53,7 @@ FLAG_FILES = [
 
 
 @pytest.mark.parametrize("name", FLAG_FILES)
-def test_flagembeddings_own_files(shared_data: Path, name: str) -> None:
+def test_files_of_flagembedding(shared_data: Path, name: str) -> None:
     path = shared_data / "flagembedding-examples" / name
     rows = [json.loads(text) for text in path.open(encoding="utf-8")]
     examples, report = read(path)
@@ -76,12 +76,9 @@ def test_flagembeddings_own_files(shared_data: Path, name: str) -> None:
         assert 'this row has no "pos_scores"' in error_of(path, needs=TEACHER)
 
 
-def test_flagembeddings_pretraining_rows_hold_no_pairs(shared_data: Path) -> None:
+def test_pretraining_rows_of_flagembedding_are_rejected(shared_data: Path) -> None:
     path = shared_data / "flagembedding-examples" / "llara" / "pretrain"
-    assert error_of(path) == (
-        f"{path}: these are LLARA's pretraining rows (input, output_...), which hold no pairs of query and document "
-        "to train embeddings on: take the source out"
-    )
+    assert_error(f"^{path}: .*LLARA.*input, output_", path)
 
 
 def test_prompt_and_type(tmp_path: Path) -> None:
@@ -94,7 +91,7 @@ def test_prompt_and_type(tmp_path: Path) -> None:
     assert report.ignored == ["type odd"]
     _, report = read(write(tmp_path / "a.jsonl", {**ROW, "type": "symmetric_sts"}))
     assert report.ignored == ["type symmetric_sts (of rows without a prompt)"]
-    assert bad(tmp_path, {**ROW, "prompt": 3}) == '"prompt" must be a text, not a number (3)'
+    assert '"prompt" must be a text, not a number (3)' in bad(tmp_path, {**ROW, "prompt": 3})
     assert "another instruction" in bad(tmp_path, {**ROW, "prompt": "a", "prompt_for_query": "b"})
 
 
@@ -124,10 +121,9 @@ def test_texts_with_instructions(tmp_path: Path) -> None:
     assert str(report).startswith("a: FlagEmbedding rows with instructions, 1 rows")
     assert "are two texts each" in bad(tmp_path, {**medi, "neg": ["other", "n"]})
     mixed = {"query": ["", "q"], "pos": [["x", "p"]], "neg": [["y", "n"]]}
-    told = "the documents of this row have different instructions, {}: give all of them the same"
-    assert bad(tmp_path, mixed) == told.format("'x' and 'y'")
-    assert bad(tmp_path, {**mixed, "neg": ["n"]}) == told.format("'x' and none")
-    assert bad(tmp_path, {**mixed, "pos": ["p"], "neg": [["", "n"]]}) == told.format("'' and none")
+    assert "different instructions, 'x' and 'y'" in bad(tmp_path, mixed)
+    assert "different instructions, 'x' and none" in bad(tmp_path, {**mixed, "neg": ["n"]})
+    assert "different instructions, '' and none" in bad(tmp_path, {**mixed, "pos": ["p"], "neg": [["", "n"]]})
 
 
 def test_two_texts_in_a_list_are_an_instruction_only_where_the_query_has_one(tmp_path: Path) -> None:
@@ -143,14 +139,12 @@ def test_gritlm_rows_without_a_query(tmp_path: Path) -> None:
     assert "gritlm's generative rows" in error
 
 
-def test_first_row_decides_and_later_ones_are_told_by_line(tmp_path: Path) -> None:
+def test_the_first_row_determines_the_layout(tmp_path: Path) -> None:
     passages = {"query": "q", "positive_passages": [{"docid": "1", "text": "p"}]}
     path = write(tmp_path / "a.jsonl", ROW, passages)
     assert error_of(path).startswith(f'{path}:2: no "pos" in this row')
     path = write(tmp_path / "b.jsonl", {"error": "slow down"}, ROW)
-    assert error_of(path) == f"{path}: rows need a query and a positive, as two columns or as FlagEmbedding's " + (
-        '"query" and "pos"; there is: error'
-    )
+    assert_error(f"^{path}: rows need a query and a positive.*error$", path)
     examples, report = read(path, OnError.skip)
     assert [e.line for e in examples] == [2]
     assert f'1 bad rows skipped ({path}:1: no "query" in this row, which has: error)' in str(report)
@@ -184,7 +178,7 @@ def test_tevatron_passages(tmp_path: Path) -> None:
     assert "is an empty text" in bad(tmp_path, {**row, "positive_passages": [{"docid": 1, "text": " "}]})
     assert '"text" of element 1' in bad(tmp_path, {**row, "positive_passages": [{"docid": 1, "text": 4}]})
     image = {**row, "positive_passages": [{**passage(1), "image": "a.png"}]}
-    assert bad(tmp_path, image) == 'element 1 of "positive_passages" has "image": only texts are trained on'
+    assert 'element 1 of "positive_passages" has "image"' in bad(tmp_path, image)
     error = error_of(write(tmp_path / "a.jsonl", row), needs=TEACHER)
     assert "needs a teacher's score of every document, which Tevatron passages do not hold" in error
     assert "needs the class of every row" in error_of(tmp_path / "a.jsonl", needs=CLASSES)
@@ -223,13 +217,9 @@ def test_tevatron_ids_of_a_corpus(tmp_path: Path, where: str) -> None:
         assert report.ignored == ["query_id"]
 
 
-def test_ids_that_no_document_has(tmp_path: Path) -> None:
+def test_unknown_document_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", BY_ID)
-    assert error_of(path) == (
-        f"{path}: rows name documents by id, and there is no corpus beside them: "
-        f"write data.train=[{{path: {path}, documents: FILE}}], "
-        "where FILE is the file, folder or Hub data set that holds their texts"
-    )
+    assert f"data.train=[{{path: {path}, documents: FILE}}]" in error_of(path)
     write(tmp_path / "corpus.jsonl", *CORPUS)
     for ids, what in (
         (["zz"], '"positive_document_ids" names "zz", and the corpus has no such document'),
@@ -271,75 +261,81 @@ def test_broken_corpora(tmp_path: Path) -> None:
         ({"docid": None, "text": "x"}, '"docid" is empty, and a document needs an id'),
     ):
         write(corpus, *CORPUS, row)
-        assert error_of(tmp_path / "train.jsonl") == f"{corpus}:5: {what}"
+        assert error_of(tmp_path / "train.jsonl").startswith(f"{corpus}:5: {what}")
 
 
 # ms-swift
 
 
-def said(*contents: str, role: str = "user") -> list[dict[str, str]]:
+def message(*contents: str, role: str = "user") -> list[dict[str, str]]:
     return [{"role": role, "content": content} for content in contents]
 
 
-TALK = {"messages": said("q"), "positive_messages": [said("p")], "negative_messages": [said("n"), said("m")]}
+CONVERSATION = {
+    "messages": message("q"),
+    "positive_messages": [message("p")],
+    "negative_messages": [message("n"), message("m")],
+}
 
 
 def test_messages(tmp_path: Path) -> None:
-    (example,), report = read(write(tmp_path / "a.jsonl", TALK))
+    (example,), report = read(write(tmp_path / "a.jsonl", CONVERSATION))
     assert (example.query, example.positives, example.negatives) == ("q", ("p",), ("n", "m"))
     assert (example.instruction, example.document_instruction) == (None, None)
     assert str(report).startswith("a: messages (ms-swift), 1 rows")
-    system = said("be brief", role="system")
+    system = message("be brief", role="system")
     longer = {
-        "messages": [*system, *said("q"), *said("so", role="assistant")],
-        "positive_messages": [[*said("as", role="system"), *said("p")]],
+        "messages": [*system, *message("q"), *message("so", role="assistant")],
+        "positive_messages": [[*message("as", role="system"), *message("p")]],
     }
     example = only(tmp_path, longer)
     assert (example.query, example.instruction, example.document_instruction) == ("q\nso", "be brief", "as")
-    assert only(tmp_path, {**TALK, "positive_messages": [said("p"), said("o")]}).positives == ("p", "o")
-    parts = {**TALK, "messages": [{"role": "user", "content": [{"type": "text", "text": "q2"}]}]}
+    assert only(tmp_path, {**CONVERSATION, "positive_messages": [message("p"), message("o")]}).positives == ("p", "o")
+    parts = {**CONVERSATION, "messages": [{"role": "user", "content": [{"type": "text", "text": "q2"}]}]}
     assert only(tmp_path, parts).query == "q2"
-    parquet = write_table(tmp_path / "a.parquet", {key: [value] for key, value in TALK.items()})
+    parquet = write_table(tmp_path / "a.parquet", {key: [value] for key, value in CONVERSATION.items()})
     assert read(parquet)[0][0].negatives == ("n", "m")
 
 
 def test_scores_of_messages(tmp_path: Path) -> None:
-    pair = {key: TALK[key] for key in ("messages", "positive_messages")}
+    pair = {key: CONVERSATION[key] for key in ("messages", "positive_messages")}
     assert only(tmp_path, {**pair, "label": 0.5}, needs=PAIRS).positive_scores == (0.5,)
     assert only(tmp_path, {**pair, "score": 1}).positive_scores == ()
     assert '"label" is a number (0.5): loss=infonce does not use' in bad(tmp_path, {**pair, "label": 0.5})
     assert 'needs scores, and this row has no "label"' in bad(tmp_path, pair, needs=TEACHER)
 
 
-BAD_TALKS = {
-    'no "positive_messages" in this row': {"messages": said("q"), "negative_messages": [said("n")]},
-    '"messages" must be a list of messages, not a text': {**TALK, "messages": "q"},
-    '"messages" must be a list of messages, not empty': {**TALK, "messages": []},
-    '"positive_messages" is empty': {**TALK, "positive_messages": []},
-    'element 1 of "positive_messages" must be a list of messages': {**TALK, "positive_messages": said("p")},
-    'message 1 of "messages" must be an object with "role" and "content"': {**TALK, "messages": ["q"]},
+BAD_CONVERSATIONS = {
+    'no "positive_messages" in this row': {"messages": message("q"), "negative_messages": [message("n")]},
+    '"messages" must be a list of messages, not a text': {**CONVERSATION, "messages": "q"},
+    '"messages" must be a list of messages, not empty': {**CONVERSATION, "messages": []},
+    '"positive_messages" is empty': {**CONVERSATION, "positive_messages": []},
+    'element 1 of "positive_messages" must be a list of messages': {**CONVERSATION, "positive_messages": message("p")},
+    'message 1 of "messages" must be an object with "role" and "content"': {**CONVERSATION, "messages": ["q"]},
     "message 2 of \"messages\" has the role a text ('system')": {
-        **TALK,
-        "messages": [*said("q"), *said("s", role="system")],
+        **CONVERSATION,
+        "messages": [*message("q"), *message("s", role="system")],
     },
-    '"messages" has no message but the system\'s': {**TALK, "messages": said("s", role="system")},
-    '"content" of message 1 of "messages" is an empty text': {**TALK, "messages": said("")},
+    '"messages" has no message besides the system message': {**CONVERSATION, "messages": message("s", role="system")},
+    '"content" of message 1 of "messages" is an empty text': {**CONVERSATION, "messages": message("")},
     "the documents of this row have different system messages": {
-        **TALK,
-        "positive_messages": [[*said("s", role="system"), *said("p")]],
+        **CONVERSATION,
+        "positive_messages": [[*message("s", role="system"), *message("p")]],
     },
-    "only texts are trained on": {**TALK, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
-    'this row has "images": only texts are trained on': {**TALK, "images": ["a.png"]},
+    "only texts are trained on": {**CONVERSATION, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    'this row has "images": only texts are trained on': {**CONVERSATION, "images": ["a.png"]},
 }
 
 
-@pytest.mark.parametrize(("message", "row"), BAD_TALKS.items(), ids=list(BAD_TALKS))
+@pytest.mark.parametrize(("message", "row"), BAD_CONVERSATIONS.items(), ids=list(BAD_CONVERSATIONS))
 def test_bad_messages(tmp_path: Path, message: str, row: dict[str, Any]) -> None:
     assert message in bad(tmp_path, row)
 
 
 def test_conversations_without_documents(tmp_path: Path) -> None:
-    assert 'conversations without "positive_messages"' in error_of(write(tmp_path / "a.jsonl", {"messages": said("q")}))
+    assert 'conversations without "positive_messages"' in error_of(
+        write(tmp_path / "a.jsonl", {"messages": message("q")})
+    )
 
 
 # NeMo, and sentence-transformers' mined negatives
@@ -367,7 +363,7 @@ def test_mined_negatives_marked_in_a_list(tmp_path: Path) -> None:
     )
     assert only(tmp_path, row, needs=PAIRS).positive_scores == (1.0, 0.0, 0.0)
     path = write(tmp_path / "b.jsonl", row, {**row, "labels": [0, 0, 0]}, {**row, "labels": [0.5, 0, 0]})
-    assert error_of(path) == f'{path}:2: column "labels" marks no document as a positive (1): a row needs at least one'
+    assert_error(f'^{path}:2: column "labels" marks no document', path)
     _, report = read(path, OnError.skip)
     assert 'element 1 of column "labels" must be 1 for a positive or 0 for a negative, not 0.5' in str(report)
 
@@ -403,7 +399,7 @@ def test_a_beir_folder(tmp_path: Path) -> None:
     assert [(e.positive_scores, e.negative_scores) for e in scored] == [((1.0,), (0.0,)), ((1.0, 2.0), ())]
     beir(folder, ["q1 d1 1"], "dev")
     assert [(e.query, e.line) for e in read(folder, split="dev")[0]] == [("query 1", 1)]  # without a header
-    assert error_of(folder, split="test") == f"{folder}: qrels/ holds no judgements of split=test, only of dev, train"
+    assert_error(f"^{folder}: .*split=test, only of dev, train", folder, split="test")
 
 
 BAD_JUDGEMENTS = {
@@ -428,14 +424,14 @@ def test_broken_beir_folders(tmp_path: Path) -> None:
     folder = beir(tmp_path / "b", [HEADER, "q1 d1 1", "q1 d1 0"])
     assert 'document "d1" is judged 1 and 0 for query "q1"' in error_of(folder)
     write(folder / "queries.jsonl", {"_id": "q1", "text": "a"}, {"_id": "q1", "text": "b"})
-    assert error_of(folder) == f'{folder}/queries.jsonl: two queries have the id "q1"'
+    assert_error(f'^{folder}/queries.jsonl: .*"q1"', folder)
     write(folder / "queries.jsonl", {"_id": "q1"})
     assert error_of(folder).startswith(f'{folder}/queries.jsonl:1: a query needs "_id" and "text"')
     write(folder / "queries.jsonl.gz", {"_id": "q1", "text": "a"})
     assert "queries.jsonl.gz are both called queries" in error_of(folder)
     (folder / "queries.jsonl").unlink()
     (folder / "queries.jsonl.gz").unlink()
-    assert error_of(folder, format=DataFormat.beir) == f"{folder}: format=beir, and this folder holds no queries.jsonl"
+    assert_error(f"^{folder}: format=beir.*no queries.jsonl", folder, format=DataFormat.beir)
     with pytest.raises(ConfigError, match="format=beir is a folder's"):
         read(folder / "corpus.jsonl", format=DataFormat.beir)
 

@@ -1,4 +1,4 @@
-"""A revision pins a data set of the Hub: rows, corpus, evaluation set, judgements, read over HTTP from two commits."""
+"""Revisions of Hub data sets: rows, corpus, evaluation set and judgements, read over HTTP from two commits."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def refused(read):
         return str(error)
 
 old, new = sys.argv[1:]
-told = {
+results = {
     "rows": [rows(None), rows(old), rows("main"), rows(new)],
     "documents": [documents(None), documents(old)],
     "beir": beir(old),
@@ -69,7 +69,7 @@ told = {
     "unknown": refused(lambda: rows("c" * 40)),
     "useless": refused(lambda: read_set(EvaluationSet(path="org/judged", qrels_revision=old))),
 }
-print(json.dumps(told))
+print(json.dumps(results))
 """
 
 
@@ -79,7 +79,7 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "train.jsonl") -
 
 
 def card(folder: Path, **configs: str) -> None:
-    """A README.md that says where each configuration lies, under the split of the same name, or `test`."""
+    """A README.md with the path of each configuration, whose split has the same name, or `test`."""
     splits = {name: "test" if name == "default" else name for name in configs}
     files = "".join(
         f"- config_name: {name}\n  data_files:\n  - split: {splits[name]}\n    path: {path}\n"
@@ -89,8 +89,8 @@ def card(folder: Path, **configs: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> dict[str, Any]:
-    """What was read of two commits, `main` being the newer one."""
+def results(tmp_path_factory) -> dict[str, Any]:
+    """What is read from two commits; `main` is the newer one."""
     root = tmp_path_factory.mktemp("hub")
     sets = root / "datasets" / "org"
     for commit, word, gain in ((OLD, "old", 1), (NEW, "new", 2)):
@@ -119,25 +119,25 @@ def told(tmp_path_factory) -> dict[str, Any]:
     return answer
 
 
-def test_rows_of_a_pinned_commit(told):
-    assert told["rows"] == ["new query", "old query", "new query", "new query"]
-    assert told["unknown"].startswith("org/rows: neither a local file nor a data set that can be opened")
-    assert f"revision {'c' * 40}" in told["unknown"]
+def test_rows_of_a_pinned_commit(results):
+    assert results["rows"] == ["new query", "old query", "new query", "new query"]
+    assert results["unknown"].startswith("org/rows: neither a local file nor a data set that can be opened")
+    assert f"revision {'c' * 40}" in results["unknown"]
 
 
-def test_a_corpus_of_a_pinned_commit(told):
-    assert told["documents"] == ["new text", "old text"]
-    assert told["beir"] == [OLD, OLD, OLD]
+def test_a_corpus_of_a_pinned_commit(results):
+    assert results["documents"] == ["new text", "old text"]
+    assert results["beir"] == [OLD, OLD, OLD]
 
 
-def test_an_evaluation_set_and_its_judgements_are_pinned_apart(told):
-    assert told["judged"] == [["new question", 2], ["old question", 2], ["new question", 1], ["old question", 1]]
-    assert told["useless"].startswith(
+def test_an_evaluation_set_and_its_judgements_have_separate_revisions(results):
+    assert results["judged"] == [["new question", 2], ["old question", 2], ["new question", 1], ["old question", 1]]
+    assert results["useless"].startswith(
         f"qrels_revision={OLD} is of a repository that only holds judgements, and org/judged"
     )
 
 
-def test_what_is_here_has_no_revision(tmp_path):
+def test_local_files_have_no_revision(tmp_path):
     write(tmp_path, [{"query": "a", "positive": "b"}])
     for path in (tmp_path, tmp_path / "train.jsonl", tmp_path / "*.jsonl", "https://example.org/train.jsonl"):
         with pytest.raises(ConfigError, match=r"revision=main chooses a version of a Hub data set"):

@@ -19,7 +19,7 @@ from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.open_sources import read_sources
 from embedtrain.data.types import Example
 from embedtrain.errors import ConfigError
-from tests.data.files import error_of, read, write, write_table
+from tests.data.files import assert_error, error_of, read, write, write_table
 
 PAIRS = row_requirements(CoSENTConfig())
 TEACHER = row_requirements(DistillScoresConfig())
@@ -61,7 +61,7 @@ def test_ids_are_read_whatever_the_loss(tmp_path: Path) -> None:
     assert "not used" not in str(report)
 
 
-def test_what_lies_beside_a_dropped_negative_is_dropped(tmp_path: Path) -> None:
+def test_scores_and_ids_of_a_dropped_negative_are_dropped(tmp_path: Path) -> None:
     row = {"query": "q", "pos": ["a"], "neg": ["a", "c", "c", "d"]}
     more = {"pos_scores": [9], "neg_scores": [1, 2, 3, 4], "neg_id": ["1", "2", "3", "4"]}
     (example,), report = read(write(tmp_path / "a.jsonl", {**row, **more}), needs=TEACHER)
@@ -107,11 +107,9 @@ def test_bad_scores_and_ids_of_flagembedding_rows(tmp_path: Path, message: str, 
     assert len(read(path, OnError.skip, needs=TEACHER)[0]) == 2
 
 
-def test_one_half_of_the_scores_is_bad_for_pairs_too(tmp_path: Path) -> None:
+def test_scores_of_only_positives_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {**ROW, "pos_scores": [1, 2]})
-    assert error_of(path, needs=PAIRS) == (
-        f'{path}:1: loss=cosent needs a score of every document, and this row has no "neg_scores"'
-    )
+    assert_error(f'^{path}:1: loss=cosent .*"neg_scores"', path, needs=PAIRS)
 
 
 # Columns: scores
@@ -125,10 +123,8 @@ def test_scored_pairs_in_every_kind_of_file(tmp_path: Path, name: str) -> None:
     assert "columns sentence1 = query, sentence2 = positive, Label = score, 2 rows" in str(report)
     named, _ = read(path, needs=PAIRS, columns=["sentence2", "sentence1", "Label"])
     assert [(e.query, *e.positive_scores) for e in named] == [("c", 4.75), ("d", 0.0)]
-    assert error_of(path, columns=["sentence1", "sentence2"], needs=PAIRS) == (
-        f"{path}: there are neither scores nor hard negatives to use, so all pairs would be alike to loss=cosent: "
-        "add scores, such as a column named score that columns names too, or negatives"
-    )
+    pattern = f"^{path}: .*neither scores nor hard negatives.*loss=cosent.*columns"
+    assert_error(pattern, path, columns=["sentence1", "sentence2"], needs=PAIRS)
 
 
 FOUR = {**TRIPLE, "worse": ["m"]}
@@ -179,24 +175,19 @@ def test_bad_scores_of_columns(tmp_path: Path, texts: dict[str, Any], score: obj
     assert message in error
 
 
-def test_a_number_in_a_text_is_one_in_csv_alone(tmp_path: Path) -> None:
+def test_texts_are_parsed_as_numbers_only_in_csv(tmp_path: Path) -> None:
     assert "not a text ('5')" in error_of(write(tmp_path / "a.jsonl", {"a": "a", "b": "b", "score": "5"}), needs=PAIRS)
     assert "not a text ('[1')" in error_of(write_table(tmp_path / "a.csv", {**PAIR, "score": ["[1", 2]}), needs=PAIRS)
     path = write(tmp_path / "b.jsonl", {"a": "a", "b": "b", "score": 5}, {"a": "a", "b": "b"})
-    assert error_of(path, needs=PAIRS) == f'{path}:2: no "score" in this row, which has: a, b'
+    assert_error(f'^{path}:2: no "score" .*a, b$', path, needs=PAIRS)
 
 
 def test_which_column_holds_the_scores(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", {**TRIPLE, "extra": ["x"]})
-    assert error_of(path, needs=TEACHER) == (
-        f"{path}: loss=distill_scores needs a teacher's score of every document, and no column is named score, "
-        "scores, label or labels; there is: anchor, good, bad, extra"
-    )
+    assert_error(f"^{path}: loss=distill_scores .*score, scores, .*anchor, good, bad, extra", path, needs=TEACHER)
     path = write_table(tmp_path / "s.csv", {**PAIR, "score": [1, 0], "label": [1, 0]})
-    assert error_of(path, needs=SOFTMAX) == (
-        f"{path}: columns 'score' and 'label' may both be what loss=SoftmaxLoss needs besides texts: "
-        "name the columns to train on, such as columns=[sentence1,sentence2,score]"
-    )
+    pattern = rf"^{path}: columns 'score' and 'label' .*loss=SoftmaxLoss .*columns=\[sentence1,sentence2,score\]"
+    assert_error(pattern, path, needs=SOFTMAX)
     columns = ["sentence1", "sentence2", "label"]
     assert scores(read(path, needs=SOFTMAX, columns=columns)[0]) == [((1.0,), ()), ((0.0,), ())]
     error = error_of(path, needs=SOFTMAX, columns=columns[:2])
@@ -206,26 +197,20 @@ def test_which_column_holds_the_scores(tmp_path: Path) -> None:
     assert "name at least two, query and positive" in error_of(path, ConfigError, needs=PAIRS, columns=columns[1:])
 
 
-def test_a_score_that_the_loss_has_no_use_for(tmp_path: Path) -> None:
+def test_a_score_that_the_loss_does_not_use(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", {**PAIR, "score": [1, 0]})
-    assert error_of(path, needs=TRIPLET) == (
-        f"{path}: column 'score' makes these scored pairs, which loss=triplet has no use for: "
-        "name the columns to train on, such as columns=[sentence1,sentence2], or take the source out; "
-        "losses that use scores: cosent, angle, cosine_mse, contrastive, online_contrastive"
-    )
+    pattern = rf"^{path}: column 'score' .*loss=triplet .*columns=\[sentence1,sentence2\].*cosent, angle, cosine_mse"
+    assert_error(pattern, path, needs=TRIPLET)
     assert "which loss=infonce does not use" in error_of(path)
     assert [e.positives for e in read(path, columns=["sentence1", "score"])[0]] == [("1",), ("0",)]  # as the user says
 
 
 def test_pairs_that_are_all_alike(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", PAIR)
-    assert error_of(path, needs=PAIRS) == (
-        f"{path}: there are neither scores nor hard negatives to use, so all pairs would be alike to loss=cosent: "
-        "add scores, such as a column named score, or negatives"
-    )
+    assert_error(f"^{path}: .*neither scores nor hard negatives.*loss=cosent.*score", path, needs=PAIRS)
     assert "all pairs would be alike" in error_of(write(tmp_path / "a.jsonl", ROW), needs=PAIRS, negatives=0)
-    some = write(tmp_path / "b.jsonl", {**ROW, "neg": []}, ROW)
-    assert scores(read(some, needs=PAIRS)[0])[0] == ((1.0, 1.0), ())
+    path = write(tmp_path / "b.jsonl", {**ROW, "neg": []}, ROW)
+    assert scores(read(path, needs=PAIRS)[0])[0] == ((1.0, 1.0), ())
 
 
 def test_many_rows_come_back_as_they_were(tmp_path: Path) -> None:
@@ -278,13 +263,10 @@ def test_scores_that_the_loss_cannot_use(tmp_path: Path) -> None:
     """STS-B's run from 0 to 5: compared with a cosine they would ruin the model in silence."""
     rows = [{"a": "x", "b": "y", "score": 1.0}, {"a": "u", "b": "v", "score": 4.5}]
     path = write(tmp_path / "sts.jsonl", *rows)
-    assert error_of(path, needs=row_requirements(CosineMSEConfig())) == (
-        f"{path}:2: loss=cosine_mse needs scores that are from -1 to 1, not 4.5; "
-        "`score_scale` of a source divides its scores"
-    )
-    assert error_of(path, needs=row_requirements(OnlineContrastiveConfig())) == (
-        f"{path}:2: loss=online_contrastive needs scores that are a whole number from 0 to 1, not 4.5"
-    )
+    pattern = f"^{path}:2: loss=cosine_mse .*from -1 to 1, not 4.5.*score_scale"
+    assert_error(pattern, path, needs=row_requirements(CosineMSEConfig()))
+    pattern = f"^{path}:2: loss=online_contrastive .*whole number from 0 to 1, not 4.5"
+    assert_error(pattern, path, needs=row_requirements(OnlineContrastiveConfig()))
     softmax = SentenceTransformersConfig(class_name="SoftmaxLoss", arguments={"num_labels": 3})
     assert "a whole number from 0 to 2, not 4.5" in error_of(path, needs=row_requirements(softmax))
     assert len(read(path, needs=row_requirements(CoSENTConfig()))[0]) == 2

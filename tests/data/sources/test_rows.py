@@ -1,4 +1,4 @@
-"""Reading training rows: every format as users have it, and every way a file can be wrong."""
+"""Training rows of every kind of file, and the errors of files and rows."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from embedtrain.data.sources.resolve import source_names
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
-from tests.data.files import error_of, line, read, write, write_table
+from tests.data.files import assert_error, error_of, line, read, write, write_table
 
 GOOD = {"query": "what is rust", "pos": ["a language"], "neg": ["iron oxide", "a game"]}
 
@@ -27,10 +27,10 @@ def texts(examples: list[Example]) -> list[tuple[str, tuple[str, ...], tuple[str
     return [(e.query, e.positives, e.negatives) for e in examples]
 
 
-# What is read
+# Rows
 
 
-def test_flagembedding_rows_with_place(tmp_path: Path) -> None:
+def test_flagembedding_rows_with_location(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD, b"\n", {"query": "2", "pos": ["x", "y"]}, {**GOOD, "neg": None})
     examples, report = read(path)
     assert texts(examples) == [
@@ -48,12 +48,12 @@ def test_byte_order_mark_line_ends_and_no_last_line_end(tmp_path: Path, name: st
     assert len(read(path)[0]) == 2
 
 
-def test_what_a_file_is_counts_not_its_name(tmp_path: Path) -> None:
+def test_compression_is_detected_by_content(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl.gz", GOOD).rename(tmp_path / "a.jsonl")
     assert len(read(path)[0]) == 1
 
 
-def test_line_separators_within_a_text_do_not_cut_the_line(tmp_path: Path) -> None:
+def test_line_separators_within_a_text_do_not_split_the_line(tmp_path: Path) -> None:
     examples, _ = read(write(tmp_path / "a.jsonl", {"query": "a\u2028b\u0085c", "pos": ["d"]}))
     assert examples[0].query == "a\u2028b\u0085c"
 
@@ -71,7 +71,7 @@ def test_folder_and_glob_are_sorted_and_hidden_folders_left_out(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("folder", ["retrieval", "sts"])
-def test_flagembeddings_own_examples(shared_data: Path, folder: str) -> None:
+def test_examples_of_flagembedding(shared_data: Path, folder: str) -> None:
     path = shared_data / "flagembedding-examples" / "embedder" / folder
     examples, report = read(path)
     rows = [json.loads(text) for file in sorted(path.glob("*.jsonl")) for text in file.open(encoding="utf-8")]
@@ -85,12 +85,12 @@ def test_flagembeddings_own_examples(shared_data: Path, folder: str) -> None:
     assert {e.instruction for e in examples} == {row["prompt"] for row in rows}
 
 
-def test_flagembeddings_pretraining_rows_are_refused(shared_data: Path) -> None:
+def test_pretraining_rows_of_flagembedding_are_rejected(shared_data: Path) -> None:
     path = shared_data / "flagembedding-examples" / "llara" / "pretrain"
     assert 'no "query" in this row' in error_of(path, format=DataFormat.flagembedding)
 
 
-def test_scored_tables_are_refused_and_bitexts_read(shared_data: Path) -> None:
+def test_scored_tables_are_rejected_and_bitexts_read(shared_data: Path) -> None:
     assert "'score' makes these scored pairs" in error_of(shared_data / "stsb" / "en" / "dev.tsv")
     assert "'label' makes these scored pairs" in error_of(shared_data / "pawsx-zh" / "dev.tsv")
     examples, report = read(shared_data / "tatoeba" / "deu-eng.tsv")
@@ -102,7 +102,7 @@ def test_scored_tables_are_refused_and_bitexts_read(shared_data: Path) -> None:
     assert len(chosen) == 1500
 
 
-# Columns, by order
+# Columns by order
 
 
 TABLE = {"anchor": ["q1", "q2"], "good": ["p1", "p2"], "bad": ["n1", None], "worse": ["m1", "m2"]}
@@ -152,7 +152,7 @@ def test_long_cells(tmp_path: Path) -> None:
     assert len(read(tmp_path / "t.csv")[0][0].positives[0]) == 300_000
 
 
-def test_a_pandas_index_is_no_column(tmp_path: Path) -> None:
+def test_a_pandas_index_is_not_a_column(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": ["q"], "b": ["p"], "__index_level_0__": [0]}), tmp_path / "t.parquet")
     assert texts(read(tmp_path / "t.parquet")[0]) == [("q", ("p",), ())]
     (tmp_path / "t.csv").write_text(",a,b\n0,q,p\n")
@@ -199,7 +199,7 @@ def test_a_split_of_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         read(tmp_path / "d", negatives=-1)
 
 
-# What is wrong
+# Errors
 
 
 BAD_LINES = {
@@ -247,10 +247,10 @@ def test_a_first_row_without_positives_is_not_taken_for_columns(tmp_path: Path) 
 
 def test_a_column_that_a_later_row_lacks(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"q": "a", "p": "b"}, {"q": "a", "passage": "b"})
-    assert error_of(path) == f'{path}:2: no "p" in this row, which has: q, passage'
+    assert_error(f'^{path}:2: no "p" .*q, passage$', path)
 
 
-def test_skipping_counts_all_and_tells_the_first(tmp_path: Path) -> None:
+def test_skipped_rows_are_counted_and_the_first_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *[b"{\n"] * 5, GOOD)
     _, report = read(path, OnError.skip)
     assert report.num_skipped == 5
@@ -260,7 +260,7 @@ def test_skipping_counts_all_and_tells_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_error", list(OnError))
-def test_files_that_cannot_be_read_stop_whatever_is_asked(tmp_path: Path, on_error: OnError) -> None:
+def test_unreadable_files_stop_with_any_on_error(tmp_path: Path, on_error: OnError) -> None:
     draw = random.Random(0)
     whole = gzip.compress(b"".join(line({"query": draw.randbytes(40).hex(), "pos": ["b"]}) for _ in range(2000)))
 
@@ -295,11 +295,11 @@ def test_files_that_cannot_be_read_stop_whatever_is_asked(tmp_path: Path, on_err
     [("owner/name", True), ("name", True), ("owner/set.v2", True), ("中文/数据", True)]
     + [(path, False) for path in ("a/b/c", "/a", "a/", "./a", "~/a", "", "a b", "a.tsv", "owner/a.JSONL.gz")],
 )
-def test_what_may_be_a_hub_data_set(path: str, may_be: bool) -> None:
+def test_paths_that_may_be_hub_ids(path: str, may_be: bool) -> None:
     assert may_be_hub_id(path) == may_be
 
 
-def test_a_stem_loses_the_ending_of_a_data_file_alone() -> None:
+def test_stem_removes_only_suffixes_of_data_files() -> None:
     names = ["a.jsonl", "b/a.v2.TSV.gz", "a.parquet.gz", "set.v2", ".tsv", "a.json.json"]
     assert [stem_of(Path(name)) for name in names] == ["a", "a.v2", "a.parquet.gz", "set.v2", ".tsv", "a.json"]
 
@@ -318,18 +318,18 @@ def test_mixed_folder_and_source_without_rows(tmp_path: Path) -> None:
     assert "no row that can be trained on (1 row skipped, the first: " in error
 
 
-def test_files_without_rows_are_told_apart_from_bad_rows(tmp_path: Path) -> None:
+def test_empty_files_are_counted_apart_from_bad_rows(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl")
-    told = "no row that can be trained on ({} skipped, the first: "
-    assert told.format("1 empty file") in error_of(tmp_path, on_error=OnError.skip)
+    message = "no row that can be trained on ({} skipped, the first: "
+    assert message.format("1 empty file") in error_of(tmp_path, on_error=OnError.skip)
     write(tmp_path / "b.jsonl", b"{\n", b"{\n")
-    assert told.format("2 rows and 1 empty file") in error_of(tmp_path, on_error=OnError.skip)
+    assert message.format("2 rows and 1 empty file") in error_of(tmp_path, on_error=OnError.skip)
 
 
 def test_an_empty_file_among_others(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", b"")
     write(tmp_path / "b.jsonl", GOOD)
-    assert error_of(tmp_path) == f"{tmp_path / 'a.jsonl'}: holds no rows"
+    assert_error(f"^{tmp_path / 'a.jsonl'}: holds no rows", tmp_path)
     examples, report = read(tmp_path, OnError.skip)
     assert len(examples) == 1
     assert f"1 bad rows skipped ({tmp_path / 'a.jsonl'}: holds no rows)" in str(report)
@@ -338,11 +338,11 @@ def test_an_empty_file_among_others(tmp_path: Path) -> None:
 def test_bad_rows_of_tables(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(b"a,b\nq,p\nq\nq,p,x\nq,caf\xe9\n,p\nq,\nq,p\n")
-    assert error_of(path) == f"{path}:3: 1 cell where the header has 2: ['q']"
+    assert_error(f"^{path}:3: 1 cell .*header has 2", path)
     examples, report = read(path, OnError.skip)
     assert [e.line for e in examples] == [2, 8]
     assert report.num_skipped == 5
-    assert report.problems[2] == rf"{path}:5: not UTF-8 (byte 0xe9 in 'q,caf\xe9'): save the file as UTF-8"
+    assert report.problems[2].startswith(rf"{path}:5: not UTF-8 (byte 0xe9 in 'q,caf\xe9')")
     path.write_text("a,a\nq,p\n")
     assert "names a column twice" in error_of(path)
     path.write_text("a\nq\n")
@@ -352,9 +352,9 @@ def test_bad_rows_of_tables(tmp_path: Path) -> None:
 
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"a": ["q", "q"], "b": ["p", None]}), path)
-    assert error_of(path) == f'{path}: row 2: column "b" must be a text, not nothing (null)'
+    assert_error(f'^{path}: row 2: column "b" .*null', path)
     pq.write_table(pa.table({"a": ["q"], "b": [1.5]}), path)
-    assert error_of(path) == f'{path}: row 1: column "b" must be a text, not a number (1.5)'
+    assert_error(f'^{path}: row 1: column "b" .*1.5', path)
     latin = pa.array([b"good", b"caf\xe9"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"a": ["q", "q"], "b": latin}), path)
     assert error_of(path).startswith(f"{path}: row 2: not UTF-8")
@@ -399,7 +399,7 @@ def test_many_rows_take_little_more_than_their_texts(tmp_path: Path) -> None:
     assert pa.total_allocated_bytes() - before < 0.1 * store.num_bytes  # they lie on disk
 
 
-def read_and_tell(world: World, path: str) -> tuple[str, str]:
+def read_and_report(world: World, path: str) -> tuple[str, str]:
     try:
         read_sources([TrainSource(path=path)], OnError.stop)
     except Exception as error:
@@ -407,7 +407,7 @@ def read_and_tell(world: World, path: str) -> tuple[str, str]:
     return "", f"rank {world.rank} read it"
 
 
-def test_every_rank_says_the_same(tmp_path: Path, ranks: Any) -> None:
+def test_every_rank_raises_the_same_error(tmp_path: Path, ranks: Any) -> None:
     path = write(tmp_path / "a.jsonl", GOOD, {"query": 3, "pos": ["b"]}, GOOD)
-    answers = ranks(2, read_and_tell, str(path))
+    answers = ranks(2, read_and_report, str(path))
     assert answers[0] == answers[1] == ("DataError", f'{path}:2: "query" must be a text, not a number (3)')

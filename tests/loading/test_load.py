@@ -1,4 +1,4 @@
-"""Weights on shards are those that transformers reads, whichever way they came; and each rank reads its own."""
+"""Sharded weights equal those that transformers reads, for every format; each rank reads only its own rows."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
-import embedtrain.distributed.weights as weights_room
+import embedtrain.distributed.weights as weights
 from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
@@ -29,10 +29,10 @@ TEXT = {"input_ids": [[0, 5, 9, 2, 1, 1], [0, 7, 8, 6, 12, 2]], "attention_mask"
 
 @dataclass
 class Reads:
-    """Spies on safetensors: how many rows of which key were read."""
+    """Records which rows of which key are read from safetensors."""
 
     rows: dict[str, int] = field(default_factory=dict)
-    whole: list[str] = field(default_factory=list)
+    full: list[str] = field(default_factory=list)
 
     def open(self, *args: Any, **kwargs: Any) -> Any:
         spy, real = self, safetensors.safe_open(*args, **kwargs)
@@ -58,7 +58,7 @@ class Reads:
                 return Slice(key)
 
             def get_tensor(self, key: str) -> torch.Tensor:
-                spy.whole.append(key)
+                spy.full.append(key)
                 return real.get_tensor(key)
 
         return File()
@@ -71,7 +71,7 @@ def vectors(encoder: torch.nn.Module) -> torch.Tensor:
 
 
 def reference(model: ModelConfig) -> torch.nn.Module:
-    """The encoder in one process, its backbone as transformers reads it, in fp32."""
+    """The encoder in one process with the backbone as transformers reads it, in fp32."""
     source = open_model_source(model)
     encoder = assemble_encoder(source)
     assert source.directory is not None
@@ -81,40 +81,40 @@ def reference(model: ModelConfig) -> torch.nn.Module:
 
 def compare(loaded: LoadedModel, expected: torch.nn.Module) -> None:
     encoder = loaded.encoder
-    parameters, wanted = dict(encoder.named_parameters()), dict(expected.named_parameters())
-    assert parameters.keys() == wanted.keys()
+    parameters, reference_parameters = dict(encoder.named_parameters()), dict(expected.named_parameters())
+    assert parameters.keys() == reference_parameters.keys()
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         assert parameter.dtype == torch.float32
-        torch.testing.assert_close(parameter.full_tensor(), wanted[name], rtol=0, atol=0, msg=name)
-    buffers, wanted = dict(encoder.named_buffers()), dict(expected.named_buffers())
-    assert buffers.keys() == wanted.keys()
+        torch.testing.assert_close(parameter.full_tensor(), reference_parameters[name], rtol=0, atol=0, msg=name)
+    buffers, reference_buffers = dict(encoder.named_buffers()), dict(expected.named_buffers())
+    assert buffers.keys() == reference_buffers.keys()
     for name, buffer in buffers.items():
-        torch.testing.assert_close(buffer, wanted[name], rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(buffer, reference_buffers[name], rtol=0, atol=0, msg=name)
     torch.testing.assert_close(vectors(encoder), vectors(expected), rtol=0, atol=1e-5)
     reshard(encoder)
 
 
 def check_loading(world: World, cases: dict[str, tuple[ModelConfig, bool]]) -> None:
-    """Each case: a directory, and whether its weights are to be read slice by slice."""
+    """Each case is a model and whether its weights are read slice by slice."""
     for name, (model, in_slices) in cases.items():
-        torch.manual_seed(world.rank)  # must not matter
+        torch.manual_seed(world.rank)  # must have no effect
         spy = Reads()
-        weights_room.safe_open = spy.open  # type: ignore[attr-defined]
+        weights.safe_open = spy.open  # type: ignore[attr-defined]
         try:
             loaded = load_model(model, parallel(), world, seed=1)
         finally:
-            weights_room.safe_open = safetensors.safe_open  # type: ignore[attr-defined]
-        told = " ".join(loaded.notes)
-        assert ("its own slices" in told) == in_slices, (name, told)
+            weights.safe_open = safetensors.safe_open  # type: ignore[attr-defined]
+        notes = " ".join(loaded.notes)
+        assert ("its own slices" in notes) == in_slices, (name, notes)
         compare(loaded, reference(model))
         if not in_slices:
             assert not spy.rows
             continue
-        # Every key once, and of each only this rank's rows.
+        # Every key once, and only this rank's rows of it.
         local = {n: p.to_local().shape[0] for n, p in loaded.encoder.named_parameters()}
         assert sum(spy.rows.values()) == sum(local.values()), name
-        assert not spy.whole
+        assert not spy.full
         for key, rows in spy.rows.items():
             assert rows in {n_rows for n, n_rows in local.items() if n.endswith(key.split(".", 1)[1])}, key
 
@@ -126,7 +126,7 @@ def directories(tmp_path_factory):
 
 
 def without_safetensors(directory: Path, to: Path) -> Path:
-    """The same model as a pickled state dict, as old repositories have it."""
+    """The same model as a pickled state dict, as in old repositories."""
     shutil.copytree(directory, to)
     torch.save(load_file(to / "model.safetensors"), to / "pytorch_model.bin")
     (to / "model.safetensors").unlink()
@@ -137,7 +137,7 @@ def at(directory: Path) -> ModelConfig:
     return ModelConfig(path=str(directory), pooling=Pooling.mean)
 
 
-def test_all_architectures_slice_by_slice_and_handed_out(ranks, directories, tmp_path):
+def test_all_architectures_in_slices_and_broadcast(ranks, directories, tmp_path):
     cases = {}
     for name, directory in directories.items():
         cases[name] = (at(directory), True)
@@ -153,7 +153,7 @@ def masked_lm(directory: Path, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_other_ways_weights_are_stored(ranks, directories, tmp_path, world_size):
+def test_other_formats_of_weights(ranks, directories, tmp_path, world_size):
     xlmr = directories["xlm-roberta"]
     lm = masked_lm(xlmr, tmp_path / "lm")
     assert any(key.startswith("roberta.") for key in load_file(lm / "model.safetensors"))
@@ -170,7 +170,7 @@ def test_other_ways_weights_are_stored(ranks, directories, tmp_path, world_size)
     small_tokenizer().save_pretrained(halves)
     assert {t.dtype for t in load_file(halves / "model.safetensors").values()} == {torch.bfloat16}
 
-    old = tmp_path / "old"  # TensorFlow's names, which transformers still understands and slices do not
+    old = tmp_path / "old"  # TensorFlow's names, which only transformers maps
     shutil.copytree(xlmr, old)
     renamed = {
         k.replace("LayerNorm.weight", "LayerNorm.gamma"): t for k, t in load_file(old / "model.safetensors").items()
@@ -193,16 +193,16 @@ def test_other_ways_weights_are_stored(ranks, directories, tmp_path, world_size)
 def from_scratch(world: World, model: ModelConfig) -> dict[str, torch.Tensor]:
     torch.manual_seed(world.rank)
     loaded = load_model(model, parallel(), world, seed=11, tokenizer=small_tokenizer())
-    whole = {name: p.full_tensor().detach() for name, p in loaded.encoder.named_parameters()}
-    if world.size == 3:  # dimensions smaller than the number of ranks: somebody has nothing
+    tensors = {name: p.full_tensor().detach() for name, p in loaded.encoder.named_parameters()}
+    if world.size == 3:  # a dimension smaller than the number of ranks leaves a rank without rows
         assert any(n == 0 for n in world.gather(min(p.to_local().numel() for p in loaded.encoder.parameters())))
-    whole["vectors"] = vectors(loaded.encoder)
-    return whole
+    tensors["vectors"] = vectors(loaded.encoder)
+    return tensors
 
 
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "gemma3_text"])
-def test_from_scratch_the_same_weights_on_any_number_of_ranks(ranks, architecture):
-    """With a hidden size of 32, and XLM-R's table of token types, of one row, cut over three ranks."""
+def test_random_weights_are_the_same_on_any_number_of_ranks(ranks, architecture):
+    """With a hidden size of 32, and XLM-R's table of token types, of one row, sharded over three ranks."""
     changes = {"head_dim": 2, "num_attention_heads": 1} if architecture == "gemma3_text" else {}
     model = small_model(architecture)
     model = small_model(architecture, config=dict(model.config) | changes)
@@ -215,7 +215,7 @@ def test_from_scratch_the_same_weights_on_any_number_of_ranks(ranks, architectur
     assert any(tensor.std() > 0 for tensor in answers[0].values())
 
 
-def refused_alike(world: World, model: ModelConfig, options: Any, variable: str | None) -> tuple[str, str]:
+def load_error(world: World, model: ModelConfig, options: Any, variable: str | None) -> tuple[str, str]:
     if variable is not None:
         os.environ[BLOCK_CLASS_VARIABLE] = variable
     try:
@@ -227,7 +227,7 @@ def refused_alike(world: World, model: ModelConfig, options: Any, variable: str 
     return "", ""
 
 
-def told(world: World, model: ModelConfig, options: Any, variable: str) -> tuple[str, ...]:
+def notes_of(world: World, model: ModelConfig, options: Any, variable: str) -> tuple[str, ...]:
     os.environ[BLOCK_CLASS_VARIABLE] = variable
     try:
         return load_model(model, options, world, seed=0).notes
@@ -235,20 +235,20 @@ def told(world: World, model: ModelConfig, options: Any, variable: str) -> tuple
         os.environ.pop(BLOCK_CLASS_VARIABLE, None)
 
 
-def test_the_environments_layer_class(ranks, directories):
-    """Read where the recipe names none, and said so; blanks are nothing."""
+def test_layer_class_from_the_environment(ranks, directories):
+    """Used and noted if the recipe sets none; blanks are ignored."""
     model = at(directories["llama"])
-    for notes in ranks(2, told, model, parallel(), " LlamaDecoderLayer, "):
+    for notes in ranks(2, notes_of, model, parallel(), " LlamaDecoderLayer, "):
         assert "layer class LlamaDecoderLayer: read from FSDP_TRANSFORMER_CLS_TO_WRAP in the environment" in notes
         assert any("2 LlamaDecoderLayer + root" in note for note in notes)
-    (notes,) = ranks(1, told, model, parallel(), " ")
+    (notes,) = ranks(1, notes_of, model, parallel(), " ")
     assert not any("environment" in note for note in notes)
-    (notes,) = ranks(1, told, model, parallel(block_class="LlamaDecoderLayer"), "BertLayer")
+    (notes,) = ranks(1, notes_of, model, parallel(block_class="LlamaDecoderLayer"), "BertLayer")
     assert not any("environment" in note for note in notes)
 
 
-def test_a_wrong_layer_class_is_refused_before_a_weight_is_read(ranks, directories, tmp_path):
-    """The weights file cannot be read at all, and yet the class is what is told of."""
+def test_wrong_layer_class_is_rejected_before_weights_are_read(ranks, directories, tmp_path):
+    """The weights are unreadable, and still the error is about the class."""
     damaged = tmp_path / "damaged"
     shutil.copytree(directories["bert"], damaged)
     (damaged / "model.safetensors").write_bytes(b"not weights")
@@ -256,21 +256,21 @@ def test_a_wrong_layer_class_is_refused_before_a_weight_is_read(ranks, directori
         (parallel(block_class="XLMRobertaLayer"), None, "parallel.block_class=XLMRobertaLayer"),
         (parallel(), "XLMRobertaLayer", f"{BLOCK_CLASS_VARIABLE} (in the environment)=XLMRobertaLayer"),
     ]:
-        (first, text), (second, follows) = ranks(2, refused_alike, at(damaged), options, variable)
+        (first, text), (second, follows) = ranks(2, load_error, at(damaged), options, variable)
         assert (first, second) == ("ConfigError", "FailedElsewhere")
         assert source in text
         assert "BertLayer x2" in text
         assert text in follows
-    answers = ranks(2, refused_alike, at(damaged), parallel(), None)
+    answers = ranks(2, load_error, at(damaged), parallel(), None)
     assert answers[0][0] == "ModelError"
     assert "model.safetensors" in answers[0][1]
 
 
-def test_a_model_without_layers(ranks, tmp_path):
-    """What the message advises, ddp, must itself work."""
+def test_model_without_layers(ranks, tmp_path):
+    """The strategy that the message suggests, ddp, works."""
     model = small_model("bert")
     flat = at(save_small(small_model("bert", config=model.config | {"num_hidden_layers": 0}), tmp_path / "flat"))
-    (answer,) = ranks(1, refused_alike, flat, parallel(), None)
+    (answer,) = ranks(1, load_error, flat, parallel(), None)
     assert answer[0] == "ConfigError"
     assert "parallel.strategy=ddp" in answer[1]
-    assert ranks(2, refused_alike, flat, parallel(Strategy.ddp), None) == [("", "")] * 2
+    assert ranks(2, load_error, flat, parallel(Strategy.ddp), None) == [("", "")] * 2

@@ -29,12 +29,12 @@ RETRIEVAL = RetrievalSet(
 )
 
 
-def kept(data, subset=None, documents=None):
+def subset_of(data, subset=None, documents=None):
     return take_subset(data, subset, documents)[0]
 
 
 def test_queries():
-    few, more = kept(RETRIEVAL, 5), kept(RETRIEVAL, 20)
+    few, more = subset_of(RETRIEVAL, 5), subset_of(RETRIEVAL, 20)
     assert len(few.judged_queries) == len(few.queries) == 5
     assert len(more.judged_queries) == 20
     assert set(few.queries) < set(more.queries) < set(RETRIEVAL.queries)
@@ -43,49 +43,49 @@ def test_queries():
     assert few.judgements == {query: JUDGED[query] for query in few.queries}
     assert few.documents == RETRIEVAL.documents
     turned = replace(RETRIEVAL, queries=dict(reversed(RETRIEVAL.queries.items())))
-    assert set(kept(turned, 5).queries) == set(few.queries)
+    assert set(subset_of(turned, 5).queries) == set(few.queries)
 
 
 def test_documents():
-    few, more = kept(RETRIEVAL, 5, 10), kept(RETRIEVAL, 5, 30)
+    few, more = subset_of(RETRIEVAL, 5, 10), subset_of(RETRIEVAL, 5, 30)
     judged = {document for query in few.queries for document in JUDGED[query]}
     assert len(few.documents) == 20 and len(more.documents) == 40
     assert judged < set(few.documents.ids) < set(more.documents.ids)
-    places = [RETRIEVAL.documents.ids.index(document) for document in few.documents.ids]
-    assert places == sorted(places)
-    assert few.documents.texts == [RETRIEVAL.documents.texts[place] for place in places]
-    assert kept(RETRIEVAL, None, 1000) == RETRIEVAL
+    indices = [RETRIEVAL.documents.ids.index(document) for document in few.documents.ids]
+    assert indices == sorted(indices)
+    assert few.documents.texts == [RETRIEVAL.documents.texts[index] for index in indices]
+    assert subset_of(RETRIEVAL, None, 1000) == RETRIEVAL
 
 
 def test_candidates():
     candidates = {f"q{number}": [number + 100, number] for number in range(50)}
-    data = kept(replace(RETRIEVAL, candidates=candidates), 3)
+    data = subset_of(replace(RETRIEVAL, candidates=candidates), 3)
     for query in data.queries:
-        found = [data.documents.ids[place] for place in data.candidates[query]]
-        assert found == [f"d{int(query[1:]) + 100}", f"d{query[1:]}"]
+        candidates_found = [data.documents.ids[index] for index in data.candidates[query]]
+        assert candidates_found == [f"d{int(query[1:]) + 100}", f"d{query[1:]}"]
     assert len(data.documents) == 6
 
 
 def test_rows():
     back = MANY[::-1]
     scores, labels = [float(number) for number in range(50)], [number % 2 for number in range(50)]
-    scored = kept(ScoredPairs("s", MANY, back, scores), 7)
+    scored = subset_of(ScoredPairs("s", MANY, back, scores), 7)
     assert len(scored.scores) == 7
     assert all(MANY[int(score)] == first for first, score in zip(scored.first, scored.scores, strict=True))
     assert all(back[int(score)] == second for second, score in zip(scored.second, scored.scores, strict=True))
-    assert set(scored.first) < set(kept(ScoredPairs("s", MANY, back, scores), 9).first)
-    assert kept(LabelledPairs("p", MANY, back, labels), 7).first == scored.first
-    assert kept(LabelledPairs("p", MANY, back, labels), 7).labels == [int(score) % 2 for score in scored.scores]
-    assert kept(Bitext("b", MANY, back), 7) == Bitext("b", scored.first, scored.second)
+    assert set(scored.first) < set(subset_of(ScoredPairs("s", MANY, back, scores), 9).first)
+    assert subset_of(LabelledPairs("p", MANY, back, labels), 7).first == scored.first
+    assert subset_of(LabelledPairs("p", MANY, back, labels), 7).labels == [int(score) % 2 for score in scored.scores]
+    assert subset_of(Bitext("b", MANY, back), 7) == Bitext("b", scored.first, scored.second)
 
 
 def test_texts():
     data = ClassificationSet("c", ["t"], [0], MANY, list(range(50)))
-    few = kept(data, 4)
+    few = subset_of(data, 4)
     assert (few.train_texts, few.train_labels) == (["t"], [0])
     assert [MANY[label] for label in few.labels] == few.texts
     assert len(few.texts) == 4
-    clusters = kept(ClusteringSet("k", MANY, [(number,) for number in range(50)]), 4)
+    clusters = subset_of(ClusteringSet("k", MANY, [(number,) for number in range(50)]), 4)
     assert clusters.texts == few.texts
     assert clusters.labels == [(label,) for label in few.labels]
 
@@ -93,7 +93,7 @@ def test_texts():
 def test_groups():
     groups = [range(start, start + 5) for start in range(0, 50, 5)]
     data = ClusteringSet("k", MANY, [(number,) for number in range(50)], groups)
-    few = kept(data, 3)
+    few = subset_of(data, 3)
     assert [list(group) for group in few.groups] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
     assert [MANY[label] for (label,) in few.labels] == few.texts
     assert all(few.labels[group[0]][0] % 5 == 0 for group in few.groups)
@@ -106,9 +106,9 @@ def folder(tmp_path):
     return beir(tmp_path / "r", corpus, RETRIEVAL.queries, qrels)
 
 
-def test_what_is_said_of_it(folder, tmp_path):
+def test_notes_of_subsets(folder, tmp_path):
     loaded = read(folder, subset=5, subset_documents=10)
-    assert loaded.data == kept(RETRIEVAL, 5, 10)
+    assert loaded.data == subset_of(RETRIEVAL, 5, 10)
     of_queries, of_documents = loaded.notes
     assert of_queries.startswith("r: 5 of its 50 judged queries are measured (subset=5)")
     assert of_documents.startswith("r: 20 of its 200 documents are searched (subset_documents=10)")
@@ -126,5 +126,5 @@ def load(world, folder, subset):
 
 
 def test_every_rank_has_the_same(ranks, folder):
-    expected = kept(RETRIEVAL, 5, 10)
+    expected = subset_of(RETRIEVAL, 5, 10)
     assert ranks(2, load, str(folder), 5) == [(list(expected.queries), expected.documents.ids)] * 2

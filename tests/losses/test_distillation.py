@@ -21,7 +21,7 @@ from embedtrain.errors import ConfigError
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import FROM_ROWS, Guide
 from tests.losses.global_batch import GlobalVectors, check, run, vectors
-from tests.losses.theirs import as_theirs
+from tests.losses.reference_loss import assert_equals_reference
 
 UNEVEN = (2, 5, 1, 3, 2, 4)
 PAIRWISE = {Similarity.cosine: pairwise_cos_sim, Similarity.dot: pairwise_dot_score}
@@ -84,7 +84,7 @@ def test_distill_few_scores(ranks, sizes):
 @pytest.mark.parametrize("config", DISTILL_SCORES, ids=["cosine", "temperatures", "dot"])
 def test_distill_scores_as_theirs(ranks, config):
     batch = scored((3,) * 5)
-    as_theirs(
+    assert_equals_reference(
         ranks,
         config,
         batch,
@@ -102,7 +102,7 @@ def test_scores_far_apart(ranks):
     batch = replace(batch, queries=100 * batch.queries, documents=100 * batch.documents, scores=1e4 * batch.scores)
     config = DistillScoresConfig(temperature=1.0, similarity=Similarity.dot)
     for answer in ranks(2, run, config, batch, [[0, 1, 2], [3, 4, 5]], torch.float32, 8):
-        assert torch.tensor(answer["share"]).isfinite()
+        assert torch.tensor(answer["local_loss"]).isfinite()
         assert answer["queries"].isfinite().all()
     equal = replace(scored(), scores=torch.ones(sum(UNEVEN), dtype=torch.float64))
     equal = replace(equal, documents=equal.documents[:1].expand(sum(UNEVEN), 8).contiguous())
@@ -127,7 +127,9 @@ def test_margin_mse(ranks, similarity):
     for size in (2, 4):
         batch = scored((size,) * 5)
         theirs = losses.MarginMSELoss
-        as_theirs(ranks, config, batch, theirs, batch.scores.view(5, size), similarity_fct=PAIRWISE[similarity])
+        assert_equals_reference(
+            ranks, config, batch, theirs, batch.scores.view(5, size), similarity_fct=PAIRWISE[similarity]
+        )
 
 
 def test_agreement_is_told(ranks):
@@ -142,7 +144,7 @@ def test_agreement_is_told(ranks):
     )
     for config, expected in ((DistillScoresConfig(), 2 / 3), (MarginMSEConfig(), 5 / 6)):
         answers = ranks(2, run, config, batch, [[0], [1, 2, 3]], torch.float64, 2)
-        assert sum(answer["shares"]["agreement"] for answer in answers) == pytest.approx(expected)
+        assert sum(answer["metrics"]["agreement"] for answer in answers) == pytest.approx(expected)
 
 
 def with_teacher(name: str, sizes: tuple[int, ...] = (2, 1, 3, 0, 2), *, width: int) -> GlobalVectors:
@@ -189,42 +191,42 @@ def test_distill_embeddings_as_theirs(ranks, distance):
     guide = batch.guides[FROM_ROWS]
     labels = torch.cat([guide.queries.unsqueeze(1), guide.documents.view(4, 2, 8)], dim=1)
     config = DistillEmbeddingsConfig(distance=distance)
-    as_theirs(ranks, config, batch, losses.EmbedDistillLoss, labels, distance_metric=distance.value)
+    assert_equals_reference(ranks, config, batch, losses.EmbedDistillLoss, labels, distance_metric=distance.value)
     if distance is EmbeddingDistance.mse:
         # MSELoss is older and takes one vector for all columns.
         one = replace(
             batch, guides={FROM_ROWS: Guide(guide.queries, guide.queries.repeat_interleave(2, dim=0).contiguous())}
         )
-        as_theirs(ranks, config, one, losses.MSELoss, guide.queries)
+        assert_equals_reference(ranks, config, one, losses.MSELoss, guide.queries)
 
 
-def test_a_vector_that_is_the_teachers(ranks):
+def test_vectors_equal_to_the_teachers_have_loss_zero(ranks):
     batch = vectors((1, 1))
     batch = replace(batch, guides={FROM_ROWS: Guide(batch.queries, batch.documents)})
     for distance, dims in itertools.product(EmbeddingDistance, (None, [8, 4])):
         config = DistillEmbeddingsConfig(distance=distance, matryoshka_dims=dims)
         (answer,) = ranks(1, run, config, batch, [[0, 1]], torch.float64, 8)
-        assert answer["share"] == pytest.approx(0.0, abs=1e-12)
-        if dims is None:  # else the vectors are normalised once more, and a length has a slope however short it is
+        assert answer["local_loss"] == pytest.approx(0.0, abs=1e-12)
+        if dims is None:  # otherwise the vectors are normalised again, and the gradient of a length does not vanish
             assert answer["queries"].abs().max() < 1e-12
 
 
-def refused(world: World, batch: GlobalVectors) -> str:
-    """With a width not known before, as of vectors in the rows."""
+def rejection(world: World, batch: GlobalVectors) -> str:
+    """With a dimension unknown in advance, as of vectors in the rows."""
     loss = build_loss(DistillEmbeddingsConfig(), dimension=8, seed=0)
     with pytest.raises(ConfigError) as error:
-        loss(*batch.local_loss([0, 1], torch.float32))
+        loss(*batch.of_rank([0, 1], torch.float32))
     return str(error.value)
 
 
-def test_widths_that_differ(ranks):
+def test_different_dimensions_need_a_projection(ranks):
     config = DistillEmbeddingsConfig(teacher="some/teacher")
-    with pytest.raises(ConfigError, match=r"loss\.teacher=some/teacher has 11 dimensions .* 8: loss\.project=true"):
+    with pytest.raises(ConfigError, match=r"loss\.teacher=some/teacher has 11 dimensions .* 8 ?.*loss\.project=true"):
         build_loss(config, dimension=8, guide_dimensions={"some/teacher": 11}, seed=0)
-    (told,) = ranks(1, refused, with_teacher(FROM_ROWS, (1, 1), width=11))
-    assert "the rows' vectors have 11 dimensions" in told
-    assert "loss.project=true" in told
-    with pytest.raises(ConfigError, match=r"loss\.project=true: .* not known"):
+    (message,) = ranks(1, rejection, with_teacher(FROM_ROWS, (1, 1), width=11))
+    assert "11 dimensions" in message
+    assert "loss.project=true" in message
+    with pytest.raises(ConfigError, match=r"loss\.project=true"):
         build_loss(DistillEmbeddingsConfig(project=True), dimension=8, seed=0)
 
 

@@ -1,4 +1,4 @@
-"""A model of somebody's own: its Python lies beside its weights, and it says nothing of its layers."""
+"""A model with custom code: its Python is stored with its weights, and it declares no layers."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ class PairingConfig(PretrainedConfig):
         self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
         super().__init__(**more)
 """
-# No `_no_split_modules`, nothing of gradient checkpointing, no `get_input_embeddings`, and attention of its own.
+# No `_no_split_modules`, no gradient checkpointing, no `get_input_embeddings`, and its own attention.
 _MODELING = """
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ class PairingModel(PreTrainedModel):
 
 
 def unload_remote_code() -> None:
-    """Let go of the package of models' code, which other tests of this process may have found in another place."""
+    """Unload the package of models' code, which other tests may have loaded from another directory."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         del sys.modules[name]
     for path in [path for path in sys.path if (Path(path) / "transformers_modules").is_dir()]:
@@ -73,7 +73,7 @@ def unload_remote_code() -> None:
 
 
 def model_with_remote_code(directory: Path) -> Path:
-    """A model of a type that transformers does not know, random weights."""
+    """A model of a type unknown to transformers, with random weights."""
     unload_remote_code()
     directory.mkdir(parents=True)
     (directory / "configuration_pairing.py").write_text(_CONFIGURATION)

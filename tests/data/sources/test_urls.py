@@ -18,7 +18,7 @@ from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.sources.reader import SourceReader, open_sources
 from embedtrain.data.sources.resolve import expand_sources, source_names
 from embedtrain.errors import ConfigError
-from tests.data.files import error_of, line, read, write, write_table
+from tests.data.files import assert_error, error_of, line, read, write, write_table
 
 ROWS = [{"query": f"q{i} é", "pos": ["p" * (i % 9 + 1)]} for i in range(50)]
 
@@ -132,9 +132,9 @@ def test_corpora_and_beir_folders(memory: str) -> None:
     assert (example.query, example.positives, example.line) == ("seven", ("a one",), 2)
 
 
-def test_what_fails_is_told_in_a_sentence(memory: str) -> None:
-    assert error_of(f"{memory}/none.jsonl") == f"{memory}/none.jsonl: no such file or folder"
-    assert error_of(f"{memory}/none*.jsonl") == f"{memory}/none*.jsonl: no file matches this pattern"
+def test_errors_of_remote_files(memory: str) -> None:
+    assert_error(f"^{memory}/none.jsonl: no such file", f"{memory}/none.jsonl")
+    assert_error(rf"^{memory}/none\*.jsonl: no file matches", f"{memory}/none*.jsonl")
     fsspec.filesystem("memory").pipe("/train/cut.jsonl.gz", b"\x1f\x8b\x08\x00")
     assert "the gzip file is damaged or truncated" in error_of(f"{memory}/cut.jsonl.gz")
     fsspec.filesystem("memory").pipe("/train/bad.parquet", b"PAR1")
@@ -142,21 +142,19 @@ def test_what_fails_is_told_in_a_sentence(memory: str) -> None:
     fsspec.filesystem("memory").pipe("/train/bad.jsonl", b"\n{\n")
     assert "bad.jsonl:2: broken JSON" in error_of(f"{memory}/bad.jsonl")
     fsspec.filesystem("memory").pipe("/train/a.txt", b"text")
-    assert "this kind of file is not read" in error_of(f"{memory}/a.txt")
+    assert "kind of file" in error_of(f"{memory}/a.txt")
     assert "subset=x" in error_of(f"{memory}/rows/a.jsonl", ConfigError, subset="x")
     assert error_of("nothing://a/b.jsonl").startswith("nothing://a/b.jsonl: no file system is known for nothing://")
-    assert error_of("file:///no/such.jsonl") == "file:///no/such.jsonl: no such file or folder"
+    assert_error("^file:///no/such.jsonl: no such file", "file:///no/such.jsonl")
 
 
-def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # how Python knows that there is none, where there is one
-    assert error_of("s3://bucket/a.jsonl") == (
-        "s3://bucket/a.jsonl: s3:// needs a package that is not installed: pip install s3fs"
-    )
+    assert_error("^s3://bucket/a.jsonl: .*pip install s3fs", "s3://bucket/a.jsonl")
 
 
 def test_a_server_that_does_not_answer(served: str, files: Path) -> None:
-    assert error_of(f"{served}/none.jsonl") == f"{served}/none.jsonl: no such file or folder"
+    assert_error(f"^{served}/none.jsonl: no such file", f"{served}/none.jsonl")
     assert "127.0.0.1:1/a.jsonl: cannot be read (" in error_of("http://127.0.0.1:1/a.jsonl")
     assert len(read(f"{served}/rows/a.jsonl?download=true")[0]) == 50
     source = reading(f"{served}/rows/a.jsonl")

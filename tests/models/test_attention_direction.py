@@ -1,4 +1,4 @@
-"""Which way tokens look is what the configuration says, with padding and without, here and in an export."""
+"""The direction of attention follows the options, with and without padding, in the model and in its export."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
 ENCODERS = ("bert", "xlm-roberta", "modernbert", "mpnet", "distilbert")
 IDS = torch.tensor([[5, 9, 14, 20, 31, 7], [5, 9, 14, 20, 44, 7]])  # they differ in the fifth token
-_WIDE = {"initializer_range": 0.5}  # random weights of 0.1 let little of one token into another
+_WIDE = {"initializer_range": 0.5}  # weights of 0.1 would barely mix tokens
 
 
 def model(architecture: str, **options: object) -> ModelConfig:
@@ -26,66 +26,70 @@ def model(architecture: str, **options: object) -> ModelConfig:
     return small
 
 
-def reached(backbone: torch.nn.Module, *, padding: int) -> list[bool]:
-    """Which tokens' vectors change with the fifth token."""
+def depends_on_fifth(backbone: torch.nn.Module, *, padding: int) -> list[bool]:
+    """Whether each token's vector depends on the fifth token."""
     ids = torch.cat([IDS, torch.full((2, padding), 1)], dim=1)
     mask = torch.ones_like(ids)
     mask[:, IDS.shape[1] :] = 0
     with torch.no_grad():
-        one, other = backbone(input_ids=ids, attention_mask=mask).last_hidden_state[:, : IDS.shape[1]]
-    return [bool(change > 1e-6) for change in (one - other).norm(dim=-1)]
+        left, right = backbone(input_ids=ids, attention_mask=mask).last_hidden_state[:, : IDS.shape[1]]
+    return [bool(change > 1e-6) for change in (left - right).norm(dim=-1)]
 
 
 @pytest.mark.parametrize("bidirectional", [None, False, True])
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_a_later_token_reaches_an_earlier_one_as_asked(architecture, bidirectional, tmp_path):
+def test_decoders_attend_in_the_configured_direction(architecture, bidirectional, tmp_path):
     torch.manual_seed(0)
     encoder = assemble_encoder(open_model_source(model(architecture, bidirectional=bidirectional))).eval()
     expected = [bool(bidirectional)] * 4 + [True, True]
     encoder.backbone.save_pretrained(tmp_path)
     for backbone in (encoder.backbone, AutoModel.from_pretrained(tmp_path)):
         for padding in (0, 3):
-            assert reached(backbone, padding=padding) == expected
+            assert depends_on_fifth(backbone, padding=padding) == expected
     assert attends_to_later_tokens(encoder, (5, 9, 14), CPU) is bool(bidirectional)
 
 
 @pytest.mark.parametrize("architecture", ENCODERS)
-def test_encoders_see_all_and_cannot_do_otherwise(architecture):
+def test_encoders_are_always_bidirectional(architecture):
     torch.manual_seed(0)
     for bidirectional in (None, True):
         encoder = assemble_encoder(open_model_source(model(architecture, bidirectional=bidirectional))).eval()
-        assert reached(encoder.backbone, padding=0) == reached(encoder.backbone, padding=3) == [True] * 6
+        assert (
+            depends_on_fifth(encoder.backbone, padding=0) == depends_on_fifth(encoder.backbone, padding=3) == [True] * 6
+        )
         assert attends_to_later_tokens(encoder, (5, 9, 14), CPU) is True
-    with pytest.raises(ConfigError, match=r"model\.bidirectional=false: a .* is an encoder: .* leave it out"):
+    with pytest.raises(ConfigError, match=r"model\.bidirectional=false"):
         open_model_source(model(architecture, bidirectional=False))
 
 
-def test_the_probe_asks_with_any_pooling_and_knows_of_padding():
+def test_probe_works_with_any_pooling_and_detects_differences_with_padding():
     for pooling in Pooling:
         for bidirectional in (False, True):
             torch.manual_seed(0)
             encoder = assemble_encoder(open_model_source(model("llama", bidirectional=bidirectional))).eval()
             encoder.pooling = pooling
             assert attends_to_later_tokens(encoder, (5, 9, 14), CPU) is bidirectional
-    # Gemma's own option is lost beside padding.
+    # Gemma's own option has no effect with padding.
     torch.manual_seed(0)
     gemma = model("llama").config | {"model_type": "gemma", "head_dim": 16, "use_bidirectional_attention": True}
-    lost = open_model_source(ModelConfig(config=gemma, pooling=Pooling.mean))
-    assert attends_to_later_tokens(assemble_encoder(lost).eval(), (5, 9, 14), CPU) is None
+    ignored = open_model_source(ModelConfig(config=gemma, pooling=Pooling.mean))
+    assert attends_to_later_tokens(assemble_encoder(ignored).eval(), (5, 9, 14), CPU) is None
     del gemma["use_bidirectional_attention"]
-    kept = open_model_source(ModelConfig(config=gemma, pooling=Pooling.mean, bidirectional=True))
-    assert attends_to_later_tokens(assemble_encoder(kept).eval(), (5, 9, 14), CPU) is True
+    respected = open_model_source(ModelConfig(config=gemma, pooling=Pooling.mean, bidirectional=True))
+    assert attends_to_later_tokens(assemble_encoder(respected).eval(), (5, 9, 14), CPU) is True
 
 
-def test_what_a_directory_says_is_left_and_can_be_taken_back(tmp_path):
+def test_direction_of_a_directory_is_kept_or_overridden(tmp_path):
     for architecture in ("qwen3", "gemma3_text"):
         directory = tmp_path / architecture
         save_small(model(architecture), directory)
         source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True))
         window = getattr(source.config, "sliding_window", None)
         source.config.save_pretrained(directory)
-        for asked, expected in ((None, True), (True, True), (False, False)):
-            again = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=asked))
+        for bidirectional, expected in ((None, True), (True, True), (False, False)):
+            again = open_model_source(
+                ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=bidirectional)
+            )
             torch.manual_seed(0)
             assert attends_to_later_tokens(assemble_encoder(again).eval(), (5, 9, 14), CPU) is expected
             if expected:
@@ -93,57 +97,57 @@ def test_what_a_directory_says_is_left_and_can_be_taken_back(tmp_path):
                 assert open_model_source(small_model(architecture)).config.sliding_window != window or window is None
 
 
-def test_an_export_sees_both_ways_everywhere(tmp_path):
+def test_bidirectional_export(tmp_path):
     for architecture in ("llama", "gemma3_text"):
         directory = save_small(model(architecture), tmp_path / architecture)
         options = ModelConfig(path=str(directory), pooling=Pooling.mean, bidirectional=True)
-        made = architecture_of(tmp_path / f"{architecture}-made", options)
-        export_model(tmp_path / f"{architecture}-out", made)  # reopened by both libraries, and compared
+        exported = architecture_of(tmp_path / f"{architecture}-made", options)
+        export_model(tmp_path / f"{architecture}-out", exported)  # reopened by both libraries and compared
         encode = SentenceTransformer(str(tmp_path / f"{architecture}-out"), device="cpu").encode
-        torch.testing.assert_close(torch.tensor(encode(["alpha beta"])), vectors(made, options, "alpha beta"))
+        torch.testing.assert_close(torch.tensor(encode(["alpha beta"])), vectors(exported, options, "alpha beta"))
         causal = architecture_of(
             tmp_path / f"{architecture}-causal", ModelConfig(path=str(directory), pooling=Pooling.mean)
         )
-        assert (causal.vectors - made.vectors).norm(dim=1).max() > 0.01
+        assert (causal.vectors - exported.vectors).norm(dim=1).max() > 0.01
 
 
-def vectors(made, options, text):
+def vectors(exported, options, text):
     encoder = assemble_encoder(open_model_source(options)).eval()
-    encoder.load_state_dict(made.state)
+    encoder.load_state_dict(exported.state)
     ids = torch.tensor([small_tokenizer()(text)["input_ids"]])
     with torch.no_grad():
         return encoder(ids, torch.ones_like(ids))
 
 
-def test_a_decoder_that_cannot_look_ahead_is_refused():
+def test_decoder_without_bidirectional_support():
     mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
-    with pytest.raises(ConfigError, match=r"model\.bidirectional=true: the code of a mamba looks back only"):
+    with pytest.raises(ConfigError, match=r"model\.bidirectional=true: .* mamba"):
         open_model_source(ModelConfig(config=mamba, pooling=Pooling.mean, bidirectional=True))
     open_model_source(ModelConfig(config=mamba, pooling=Pooling.mean))
 
 
-def test_the_first_token_of_a_decoder_is_no_pooling(tmp_path):
-    sentence = r"model\.pooling=cls: the first token of a llama sees none of the others, .* write model\.pooling=last"
-    with pytest.raises(ConfigError, match=sentence):
+def test_cls_pooling_needs_bidirectional_attention(tmp_path):
+    pattern = r"model\.pooling=cls: .* llama .* model\.pooling=last"
+    with pytest.raises(ConfigError, match=pattern):
         open_model_source(small_model("llama", pooling=Pooling.cls))
     assert open_model_source(small_model("llama", pooling=Pooling.cls, bidirectional=True)).pooling is Pooling.cls
     assert open_model_source(small_model("bert", pooling=Pooling.last)).pooling is Pooling.last
-    # What a directory says itself is obeyed.
+    # The pooling of a directory itself is accepted.
     directory = save_small(small_model("llama"), tmp_path / "llama")
-    made = architecture_of(tmp_path / "st", ModelConfig(path=str(directory), pooling=Pooling.last))
-    export_model(tmp_path / "out", made)
+    exported = architecture_of(tmp_path / "st", ModelConfig(path=str(directory), pooling=Pooling.last))
+    export_model(tmp_path / "out", exported)
     settings = (tmp_path / "out" / "1_Pooling" / "config.json").read_text()
     settings = settings.replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
     settings = settings.replace('"pooling_mode_lasttoken": true', '"pooling_mode_lasttoken": false')
     (tmp_path / "out" / "1_Pooling" / "config.json").write_text(settings)
     assert open_model_source(ModelConfig(path=str(tmp_path / "out"))).pooling is Pooling.cls
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=pattern):
         open_model_source(ModelConfig(path=str(tmp_path / "out"), pooling=Pooling.cls))
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
-def test_nothing_is_cached(architecture):
-    """A cache that grows with every recomputed layer ends in IndexErrors."""
+def test_no_key_value_cache(architecture):
+    """A cache would grow with every recomputed layer and cause IndexErrors."""
     small = small_model(architecture, pooling=Pooling.last)
     small.config["use_cache"] = True
     encoder = assemble_encoder(open_model_source(small)).eval()
@@ -154,7 +158,7 @@ def test_nothing_is_cached(architecture):
     }
     assert [config.use_cache for config in configs.values()] == [False] * len(configs)
     with torch.no_grad():
-        found = encoder.backbone(input_ids=IDS, attention_mask=torch.ones_like(IDS))
-    assert list(found) == ["last_hidden_state"]
+        output = encoder.backbone(input_ids=IDS, attention_mask=torch.ones_like(IDS))
+    assert list(output) == ["last_hidden_state"]
     encoder.train()
     assert list(encoder.backbone(input_ids=IDS, attention_mask=torch.ones_like(IDS))) == ["last_hidden_state"]

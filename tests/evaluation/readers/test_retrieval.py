@@ -1,4 +1,4 @@
-"""Reading sets from files, and every way in which files can be wrong."""
+"""Retrieval sets from BEIR folders, tables of pairs, and errors of both."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def read(path, **options):
     return read_set(EvaluationSet(path=str(path), **options))
 
 
-def refused(path, **options):
+def error_of(path, **options):
     with pytest.raises(DataError) as caught:
         read(path, **options)
     return str(caught.value)
@@ -71,7 +71,7 @@ def test_beir_folder_in_gzip_and_parquet(beir):
     assert read(beir, kind=SetKind.retrieval, name="other").data.name == "other"
 
 
-def test_a_header_is_not_needed_and_windows_line_ends_do_not_hurt(beir):
+def test_files_without_a_header_and_with_windows_line_breaks(beir):
     expected = read(beir).data
     (beir / "qrels" / "test.tsv").write_text(QRELS.split("\n", 1)[1])
     assert read(beir).data == expected
@@ -84,15 +84,15 @@ def test_splits(beir):
     (qrels / "dev.tsv").write_text("query-id\tcorpus-id\tscore\nq3\td1\t1\n")
     assert read(beir).data.judged_queries == ["q2", "q1"]
     assert read(beir, split="dev").data.judged_queries == ["q3"]
-    assert refused(beir, split="train") == f"{qrels} holds no split 'train', only dev, test"
+    assert error_of(beir, split="train") == f"{qrels} holds no split 'train', only dev, test"
     (qrels / "test.tsv").rename(qrels / "zzz.tsv")
     assert read(beir).data.judged_queries == ["q3"]
     (qrels / "dev.tsv").rename(qrels / "aaa.tsv")
-    assert refused(beir) == f"{qrels} holds the splits aaa, zzz: choose one with split="
+    assert error_of(beir) == f"{qrels} holds the splits aaa, zzz: choose one with split="
     (qrels / "aaa.tsv").unlink()
     assert read(beir).data.judged_queries == ["q2", "q1"]
     (qrels / "zzz.tsv").unlink()
-    assert refused(beir) == f"{qrels} holds no split: expected one such as test"
+    assert error_of(beir) == f"{qrels} holds no split: expected one such as test"
 
 
 # File, its content, the location that the error names, and a value that it names.
@@ -125,12 +125,12 @@ BROKEN = [
 @pytest.mark.parametrize(("name", "content", "location", "value"), BROKEN)
 def test_broken_beir_folders(beir, name, content, location, value):
     (beir / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    error = refused(beir)
+    error = error_of(beir)
     assert error.startswith(f"{beir}/{location}")
     assert value in error
 
 
-def test_what_a_file_is_counts_not_its_name(beir):
+def test_compression_is_detected_by_content(beir):
     expected = read(beir).data
     for path in (beir / "corpus.jsonl", beir / "qrels" / "test.tsv"):
         path.write_bytes(gzip.compress(path.read_bytes()))
@@ -138,23 +138,23 @@ def test_what_a_file_is_counts_not_its_name(beir):
     (beir / "corpus.jsonl").rename(beir / "corpus.jsonl.gz")
     assert read(beir).data == expected
     (beir / "corpus.jsonl.gz").write_text(lines(CORPUS))
-    assert refused(beir).startswith(f"{beir}/corpus.jsonl.gz: is named .gz but is not a gzip file")
+    assert error_of(beir).startswith(f"{beir}/corpus.jsonl.gz: is named .gz but is not a gzip file")
 
 
-def test_a_gzip_file_that_is_cut_off(beir):
+def test_a_truncated_gzip_file(beir):
     (beir / "corpus.jsonl").unlink()
     packed = gzip.compress(lines(CORPUS * 100).encode())
     (beir / "corpus.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    assert re.search(r"corpus.jsonl.gz:\d+: the gzip file is damaged or truncated", refused(beir))
+    assert re.search(r"corpus.jsonl.gz:\d+: the gzip file is damaged or truncated", error_of(beir))
 
 
 @pytest.mark.parametrize("name", ["corpus", "queries"])
 def test_a_missing_file(beir, name):
     (beir / f"{name}.jsonl").unlink()
-    assert refused(beir) == f"{beir} holds no {name}.jsonl or {name}.jsonl.gz or {name}.parquet"
+    assert error_of(beir) == f"{beir} holds no {name}.jsonl or {name}.jsonl.gz or {name}.parquet"
 
 
-def test_judgements_of_what_is_not_there_are_told_and_kept_as_trec_eval_does(beir):
+def test_judgements_of_unknown_documents_count_as_in_trec_eval(beir):
     with (beir / "qrels" / "test.tsv").open("a") as file:
         file.write("gone\td1\t1\ngone\td3\t1\nq1\tgone\t1\nq2\tlost\t1\n")
     loaded = read(beir)
@@ -188,7 +188,7 @@ def test_tables_of_pairs(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "separator"), [("t.csv", ","), ("t.tsv", "\t")])
-def test_a_document_as_one_cell(tmp_path, name, separator):
+def test_a_long_cell(tmp_path, name, separator):
     long = "x" * 300_000
     rows = [("sentence1", "sentence2", "score"), (long, "b", "1"), ("c", long, "2")]
     (tmp_path / name).write_text("".join(separator.join(row) + "\n" for row in rows))
@@ -198,13 +198,13 @@ def test_a_document_as_one_cell(tmp_path, name, separator):
 
 def test_a_row_is_named_by_its_first_line(tmp_path):
     (tmp_path / "t.csv").write_text('sentence1,sentence2,score\n"two\nlines",b,1\n"two\nmore",b,high\n')
-    assert refused(tmp_path / "t.csv") == f"{tmp_path}/t.csv:4: score must be a number, not a text ('high')"
+    assert error_of(tmp_path / "t.csv") == f"{tmp_path}/t.csv:4: score must be a number, not a text ('high')"
 
 
 def test_a_parquet_text_that_is_not_utf8(tmp_path):
     latin = pa.array([b"good", b"caf\xe9"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"sentence1": latin, "sentence2": ["a", "b"], "score": [1, 2]}), tmp_path / "t.parquet")
-    assert refused(tmp_path / "t.parquet").startswith(f"{tmp_path}/t.parquet:2: not UTF-8 (byte 0xe9 in ")
+    assert error_of(tmp_path / "t.parquet").startswith(f"{tmp_path}/t.parquet:2: not UTF-8 (byte 0xe9 in ")
 
 
 # File, its content, the location that the error names, and a value that it names.
@@ -227,21 +227,21 @@ BROKEN_TABLES = [
 @pytest.mark.parametrize(("name", "content", "location", "value"), BROKEN_TABLES)
 def test_broken_tables(tmp_path, name, content, location, value):
     (tmp_path / name).write_text(content)
-    error = refused(tmp_path / name)
+    error = error_of(tmp_path / name)
     assert error.startswith(f"{tmp_path}/{location}")
     assert value in error
 
 
 @pytest.mark.parametrize("name", ["gone.tsv", "gone.jsonl", "gone.parquet"])
-def test_a_file_that_goes_away(tmp_path, name):
+def test_a_deleted_file(tmp_path, name):
     with pytest.raises(DataError, match=rf"{name}: cannot be read"):
         list(read_rows(part_of_file(str(tmp_path / name))))
 
 
-def test_what_is_not_a_set(beir, tmp_path):
-    assert refused(tmp_path / "nothing") == f"{tmp_path}/nothing does not exist"
-    assert refused("nothing.tsv") == "nothing.tsv does not exist"
-    assert refused(beir, kind=SetKind.sts) == f"{beir} is a retrieval set (BEIR folder), but kind=sts"
+def test_errors_of_paths_and_options(beir, tmp_path):
+    assert error_of(tmp_path / "nothing") == f"{tmp_path}/nothing does not exist"
+    assert error_of("nothing.tsv") == "nothing.tsv does not exist"
+    assert error_of(beir, kind=SetKind.sts) == f"{beir} is a retrieval set (BEIR folder), but kind=sts"
     with pytest.raises(
         ConfigError, match=r"^config=en is of Hub data sets, and .*my-set is a BEIR folder: leave it out"
     ):
@@ -250,19 +250,19 @@ def test_what_is_not_a_set(beir, tmp_path):
         read(beir, experiments=3)
     with pytest.raises(ConfigError, match=r"^metrics of my-set: 'spearman' is no metric of rankings: "):
         read(beir, metrics=["spearman"])
-    assert "is one file" in refused(beir / "corpus.jsonl", kind=SetKind.retrieval)
+    assert "is one file" in error_of(beir / "corpus.jsonl", kind=SetKind.retrieval)
     (tmp_path / "empty").mkdir()
-    assert "is not an evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
+    assert "is not an evaluation set: expected corpus.jsonl" in error_of(tmp_path / "empty")
     (tmp_path / "empty" / "zzz.json").write_text("{}")  # in a folder more often a configuration
-    assert "is not an evaluation set: expected corpus.jsonl" in refused(tmp_path / "empty")
+    assert "is not an evaluation set: expected corpus.jsonl" in error_of(tmp_path / "empty")
     (tmp_path / "empty" / "test.tsv.gz").write_bytes(gzip.compress(b""))
-    assert refused(tmp_path / "empty") == f"{tmp_path}/empty/test.tsv.gz is empty"
-    assert "is not a retrieval set: expected corpus.jsonl" in refused(tmp_path / "empty", kind=SetKind.retrieval)
+    assert error_of(tmp_path / "empty") == f"{tmp_path}/empty/test.tsv.gz is empty"
+    assert "is not a retrieval set: expected corpus.jsonl" in error_of(tmp_path / "empty", kind=SetKind.retrieval)
     for name in ("one.csv", "two.csv"):
         (tmp_path / "empty" / name).write_text("a,b\n1,2\n")
     (tmp_path / "empty" / "test.tsv.gz").unlink()
-    assert refused(tmp_path / "empty").endswith(f"give one of them, such as {tmp_path}/empty/two.csv")
-    assert refused(tmp_path / "empty", split="x") == f"{tmp_path}/empty holds no split 'x', only one, two"
+    assert error_of(tmp_path / "empty").endswith(f"give one of them, such as {tmp_path}/empty/two.csv")
+    assert error_of(tmp_path / "empty", split="x") == f"{tmp_path}/empty holds no split 'x', only one, two"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_name_is_the_end_of_the_path(path, name):
     assert set_name(EvaluationSet(path=path, name="given")) == "given"
 
 
-def test_the_name_of_the_folder_one_is_in(monkeypatch, beir):
+def test_the_name_of_the_current_folder(monkeypatch, beir):
     monkeypatch.chdir(beir)
     assert read(".").data.name == "my-set"
 

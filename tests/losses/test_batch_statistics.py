@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.losses import batch_statistics as module
-from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, geometry
+from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.build import row_spec_of
 from tests.losses.global_batch import GlobalVectors, vectors
 from tests.losses.test_infonce import duplicates
@@ -21,7 +21,7 @@ def textbook(batch: GlobalVectors, row_spec: RowSpec = ALL, *, rows: int | None 
     """One cell after another, from the definitions."""
     queries, documents = F.normalize(batch.queries, dim=1), F.normalize(batch.documents, dim=1)
     measured = range(len(batch.sizes) if rows is None else rows)
-    places = {row: batch.documents_of(row)[: module.MEASURED_DOCUMENTS] for row in measured}
+    places = {row: batch.documents_of(row)[: module.MAX_DOCUMENTS] for row in measured}
     positives = {row: places[row][0] for row in measured if places[row]}
     ids = batch.document_keys if batch.document_ids is None else batch.document_ids
     hardest, positive, suspected, negatives = [], [], 0, 0
@@ -33,7 +33,7 @@ def textbook(batch: GlobalVectors, row_spec: RowSpec = ALL, *, rows: int | None 
         for other in measured:
             for place in places[other]:
                 same = any(of[place] == of[a] for a in answers for of in (batch.document_keys, ids))
-                if not same and (row_spec.in_batch or other == row):
+                if not same and (row_spec.in_batch_negatives or other == row):
                     found.append(float(queries[row] @ documents[place]))
         hardest += [max(found)] if found else []
         suspected += sum(score > right - 0.05 * abs(right) for score in found)
@@ -41,7 +41,7 @@ def textbook(batch: GlobalVectors, row_spec: RowSpec = ALL, *, rows: int | None 
     sides = queries[list(measured)], documents[list(positives.values())]
     spread = [torch.pdist(x).pow(2).mul(-2).exp().mean().log().item() for x in sides if len(x) > 1]
     told = {"uniformity": sum(spread) / len(spread) if spread else math.nan}
-    if not row_spec.positives:
+    if not row_spec.has_positive:
         return told
     return told | {
         "positive_similarity": sum(positive) / len(positive),
@@ -52,16 +52,18 @@ def textbook(batch: GlobalVectors, row_spec: RowSpec = ALL, *, rows: int | None 
 
 
 def metrics(world, batch, deal, dtype, row_spec, rows=None, cells=None):
-    before, module._TILE_CELLS = module._TILE_CELLS, cells or module._TILE_CELLS
+    before, module.TILE_CELLS = module.TILE_CELLS, cells or module.TILE_CELLS
     try:
         mine = deal[world.rank]
-        queries, documents, batch_info = batch.local_loss(mine, dtype)
+        queries, documents, batch_info = batch.of_rank(mine, dtype)
         measured = [row for row in mine if rows is None or row < rows]
         room = max(1, *(sum(rows is None or row < rows for row in part) for part in deal))
-        sample = MeasuredRows(len(measured), room, max(1, min(max(batch.sizes), module.MEASURED_DOCUMENTS)))
-        return {name: float(v) for name, v in geometry(queries, documents, batch_info, sample, row_spec).items()}
+        sample = MeasuredRows(len(measured), room, max(1, min(max(batch.sizes), module.MAX_DOCUMENTS)))
+        return {
+            name: float(v) for name, v in batch_statistics(queries, documents, batch_info, sample, row_spec).items()
+        }
     finally:
-        module._TILE_CELLS = before
+        module.TILE_CELLS = before
 
 
 def check(ranks, batch, deal, row_spec=ALL, dtype=torch.float64, rows=None, cells=None):
@@ -97,8 +99,8 @@ def test_tiles_the_first_rows_and_own_negatives_alone(ranks):
     deal = [list(range(9))[rank::2] for rank in range(2)]
     check(ranks, batch, deal, cells=40)
     check(ranks, batch, deal, rows=5)
-    check(ranks, batch, deal, row_spec=RowSpec(in_batch=False))
-    check(ranks, batch, deal, row_spec=RowSpec(positives=False))
+    check(ranks, batch, deal, row_spec=RowSpec(in_batch_negatives=False))
+    check(ranks, batch, deal, row_spec=RowSpec(has_positive=False))
 
 
 def test_ids_mark_documents_that_are_no_negatives(ranks):
@@ -111,11 +113,11 @@ def test_ids_mark_documents_that_are_no_negatives(ranks):
 def test_the_first_rows_are_those_of_the_global_batch():
     for size in (1, 2, 3, 5):
         samples = [MeasuredRows.of(10_000, 40, rank, size) for rank in range(size)]
-        assert sum(sample.rows for sample in samples) == module.MEASURED_ROWS
-        assert {(sample.room, sample.width) for sample in samples} == {(-(-module.MEASURED_ROWS // size), 8)}
+        assert sum(sample.num_rows for sample in samples) == module.MAX_ROWS
+        assert {(sample.max_rows, sample.max_documents) for sample in samples} == {(-(-module.MAX_ROWS // size), 8)}
     assert MeasuredRows.of(3, 0, 4, 5) == MeasuredRows(0, 1, 1)
 
 
 def test_what_losses_say_of_rows():
     assert row_spec_of(InfoNCEConfig()) == RowSpec()
-    assert row_spec_of(InfoNCEConfig(in_batch_negatives=False)) == RowSpec(in_batch=False)
+    assert row_spec_of(InfoNCEConfig(in_batch_negatives=False)) == RowSpec(in_batch_negatives=False)

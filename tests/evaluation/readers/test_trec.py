@@ -4,7 +4,7 @@ import pytest
 
 from embedtrain.config.evaluation import SetKind
 from embedtrain.evaluation.runfile import run_path, write_run
-from tests.evaluation.files import beir, jsonl, read, refused
+from tests.evaluation.files import beir, error_of, jsonl, read
 
 CORPUS = {"d1": "one", "d2": "two", "d 3": "three", "d4": "four"}
 QUERIES = {"q1": "first", "q 2": "second", "q3": "third"}
@@ -21,7 +21,7 @@ def test_judgements_of_four_columns(tmp_path, name, separator):
 
 
 @pytest.mark.parametrize("gain", ["1", "1.0", "+1", " 1"])
-def test_a_first_line_that_is_no_header_is_a_judgement(tmp_path, gain):
+def test_a_file_without_a_header(tmp_path, gain):
     loaded = read(beir(tmp_path / "s", CORPUS, QUERIES, f"q1\td1\t{gain}\nq3\td4\t1.0\n"))
     assert loaded.data.judgements == {"q1": {"d1": 1}, "q3": {"d4": 1}}
 
@@ -34,24 +34,24 @@ def test_judgements_as_a_table(tmp_path):
     assert read(folder).data == expected
 
 
-def test_what_every_model_scores_0_on(tmp_path):
+def test_a_subset_on_which_every_model_scores_0(tmp_path):
     folder = beir(tmp_path / "s", CORPUS, QUERIES, "q1\td1\t1\nq3\td2\t1\n")
     (tmp_path / "of-q1.run").write_text("q1 Q0 d1 1 0.5 x\nq1 Q0 d2 2 0.4 x\n")
     (tmp_path / "of-q3.run").write_text("q3 Q0 d1 1 0.5 x\n")
-    (kept,) = read(folder, subset=1).data.judged_queries
-    other = tmp_path / f"of-{'q1' if kept == 'q3' else 'q3'}.run"
-    error = refused(folder, kind=SetKind.reranking, candidates=str(other), subset=1)
+    (remaining,) = read(folder, subset=1).data.judged_queries
+    other = tmp_path / f"of-{'q1' if remaining == 'q3' else 'q3'}.run"
+    error = error_of(folder, kind=SetKind.reranking, candidates=str(other), subset=1)
     assert "subset=1: no query has a relevant document and candidates" in error
 
 
 def test_wrong_judgements(tmp_path):
     folder = beir(tmp_path / "s", CORPUS, QUERIES, "q1 0 d1 1\nq1 0 d2\n", "test.qrels")
-    assert refused(folder).startswith(f"{folder}/qrels/test.qrels:2: 1 field")
+    assert error_of(folder).startswith(f"{folder}/qrels/test.qrels:2: 1 field")
     (folder / "qrels" / "test.qrels").write_text("q1 0 d1 1\nq1 0 d2 0.5\n")
-    assert refused(folder) == f"{folder}/qrels/test.qrels:2: score must be a whole number, not 0.5"
+    assert error_of(folder) == f"{folder}/qrels/test.qrels:2: score must be a whole number, not 0.5"
 
 
-def test_a_query_without_a_relevant_document_is_told(tmp_path):
+def test_a_query_without_a_relevant_document_is_noted(tmp_path):
     loaded = read(beir(tmp_path / "s", CORPUS, QUERIES, "q1\td1\t1\nq3\td2\t0\n"))
     assert loaded.data.judged_queries == ["q1", "q3"]
     assert loaded.notes == (
@@ -79,7 +79,7 @@ def test_candidates_of_a_run(tmp_path, folder):
     assert no_documents.startswith(f"s: 1 candidates of {run} are not documents") and "gone" in no_documents
 
 
-def test_a_run_written_here(tmp_path, folder):
+def test_a_run_written_by_write_run(tmp_path, folder):
     run = {"q 2": {"d 3": 0.5, "d1": 0.25}, "q1": {"d1": 1.0}, "q3": {"d4": 1.0}}
     write_run(run_path(tmp_path, "s"), run.items(), 10)
     loaded = read(folder, kind=SetKind.reranking, candidates=str(run_path(tmp_path, "s")))
@@ -97,20 +97,20 @@ WRONG_RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "says"), WRONG_RUNS, ids=[says for _, says in WRONG_RUNS])
-def test_wrong_runs(tmp_path, folder, text, says):
+@pytest.mark.parametrize(("text", "message"), WRONG_RUNS, ids=[message for _, message in WRONG_RUNS])
+def test_wrong_runs(tmp_path, folder, text, message):
     run = tmp_path / "a.run"
     run.write_text(text)
-    assert refused(folder, candidates=str(run)).startswith(says.format(run=run))
+    assert error_of(folder, candidates=str(run)).startswith(message.format(run=run))
 
 
-def test_what_cannot_be_ranked(tmp_path, folder):
-    assert refused(folder, candidates=str(tmp_path / "gone")) == f"{tmp_path}/gone: no such run file"
-    assert refused(folder, kind=SetKind.reranking).endswith(
+def test_missing_candidates(tmp_path, folder):
+    assert error_of(folder, candidates=str(tmp_path / "gone")) == f"{tmp_path}/gone: no such run file"
+    assert error_of(folder, kind=SetKind.reranking).endswith(
         f"so kind=reranking needs a run file: write {{path: {folder}, kind: reranking, candidates: FILE}}"
     )
     rows = jsonl(tmp_path / "r.jsonl", [{"query": "q", "positive": "a", "negative": "b"}])
-    assert "whose rows hold their own" in refused(rows, candidates="x")
+    assert "whose rows hold their own" in error_of(rows, candidates="x")
 
 
 def test_ids_that_are_identical(folder):

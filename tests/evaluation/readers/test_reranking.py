@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.evaluation import SetKind
 from embedtrain.evaluation.types import Corpus
-from tests.evaluation.files import jsonl, parquet, read, refused, repository
+from tests.evaluation.files import error_of, jsonl, parquet, read, repository
 
 ROWS = [
     {"query": "one", "positive": ["a", "b"], "negative": ["c"]},
@@ -21,7 +21,7 @@ def _own_cache(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_rows_are_what_mteb_makes_of_them(tmp_path):
+def test_rows_equal_those_of_mteb(tmp_path):
     from mteb.abstasks.text.reranking import AbsTaskReranking
 
     for path in (jsonl(tmp_path / "test.jsonl", ROWS), parquet(tmp_path / "p" / "test.parquet", ROWS)):
@@ -29,15 +29,15 @@ def test_rows_are_what_mteb_makes_of_them(tmp_path):
         assert loaded.notes == (
             f"r: 2 rows without positives or without negatives are left out, as in mteb (the first: {path}:2)",
         )
-        theirs = [AbsTaskReranking._process_example(None, ROWS[row], "test", i) for i, row in enumerate([0, 2])]
+        mteb_data = [AbsTaskReranking._process_example(None, ROWS[row], "test", i) for i, row in enumerate([0, 2])]
         data = loaded.data
-        assert data.queries == {row["query_id"]: row["query"] for row in theirs}
-        assert data.documents.ids == [key for row in theirs for key in row["doc_ids"]]
-        assert data.documents.texts == [text for row in theirs for text in row["doc_texts"]]
-        for row in theirs:
+        assert data.queries == {row["query_id"]: row["query"] for row in mteb_data}
+        assert data.documents.ids == [key for row in mteb_data for key in row["doc_ids"]]
+        assert data.documents.texts == [text for row in mteb_data for text in row["doc_texts"]]
+        for row in mteb_data:
             assert data.judgements[row["query_id"]] == dict(zip(row["doc_ids"], row["relevance_scores"], strict=True))
-            found = [data.documents.ids[place] for place in data.candidates[row["query_id"]]]
-            assert found == row["doc_ids"]
+            candidates = [data.documents.ids[index] for index in data.candidates[row["query_id"]]]
+            assert candidates == row["doc_ids"]
 
 
 def test_one_text_is_a_list_of_one(tmp_path):
@@ -59,29 +59,29 @@ def tables(before="", behind="", **more):
     return {f"{before}{part}{behind}": {"test": rows} for part, rows in named.items()}
 
 
-def theirs(folder, config):
+def mteb_data(folder, config):
     """Queries with their instructions, documents, judgements and candidates as mteb reads them."""
     from mteb._create_dataloaders import _combine_queries_with_instruction_text, _corpus_to_dict
     from mteb.abstasks.retrieval_dataset_loaders import RetrievalDatasetLoader
 
-    found = RetrievalDatasetLoader(str(folder), None, split="test", config=config).load()
-    queries = _combine_queries_with_instruction_text(found["queries"])
-    documents = [_corpus_to_dict({**row, "title": row["title"] or ""}) for row in found["corpus"]]
+    candidates = RetrievalDatasetLoader(str(folder), None, split="test", config=config).load()
+    queries = _combine_queries_with_instruction_text(candidates["queries"])
+    documents = [_corpus_to_dict({**row, "title": row["title"] or ""}) for row in candidates["corpus"]]
     return (
         dict(zip(queries["id"], queries["text"], strict=True)),
         {row["id"]: row["text"] for row in documents},
-        found["relevant_docs"],
-        found["top_ranked"],
+        candidates["relevant_docs"],
+        candidates["top_ranked"],
     )
 
 
 @pytest.mark.parametrize("language", [None, "de"])
 @pytest.mark.parametrize("more", [{}, {"top_ranked": RANKED, "instruction": TOLD}])
-def test_repositories_are_what_mteb_makes_of_them(tmp_path, language, more):
+def test_repositories_equal_those_of_mteb(tmp_path, language, more):
     parts = tables("" if language is None else "de-", **more)
     other = {} if language is None else {"en-corpus": {"test": CORPUS[:1]}, "en-queries": {"test": QUERIES}}
     folder = repository(tmp_path / "set", {**parts, **other})
-    queries, documents, judgements, ranked = theirs(folder, language)
+    queries, documents, judgements, ranked = mteb_data(folder, language)
     data = read(folder, config=language, kind=SetKind.retrieval).data
     assert {query: data.queries[query] for query in data.judged_queries} == queries
     assert dict(zip(data.documents.ids, data.documents.texts, strict=True)) == documents
@@ -89,11 +89,13 @@ def test_repositories_are_what_mteb_makes_of_them(tmp_path, language, more):
     assert data.candidates is None
     if ranked is not None:
         data = read(folder, config=language).data
-        found = {query: [data.documents.ids[place] for place in some] for query, some in data.candidates.items()}
-        assert found == ranked
+        candidates = {
+            query: [data.documents.ids[index] for index in indices] for query, indices in data.candidates.items()
+        }
+        assert candidates == ranked
         assert data == read(folder, config=language, kind=SetKind.reranking).data
     elif language is not None:
-        assert refused(folder).startswith(f"{folder} holds sets of de, en: ")
+        assert error_of(folder).startswith(f"{folder} holds sets of de, en: ")
 
 
 @pytest.mark.parametrize("behind", ["-de", "_de"])
@@ -111,9 +113,9 @@ def test_configurations_of_tables(tmp_path):
     folder = repository(tmp_path / "sts", {"en": {"test": rows}, "de": {"test": rows[::-1], "train": rows}})
     assert read(folder, config="de").data.first == ["c", "a"]
     assert read(folder, config="de", split="train").data.first == ["a", "c"]
-    assert refused(folder).startswith(f"{folder} holds the configurations en, de: ")
-    assert refused(folder, config="fr") == f"{folder} holds no configuration 'fr', only en, de"
-    assert refused(folder, config="de", split="dev") == f"{folder} (de) holds no split 'dev', only test, train"
+    assert error_of(folder).startswith(f"{folder} holds the configurations en, de: ")
+    assert error_of(folder, config="fr") == f"{folder} holds no configuration 'fr', only en, de"
+    assert error_of(folder, config="de", split="dev") == f"{folder} (de) holds no split 'dev', only test, train"
 
 
 def test_two_languages_of_a_table_of_many(tmp_path):
@@ -121,7 +123,7 @@ def test_two_languages_of_a_table_of_many(tmp_path):
     folder = repository(tmp_path / "many", {"default": {"test": rows}})
     data = read(folder, config="fra-deu").data
     assert (data.first, data.second) == (["un", "deux"], ["eins", "zwei"])
-    assert "holds no configuration 'fra-xyz', only default" in refused(folder, config="fra-xyz")
+    assert "holds no configuration 'fra-xyz', only default" in error_of(folder, config="fra-xyz")
 
 
 def test_classification_of_a_repository(tmp_path):
@@ -130,7 +132,7 @@ def test_classification_of_a_repository(tmp_path):
     data = read(folder, config="en").data
     assert (data.train_texts, data.texts) == (["a", "b"], ["a"])
     assert read(folder, config="en", split="dev").data.texts == ["b"]
-    assert "all 1 texts to learn from have the label 0" in refused(folder, config="en", train="test")
+    assert "all 1 texts to learn from have the label 0" in error_of(folder, config="en", train="test")
 
 
 def test_a_file_of_llama_index(tmp_path):
@@ -150,13 +152,13 @@ def test_a_file_of_llama_index(tmp_path):
                 Corpus.from_dict(whole["corpus"]),
             )
             assert data.judgements == {"q1": {"n1": 1}, "q2": {"n2": 1, "n1": 1}}
-    assert "is a retrieval set (one file with corpus, " in refused(tmp_path / "qa.json", kind=SetKind.sts)
-    for key, value, says in [
+    assert "is a retrieval set (one file with corpus, " in error_of(tmp_path / "qa.json", kind=SetKind.sts)
+    for key, value, message in [
         ("relevant_docs", {"q1": "n1"}, "qa.json: relevant_docs: q1 must have a list of ids, not 'n1'"),
         ("relevant_docs", {"q1": ["n7"]}, "none of its 1 documents is in {}/qa.json: corpus; it has 'n7'"),
         ("corpus", {}, "{}/qa.json: corpus is empty"),
         ("queries", ["one"], "{}/qa.json: queries must be an object of texts by id, not ['one']"),
-        ("queries", {"q1": 7}, "{}/qa.json: queries: q1 must be a text, not 7"),
+        ("queries", {"q1": 7}, "{}/qa.json: queries: q1 must be a text, not a number (7)"),
     ]:
         (tmp_path / "qa.json").write_text(json.dumps({**whole, key: value}))
-        assert says.format(tmp_path) in refused(tmp_path / "qa.json")
+        assert message.format(tmp_path) in error_of(tmp_path / "qa.json")

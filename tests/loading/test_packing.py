@@ -1,4 +1,4 @@
-"""Packed where that is right, padded and said so where it is not, refused where it was asked for."""
+"""Texts are packed if the model supports it, else padded with a note, or rejected with model.attention=packed."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from embedtrain.errors import ModelError
 from embedtrain.loading.load import LoadedModel, load_model
 from tests.small import parallel, small_model, small_tokenizer, text
 
-REASON = "from those of the same texts padded"
+REASON = "packed vectors differ"
 
 
 def loaded(architecture: str, attention: Attention = Attention.auto) -> LoadedModel:
@@ -29,8 +29,8 @@ def vectors(model: LoadedModel) -> torch.Tensor:
 
 
 @pytest.fixture
-def positions_are_wrong(monkeypatch):
-    """What a model would do that counts positions in a way nobody knows of."""
+def wrong_positions(monkeypatch):
+    """Makes the encoder count positions differently from the model."""
     monkeypatch.setattr("embedtrain.models.encoder.first_position", lambda backbone: 0)
 
 
@@ -42,19 +42,17 @@ def test_packed(attention):
     torch.testing.assert_close(vectors(model), vectors(padded), atol=1e-6, rtol=0)
 
 
-@pytest.mark.usefixtures("positions_are_wrong")
-def test_packing_that_changes_vectors_is_given_up():
+@pytest.mark.usefixtures("wrong_positions")
+def test_packing_that_changes_vectors_is_disabled():
     model = loaded("xlm-roberta")
     assert not model.tokenizer.packed and REASON in model.notes[-1]
     assert model.notes[-1].startswith("texts are padded: ")
     assert vectors(model).equal(vectors(loaded("xlm-roberta", Attention.padded)))
-    with pytest.raises(
-        ModelError, match=rf"model\.attention=packed: .* {REASON}; write model\.attention=auto or padded"
-    ):
+    with pytest.raises(ModelError, match=rf"model\.attention=packed: .*{REASON}.* model\.attention=auto"):
         loaded("xlm-roberta", Attention.packed)
 
 
-def test_a_model_that_cannot_is_padded():
-    assert "texts are padded: it computes attention by itself" in " ".join(loaded("mpnet").notes)
-    with pytest.raises(ModelError, match=r"model\.attention=packed: it computes attention by itself"):
+def test_model_with_its_own_attention_is_padded():
+    assert "texts are padded: it computes attention itself" in " ".join(loaded("mpnet").notes)
+    with pytest.raises(ModelError, match=r"model\.attention=packed: it computes attention itself"):
         loaded("mpnet", Attention.packed)

@@ -78,7 +78,7 @@ def test_blank_lines_at_the_end_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "packed.jsonl", "a.csv", "a.json"])
-def test_what_can_only_be_read_from_its_beginning_is_one_piece(tmp_path: Path, name: str) -> None:
+def test_parts_that_cannot_be_split_are_one_piece(tmp_path: Path, name: str) -> None:
     match name:
         case "a.csv":
             path = write_table(tmp_path / name, {"a": ["q"] * 50, "b": ["p"] * 50})
@@ -127,7 +127,7 @@ def test_empty_files_are_a_piece_without_rows(tmp_path: Path) -> None:
         source.detect_layout(OnError.stop)
 
 
-def test_recognising_names_the_first_bad_row(tmp_path: Path) -> None:
+def test_layout_detection_names_the_first_bad_row(tmp_path: Path) -> None:
     source = reading(write(tmp_path / "a.jsonl", b"\n", b"{\n", [1], ROW))
     with pytest.raises(DataError, match=r"a\.jsonl:2: broken JSON"):
         source.detect_layout(OnError.stop)
@@ -140,7 +140,7 @@ def test_recognising_names_the_first_bad_row(tmp_path: Path) -> None:
 # Content
 
 
-def test_content_is_what_decides_the_rows(tmp_path: Path) -> None:
+def test_content_changes_with_what_determines_the_rows(tmp_path: Path) -> None:
     write(tmp_path / "d" / "a.jsonl", ROW)
     write(tmp_path / "d" / "b.jsonl", {**ROW, "query": "r"})
     before = reading(tmp_path / "d").content()
@@ -215,11 +215,11 @@ def test_content_of_a_saved_data_set(tmp_path: Path) -> None:
     assert a == b != c
 
 
-# Files that change or go
+# Files that change or are deleted
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.arrow"])
-def test_a_file_that_goes_between_finding_and_reading(tmp_path: Path, name: str) -> None:
+def test_a_file_deleted_before_it_is_read(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     if name == "a.arrow":
         table = pa.table({"query": ["q"], "pos": [["p"]]})
@@ -231,9 +231,9 @@ def test_a_file_that_goes_between_finding_and_reading(tmp_path: Path, name: str)
     layout = source.detect_layout(OnError.stop)
     (piece,) = source.pieces(1 << 20)
     path.unlink()
-    asked: list[Any] = [source.content, lambda: source.detect_layout(OnError.skip)]
-    asked.append(lambda: list(source.rows(piece, layout)))
-    for ask in asked:
+    calls: list[Any] = [source.content, lambda: source.detect_layout(OnError.skip)]
+    calls.append(lambda: list(source.rows(piece, layout)))
+    for call in calls:
         with pytest.raises(DataError) as caught:
-            ask()
-        assert str(caught.value) == f"{path}: cannot be read: No such file or directory"
+            call()
+        assert str(caught.value).startswith(f"{path}: ") and "No such file" in str(caught.value)

@@ -66,7 +66,7 @@ def test_layers_with_a_window_keep_their_positions():
 
 
 @pytest.mark.parametrize(
-    ("scaling", "sentence"),
+    ("scaling", "pattern"),
     [
         (4, r"model\.rope_scaling=4: a mapping with rope_type and factor"),
         ({"factor": 4}, "rope_type=None is not one of yarn, linear, llama3"),
@@ -78,33 +78,33 @@ def test_layers_with_a_window_keep_their_positions():
         ({"rope_type": "yarn", "factor": float("nan")}, "a number above 1"),
         ({"rope_type": "yarn", "factor": True}, "a number above 1"),
         (YARN | {"original_max_position_embeddings": 0}, "is a number of positions"),
-        ({"rope_type": "llama3", "factor": 4}, "transformers says .*low_freq_factor"),
-        (YARN | {"beta_fast": "fast"}, "transformers says .*beta_fast"),
-        (YARN | {"beta_fats": 3}, "transformers says .*beta_fats"),
+        ({"rope_type": "llama3", "factor": 4}, "low_freq_factor"),
+        (YARN | {"beta_fast": "fast"}, "beta_fast"),
+        (YARN | {"beta_fats": 3}, "beta_fats"),
     ],
 )
-def test_values_that_make_no_sense(scaling, sentence):
-    with pytest.raises(ConfigError, match=sentence) as caught:
+def test_invalid_values(scaling, pattern):
+    with pytest.raises(ConfigError, match=pattern) as caught:
         opened("llama", scaling)
     assert "\n" not in str(caught.value)
 
 
-def test_a_mapping_that_is_right_is_no_problem():
+def test_valid_mappings():
     for scaling in (YARN, LLAMA3, YARN | {"original_max_position_embeddings": 8}):
         check_rope_scaling(scaling)
 
 
 def test_a_model_without_rotary_positions():
     for architecture in ("bert", "xlm-roberta", "mpnet", "distilbert"):
-        with pytest.raises(ConfigError, match="has no rotary positions to scale; leave it out"):
+        with pytest.raises(ConfigError, match=r"model\.rope_scaling=.* no rotary positions"):
             opened(architecture, YARN)
 
 
-def test_a_length_beyond_the_positions_says_what_to_write(tmp_path):
+def test_length_beyond_the_positions(tmp_path):
     for architecture, more in (("llama", True), ("bert", False)):
         directory = save_small(small_model(architecture), tmp_path / architecture)
         source = open_model_source(ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=150))
-        with pytest.raises(ConfigError, match=r"more than the 64 tokens .* write model\.max_length=64") as caught:
+        with pytest.raises(ConfigError, match=r"model\.max_length=150: .* model\.max_length=64") as caught:
             resolve_max_length(source, load_tokenizer(source))
         assert ("or model.rope_scaling={rope_type: yarn, factor: 3} for more" in str(caught.value)) is more
     source = open_model_source(

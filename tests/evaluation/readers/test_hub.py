@@ -25,7 +25,7 @@ def read(path, **options):
     return read_set(EvaluationSet(path=str(path), **options))
 
 
-def refused(path, **options):
+def error_of(path, **options):
     with pytest.raises(DataError) as caught:
         read(path, **options)
     return str(caught.value)
@@ -68,14 +68,14 @@ def test_mteb_layout(tmp_path, judgements):
     assert data.queries == {"q1": "one", "q2": "two"}
     assert data.judgements == {"q1": {"d2": 1}}
     assert read(folder, split="dev").data.judgements == {"q2": {"d1": 2}}
-    assert refused(folder, split="train") == f"{folder} ({judgements}) holds no split 'train', only dev, test"
+    assert error_of(folder, split="train") == f"{folder} ({judgements}) holds no split 'train', only dev, test"
 
 
 def test_c_mteb_layout(tmp_path):
     folder = tmp_path / "crosslingual"
     write_parquet(folder, "corpus", [{"id": "7", "text": "中文"}, {"id": "8", "text": "english"}])
     write_parquet(folder, "queries", [{"id": "q", "text": "query"}])
-    assert refused(folder).startswith(
+    assert error_of(folder).startswith(
         f"{folder} holds no judgements (a configuration called default or qrels), and there is no {folder}-qrels either"
     )
     write_parquet(tmp_path / "crosslingual-qrels", "dev", [{"qid": "q", "pid": "8", "score": 1}])
@@ -84,7 +84,7 @@ def test_c_mteb_layout(tmp_path):
         assert data.documents == Corpus(["7", "8"], ["中文", "english"])
         assert data.judgements == {"q": {"8": 1}}
     write_parquet(tmp_path / "crosslingual-qrels", "dev", [{"qid": "q", "pid": 9, "score": 1}])
-    assert f"{folder}-qrels, judgements: none of its 1 documents is in {folder}, corpus" in refused(folder)
+    assert f"{folder}-qrels, judgements: none of its 1 documents is in {folder}, corpus" in error_of(folder)
 
 
 def test_pairs(tmp_path):
@@ -94,16 +94,16 @@ def test_pairs(tmp_path):
     write_parquet(folder, "validation", rows[::-1])
     data = read(folder).data
     assert (data.name, data.first, data.second, data.scores) == ("sts-set", ["c", "a"], ["d", "b"], [3.0, 1.5])
-    assert "2 pairs" not in refused(folder, split="train")
+    assert "2 pairs" not in error_of(folder, split="train")
     write_parquet(folder, "test", [{"sentence1": "a", "sentence2": None, "score": 1.5}])
-    assert refused(folder).startswith(f"{folder} (default, test):1: sentence2 must be a text")
-    assert "only the configurations default (default: train, validation, test)" in refused(
+    assert error_of(folder).startswith(f"{folder} (default, test):1: sentence2 must be a text")
+    assert "only the configurations default (default: train, validation, test)" in error_of(
         folder, kind=SetKind.retrieval
     )
 
 
 def test_a_hub_id_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    error = refused("nobody/no-such-set")
+    error = error_of("nobody/no-such-set")
     assert error.startswith("nobody/no-such-set: ") and "ConnectionError" in error
     assert error.endswith("(no file or folder is called nobody/no-such-set either)")

@@ -8,7 +8,7 @@ import pytest
 
 from embedtrain.config.evaluation import Classifier, SetKind
 from embedtrain.evaluation.types import Bitext, ClassificationSet, ClusteringSet, LabelledPairs, ScoredPairs
-from tests.evaluation.files import jsonl, parquet, read, refused
+from tests.evaluation.files import error_of, jsonl, parquet, read
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_labelled_pairs(tmp_path, names):
             assert read(path, kind=kind, name="t").data == LabelledPairs("t", ["a", "c"], ["b", "d"], [1, 0])
 
 
-def test_a_score_beside_a_label_is_what_is_measured(tmp_path):
+def test_a_score_takes_precedence_over_a_label(tmp_path):
     rows = [{**row, "score": row["label"] * 2.5} for row in labelled()]
     assert read(jsonl(tmp_path / "t.jsonl", rows)).data == ScoredPairs("t", ["a", "c"], ["b", "d"], [2.5, 0.0])
     data = read(tmp_path / "t.jsonl", kind=SetKind.pair_classification).data
@@ -69,9 +69,9 @@ def test_classification(tmp_path):
     assert read(tmp_path / "set", split="train", train="test").data.texts == ["t0", "t1", "t2", "t3"]
     data = read(tmp_path / "set", classifier=Classifier.knn, samples_per_label=None, experiments=3).data
     assert (data.classifier, data.samples_per_label, data.experiments) == (Classifier.knn, None, 3)
-    assert f"{{path: {tmp_path}/other.jsonl, train: FILE}}" in refused(tmp_path / "other.jsonl")
-    assert "train: FILE" in refused(tmp_path / "set" / "train.jsonl")
-    assert re.search(r"train=dev .* test, train$", refused(tmp_path / "set", train="dev"))
+    assert f"{{path: {tmp_path}/other.jsonl, train: FILE}}" in error_of(tmp_path / "other.jsonl")
+    assert "train: FILE" in error_of(tmp_path / "set" / "train.jsonl")
+    assert re.search(r"train=dev .* test, train$", error_of(tmp_path / "set", train="dev"))
 
 
 def test_classes_are_the_same_in_files_of_another_kind(tmp_path):
@@ -83,7 +83,7 @@ def test_classes_are_the_same_in_files_of_another_kind(tmp_path):
     assert read(tmp_path).data.train_labels == ["07", "8"]
 
 
-def test_a_class_that_nothing_can_be_learnt_of(tmp_path):
+def test_a_class_without_training_texts_is_noted(tmp_path):
     jsonl(tmp_path / "train.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
     jsonl(tmp_path / "test.jsonl", [{"text": "c", "label": "z"}, {"text": "d", "label": "x"}])
     loaded = read(tmp_path, name="n")
@@ -111,7 +111,7 @@ def test_clustering(tmp_path):
     assert read(tmp_path / "c.csv", kind=SetKind.clustering).data.labels == [(1,), (2,)]
 
 
-def test_a_folder_of_tables_and_what_datasets_saved(tmp_path, shared_data):
+def test_folders_of_tables_and_of_save_to_disk(tmp_path, shared_data):
     import datasets
 
     data = read(shared_data / "stsb" / "en").data
@@ -157,16 +157,16 @@ BROKEN = [
 @pytest.mark.parametrize(("rows", "options", "pattern"), BROKEN)
 def test_broken_tables(tmp_path, rows, options, pattern):
     options = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in options.items()}
-    error = refused(jsonl(tmp_path / "t.jsonl", rows), **options)
+    error = error_of(jsonl(tmp_path / "t.jsonl", rows), **options)
     assert re.search(pattern.replace("{}", str(tmp_path)), error), error
 
 
 def test_a_table_that_is_not_utf8(tmp_path):
     (tmp_path / "t.tsv").write_bytes(b"a\tb\nx\t\xff\n")
-    assert refused(tmp_path / "t.tsv").startswith(f"{tmp_path}/t.tsv:2: not UTF-8 (byte 0xff in ")
+    assert error_of(tmp_path / "t.tsv").startswith(f"{tmp_path}/t.tsv:2: not UTF-8 (byte 0xff in ")
 
 
-def test_what_has_no_use_with_pairs_is_told(tmp_path):
+def test_unused_options_are_noted(tmp_path):
     path = jsonl(tmp_path / "t.jsonl", labelled())
     loaded = read(path, query_prompt="q: ", query_max_length=9, document_max_length=7, metrics=["f1", "ap"])
     assert loaded.notes == ("t: document_max_length has no use, since a set of labelled pairs has no documents",)

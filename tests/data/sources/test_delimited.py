@@ -1,4 +1,4 @@
-"""CSV files whose quotation marks do not fit together: no row behind one is lost unsaid, whatever on_error says."""
+"""CSV files with unmatched quotation marks: no row after one is silently lost, with any on_error."""
 
 from pathlib import Path
 
@@ -14,13 +14,13 @@ TAIL = "".join(f"r{i},s{i}\n" for i in range(3))
 def broken(path: Path, text: str) -> str:
     """The sentence, the same with skip as without."""
     path.write_text(text)
-    told = {error_of(path, on_error=on_error) for on_error in OnError}
-    assert len(told) == 1
-    return told.pop()
+    messages = {error_of(path, on_error=on_error) for on_error in OnError}
+    assert len(messages) == 1
+    return messages.pop()
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "problem"),
     [
         (
             f'{HEAD}x,"open\n{TAIL}',
@@ -52,26 +52,26 @@ def broken(path: Path, text: str) -> str:
     ],
     ids=["open", "second cell", "escaped", "closed", "cells", "header", "broken header"],
 )
-def test_quotation_marks_over_several_lines_stop_the_run(tmp_path: Path, text: str, told: str) -> None:
+def test_quotation_marks_over_several_lines_stop_the_run(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "t.csv"
-    assert broken(path, text) == f"{path}:{told}"
+    assert broken(path, text).startswith(f"{path}:{problem}")
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "problem"),
     [
         ('x,"bad" y\n', "broken CSV: ',' expected after"),
         ('"two words",p,more\n', "3 cells where the header has 2"),
         ("alone\n", "1 cell where the header has 2"),
     ],
 )
-def test_a_bad_row_within_its_line_is_passed_over(tmp_path: Path, line: str, told: str) -> None:
+def test_a_bad_row_within_one_line_is_skipped(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "t.csv"
     path.write_text(HEAD + line + TAIL)
     examples, report = read(path, OnError.skip)
     assert [e.line for e in examples] == [2, 3, 4, 6, 7, 8]
     assert report.num_skipped == 1
-    assert report.problems[0].startswith(f"{path}:5: {told}")
+    assert report.problems[0].startswith(f"{path}:5: {problem}")
 
 
 def test_an_open_cell_in_the_last_line_swallows_nothing(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_an_open_cell_in_the_last_line_swallows_nothing(tmp_path: Path) -> None:
     path.write_text(HEAD + 'x,"cut off')
     examples, report = read(path, OnError.skip)
     assert len(examples) == 3
-    told = "unexpected end of data: a quotation mark that opens on line 5 never closes"
-    assert report.problems == [f"{path}:5: broken CSV: {told}"]
+    (problem,) = report.problems
+    assert problem.startswith(f"{path}:5: ") and "opens on line 5 never closes" in problem
 
 
-def test_cells_of_several_lines_and_marks_within_words_are_no_mistake(tmp_path: Path) -> None:
+def test_multiline_cells_and_marks_within_words_are_valid(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(HEAD + '"a ""b""\n\nc",5" pipe\nx,"y\n"\n' + TAIL)
     examples, _ = read(path)

@@ -1,4 +1,4 @@
-"""Large corpora: mapped from the cache, built by all ranks side by side, the same as those that are held."""
+"""Large corpora: mapped from the cache, which all ranks build together, and equal to those held in memory."""
 
 import gzip
 import json
@@ -34,17 +34,17 @@ def small_pieces(monkeypatch):
 
 def test_mapped_texts():
     texts = ["a", "", "ü", "dd", "e"]
-    column = pa.chunked_array([pa.array(some, pa.large_string()) for some in ([], texts[:2], texts[2:3], texts[3:])])
+    column = pa.chunked_array([pa.array(chunk, pa.large_string()) for chunk in ([], texts[:2], texts[2:3], texts[3:])])
     mapped = MappedTexts(column)
     assert list(mapped) == [mapped[number] for number in range(5)] == texts
     assert mapped[-1] == "e" and mapped[1:4] == texts[1:4] and mapped[np.int64(2)] == "ü"
     assert "dd" in mapped and mapped.index("e") == 4 and len(mapped) == 5
-    some = select_texts(mapped, [4, 0, 2])
-    assert isinstance(some, MappedTexts)
-    assert list(some) == [some[0], some[1], some[2]] == ["e", "a", "ü"]
-    assert list(select_texts(some, [2, 0])) == select_texts(["e", "a", "ü"], [2, 0]) == ["ü", "e"]
+    selected = select_texts(mapped, [4, 0, 2])
+    assert isinstance(selected, MappedTexts)
+    assert list(selected) == [selected[0], selected[1], selected[2]] == ["e", "a", "ü"]
+    assert list(select_texts(selected, [2, 0])) == select_texts(["e", "a", "ü"], [2, 0]) == ["ü", "e"]
     assert trec_order(mapped).tolist() == trec_order(texts).tolist()
-    assert trec_order(some).tolist() == trec_order(["e", "a", "ü"]).tolist()
+    assert trec_order(selected).tolist() == trec_order(["e", "a", "ü"]).tolist()
     with pytest.raises(IndexError):
         mapped[5]
     with pytest.raises(TypeError, match="map the files"):
@@ -52,7 +52,7 @@ def test_mapped_texts():
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet", "csv"])
-def test_a_mapped_corpus_is_the_one_that_is_held(small_pieces, tmp_path, monkeypatch, ending):
+def test_mapped_and_held_corpora_are_equal(small_pieces, tmp_path, monkeypatch, ending):
     path = tmp_path / f"corpus.{ending}"
     rows = [*ROWS, ROWS[5], ROWS[2000]]  # again, with the same text
     if ending == "parquet":
@@ -73,7 +73,7 @@ def test_a_mapped_corpus_is_the_one_that_is_held(small_pieces, tmp_path, monkeyp
     assert held.texts[1] == "T  text 1 ü" and held.texts[3] == "text 3 ü"
 
 
-def test_it_is_read_once_and_again_when_it_changes(small_pieces, tmp_path):
+def test_a_corpus_is_read_again_only_when_it_changes(small_pieces, tmp_path):
     path, cache = jsonl(tmp_path / "corpus.jsonl", ROWS), Cache(directory=tmp_path / "cache")
     read_corpus(path, cache)
     [built] = cache.directory.iterdir()
@@ -85,18 +85,18 @@ def test_it_is_read_once_and_again_when_it_changes(small_pieces, tmp_path):
     assert len(list(cache.directory.iterdir())) == 2
 
 
-def test_what_is_wrong_with_a_large_corpus(small_pieces, tmp_path):
+def test_errors_of_a_large_corpus(small_pieces, tmp_path):
     cache = Cache(directory=tmp_path / "cache")
 
-    def refused(rows):
+    def error_of(rows):
         with pytest.raises(DataError) as caught:
             read_corpus(jsonl(tmp_path / "corpus.jsonl", rows), cache)
         return str(caught.value)
 
     where = f"{tmp_path}/corpus.jsonl"
-    assert refused([*ROWS, {"_id": "d0007", "text": "x"}]).startswith(f"{where}:3001: the id 'd0007' has another text")
-    assert refused([*ROWS, {"_id": "new"}]).startswith(f'{where}:3001: a document needs a "text"')
-    assert refused([]) == f"{where} is empty"
+    assert error_of([*ROWS, {"_id": "d0007", "text": "x"}]).startswith(f"{where}:3001: the id 'd0007' has another text")
+    assert error_of([*ROWS, {"_id": "new"}]).startswith(f'{where}:3001: a document needs a "text"')
+    assert error_of([]) == f"{where} is empty"
     (tmp_path / "corpus.jsonl").write_text(json.dumps(ROWS[0]) + "\n{\n")
     with pytest.raises(DataError, match=r"corpus.jsonl:2: broken JSON"):
         read_corpus(tmp_path / "corpus.jsonl", cache)
@@ -127,7 +127,7 @@ def load(world, folder, cache, pieces):
     return type(documents.texts).__name__, list(documents.ids), list(documents.texts)
 
 
-def test_ranks_build_it_together(ranks, tmp_path):
+def test_ranks_build_a_corpus_together(ranks, tmp_path):
     texts = {row["_id"]: row["text"].strip() for row in ROWS}
     folder = beir(tmp_path / "set", texts, {"q": "?"}, "q\td0010\t1\n")
     one, other = ranks(2, load, str(folder), tmp_path / "cache", 10_000)
@@ -138,9 +138,9 @@ def test_ranks_build_it_together(ranks, tmp_path):
     with (folder / "corpus.jsonl").open("a") as file:
         file.write('{"_id": "d0000", "text": "other"}\n')
     path = f"{folder}/corpus.jsonl"
-    says = f"{path}:3001: the id 'd0000' has another text already in {path}:1"
+    message = f"{path}:3001: the id 'd0000' has another text already in {path}:1"
     answers = ranks(2, load, str(folder), tmp_path / "cache", 10_000)
-    assert answers == [says, f"rank 0 failed while reading evaluation sets: DataError: {says}"]
+    assert answers == [message, f"rank 0 failed while reading evaluation sets: DataError: {message}"]
 
 
 def figures(world, folder, cache, mapped_from):
@@ -154,7 +154,7 @@ def figures(world, folder, cache, mapped_from):
     return type(sets[0].data.documents.texts).__name__, measured["set"]
 
 
-def test_figures_are_the_same(ranks, tmp_path):
+def test_metrics_of_mapped_and_held_corpora_are_equal(ranks, tmp_path):
     texts = {f"d{number}": " ".join(f"t{(number * step) % 40}" for step in (1, 3, 7)) for number in range(40)}
     queries = {f"q{number}": f"t{number}" for number in range(8)}
     folder = beir(tmp_path / "set", texts, queries, "".join(f"q{n}\td{n}\t1\nq{n}\td{n + 9}\t2\n" for n in range(8)))

@@ -18,7 +18,7 @@ class Given(nn.Module):
         return {"sentence_embedding": features["vectors"]}
 
 
-def as_theirs(
+def assert_equals_reference(
     ranks: Callable[..., list],
     config: LossConfig,
     batch: GlobalVectors,
@@ -47,7 +47,10 @@ def as_theirs(
     rows = list(range(len(batch.sizes)))
     (answer,) = ranks(1, run, config, batch, [rows], torch.float64, queries.shape[1])
     torch.testing.assert_close(
-        torch.tensor(answer["share"], dtype=torch.float64), expected.detach().double(), rtol=tolerance, atol=tolerance
+        torch.tensor(answer["local_loss"], dtype=torch.float64),
+        expected.detach().double(),
+        rtol=tolerance,
+        atol=tolerance,
     )
     for name, given in (("queries", queries), ("documents", documents)):
         if given.grad is not None:

@@ -1,6 +1,8 @@
-"""Low-rank adapters: the same gradient as in one process, first weights that no rank disagrees on, PEFT's own files."""
+"""Low-rank adapters: gradients equal one process, initial weights equal on all ranks, and PEFT's files."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from embedtrain.errors import EmbedtrainError
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.models.adapters import without_adapters
+from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, cut
@@ -31,10 +34,10 @@ MASK = (IDS != 1).long()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Models, and for each an adapter that PEFT has written, its B not zero, norms stored whole."""
+def models(tmp_path_factory):
+    """Models with an adapter written by PEFT, whose B is not zero and which stores norms in full."""
     folder = tmp_path_factory.mktemp("adapters")
-    found: dict[str, ModelConfig] = {}
+    configs: dict[str, ModelConfig] = {}
     for name, norm in (("llama", "input_layernorm"), ("xlm-roberta", "LayerNorm")):
         small = small_model(name)
         path = save_small(small, folder / name)
@@ -47,12 +50,14 @@ def made(tmp_path_factory):
             for key, parameter in adapted.named_parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter) if "modules_to_save" in key else 0.0)
         adapted.save_pretrained(str(folder / f"{name}-adapter"))
-        found[name] = replace(small, config=None, path=str(path), lora=LoraConfig(path=str(folder / f"{name}-adapter")))
-    return found
+        configs[name] = replace(
+            small, config=None, path=str(path), lora=LoraConfig(path=str(folder / f"{name}-adapter"))
+        )
+    return configs
 
 
 def opened(model: ModelConfig) -> torch.nn.Module:
-    """The model with its adapter as PEFT opens it, in one process, float64."""
+    """The model with its adapter opened by PEFT, in one process, float64."""
     assert model.lora.path is not None
     base = AutoModel.from_pretrained(model.path)
     return peft.PeftModel.from_pretrained(base, model.lora.path, is_trainable=True).double().eval()
@@ -64,21 +69,21 @@ def vector(backbone: torch.nn.Module, pooling: str, ids: torch.Tensor) -> torch.
 
 
 def plain_gradient(model: ModelConfig, num_rows: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss, and gradient of every trained weight, by textbook InfoNCE on PEFT's own model."""
+    """Loss and gradient of every trained weight, by textbook InfoNCE on PEFT's model."""
     backbone, tokenizer = opened(model), small_tokenizer()
     rows = batch(num_rows).rows
     texts = [text for row in rows for text in row.documents]
 
-    def encoded(found: list[str]) -> torch.Tensor:
-        ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in found]
-        return torch.stack([vector(backbone, model.pooling.value, one) for one in ids])
+    def encode(texts: list[str]) -> torch.Tensor:
+        ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
+        return torch.stack([vector(backbone, model.pooling.value, text_ids) for text_ids in ids])
 
-    logits = encoded([row.query for row in rows]) @ encoded(texts).T / TEMPERATURE
-    total, place = torch.zeros((), dtype=torch.float64), 0
+    logits = encode([row.query for row in rows]) @ encode(texts).T / TEMPERATURE
+    total, positive = torch.zeros((), dtype=torch.float64), 0
     for i, row in enumerate(rows):
-        kept = [j for j, text in enumerate(texts) if j == place or text != row.documents[0]]
-        total = total - F.log_softmax(logits[i, kept], dim=0)[kept.index(place)]
-        place += len(row.documents)
+        candidates = [j for j, text in enumerate(texts) if j == positive or text != row.documents[0]]
+        total = total - F.log_softmax(logits[i, candidates], dim=0)[candidates.index(positive)]
+        positive += len(row.documents)
     loss = total / num_rows
     loss.backward()
     gradients = {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
@@ -119,9 +124,9 @@ MESHES = [(1, "fsdp", None), (2, "fsdp", None), (2, "ddp", None), (4, "hsdp", 2)
         pytest.param("xlm-roberta", MESHES[:1] + MESHES[2:], marks=pytest.mark.slow),
     ],
 )
-def test_gradient_equals_one_process(ranks, made, name, meshes):
-    """On 1, 2 and 4 ranks, every mesh, in one piece and in chunks encoded twice; norms trained whole besides."""
-    model = made[name]
+def test_gradient_equals_one_process(ranks, models, name, meshes):
+    """On 1, 2 and 4 ranks, every mesh, in one pass and in chunks encoded twice; norms are trained in full."""
+    model = models[name]
     loss, expected = plain_gradient(model, 8)
     assert {key.rsplit(".", 3)[-3] for key in expected} >= {"lora_A", "lora_B"}
     assert any("norm" in key.lower() for key in expected)
@@ -129,89 +134,91 @@ def test_gradient_equals_one_process(ranks, made, name, meshes):
         for cutting in (ChunkOptions(10_000, pass_overhead_tokens=10_000), ChunkOptions(40, pass_overhead_tokens=4)):
             options = parallel(Strategy(strategy), shard_size=shard_size)
             answers = ranks(size, sharded_gradient, model, options, cutting, 8)
-            told = f"{name} {strategy} on {size} ranks, {cutting}"
-            assert sum(answer[0] for answer in answers) == pytest.approx(loss, rel=1e-6), told
-            found = answers[0][1]
-            assert found.keys() == expected.keys(), told
-            whole = torch.stack([g.norm() for g in expected.values()]).norm()
+            case = f"{name} {strategy} on {size} ranks, {cutting}"
+            assert sum(answer[0] for answer in answers) == pytest.approx(loss, rel=1e-6), case
+            gradients = answers[0][1]
+            assert gradients.keys() == expected.keys(), case
+            norm = torch.stack([g.norm() for g in expected.values()]).norm()
             for key, gradient in expected.items():
-                error = (found[key].double() - gradient).norm() / max(gradient.norm(), 1e-2 * whole)
-                assert error < 1e-5, f"{key}, {told}"
-            assert answers[0][2] == pytest.approx(whole.item(), rel=1e-5), told
+                error = (gradients[key].double() - gradient).norm() / max(gradient.norm(), 1e-2 * norm)
+                assert error < 1e-5, f"{key}, {case}"
+            assert answers[0][2] == pytest.approx(norm.item(), rel=1e-5), case
             assert len({answer[2] for answer in answers}) == 1
 
 
 def loaded_and_encoded(world: World, model: ModelConfig, options: ParallelConfig) -> dict[str, torch.Tensor]:
-    """Weights that are trained, whole, and vectors with and without the adapters; the types of both kinds."""
-    torch.manual_seed(100 + world.rank)  # what a rank has drawn before must not matter
+    """Trained weights, vectors with and without the adapters, and the dtypes of frozen weights."""
+    torch.manual_seed(100 + world.rank)  # must have no effect
     loaded = load_model(model, options, world, seed=5)
     encoder = loaded.encoder.eval()
     with torch.no_grad():
-        found = {"with": encoder(IDS, MASK)}
+        tensors = {"with": encoder(IDS, MASK)}
         with without_adapters(encoder):
-            found["without"] = encoder(IDS, MASK)
+            tensors["without"] = encoder(IDS, MASK)
         again = encoder(IDS, MASK)
-    assert again.equal(found["with"])
+    assert again.equal(tensors["with"])
     for part in encoder.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
     for name, parameter in encoder.named_parameters():
         if parameter.requires_grad:
             assert parameter.dtype == torch.float32, name
-            found[name] = parameter.full_tensor()
+            tensors[name] = parameter.full_tensor()
         else:
-            found[f"frozen {parameter.dtype}"] = torch.ones(1)
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+            tensors[f"frozen {parameter.dtype}"] = torch.ones(1)
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def test_first_weights_are_equal_on_any_ranks_and_change_nothing(ranks, made):
-    """B begins as zero, A as a function of seed and name; what is frozen is bf16 where that loses nothing."""
-    model = replace(made["llama"], lora=LoraConfig(rank=4, targets=["q_proj", "down_proj"], train=["embeddings"]))
+def test_initial_weights_are_equal_on_any_number_of_ranks(ranks, models):
+    """B is zero, A a function of seed and name; frozen weights are bf16 if that loses nothing."""
+    model = replace(
+        models["llama"], lora=LoraConfig(rank=4, targets=["q_proj", "down_proj"], modules_to_save=["embeddings"])
+    )
     plain = ranks(1, loaded_and_encoded, replace(model, lora=LoraConfig()), parallel())[0]
-    answers = [found for size in (1, 2, 3) for found in ranks(size, loaded_and_encoded, model, parallel())]
+    answers = [answer for size in (1, 2, 3) for answer in ranks(size, loaded_and_encoded, model, parallel())]
     first = answers[0]
     trained = {name for name in first if "." in name and not name.startswith("frozen")}
     assert len([name for name in trained if "lora_A" in name]) == 4
     assert {name for name in trained if "lora" not in name} == {"backbone.embed_tokens.weight"}
     assert "frozen torch.float32" in first
     assert first["with"].allclose(plain["with"], atol=1e-6)
-    for found in answers[1:]:
+    for answer in answers[1:]:
         for name in trained:
-            assert found[name].equal(first[name]), name
+            assert answer[name].equal(first[name]), name
     a = first["backbone.layers.0.self_attn.q_proj.lora_A.default.weight"]
     assert a.abs().max() <= 1 / 32**0.5
     assert not a.equal(first["backbone.layers.1.self_attn.q_proj.lora_A.default.weight"])
     in_bf16 = ranks(2, loaded_and_encoded, model, parallel(precision=Precision.bf16))[0]
     assert "frozen torch.bfloat16" in in_bf16
     assert "frozen torch.float32" not in in_bf16
-    kept = replace(model, lora=replace(model.lora, base_dtype=BaseDtype.fp32))
-    in_fp32 = ranks(2, loaded_and_encoded, kept, parallel(precision=Precision.bf16))[0]
+    fp32_base = replace(model, lora=replace(model.lora, base_dtype=BaseDtype.fp32))
+    in_fp32 = ranks(2, loaded_and_encoded, fp32_base, parallel(precision=Precision.bf16))[0]
     assert "frozen torch.float32" in in_fp32
-    assert in_fp32["with"].equal(in_bf16["with"]), "computed in bf16, what is held in bf16 is the same"
+    assert in_fp32["with"].equal(in_bf16["with"]), "with bf16 computation, storing bf16 gives the same vectors"
 
 
-def test_an_adapter_of_pefts_gives_pefts_vectors(ranks, made):
-    for name, model in made.items():
-        found = ranks(2, loaded_and_encoded, model, parallel())[1]
+def test_vectors_equal_those_of_peft(ranks, models):
+    for name, model in models.items():
+        answer = ranks(2, loaded_and_encoded, model, parallel())[1]
         backbone = opened(model)
         for row in range(2):
             ids = IDS[row : row + 1, : int(MASK[row].sum())]
             with torch.no_grad():
                 expected = vector(backbone, model.pooling.value, ids)
-                torch.testing.assert_close(found["with"][row].double(), expected, rtol=0, atol=1e-5, msg=name)
-        assert (found["with"] - found["without"]).norm() > 0.1
+                torch.testing.assert_close(answer["with"][row].double(), expected, rtol=0, atol=1e-5, msg=name)
+        assert (answer["with"] - answer["without"]).norm() > 0.1
 
 
-def refused(world: World, model: ModelConfig) -> str:
+def load_error(world: World, model: ModelConfig) -> str:
     try:
         load_model(model, parallel(), world, seed=0)
     except EmbedtrainError as error:
         return str(error)
-    return "it was loaded"
+    return ""
 
 
-def changed(adapter: str, to: Path, **settings: object) -> str:
-    """A copy of an adapter that says something else of itself."""
+def with_settings(adapter: str, to: Path, **settings: object) -> str:
+    """A copy of an adapter with changed settings."""
     to.mkdir()
     before = json.loads((Path(adapter) / "adapter_config.json").read_text())
     (to / "adapter_config.json").write_text(json.dumps(before | settings))
@@ -219,30 +226,37 @@ def changed(adapter: str, to: Path, **settings: object) -> str:
     return str(to)
 
 
-def test_what_does_not_fit_is_one_sentence(ranks, made, tmp_path):
-    llama, xlmr = made["llama"], made["xlm-roberta"]
-    own = str(llama.lora.path)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    cases = [
-        (LoraConfig(rank=2, targets=["query"]), "LlamaModel has no layer query; its linear layers are q_proj x2"),
-        (LoraConfig(rank=2, targets=["q_proj", "quey"]), "has no layer quey"),
-        (LoraConfig(rank=2, targets=["embed_tokens"]), r"model.lora.modules_to_save=\[embeddings\]"),
-        (LoraConfig(rank=2, targets=["mlp"]), "it holds down_proj, gate_proj, up_proj"),
-        (LoraConfig(rank=2, train=["pooler"]), "LlamaModel has no pooler; allowed are embeddings, norms"),
-        (LoraConfig(path=str(xlmr.lora.path)), "xlm-roberta-adapter is an adapter of another model"),
-        (LoraConfig(path=str(empty)), "adapter_config.json is missing"),
-        (LoraConfig(path=changed(own, tmp_path / "dora", use_dora=True)), "use_dora=True is not plain LoRA"),
-        (LoraConfig(path=changed(own, tmp_path / "kind", peft_type="IA3")), "peft_type=IA3; embedtrain trains LORA"),
-        (LoraConfig(path=changed(own, tmp_path / "rank", r=5)), "is an adapter of another model: .* has the shape"),
-        (LoraConfig(path=changed(own, tmp_path / "less", target_modules=["q_proj"])), "is in its files alone"),
-    ]  # fmt: skip
-    for lora, sentence in cases:
-        for told in ranks(2, refused, replace(llama, lora=lora)):
-            with pytest.raises(AssertionError, match=sentence):
-                raise AssertionError(told)
-    with pytest.raises(EmbedtrainError, match=r"its adapter \(in a recipe model.lora.path="):
-        from embedtrain.models.source import open_model_source
+INVALID_LORA = [
+    ({"rank": 2, "targets": ["query"]}, r"model\.lora\.targets: .*query; .* q_proj x2"),
+    ({"rank": 2, "targets": ["q_proj", "quey"]}, r"model\.lora\.targets: .* quey"),
+    ({"rank": 2, "targets": ["embed_tokens"]}, r"model\.lora\.modules_to_save=\[embeddings\]"),
+    ({"rank": 2, "targets": ["mlp"]}, "down_proj, gate_proj, up_proj"),
+    ({"rank": 2, "modules_to_save": ["pooler"]}, r"model\.lora\.modules_to_save: .*pooler; .* embeddings, norms"),
+    ({"path": "{other}"}, "xlm-roberta-adapter is an adapter of another model"),
+    ({"path": "{empty}"}, "adapter_config.json is missing"),
+    ({"path": {"use_dora": True}}, "use_dora=True"),
+    ({"path": {"peft_type": "IA3"}}, "peft_type=IA3"),
+    ({"path": {"r": 5}}, "is an adapter of another model: .* has the shape"),
+    ({"path": {"target_modules": ["q_proj"]}}, "is only in its files"),
+]
 
-        (Path(own) / "config.json").write_text((Path(str(llama.path)) / "config.json").read_text())
-        open_model_source(ModelConfig(path=own, pooling=llama.pooling))
+
+@pytest.mark.parametrize(("options", "pattern"), INVALID_LORA, ids=[pattern for _, pattern in INVALID_LORA])
+def test_invalid_adapters(ranks, models, tmp_path, options, pattern):
+    """Settings in place of a path are those of a copy of the model's own adapter."""
+    own, path = str(models["llama"].lora.path), options.get("path")
+    (tmp_path / "empty").mkdir()
+    if isinstance(path, dict):
+        options = {"path": with_settings(own, tmp_path / "copy", **path)}
+    elif path is not None:
+        other = str(models["xlm-roberta"].lora.path)
+        options = {"path": path.format(other=other, empty=tmp_path / "empty")}
+    for message in ranks(2, load_error, replace(models["llama"], lora=LoraConfig(**options))):
+        assert re.search(pattern, message), message
+
+
+def test_adapter_in_place_of_a_model(models, tmp_path):
+    shutil.copytree(str(models["llama"].lora.path), tmp_path / "adapter")
+    shutil.copy(Path(str(models["llama"].path)) / "config.json", tmp_path / "adapter")
+    with pytest.raises(EmbedtrainError, match=r"model\.lora\.path="):
+        open_model_source(ModelConfig(path=str(tmp_path / "adapter"), pooling=models["llama"].pooling))

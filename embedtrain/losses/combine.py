@@ -1,0 +1,91 @@
+"""Losses made of other losses: a weighted sum, one loss per training source, and Matryoshka."""
+
+from collections.abc import Mapping, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embedtrain.losses.similarity import at_least_float32
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput
+
+
+class CombinedLoss(Loss):
+    """A weighted sum of losses on the same rows, such as distillation beside a contrastive loss.
+
+    Every part is a mean over the global rows, so their ratio is the same on any number of ranks. Logs the value of each
+    part under its name, without its weight.
+
+    Args:
+        parts: by name. They run in this order, which has to be the same on every rank: they run collectives.
+        weights: of each part.
+    """
+
+    def __init__(self, parts: Mapping[str, Loss], weights: Mapping[str, float]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+        self.weights = dict(weights)
+
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
+        """Queries [B, D] and documents [M, D] to this rank's loss."""
+        local_loss, metrics = queries.new_zeros(()), dict[str, Tensor]()
+        for name, part in self.parts.items():
+            output = part(queries, documents, batch_info)
+            local_loss = local_loss + self.weights[name] * output.local_loss
+            metrics[name] = output.local_loss.detach()
+            for key, value in output.metrics.items():
+                metrics[key if key not in metrics else f"{name}/{key}"] = value
+        return LossOutput(local_loss, metrics)
+
+
+class LossPerSource(Loss):
+    """Applies the loss of the batch's training source; all rows of a batch are of one source.
+
+    Args:
+        losses: the distinct losses.
+        indices: for each source, the index of its loss.
+    """
+
+    def __init__(self, losses: Sequence[Loss], indices: Sequence[int]) -> None:
+        super().__init__()
+        self.losses = nn.ModuleList(losses)
+        self.indices = list(indices)
+
+    def for_source(self, source: int) -> Loss:
+        """The loss of this training source's rows."""
+        loss = self.losses[self.indices[source]]
+        assert isinstance(loss, Loss)
+        return loss
+
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
+        """Queries [B, D] and documents [M, D] to this rank's loss."""
+        output: LossOutput = self.for_source(batch_info.source)(queries, documents, batch_info)
+        return output
+
+
+class Matryoshka(Loss):
+    """Kusupati et al., "Matryoshka Representation Learning" (2022).
+
+    The weighted sum of a loss on the first n dimensions of the vectors, normalised again, for each n. Logs the metrics
+    of the largest n, and the value for each n.
+
+    Args:
+        inner: the loss.
+        dims: numbers of dimensions, the largest first.
+        weights: of each of `dims`.
+    """
+
+    def __init__(self, inner: Loss, dims: Sequence[int], weights: Sequence[float]) -> None:
+        super().__init__()
+        self.inner, self.dims, self.weights = inner, list(dims), list(weights)
+
+    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
+        """Queries [B, D] and documents [M, D] to this rank's loss."""
+        queries, documents = at_least_float32(queries), at_least_float32(documents)
+        local_loss, metrics = queries.new_zeros(()), dict[str, Tensor]()
+        for dim, weight in zip(self.dims, self.weights, strict=True):
+            truncated = (F.normalize(vectors[:, :dim], dim=1) for vectors in (queries, documents))
+            output = self.inner(*truncated, batch_info)
+            local_loss = local_loss + weight * output.local_loss
+            metrics = metrics or dict(output.metrics)
+            metrics[f"loss@{dim}"] = output.local_loss.detach()
+        return LossOutput(local_loss, metrics)

@@ -7,7 +7,7 @@ RANKS ?= 2
 export OMP_NUM_THREADS ?= 1
 RUN := runs/quickstart
 
-.PHONY: demo test test-all test-slurm test-hosts test-browser image-test docs docs-serve lint format bench clean
+.PHONY: demo test test-all test-slurm test-hosts test-browser image-test docs docs-serve reference lint format bench clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
@@ -38,8 +38,11 @@ image-test: .venv  ## build the CPU image with whatever builder is there, and ru
 docs: .venv  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-docs-serve: .venv  ## the same at http://127.0.0.1:8000, built anew when a page is saved
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict --watch embedtrain/config
+reference: .venv  ## docs/reference/ from the comments, types and defaults of the options
+	$(BIN)/python docs/hooks/reference.py
+
+docs-serve: .venv  ## the same at http://127.0.0.1:8000, rebuilt when a page is saved
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
 
 lint: .venv  ## style and types
 	$(BIN)/ruff check .

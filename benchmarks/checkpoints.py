@@ -115,7 +115,7 @@ def _cost_of_a_save(world: World, run: StepContext, folder: Path, step: Callable
             ) as checkpoints:
                 began = time.perf_counter()
                 if asynchronous is not None:
-                    checkpoints.save(run.trained, run.optimizer, {"step": 1})
+                    checkpoints.save(run.module, run.optimizer, {"step": 1})
                 waited, began = time.perf_counter() - began, time.perf_counter()
                 for place in range(STEPS):
                     step(number * STEPS + place)
@@ -258,10 +258,10 @@ class _Ways:
         require(same, f"checkpoints: {name} read something else than was saved")
 
     def _state(self) -> dict[str, Any]:
-        return get_model_state_dict(self.run.trained) | self._optimizer_state()
+        return get_model_state_dict(self.run.module) | self._optimizer_state()
 
     def _optimizer_state(self) -> dict[str, Any]:
-        state = get_optimizer_state_dict(self.run.trained, self.run.optimizer, options=FLAT)
+        state = get_optimizer_state_dict(self.run.module, self.run.optimizer, options=FLAT)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def _spoil(self) -> None:
@@ -286,20 +286,20 @@ class _Ways:
 
     def _save(self, layout: CheckpointLayout) -> None:
         with _checkpoints(self.world, self.folder / layout.value, layout, asynchronous=False) as checkpoints:
-            checkpoints.save(self.run.trained, self.run.optimizer, {"step": 1})
+            checkpoints.save(self.run.module, self.run.optimizer, {"step": 1})
 
     def _save_beside(self) -> None:
         with _checkpoints(
             self.world, self.folder / "beside", CheckpointLayout.sharded, asynchronous=True
         ) as checkpoints:
-            checkpoints.save(self.run.trained, self.run.optimizer, {"step": 1})
+            checkpoints.save(self.run.module, self.run.optimizer, {"step": 1})
 
     def _resume(self, layout: CheckpointLayout) -> None:
         with _checkpoints(self.world, self.folder / layout.value, layout, asynchronous=False) as checkpoints:
             newest = checkpoints.newest()
             require(newest is not None, "checkpoints: nothing to resume from")
             if newest is not None:
-                checkpoints.resume(newest, self.run.trained, self.run.optimizer)
+                checkpoints.resume(newest, self.run.module, self.run.optimizer)
 
     def _dcp_save(self) -> None:
         state_dict_saver.save(self._state(), checkpoint_id=self.folder / "dcp")
@@ -308,8 +308,8 @@ class _Ways:
         state_dict_loader.load(self._state(), checkpoint_id=self.folder / "dcp")  # in place
 
     def _whole_save(self) -> None:
-        model = get_model_state_dict(self.run.trained, options=WHOLE)
-        state = model | get_optimizer_state_dict(self.run.trained, self.run.optimizer, options=WHOLE)
+        model = get_model_state_dict(self.run.module, options=WHOLE)
+        state = model | get_optimizer_state_dict(self.run.module, self.run.optimizer, options=WHOLE)
         if self.world.is_main:
             (self.folder / "whole").mkdir(exist_ok=True)
             path = self.folder / "whole" / "all.safetensors"
@@ -318,12 +318,12 @@ class _Ways:
 
     def _whole_load(self) -> None:
         found: dict[str, Any] = load_file(self.folder / "whole" / "all.safetensors")
-        optimizer: dict[str, Any] = get_optimizer_state_dict(self.run.trained, self.run.optimizer)
+        optimizer: dict[str, Any] = get_optimizer_state_dict(self.run.module, self.run.optimizer)
         for name, state in optimizer["state"].items():
             optimizer["state"][name] = {key: found.pop(f"state.{name}.{key}") for key in state}
         options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.run.trained, found, options=options)
-        set_optimizer_state_dict(self.run.trained, self.run.optimizer, optimizer, options=options)
+        set_model_state_dict(self.run.module, found, options=options)
+        set_optimizer_state_dict(self.run.module, self.run.optimizer, optimizer, options=options)
 
     def _export(self) -> None:
         pieces = live_weights(self.encoder)

@@ -19,7 +19,7 @@ from benchmarks.measure import markdown
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import LoraConfig, ModelConfig, OptimConfig, ParallelConfig, Pooling, Precision, Strategy
-from embedtrain.data.padding import packed
+from embedtrain.data.tokens import packed
 from embedtrain.data.types import GlobalBatch, Row, Tokens
 from embedtrain.distributed.sharding import shard_, warm_up
 from embedtrain.distributed.world import World
@@ -165,7 +165,7 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
     ones = torch.ones((1, 1), dtype=torch.int64)
     run = StepContext(
         world=world,
-        trained=EncoderWithLoss(encoder, loss),
+        module=EncoderWithLoss(encoder, loss),
         optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=STEPS),
         backward=Backward(

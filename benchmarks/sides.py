@@ -144,7 +144,7 @@ def trainable(model: LoadedModel, world: World, optim: OptimConfig = OPTIM) -> S
     loss = InfoNCE(InfoNCEConfig(temperature=1 / SCALE))
     return StepContext(
         world=world,
-        trained=EncoderWithLoss(model.encoder, loss),
+        module=EncoderWithLoss(model.encoder, loss),
         optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=1),
         backward=Backward(model.encoder, loss, world, seed=0, dummy=model.tokenizer.dummy()),

@@ -1,4 +1,4 @@
-"""`python -m embedtrain recipe=NAME`: train. Under torchrun the same, on all ranks."""
+"""`python -m embedtrain recipe=NAME`: train a model. The same command runs under torchrun."""
 
 from functools import partial
 
@@ -8,23 +8,23 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.signals import StopSignals
 
 
-def act(recipes: list[Recipe], stopping: StopSignals) -> None:
-    """Join the ranks and train; recipe after recipe with Hydra's multirun."""
+def run_trainings(recipes: list[Recipe], signals: StopSignals) -> None:
+    """Train one recipe after another, each in a process group of its own."""
     from embedtrain.distributed.world import joined_world
     from embedtrain.training.train import train
 
     for recipe in recipes:
         with joined_world(recipe.parallel.timeout) as world:
             if world.watchdog is not None:
-                stopping.report = world.watchdog.report_signal
-            train(recipe, world, stopping)
+                signals.report = world.watchdog.report_signal
+            train(recipe, world, signals)
 
 
 def main() -> None:
     """The console command `embedtrain`."""
-    stopping = StopSignals()
-    stopping.listen()
-    run_command(compose_recipes, partial(act, stopping=stopping))
+    signals = StopSignals()
+    signals.listen()
+    run_command(compose_recipes, partial(run_trainings, signals=signals))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all doors share: read the command line, act on it; errors become one sentence and an exit code."""
+"""The entry of every command: options, threads, errors as one sentence, and the exit code."""
 
 import atexit
 import contextlib
@@ -14,76 +14,76 @@ from typing import NoReturn, TypeVar
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
 
-
-def set_threads(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Give each of a machine's ranks its part of the cores, and let threads that wait sleep.
-
-    torchrun sets one thread a rank; ranks that srun or others started would each take all cores. Threads that spin at
-    a barrier while another rank needs their core make all of them slower (6.8 times, measured with two threads on two
-    cores beside another process). What the user has set stays.
-    """
-    ranks = environment.get("LOCAL_WORLD_SIZE", "1")
-    if not ranks.isdecimal() or int(ranks) < 2:  # what is no number is complained of where ranks meet
-        return
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_usable_cores() // int(ranks))))
-
-
-def num_usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 Options = TypeVar("Options")
+Result = TypeVar("Result")
 
-# How accelerate's launcher tells its settings. transformers reads them as well, wherever a model is loaded: with
-# ACCELERATE_USE_FSDP and FSDP_CPU_RAM_EFFICIENT_LOADING every rank but the first gets one without weights.
+# Variables that accelerate's launcher sets. transformers reads them too whenever it loads a model: with
+# ACCELERATE_USE_FSDP and FSDP_CPU_RAM_EFFICIENT_LOADING every rank but the first would get a model without weights.
 _ACCELERATE_PREFIXES = ("ACCELERATE_", "FSDP_")
-_LAYER_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"  # the layer class; whoever uses it says so
+_LAYER_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"  # the sharding reads it, and reports that it does
 
 
 def run_command(
-    read: Callable[[list[str]], Options], act: Callable[[Options], None], *, has_ranks: bool = True
+    compose: Callable[[list[str]], Options], main: Callable[[Options], None], *, has_ranks: bool = True
 ) -> NoReturn:
-    """Be a command: exit code 0, 1 after an error, 75 or 130 after a signal; the same on every rank.
+    """Run a command and end the process: exit code 0, 1 after an error, 75 or 130 after a signal, alike on all ranks.
 
     Args:
-        read: from the command line's arguments to options, alike on all ranks. It imports no torch, so that
-            `--help` and a mistyped option answer at once.
-        act: does what the options say.
-        has_ranks: whether it computes; else torch need not be installed.
+        compose: turns the arguments of the command line into options. It imports no torch, so that `--help` and
+            mistyped options answer at once.
+        main: does the work of the command.
+        has_ranks: whether the command computes; otherwise torch need not be installed.
     """
     try:
-        options = _with_user_errors(lambda: _read(read), patience=30.0)
+        options = _with_user_errors(lambda: _compose_as_rank(compose), delay=30.0)
         if not has_ranks:
-            _with_user_errors(lambda: act(options), patience=0.0)
+            _with_user_errors(lambda: main(options), delay=0.0)
             _exit(0)
         _ignore_accelerate_environment()
         set_threads()
 
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        # Outside of it, so that only what nobody foresaw reaches torchrun's report with a traceback.
-        record(_with_user_errors)(lambda: act(options), patience=5.0)
-    except SystemExit as leaving:
-        _exit(leaving.code)
+        # `record` wraps the handler of expected errors, so that only unexpected ones reach torchrun's error report.
+        record(_with_user_errors)(lambda: main(options), delay=5.0)
+    except SystemExit as error:
+        _exit(error.code)
     except Exception:
         traceback.print_exc()
         _exit(1)
     _exit(0)
 
 
-def _read(read: Callable[[list[str]], Options]) -> Options:
-    """The options, as a rank if srun has started this process as one; the first rank alone prints help."""
+def set_threads(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Divide the cores of a machine among its ranks, and let waiting threads sleep; the user's settings stay.
+
+    It runs before torch is loaded, because OpenMP reads its environment at that moment. torchrun sets one thread per
+    rank; ranks that srun or others start would each use all cores. Threads that spin at a barrier while another rank
+    needs their core slow all of them down (6.8 times, measured with two threads on two cores beside another process).
+    """
+    ranks = environment.get("LOCAL_WORLD_SIZE", "1")
+    if not ranks.isdecimal() or int(ranks) < 2:  # an invalid number is reported when the process group is created
+        return
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_usable_cores() // int(ranks))))
+
+
+def num_usable_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _compose_as_rank(compose: Callable[[list[str]], Options]) -> Options:
+    """The options, after srun's variables have become those of torchrun; only rank 0 prints help."""
     set_ranks_from_srun(os.environ)
-    with contextlib.ExitStack() as silent:
+    with contextlib.ExitStack() as stack:
         if _environment("RANK") != 0:
-            silent.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        return read(sys.argv[1:])
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        return compose(sys.argv[1:])
 
 
 def _ignore_accelerate_environment() -> None:
-    """Take settings that are not ours out of the environment of this process, and say so."""
+    """Remove accelerate's settings from the environment of this process, and report it."""
     names = [
         name for name in sorted(os.environ) if name.startswith(_ACCELERATE_PREFIXES) and name != _LAYER_CLASS_VARIABLE
     ]
@@ -93,19 +93,20 @@ def _ignore_accelerate_environment() -> None:
         print(f"ignored in the environment: {', '.join(names)}; options decide", file=sys.stderr, flush=True)
 
 
-def _with_user_errors(do: Callable[[], Options], *, patience: float) -> Options:
-    """Do it; an error of the user's is spoken and ends the process with 1.
+def _with_user_errors(function: Callable[[], Result], *, delay: float) -> Result:
+    """Call the function; print an error meant for the user, and exit.
 
-    Ranks that have met agree on who speaks. Before that most errors arise on all ranks alike, and torchrun ends the
-    others as soon as one has left. So the first rank of a node speaks and leaves; the rest wait to be ended, and
-    speak only if that does not happen. Who lost contact speaks at once: the first rank may be the one that is gone.
+    In a process group the ranks agree on the one that reports. Before there is one, most errors occur on all ranks
+    alike, and torchrun ends the others as soon as one exits. So the first rank of a node reports and exits; the others
+    wait to be ended, and report only if that does not happen. A rank that lost contact reports at once: the first
+    rank may be the one that is lost.
 
     Args:
-        do: what to do.
-        patience: seconds that another than the first rank waits.
+        function: the work.
+        delay: seconds that ranks other than the first of a node wait.
     """
     try:
-        return do()
+        return function()
     except Stopped as stopped:
         if _environment("RANK") == 0:
             print(stopped, file=sys.stderr, flush=True)
@@ -116,7 +117,7 @@ def _with_user_errors(do: Callable[[], Options], *, patience: float) -> Options:
                 _print_error(error)
             raise SystemExit(error.exit_code) from None
         if _environment("LOCAL_RANK") != 0 and not isinstance(error, LostContact):
-            time.sleep(patience)
+            time.sleep(delay)
         if not isinstance(error, FailedElsewhere) or _environment("RANK") == 0:
             _print_error(error)
     except KeyboardInterrupt:
@@ -126,8 +127,8 @@ def _with_user_errors(do: Callable[[], Options], *, patience: float) -> Options:
 
 def _print_error(error: EmbedtrainError) -> None:
     rank = _environment("RANK")
-    alone = f"rank {rank} on {socket.gethostname()}: " if rank and not isinstance(error, LostContact) else ""
-    print(f"{'error: ' if error.exit_code == 1 else ''}{alone}{error}", file=sys.stderr, flush=True)
+    origin = f"rank {rank} on {socket.gethostname()}: " if rank and not isinstance(error, LostContact) else ""
+    print(f"{'error: ' if error.exit_code == 1 else ''}{origin}{error}", file=sys.stderr, flush=True)
 
 
 def _environment(name: str) -> int:
@@ -135,14 +136,14 @@ def _environment(name: str) -> int:
 
 
 def _exit(code: object) -> NoReturn:
-    """End the process without tearing the interpreter down.
+    """End the process without finalizing the interpreter.
 
-    torch's caches keep process groups alive after they were destroyed, and with them gloo's threads. One that
-    lets go of its last tensor while the interpreter goes away aborts the process, after all work was done:
-    "terminate called without an active exception" (pytorch issues 130345 and 190489).
+    torch's caches keep process groups alive after they were destroyed, and with them gloo's threads. A thread that
+    releases its last tensor during finalization aborts the process after all work was done: "terminate called without
+    an active exception" (pytorch issues 130345 and 190489).
     """
     atexit._run_exitfuncs()
-    with contextlib.suppress(BrokenPipeError):  # nobody reads any more
+    with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))

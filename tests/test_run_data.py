@@ -8,8 +8,8 @@ import pytest
 
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.distributed.world import World
+from tests.runs import losses, metric_rows, run
 from tests.small import batch, save_small, small_model, text
-from tests.test_run import losses, rows, run
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def given(workshop: Path, out: Path, *more: str, model: str = "model") -> tuple[
 
 
 def by_source(directory: Path) -> dict[int, dict[str, float]]:
-    return {row["step"]: {k: v for k, v in row.items() if k.startswith("loss/")} for row in rows(directory)}
+    return {row["step"]: {k: v for k, v in row.items() if k.startswith("loss/")} for row in metric_rows(directory)}
 
 
 def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):

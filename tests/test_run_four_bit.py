@@ -20,8 +20,8 @@ from embedtrain.models.adapters import add_adapters, initial_adapters
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.four_bit import FourBitLinear, four_bit_layers, quantization_round_trip
 from embedtrain.models.source import open_model_source
+from tests.runs import losses, rewind_run, run
 from tests.small import parallel, save_small, small_model, write_rows
-from tests.test_run import losses, rewind_run, run
 
 quantize_4bit = pytest.importorskip("bitsandbytes").functional.quantize_4bit
 IDS = torch.tensor([[0, 4, 5, 6, 2], [0, 9, 8, 2, 1]])

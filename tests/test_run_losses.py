@@ -1,7 +1,5 @@
 """Whole runs with every loss: from files to a model, on any number of ranks, stopped and resumed."""
 
-import contextlib
-import io
 import json
 import shutil
 from dataclasses import replace
@@ -9,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from embedtrain.config.compose import compose_recipes
 from embedtrain.config.losses import LOSSES
 from embedtrain.distributed.world import World
-from embedtrain.training.train import train
+from tests.runs import losses, metric_rows, run_without_base
 from tests.small import batch, save_guide, save_small, small_model, text
-from tests.test_run import losses, rows
 
 BASE = [
     "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=60",
@@ -25,37 +21,34 @@ BASE = [
 
 
 def run(world: World, *arguments: str) -> str:
-    """Train as the door would; what this rank said on its standard output."""
-    (recipe,) = compose_recipes([*BASE, *arguments])
-    with contextlib.redirect_stdout(io.StringIO()) as told:
-        train(recipe, world)
-    return told.getvalue()
+    """Train like the command; the standard output of this rank."""
+    return run_without_base(world, *BASE, *arguments)[0]
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
-    """A model, a guide of another architecture, and 26 rows in each layout that a loss may ask for."""
+def inputs(tmp_path_factory):
+    """A model, a guide of another architecture, and 26 rows in each layout that a loss may need."""
     folder = tmp_path_factory.mktemp("losses")
     save_small(small_model("xlm-roberta"), folder / "model")
     guide = small_model("bert")
     save_guide(replace(guide, config=guide.config | {"hidden_size": 48}), folder, seed=1)
-    made: dict[str, list[dict]] = {"pairs": [], "teacher": [], "triplets": [], "classes": [], "vectors": []}
+    rows: dict[str, list[dict]] = {"pairs": [], "teacher": [], "triplets": [], "classes": [], "vectors": []}
     for i, row in enumerate(batch(26).rows):
         positive, negatives = row.documents[0], [*row.documents[1:], text(400 + i, 5)]
-        made["pairs"].append({"sentence1": row.query, "sentence2": positive, "score": (i * 7 % 11) / 10})
+        rows["pairs"].append({"sentence1": row.query, "sentence2": positive, "score": (i * 7 % 11) / 10})
         scores = {"pos_scores": [0.9], "neg_scores": [(i * j % 5) / 10 for j in range(1, len(negatives) + 1)]}
-        made["teacher"].append({"query": row.query, "pos": [positive], "neg": negatives} | scores)
-        made["triplets"].append({"anchor": row.query, "positive": positive, "negative": negatives[-1]})
-        made["classes"].append({"text": positive, "label": i % 3})
-        made["vectors"].append({"text": positive, "label": [((i + j) % 7) / 7 - 0.4 for j in range(32)]})
-    for name, lines in made.items():
+        rows["teacher"].append({"query": row.query, "pos": [positive], "neg": negatives} | scores)
+        rows["triplets"].append({"anchor": row.query, "positive": positive, "negative": negatives[-1]})
+        rows["classes"].append({"text": positive, "label": i % 3})
+        rows["vectors"].append({"text": positive, "label": [((i + j) % 7) / 7 - 0.4 for j in range(32)]})
+    for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     return folder
 
 
-def given(workshop: Path, file: str, out: Path, *more: str) -> list[str]:
-    path = workshop / f"{file}.jsonl"
-    return [f"model.path={workshop / 'model'}", f"data.train=[{path}]", f"output_dir={out}", *more]
+def options(inputs: Path, file: str, output_dir: Path, *more: str) -> list[str]:
+    path = inputs / f"{file}.jsonl"
+    return [f"model.path={inputs / 'model'}", f"data.train=[{path}]", f"output_dir={output_dir}", *more]
 
 
 # Loss -> the file of its rows, and its options.
@@ -81,43 +74,45 @@ RUNS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def test_every_loss_is_run_here():
+def test_every_loss_has_a_run():
     assert set(RUNS) == set(LOSSES)
 
 
 @pytest.mark.parametrize(
     "names", [("infonce", "combined", "batch_triplet"), pytest.param(tuple(RUNS), marks=pytest.mark.slow)]
 )
-def test_every_loss_from_file_to_model(ranks, workshop, tmp_path, names):
+def test_every_loss_trains_from_files_to_a_model(ranks, inputs, tmp_path, names):
     """26 rows in batches of 10, the last of 6 rows; the same on one rank and on three."""
     for name in names:
         file, more = RUNS[name]
-        found = {}
+        results = {}
         for size in (1, 3):
             out = tmp_path / f"{name}-{size}"
-            ranks(size, run, *given(workshop, file, out, f"loss={name}", *more))
-            found[size] = losses(out)
+            ranks(size, run, *options(inputs, file, out, f"loss={name}", *more))
+            results[size] = losses(out)
             assert (out / "model" / "model.safetensors").is_file()
-        assert found[3] == pytest.approx(found[1], rel=1e-4, abs=1e-6), name
-        assert len(set(found[1].values())) == 3, name
+        assert results[3] == pytest.approx(results[1], rel=1e-4, abs=1e-6), name
+        assert len(set(results[1].values())) == 3, name
 
 
-def test_a_guide_and_a_teacher_of_another_architecture(ranks, workshop, tmp_path):
-    guide = workshop / "guide"
+def test_a_guide_and_a_teacher_of_another_architecture(ranks, inputs, tmp_path):
+    guide = inputs / "guide"
     teacher = f"{{name: distill_embeddings, teacher: {guide}, project: true}}"
     parts = f"loss.losses=[{{name: infonce, guide: {guide}}}, {teacher}]"
-    found = {}
+    results = {}
     for size in (1, 3):
         out = tmp_path / str(size)
-        told = ranks(size, run, *given(workshop, "teacher", out, "loss=combined", parts, "model.query_prompt='mu '"))[0]
-        assert f"guide or teacher {guide}: BertModel" in told
-        assert "the loss trains parameters of its own: parts.distill_embeddings.projection.weight [48, 32]" in told
-        found[size] = losses(out)
-        assert {"infonce", "distill_embeddings", "accuracy"} <= rows(out)[0].keys()
-    assert found[3] == pytest.approx(found[1], rel=1e-4)
+        output = ranks(size, run, *options(inputs, "teacher", out, "loss=combined", parts, "model.query_prompt='mu '"))[
+            0
+        ]
+        assert f"guide or teacher {guide}: BertModel" in output
+        assert "the loss trains parameters of its own: parts.distill_embeddings.projection.weight [48, 32]" in output
+        results[size] = losses(out)
+        assert {"infonce", "distill_embeddings", "accuracy"} <= metric_rows(out)[0].keys()
+    assert results[3] == pytest.approx(results[1], rel=1e-4)
 
 
-OWNING = {
+WITH_PARAMETERS = {
     "a temperature": ("teacher", ["loss=infonce", "loss.learn_temperature=true", "loss.temperature=0.2"]),
     "a classifier": (
         "pairs",
@@ -127,55 +122,55 @@ OWNING = {
 
 
 @pytest.mark.parametrize("layout", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("owned", OWNING)
-def test_what_a_loss_owns_is_saved_and_resumed(ranks, workshop, tmp_path, owned, layout):
-    """Bit-equal on as many ranks, equal on another number; dropped from the export."""
-    file, more = OWNING[owned]
+@pytest.mark.parametrize("owned", WITH_PARAMETERS)
+def test_parameters_of_a_loss_are_saved_and_resumed(ranks, inputs, tmp_path, owned, layout):
+    """Bit-equal on the same number of ranks, equal on another number."""
+    file, more = WITH_PARAMETERS[owned]
     if owned == "a classifier":
-        lines = [json.loads(line) for line in (workshop / "pairs.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (inputs / "pairs.jsonl").read_text().splitlines()]
         numbered = [json.dumps(line | {"score": i % 3}) for i, line in enumerate(lines)]
         (tmp_path / "pairs.jsonl").write_text("\n".join(numbered))
         more = [*more, f"data.train=[{tmp_path / 'pairs.jsonl'}]"]
     common = [*more, "train.steps=6", "checkpoint.every=3", "checkpoint.keep=9", f"checkpoint.layout={layout}"]
-    ranks(2, run, *given(workshop, file, tmp_path / "whole", *common))
+    ranks(2, run, *options(inputs, file, tmp_path / "whole", *common))
     expected = losses(tmp_path / "whole")
     if owned == "a temperature":
-        temperatures = [row["temperature"] for row in rows(tmp_path / "whole")]
+        temperatures = [row["temperature"] for row in metric_rows(tmp_path / "whole")]
         assert temperatures[0] == pytest.approx(0.2, rel=1e-6)
-        assert len(set(temperatures)) == 6, "it is trained"
+        assert len(set(temperatures)) == 6, "the temperature is trained"
     for size in (2, 3, 1):
-        again = tmp_path / str(size)
-        shutil.copytree(tmp_path / "whole", again)
-        shutil.rmtree(again / "checkpoints" / "step-00000006")
-        ranks(size, run, *given(workshop, file, again, *common))
-        assert losses(again) == (expected if size == 2 else pytest.approx(expected, rel=1e-5))
+        resumed = tmp_path / str(size)
+        shutil.copytree(tmp_path / "whole", resumed)
+        shutil.rmtree(resumed / "checkpoints" / "step-00000006")
+        ranks(size, run, *options(inputs, file, resumed, *common))
+        assert losses(resumed) == (expected if size == 2 else pytest.approx(expected, rel=1e-5))
 
 
-def test_a_step_over_several_global_batches(ranks, workshop, tmp_path):
-    """The same on any number of ranks; an epoch of 3 batches is 2 steps; resuming goes on with the right batch."""
+def test_a_step_over_several_global_batches(ranks, inputs, tmp_path):
+    """The same on any number of ranks; an epoch of 3 batches is 2 steps; a resumed run continues correctly."""
     more = ["train.gradient_accumulation_steps=2", "loss.temperature=0.2", "train.steps=null", "train.epochs=2"]
-    found = {}
+    results = {}
     for size in (1, 3):
         ranks(
             size,
             run,
-            *given(workshop, "triplets", tmp_path / str(size), *more, "checkpoint.every=1", "checkpoint.keep=9"),
+            *options(inputs, "triplets", tmp_path / str(size), *more, "checkpoint.every=1", "checkpoint.keep=9"),
         )
-        found[size] = losses(tmp_path / str(size))
-    assert list(found[1]) == [1, 2, 3]
-    assert found[3] == pytest.approx(found[1], rel=1e-5)
+        results[size] = losses(tmp_path / str(size))
+    assert list(results[1]) == [1, 2, 3]
+    assert results[3] == pytest.approx(results[1], rel=1e-5)
     for step in (2, 3):
         shutil.rmtree(tmp_path / "3" / "checkpoints" / f"step-{step:08d}")
-    ranks(3, run, *given(workshop, "triplets", tmp_path / "3", *more))
-    assert losses(tmp_path / "3") == found[3]
+    ranks(3, run, *options(inputs, "triplets", tmp_path / "3", *more))
+    assert losses(tmp_path / "3") == results[3]
     with pytest.raises(
         AssertionError,
-        match=r"with train.gradient_accumulation_steps=2, this run has train.gradient_accumulation_steps=1",
+        match=r"train\.gradient_accumulation_steps=2, .*_steps=1",
     ):
-        ranks(1, run, *given(workshop, "triplets", tmp_path / "3", *more, "train.gradient_accumulation_steps=1"))
+        ranks(1, run, *options(inputs, "triplets", tmp_path / "3", *more, "train.gradient_accumulation_steps=1"))
 
 
-BAD = [
+BAD_OPTIONS = [
     ("triplets", ["loss=infonce", "loss.temperature=0"], r"loss\.temperature=0\.0: must be above 0"),
     ("triplets", ["loss.matryoshka_dims=[64,16]"], r"matryoshka_dims=\[64, 16\]: the model's vectors have 32"),
     ("triplets", ["loss=distill_scores"], r"distill_scores needs .*score.*anchor, positive, negative"),
@@ -186,16 +181,16 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("file", "more", "words"), BAD)
-def test_bad_input_is_one_sentence_before_training(ranks, workshop, tmp_path, file, more, words):
-    more = [argument.replace("{guide}", str(workshop / "guide")) for argument in more]
-    with pytest.raises(AssertionError, match=rf"(Config|Data)Error: .*({words})"):
-        ranks(2, run, *given(workshop, file, tmp_path / "run", *more))
+@pytest.mark.parametrize(("file", "more", "message"), BAD_OPTIONS)
+def test_bad_options_fail_before_training(ranks, inputs, tmp_path, file, more, message):
+    more = [argument.replace("{guide}", str(inputs / "guide")) for argument in more]
+    with pytest.raises(AssertionError, match=rf"(Config|Data)Error: .*({message})"):
+        ranks(2, run, *options(inputs, file, tmp_path / "run", *more))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
-    ("row", "loss", "words"),
+    ("row", "loss", "message"),
     [
         ({"query": "mu", "pos": [], "neg": ["nu"]}, "infonce", r'rows\.jsonl:2: "pos" is empty'),
         (
@@ -211,8 +206,8 @@ def test_bad_input_is_one_sentence_before_training(ranks, workshop, tmp_path, fi
         ({"query": "mu", "pos": ["xi"], "neg": []}, "triplet", r"rows\.jsonl:2: .*triplet needs a hard negative"),
     ],
 )
-def test_a_bad_row_is_named_by_file_and_line(ranks, workshop, tmp_path, row, loss, words):
-    first = (workshop / "teacher.jsonl").read_text().splitlines()[0]
+def test_a_bad_row_is_reported_with_file_and_line(ranks, inputs, tmp_path, row, loss, message):
+    first = (inputs / "teacher.jsonl").read_text().splitlines()[0]
     (tmp_path / "rows.jsonl").write_text(f"{first}\n{json.dumps(row)}\n")
-    with pytest.raises(AssertionError, match=rf"DataError: .*{words}"):
-        ranks(2, run, *given(tmp_path, "rows", tmp_path / "run", f"model.path={workshop / 'model'}", f"loss={loss}"))
+    with pytest.raises(AssertionError, match=rf"DataError: .*{message}"):
+        ranks(2, run, *options(tmp_path, "rows", tmp_path / "run", f"model.path={inputs / 'model'}", f"loss={loss}"))

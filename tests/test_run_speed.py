@@ -1,140 +1,127 @@
-"""Whole runs on real ranks: the rates they tell, when they collect garbage, and batches that are there in time."""
+"""Whole runs on real ranks: reported rates, garbage collection between steps, and batches prepared in advance."""
 
 import gc
 import itertools
-import time
-from pathlib import Path
+import threading
 
 import pytest
 import torch
 
-from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.models.build import build_encoder
 from embedtrain.models.source import open_model_source
 from embedtrain.planning.flops import model_flops
 from embedtrain.training import loop
-from embedtrain.training.train import train
-from tests.small import save_small, small_model, write_beir, write_rows
-from tests.test_run import BASE, options, rows, run
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("workshop")
-    write_rows(folder / "train.jsonl", 36)
-    write_beir(folder / "dev", 20)
-    save_small(small_model("xlm-roberta"), folder / "model")
-    return folder
+from tests.runs import metric_rows, options, run
+from tests.small import small_model
 
 
 def flops_of_run(world: World, *arguments: str) -> tuple[list[float], list[list[int]], str]:
-    """Of each step: operations that were reported, lengths of the texts of all ranks; and what was said."""
+    """For each step: the reported FLOPs and the lengths of the texts of all ranks; and the standard output."""
     reported, lengths = [], []
-    real = loop.train_step
+    train_step = loop.train_step
 
-    def step(trainable, *batches, **how):
-        own = []
+    def recording_step(context, *batches, **kwargs):
+        local_lengths = []
         for chunk in (chunk for batch in batches for chunk in batch.chunks):
-            own += chunk.mask.sum(dim=1).tolist() if chunk.packing is None else chunk.packing.lengths
-        everyone = world.gather(own)
-        lengths.append(sorted(itertools.chain(*everyone)))
-        report = real(trainable, *batches, **how)
+            local_lengths += chunk.mask.sum(dim=1).tolist() if chunk.packing is None else chunk.packing.lengths
+        lengths.append(sorted(itertools.chain(*world.gather(local_lengths))))
+        report = train_step(context, *batches, **kwargs)
         reported.append(report.flops)
         return report
 
-    loop.train_step = step
+    loop.train_step = recording_step
     try:
-        told = run(world, *arguments)
+        output = run(world, *arguments)
     finally:
-        loop.train_step = real
-    return reported, lengths, told
+        loop.train_step = train_step
+    return reported, lengths, output
 
 
-def test_work_is_counted_on_real_tokens_whatever_the_ranks_and_chunks(ranks, workshop, tmp_path):
+def test_flops_count_real_tokens_for_any_ranks_and_chunks(ranks, run_inputs, tmp_path):
     flops = model_flops(build_encoder(open_model_source(small_model("xlm-roberta"))))
-    found = {}
-    for size, chunk_tokens in ((1, 1000), (2, 60)):  # all graphs kept in one chunk; many chunks encoded twice
+    results = {}
+    for size, chunk_tokens in ((1, 1000), (2, 60)):  # one chunk; many chunks encoded twice
         more = ("train.steps=4", f"train.chunk_tokens={chunk_tokens}", "train.activation_tokens=0")
         out = tmp_path / str(size)
-        reported, lengths, told = ranks(size, flops_of_run, *options(workshop, out, *more))[0]
-        assert reported == pytest.approx([flops.of(torch.tensor(one)) for one in lengths])
-        assert "mfu is a share of" in told
-        found[size] = reported
-        steps = [row for row in rows(out) if "loss" in row]
-        for row, work in zip(steps, reported, strict=True):
-            total = row["model_tflops"] * 1e12 * size
+        reported, lengths, output = ranks(size, flops_of_run, *options(run_inputs, out, *more))[0]
+        assert reported == pytest.approx([flops.of(torch.tensor(step_lengths)) for step_lengths in lengths])
+        assert "mfu is relative to" in output
+        results[size] = reported
+        rows = [row for row in metric_rows(out) if "loss" in row]
+        for row, step_flops in zip(rows, reported, strict=True):
+            flops_per_second = row["model_tflops"] * 1e12 * size
             tokens = sum(lengths[row["step"] - 1])
-            assert total / row["tokens_per_s"] == pytest.approx(work / tokens)
+            assert flops_per_second / row["tokens_per_s"] == pytest.approx(step_flops / tokens)
             assert 0 < row["mfu"] < 2
-        rates = [row["model_tflops"] / row["mfu"] for row in steps]
+        rates = [row["model_tflops"] / row["mfu"] for row in rows]
         assert rates == pytest.approx([rates[0]] * 4)
-        measured = [row["step"] for row in steps if "communication" in row]
+        measured = [row["step"] for row in rows if "communication" in row]
         assert measured == ([] if size == 1 else [3])
-    assert found[2] == pytest.approx(found[1])
+    assert results[2] == pytest.approx(results[1])
 
 
-def watched(world: World, steps: int, *arguments: str) -> dict[str, list[bool]]:
-    """Whether Python collects by itself in steps, in evaluations, and after the run."""
-    (recipe,) = compose_recipes([*BASE, *arguments])
-    seen: dict[str, list[bool]] = {"step": [], "evaluation": [], "after": []}
-    step, evaluate = loop.train_step, Evaluator.evaluate
+def collection_states(world: World, steps: int, *arguments: str) -> dict[str, list[bool]]:
+    """Whether automatic garbage collection is enabled in steps, in evaluations, and after the run has failed."""
+    enabled: dict[str, list[bool]] = {"step": [], "evaluation": [], "after": []}
+    train_step, evaluate = loop.train_step, Evaluator.evaluate
 
-    def watched_step(*args, **how):
-        seen["step"].append(gc.isenabled())
-        if len(seen["step"]) == steps:
+    def recording_step(*args, **kwargs):
+        enabled["step"].append(gc.isenabled())
+        if len(enabled["step"]) == steps:
             raise ZeroDivisionError
-        return step(*args, **how)
+        return train_step(*args, **kwargs)
 
-    def watched_evaluation(*args, **kwargs):
-        seen["evaluation"].append(gc.isenabled())
+    def recording_evaluation(*args, **kwargs):
+        enabled["evaluation"].append(gc.isenabled())
         return evaluate(*args, **kwargs)
 
-    loop.train_step, Evaluator.evaluate = watched_step, watched_evaluation
+    loop.train_step, Evaluator.evaluate = recording_step, recording_evaluation
     try:
         with pytest.raises(ZeroDivisionError):
-            train(recipe, world)
+            run(world, *arguments)
     finally:
-        loop.train_step, Evaluator.evaluate = step, evaluate
-    seen["after"].append(gc.isenabled())
-    return seen
+        loop.train_step, Evaluator.evaluate = train_step, evaluate
+    enabled["after"].append(gc.isenabled())
+    return enabled
 
 
-def test_garbage_waits_for_the_end_of_a_step(ranks, workshop, tmp_path):
+def test_garbage_is_not_collected_within_steps(ranks, run_inputs, tmp_path):
     more = ("train.steps=4", "evaluation.every=1", "evaluation.at_start=true")
-    for seen in ranks(2, watched, 3, *options(workshop, tmp_path / "run", *more)):
-        assert seen == {"step": [False] * 3, "evaluation": [True] * 3, "after": [True]}
+    for enabled in ranks(2, collection_states, 3, *options(run_inputs, tmp_path / "run", *more)):
+        assert enabled == {"step": [False] * 3, "evaluation": [True] * 3, "after": [True]}
 
 
-def made_in_time(world: World, steps: int, each: int, *arguments: str) -> list[bool]:
-    """Whether the batches of the next step are made while a step runs."""
-    (recipe,) = compose_recipes([*BASE, *arguments])
-    made, enough = [], []
-    make, step = loop.TrainingLoop._batch, loop.train_step
+def prepared_in_time(world: World, steps: int, batches_per_step: int, *arguments: str) -> list[bool]:
+    """For each step whether the batches of the next one are prepared while it runs."""
+    prepared, in_time = [], []
+    changed = threading.Condition()
+    make, train_step = loop.RankBatches.__call__, loop.train_step
 
-    def counted(self, number):
+    def recording_make(self, number):
         batch = make(self, number)
-        made.append(number)
+        with changed:
+            prepared.append(number)
+            changed.notify_all()
         return batch
 
-    def patient(run, *batches, **how):
-        wanted = each * min(steps, run.state.step + 2)
-        deadline = time.monotonic() + 10
-        while len(made) < wanted and time.monotonic() < deadline:
-            time.sleep(0.01)
-        enough.append(len(made) >= wanted)
-        return step(run, *batches, **how)
+    def waiting_step(context, *batches, **kwargs):
+        expected = batches_per_step * min(steps, context.state.step + 2)
+        with changed:
+            in_time.append(changed.wait_for(lambda: len(prepared) >= expected, timeout=10))
+        return train_step(context, *batches, **kwargs)
 
-    loop.TrainingLoop._batch, loop.train_step = counted, patient
+    loop.RankBatches.__call__, loop.train_step = recording_make, waiting_step
     try:
-        train(recipe, world)
+        run(world, *arguments)
     finally:
-        loop.TrainingLoop._batch, loop.train_step = make, step
-    return enough
+        loop.RankBatches.__call__, loop.train_step = make, train_step
+    return in_time
 
 
-def test_the_next_steps_batches_are_made_while_a_step_runs(ranks, workshop, tmp_path):
-    more = ("train.steps=3", "train.gradient_accumulation_steps=5", "train.global_batch_size=4", "evaluation.every=0")
-    arguments = options(workshop, Path(tmp_path) / "run", *more)
-    assert ranks(1, made_in_time, 3, 5, *arguments) == [[True] * 3]
+def test_the_batches_of_the_next_step_are_prepared_during_a_step(ranks, run_inputs, tmp_path):
+    more = (
+        "train.steps=3", "train.gradient_accumulation_steps=5", "train.global_batch_size=4", "evaluation.every=0",
+    )  # fmt: skip
+    assert ranks(1, prepared_in_time, 3, 5, *options(run_inputs, tmp_path / "run", *more)) == [[True] * 3]

@@ -1,8 +1,8 @@
-"""mkdocs hook: tables of options, made from the dataclasses of embedtrain/config whenever the site is built.
+"""Writes the tables of options in docs/reference/ from the dataclasses: `python docs/hooks/reference.py`.
 
-A line `<!-- options: NAME -->` of a page becomes the table of that dataclass and of those within it; NAME is
-`Recipe`, `TrainSource`, `EvaluationSet`, `losses` or `commands`. A field's meaning is its comment in the source, read
-with tokenize.
+The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
+of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `losses` or `commands`. The meaning of an option
+is its comment in the source, read with tokenize.
 """
 
 import ast
@@ -22,19 +22,29 @@ from typing import Any
 
 import yaml
 
-import embedtrain.config
+import embedtrain
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.losses import LOSSES, InfoNCEConfig, LossConfig
 from embedtrain.config.recipe import Recipe, TrainSource
 
-_MARK = re.compile(r"^<!-- options: (\w+) -->$", re.MULTILINE)
-_DOOR = re.compile(r"Options of `python -m embedtrain\.(\w+)`")
+PAGES = Path(__file__).resolve().parents[1] / "reference"
+
+_GENERATED = re.compile(r"(?<=^<!-- options: )(\w+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"Options of `python -m embedtrain\.(\w+)`")
 _HEAD = "| option | meaning |\n| --- | --- |\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One field: its name, the type as it is written, the classes in it, its default as YAML, and its comment."""
+    """One field.
+
+    Attributes:
+        name: its name.
+        type: its type as the source has it.
+        classes: the enums and dataclasses in the type.
+        default: as YAML; empty if there is none.
+        comment: its meaning.
+    """
 
     name: str
     type: str
@@ -43,96 +53,106 @@ class Option:
     comment: str
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Marks become tables."""
-    return _MARK.sub(lambda match: section(match[1]), markdown)
+def main() -> None:
+    """Write the pages."""
+    for page in sorted(PAGES.glob("*.md")):
+        page.write_text(generate(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def generate(markdown: str) -> str:
+    """A page with its tables as the dataclasses define them now."""
+    return _GENERATED.sub(lambda match: f"{match[1]}{match[2]}\n{section(match[1])}\n\n", markdown)
 
 
 def section(name: str) -> str:
-    """The text that stands for a mark.
+    """The generated text of one name.
 
     Raises:
-        KeyError: there is nothing of that name.
+        KeyError: there is no such name.
     """
     match name:
         case "losses":
             shared = table(LossConfig, "loss.")
-            return "\n\n".join([f"## Every loss\n\n{told(LossConfig)}\n\n{shared}", *map(_loss, LOSSES.values())])
+            return "\n\n".join(
+                [f"## Every loss\n\n{docstring_line(LossConfig)}\n\n{shared}", *map(_loss, LOSSES.values())]
+            )
         case "commands":
-            return "\n\n".join(f"## {door}\n\n{tree(kind, '', f'{door}.')}" for door, kind in doors().items())
+            return "\n\n".join(f"## {name}\n\n{tree(kind, '', f'{name}.')}" for name, kind in commands().items())
         case _:
-            kind, place = {
+            kind, anchor = {
                 "Recipe": (Recipe, ""),
                 "TrainSource": (TrainSource, "data.train."),
                 "EvaluationSet": (EvaluationSet, "evaluation.sets."),
             }[name]
-            return tree(kind, "", place)
+            return tree(kind, "", anchor)
 
 
-def doors() -> dict[str, type]:
-    """Each command's name, with the dataclass of its options."""
-    found = [(match[1], kind) for kind in dataclasses_of_config() if (match := _DOOR.match(kind.__doc__ or ""))]
-    return dict(sorted(found, key=lambda pair: pair[0]))
+def commands() -> dict[str, type]:
+    """The dataclass of the options of each command."""
+    matches = [(_COMMAND.match(kind.__doc__ or ""), kind) for kind in option_dataclasses()]
+    return dict(sorted((match[1], kind) for match, kind in matches if match))
 
 
-def dataclasses_of_config() -> Iterator[type]:
-    """Every dataclass that is defined in embedtrain/config, but for the private ones."""
-    for room in pkgutil.iter_modules(embedtrain.config.__path__, "embedtrain.config."):
-        module = importlib.import_module(room.name)
-        for kind in vars(module).values():
-            own = isinstance(kind, type) and kind.__module__ == room.name and not kind.__name__.startswith("_")
-            if own and dataclasses.is_dataclass(kind):
+def option_dataclasses() -> Iterator[type]:
+    """Every public dataclass of embedtrain/config and of the options of the commands."""
+    for module_info in pkgutil.walk_packages(embedtrain.__path__, "embedtrain."):
+        name = module_info.name
+        if not (name.startswith("embedtrain.config.") or re.fullmatch(r"embedtrain\.\w+\.options", name)):
+            continue
+        for kind in vars(importlib.import_module(name)).values():
+            is_own = isinstance(kind, type) and kind.__module__ == name and not kind.__name__.startswith("_")
+            if is_own and dataclasses.is_dataclass(kind):
                 yield kind
 
 
-def tree(kind: type, prefix: str, place: str = "") -> str:
-    """The table of a dataclass, and below it those of the dataclasses that its fields are.
+def tree(kind: type, prefix: str, anchor: str = "") -> str:
+    """The table of a dataclass, and below it those of its fields that are dataclasses.
 
     Args:
         kind: the dataclass.
-        prefix: what stands before its fields' names, such as `model.`.
-        place: what stands before that in anchors, where one page has several dataclasses side by side.
+        prefix: precedes the names of its fields, such as `model.`.
+        anchor: precedes that in the anchors of a page with several dataclasses.
     """
-    parts = [told(kind), table(kind, prefix, place)] if kind is not Recipe else [table(kind, prefix, place)]
+    parts = [docstring_line(kind), table(kind, prefix, anchor)] if kind is not Recipe else [table(kind, prefix, anchor)]
     for option in options_of(kind):
         for inner in option.classes:
             if _has_a_table(inner):
                 level = "##" if not prefix and kind is Recipe else "###"
-                parts.append(f"{level} {prefix}{option.name}\n\n{tree(inner, f'{prefix}{option.name}.', place)}")
+                parts.append(f"{level} {prefix}{option.name}\n\n{tree(inner, f'{prefix}{option.name}.', anchor)}")
     return "\n\n".join(part for part in parts if part)
 
 
-def table(kind: type, prefix: str, place: str = "", *, without: type | None = None) -> str:
-    """The options of one dataclass as a table, each with an anchor of its full name.
+def table(kind: type, prefix: str, anchor: str = "", *, without: type | None = None) -> str:
+    """The options of one dataclass as a table, with an anchor for each.
 
     Args:
         kind: the dataclass.
         prefix: as in `tree`.
-        place: as in `tree`.
-        without: another dataclass, whose fields are left out where they are the same.
+        anchor: as in `tree`.
+        without: a dataclass whose fields are left out.
     """
-    known = {field.name for field in dataclasses.fields(without)} if without else set()
+    left_out = {field.name for field in dataclasses.fields(without)} if without else set()
     rows = [
-        row(option, prefix, place)
+        row(option, prefix, anchor)
         for option in options_of(kind)
-        if option.name not in known and not any(map(_has_a_table, option.classes))
+        if option.name not in left_out and not any(map(_has_a_table, option.classes))
     ]
     return _HEAD + "\n".join(rows) if rows else ""
 
 
-def row(option: Option, prefix: str, place: str) -> str:
+def row(option: Option, prefix: str, anchor: str) -> str:
     """One option as a row of its table."""
     name = f"{prefix}{option.name}"
-    span = f'<span id="{place or "option."}{name}" class="option">`{name}`</span>'
-    return f"| {span}<br>{_type(option)}{_default_of(option)} | {_cell(meaning(option))} |"
+    span = f'<span id="{anchor or "option."}{name}" class="option">`{name}`</span>'
+    return f"| {span}<br>{_cell(_type(option) + _default_of(option))} | {_cell(meaning(option))} |"
 
 
 def meaning(option: Option) -> str:
-    """An option's comment, then what its choices mean. Empty where nothing in the source says it."""
+    """The comment of an option and the meaning of its choices; empty without comments."""
     parts = [option.comment]
     for kind in option.classes:
         if issubclass(kind, Enum):
-            parts.append(told(kind))
+            parts.append(docstring_line(kind))
             comments = {name: text for name, text in comments_of(kind).items() if text}
             parts += [f"`{kind[name].value}`: {text}" for name, text in comments.items()]
         elif kind is LossConfig:
@@ -140,19 +160,19 @@ def meaning(option: Option) -> str:
     return ". ".join(part.rstrip(".") for part in parts if part)
 
 
-def told(kind: type) -> str:
-    """A class's docstring in one line."""
+def docstring_line(kind: type) -> str:
+    """The docstring of a class in one line."""
     return " ".join((kind.__doc__ or "").split())
 
 
 def options_of(kind: type) -> list[Option]:
-    """The fields of a dataclass, those that it inherits first, as the dataclass itself orders them."""
+    """The fields of a dataclass in its order: inherited ones first."""
     comments: dict[str, str] = {}
     written: dict[str, str] = {}
-    for one in reversed(kind.__mro__):
-        if dataclasses.is_dataclass(one):
-            comments |= {name: text for name, text in comments_of(one).items() if text or name not in comments}
-            written |= {node.target.id: ast.unparse(node.annotation) for node in _fields(one)}
+    for base in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(base):
+            comments |= {name: text for name, text in comments_of(base).items() if text or name not in comments}
+            written |= {node.target.id: ast.unparse(node.annotation) for node in _fields(base)}
     hints = typing.get_type_hints(kind)
     return [
         Option(field.name, written[field.name], _classes(hints[field.name]), _default(field), comments[field.name])
@@ -161,14 +181,14 @@ def options_of(kind: type) -> list[Option]:
 
 
 def comments_of(kind: type) -> dict[str, str]:
-    """What the source says of each field or member: comments on its own lines, or on those right above it."""
+    """The comment of each field or enum member: on its own lines, or on the lines directly above."""
     source = Path(typing.cast(str, sys.modules[kind.__module__].__file__)).read_text(encoding="utf-8")
-    beside, alone = dict[int, str](), dict[int, str]()
+    inline, alone = dict[int, str](), dict[int, str]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             whole_line = token.line.strip() == token.string
-            (alone if whole_line else beside)[token.start[0]] = token.string.lstrip("# ").strip()
-    found = {}
+            (alone if whole_line else inline)[token.start[0]] = token.string.lstrip("# ").strip()
+    comments = {}
     for node in _members(kind):
         assert node.end_lineno is not None
         above = []
@@ -176,10 +196,10 @@ def comments_of(kind: type) -> dict[str, str]:
             if line not in alone:
                 break
             above.insert(0, alone[line])
-        own = [beside[line] for line in range(node.lineno, node.end_lineno + 1) if line in beside]
+        own = [inline[line] for line in range(node.lineno, node.end_lineno + 1) if line in inline]
         target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-        found[typing.cast(ast.Name, target).id] = " ".join([*above, *own])
-    return found
+        comments[typing.cast(ast.Name, target).id] = " ".join([*above, *own])
+    return comments
 
 
 def _members(kind: type) -> list[ast.AnnAssign | ast.Assign]:
@@ -197,7 +217,7 @@ def _fields(kind: type) -> Iterator[Any]:
 
 
 def _classes(hint: Any) -> tuple[type, ...]:
-    """Enums and dataclasses that a type is made of."""
+    """The enums and dataclasses in a type."""
     if isinstance(hint, type) and (issubclass(hint, Enum) or dataclasses.is_dataclass(hint)):
         return (hint,)
     if isinstance(hint, types.GenericAlias | types.UnionType) or typing.get_args(hint):
@@ -214,7 +234,7 @@ def _default(field: "dataclasses.Field[Any]") -> str:
         return ""
     if dataclasses.is_dataclass(value):
         return ""
-    value = [one.value if isinstance(one, Enum) else one for one in value] if isinstance(value, list) else value
+    value = [item.value if isinstance(item, Enum) else item for item in value] if isinstance(value, list) else value
     plain = value.value if isinstance(value, Enum) else value
     if isinstance(plain, str) and plain:
         return plain.replace("\n", "\\n")
@@ -223,7 +243,7 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 
 def _type(option: Option) -> str:
-    """The type for someone who writes YAML; of an enum, what may be written."""
+    """The type in the terms of YAML; for an enum its values."""
     text = option.type
     for kind in option.classes:
         if issubclass(kind, Enum):
@@ -237,11 +257,11 @@ def _type(option: Option) -> str:
 def _default_of(option: Option) -> str:
     if LossConfig in option.classes:
         return f", default {_code(InfoNCEConfig.name)}"
-    return f", default {_code(option.default)}" if option.default else ", to be given"
+    return f", default {_code(option.default)}" if option.default else ", required"
 
 
 def _has_a_table(kind: type) -> bool:
-    """Whether a field of this class is told by a heading and a table of its own."""
+    """Whether a field of this class has a heading and a table of its own."""
     return dataclasses.is_dataclass(kind) and kind is not LossConfig
 
 
@@ -250,10 +270,14 @@ def _code(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text within a table's cell: a bar would end it, but in code."""
-    return "`".join(part if at % 2 else part.replace("|", "\\|") for at, part in enumerate(text.split("`")))
+    """Text in a cell of a table. GitHub wants bars escaped, also in code."""
+    return text.replace("|", "\\|")
 
 
 def _loss(kind: type[LossConfig]) -> str:
     rows = table(kind, "loss.", f"{kind.name}.", without=LossConfig)
-    return f"## {kind.name}\n\n{told(kind)}\n\n{rows or 'No options of its own.'}"
+    return f"## {kind.name}\n\n{docstring_line(kind)}\n\n{rows or 'No options of its own.'}"
+
+
+if __name__ == "__main__":
+    main()

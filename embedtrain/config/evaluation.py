@@ -1,4 +1,4 @@
-"""Options of evaluation: the sets, how each is measured, and how their texts are encoded and searched."""
+"""Options of evaluation: the sets, their metrics, and how texts are encoded and searched."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class SetKind(str, Enum):
-    """What an evaluation set is. `auto` tells by its folder or its columns."""
+    """The kind of an evaluation set. `auto` detects it from the directory or the columns."""
 
     auto = "auto"
     retrieval = "retrieval"
@@ -19,10 +19,9 @@ class SetKind(str, Enum):
 
 
 class Unshard(str, Enum):
-    """How much of sharded weights a rank holds while it encodes.
+    """How much of sharded weights a rank gathers at a time to encode texts.
 
-    `layer`: one layer at a time, gathered anew for every pass. `model`: all of them, gathered before
-    a set of texts is encoded.
+    `layer`: one layer, in every forward pass. `model`: all layers, once for each set of texts.
     """
 
     layer = "layer"
@@ -30,7 +29,7 @@ class Unshard(str, Enum):
 
 
 class VectorPlacement(str, Enum):
-    """Where a rank keeps its documents' vectors. `auto`: on its GPU where they take less than half of what is free."""
+    """Where a rank keeps the embeddings of documents. `auto`: on the GPU if they fit into half its free memory."""
 
     auto = "auto"
     device = "device"
@@ -38,14 +37,14 @@ class VectorPlacement(str, Enum):
 
 
 class VectorDtype(str, Enum):
-    """What documents' vectors are kept as; scores of them are fp32 either way."""
+    """The type of the stored embeddings of documents. Scores are always fp32."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 class Classifier(str, Enum):
-    """What tells classes apart by vectors: scikit-learn's logistic regression, or its nearest neighbours."""
+    """The classifier of scikit-learn: logistic regression, or k-nearest neighbors."""
 
     logistic = "logistic"
     knn = "knn"
@@ -53,7 +52,7 @@ class Classifier(str, Enum):
 
 @dataclass(kw_only=True)
 class IndexConfig:
-    """How documents' vectors are kept for search."""
+    """How the embeddings of documents are stored for search."""
 
     dtype: VectorDtype = VectorDtype.fp32
     place: VectorPlacement = VectorPlacement.auto
@@ -61,39 +60,39 @@ class IndexConfig:
 
 @dataclass(kw_only=True)
 class EvaluationSet:
-    """One evaluation set, an element of `evaluation.sets` (a bare string is its `path`)."""
+    """One evaluation set, an element of `evaluation.sets` (a string is its `path`)."""
 
-    path: str  # BEIR folder, table, folder of tables, or Hub id
+    path: str  # BEIR directory, table, directory of tables, or Hub id
     kind: SetKind = SetKind.auto
     name: str | None = None  # default: the end of the path
     config: str | None = None  # configuration of a Hub data set, such as a language
     split: str | None = None  # qrels/<split>.tsv, or split of a Hub data set; default: test, then dev, ...
-    revision: str | None = None  # of a Hub data set: a commit, tag or branch
-    qrels_revision: str | None = None  # of a second Hub data set that holds its judgements, <path>-qrels
-    query_prompt: str | None = None  # of queries, and of all texts that are no documents; default: model.query_prompt
+    revision: str | None = None  # a commit, tag or branch of a Hub data set
+    qrels_revision: str | None = None  # the same of the Hub data set with its judgements, <path>-qrels
+    query_prompt: str | None = None  # for queries and all texts other than documents; default: model.query_prompt
     document_prompt: str | None = None  # default: model.document_prompt
     query_max_length: int | None = None  # tokens; default: the model's
     document_max_length: int | None = None  # tokens; default: the model's
-    metrics: list[str] | None = None  # such as [ndcg@10, recall@1000]; the first is the main one; default: the kind's
-    subset: int | None = None  # at most so many queries, or rows, the same in every run; default: evaluation.subset
-    subset_documents: int | None = None  # at most so many documents beside the judged ones
-    ignore_identical_ids: bool = False  # a document with the query's id is not found, as in ArguAna and Quora
+    metrics: list[str] | None = None  # such as [ndcg@10, recall@1000], the main one first; default: those of the kind
+    subset: int | None = None  # at most so many queries or rows, the same in every run; default: evaluation.subset
+    subset_documents: int | None = None  # at most so many documents besides the judged ones
+    ignore_identical_ids: bool = False  # leave out the document with the query's id, as in ArguAna and Quora
     candidates: str | None = None  # reranking: a TREC run file with the documents to rank for each query
-    train: str | None = None  # classification: the table to learn classes from; default: train beside the path
+    train: str | None = None  # classification: training table; default: train beside the path
     classifier: Classifier = Classifier.logistic
-    samples_per_label: int | None = 8  # classification: texts of each class to learn from; null: all
-    experiments: int = 10  # classification and clustering: draws whose figures are averaged
+    samples_per_label: int | None = 8  # classification: training texts per class; null: all
+    experiments: int = 10  # classification and clustering: number of random draws to average
 
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
-    """What is measured, and when."""
+    """What is evaluated and when."""
 
-    every: int = 0  # steps; 0: at the end only
-    at_start: bool = False  # also before the first step
-    sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
-    subset: int | None = None  # at most so many queries or rows of each set, for speed
+    every: int = 0  # steps; 0: only at the end
+    at_start: bool = False  # evaluate before the first step as well
+    sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
+    subset: int | None = None  # at most so many queries or rows of each set
     patience: int | None = None  # stop after so many evaluations without a better checkpoint.best_metric
-    chunk_tokens: int = 16384  # tokens one forward pass may hold on one rank
+    chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
     unshard: Unshard = Unshard.layer
     index: IndexConfig = field(default_factory=IndexConfig)

@@ -1,7 +1,7 @@
-"""The recipe as dataclasses: every option, its type, its default, and what it means.
+"""The recipe as dataclasses: every option with its type, its default and its meaning.
 
-Hydra composes a recipe from YAML and the command line into these types; the rest of the package sees
-nothing but them. A field's comment is the documentation that the reference in docs/ is made of.
+Hydra composes recipes from YAML and the command line into these types; the rest of the package sees nothing else.
+The reference in docs/ is generated from the comments.
 """
 
 from dataclasses import dataclass, field
@@ -17,10 +17,9 @@ EXPORT_FORMATS = ("sentence_transformers", ONNX, ADAPTER)
 
 
 class BaseDtype(str, Enum):
-    """What frozen weights are held in.
+    """The type that frozen weights are stored in.
 
-    `auto` is bf16 where the model is computed in bf16, for then nothing is lost, or where its files hold bf16; else
-    fp32.
+    `auto` is bf16 if the model is computed in bf16, which loses nothing, or if its files hold bf16; otherwise fp32.
     """
 
     auto = "auto"
@@ -32,26 +31,25 @@ class BaseDtype(str, Enum):
 class LoraConfig:
     """Low-rank adapters on a frozen model, by PEFT; off unless `rank` or `path` is set."""
 
-    rank: int | None = None  # r, of every adapter; null: all weights are trained
-    alpha: float | None = None  # an adapter counts alpha / r times; default: 2 r
+    rank: int | None = None  # r of every adapter; null trains all weights
+    alpha: float | None = None  # adapters are scaled by alpha / r; default: 2 r
     targets: Any = ALL_LINEAR  # all-linear (of the blocks), or names of linear layers, such as [q_proj, v_proj]
-    dropout: float = 0.0  # before an adapter
-    modules_to_save: list[str] = field(
-        default_factory=list
-    )  # trained whole besides: embeddings, norms, or names of modules
-    base_dtype: BaseDtype = BaseDtype.auto  # type of the weights that are not trained
+    dropout: float = 0.0  # applied to the input of an adapter
+    # Modules that are trained in full besides the adapters: embeddings, norms, or names of modules.
+    modules_to_save: list[str] = field(default_factory=list)
+    base_dtype: BaseDtype = BaseDtype.auto  # type of the frozen weights
     load_in_4bit: bool = False  # frozen linear layers in 4 bits (QLoRA): CUDA, bitsandbytes
-    path: str | None = None  # go on from an adapter of PEFT's: directory or Hub id; its rank and targets are taken
+    path: str | None = None  # start from an adapter of PEFT: directory or Hub id; its rank and targets are used
     revision: str | None = None  # a commit, tag or branch of its Hub repository
 
     @property
     def on(self) -> bool:
-        """Whether adapters are trained, and not the model itself."""
+        """Whether adapters are trained instead of the whole model."""
         return self.rank is not None or self.path is not None
 
 
 class Pooling(str, Enum):
-    """How one vector is made of a text's token vectors."""
+    """How token embeddings become one embedding of the text."""
 
     cls = "cls"
     mean = "mean"
@@ -61,8 +59,8 @@ class Pooling(str, Enum):
 class Attention(str, Enum):
     """How texts of different lengths share a forward pass.
 
-    `packed` puts one after another and computes no padding; `padded` fills all up to the longest. `auto` packs where
-    the model's code allows it and gives the same vectors, and says why where it does not.
+    `packed` concatenates them and computes no padding; `padded` pads all to the longest. `auto` packs if the model's
+    code allows it and the embeddings are the same, and reports why not otherwise.
     """
 
     auto = "auto"
@@ -71,7 +69,7 @@ class Attention(str, Enum):
 
 
 class Strategy(str, Enum):
-    """How weights lie over the ranks: replicated, sharded, or sharded within groups that are replicated."""
+    """How weights are distributed: replicated, sharded, or sharded within groups of ranks that are replicas."""
 
     auto = "auto"
     ddp = "ddp"
@@ -80,10 +78,10 @@ class Strategy(str, Enum):
 
 
 class GradientReduction(str, Enum):
-    """What a rank keeps of gradients while a step has further chunks to come.
+    """When gradients are reduced over the ranks.
 
-    `per_step` keeps them unreduced and reduces once a step; `per_chunk` reduces after every chunk and keeps a shard.
-    `auto` reduces once a step where the unreduced gradients take little of a rank's memory.
+    `per_step` keeps them unreduced and reduces once per step; `per_chunk` reduces after every chunk and keeps a shard.
+    `auto` reduces once per step if the unreduced gradients take little of a rank's memory.
     """
 
     auto = "auto"
@@ -92,14 +90,14 @@ class GradientReduction(str, Enum):
 
 
 class Precision(str, Enum):
-    """What is computed in. Master weights, gradients' reduction and the loss are fp32 in both."""
+    """The type of the forward and backward pass. Master weights, gradient reduction and the loss are always fp32."""
 
     bf16 = "bf16"
     fp32 = "fp32"
 
 
 class ExportDtype(str, Enum):
-    """What exported weights are stored in; `source` is the type of the weights the run started from."""
+    """The type of exported weights; `source` is the type of the weights that the run started from."""
 
     source = "source"
     fp32 = "fp32"
@@ -108,21 +106,21 @@ class ExportDtype(str, Enum):
 
 
 class DataFormat(str, Enum):
-    """How training rows are laid out."""
+    """The format of training rows; `auto` detects it."""
 
     auto = "auto"
-    flagembedding = "flagembedding"  # query, pos, neg; also RAG-Retrieval's, gritlm's and E5's rows
-    columns = "columns"  # sentence-transformers': by their order
-    tevatron = "tevatron"  # query, positive_passages, negative_passages; or ids of documents of a corpus
-    messages = "messages"  # ms-swift's: messages, positive_messages, negative_messages
+    flagembedding = "flagembedding"  # query, pos, neg; also the rows of RAG-Retrieval, gritlm and E5
+    columns = "columns"  # that of sentence-transformers: columns in order
+    tevatron = "tevatron"  # query, positive_passages, negative_passages; or document ids of a corpus
+    messages = "messages"  # that of ms-swift: messages, positive_messages, negative_messages
     beir = "beir"  # corpus, queries and qrels
 
 
 class BatchMode(str, Enum):
-    """What a global batch is made of.
+    """Which sources a global batch holds.
 
-    `mixed` draws its rows from all sources, each by its share; `by_source` draws all from one source, the same
-    on every rank. `auto` is by_source where sources have losses of their own, else mixed.
+    `mixed` draws rows from all sources in proportion to their sizes and weights; `by_source` draws all rows of a batch
+    from one source, the same on every rank. `auto` is by_source if sources differ in their loss, otherwise mixed.
     """
 
     auto = "auto"
@@ -131,21 +129,21 @@ class BatchMode(str, Enum):
 
 
 class WeightMode(str, Enum):
-    """What a source's `weight` says: how often its rows are seen in an epoch, or its share of all rows seen."""
+    """The meaning of a source's `weight`: passes over its rows per epoch, or its proportion of all rows."""
 
     epochs = "epochs"
     proportions = "proportions"
 
 
 class OnError(str, Enum):
-    """What to do with a row that cannot be used."""
+    """How rows that cannot be used are handled."""
 
     stop = "stop"
     skip = "skip"
 
 
 class ScheduleKind(str, Enum):
-    """The learning rate's course after warm-up."""
+    """The learning rate after warm-up."""
 
     linear = "linear"
     cosine = "cosine"
@@ -153,21 +151,21 @@ class ScheduleKind(str, Enum):
 
 
 class CheckpointLayout(str, Enum):
-    """`sharded`: a file a shard. `full`: one safetensors file of whole tensors, each rank writing its rows in place."""
+    """`sharded`: one file per shard. `full`: one safetensors file of whole tensors; each rank writes its rows to it."""
 
     sharded = "sharded"
     full = "full"
 
 
 class CheckpointContents(str, Enum):
-    """`all`: weights and optimiser, to resume from. `model`: weights alone, to start a new run from."""
+    """`all`: weights and optimizer state, to resume from. `model`: only weights, to start a new run from."""
 
     all = "all"
     model = "model"
 
 
 class WandbMode(str, Enum):
-    """Where wandb's rows go: to its server as they come, or to files that `wandb sync` sends later."""
+    """Where wandb logs to: its server, or files that `wandb sync` uploads later."""
 
     online = "online"
     offline = "offline"
@@ -175,42 +173,44 @@ class WandbMode(str, Enum):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Which model is trained, and how it turns a text into a vector."""
+    """The model to train, and how it turns a text into an embedding."""
 
     path: str | None = None  # Hub id, Hugging Face directory or sentence-transformers directory
-    config: Any = None  # from scratch instead: a mapping with `model_type`, or the path of a config.json
-    tokenizer: str | None = None  # Hub id or directory; default: the model's own, or one trained on the data
+    config: Any = None  # instead, for random weights: a mapping with `model_type`, or the path of a config.json
+    tokenizer: str | None = None  # Hub id or directory; default: the model's, or one trained on the data
     tokenizer_revision: str | None = None  # a commit, tag or branch of its Hub repository
     vocab_size: int = 16000  # size of a vocabulary trained on the data
-    vocab_lowercase: bool = True  # whether such a vocabulary folds case: a small model need not learn it
-    pooling: Pooling | None = None  # cls, mean, last; default: what a sentence-transformers directory says
-    normalize: bool | None = None  # L2-normalise vectors; default: what the directory says, else true
-    max_length: int | None = None  # tokens, special tokens included; default: what the directory says
-    bidirectional: bool | None = None  # tokens see those behind them as well; default: as its configuration says
-    append_eos: bool | None = None  # end every text with the end-of-text token; default: with pooling `last`, yes
-    include_prompt: bool | None = None  # mean pooling counts the prompt's tokens; default: the directory's, else true
-    attention: Attention = Attention.auto  # packed: no padding is computed; padded; auto: packed where that is right
-    rope_scaling: Any = None  # a mapping such as {rope_type: yarn, factor: 4}: rotary positions beyond the model's own
+    vocab_lowercase: bool = True  # lowercase texts for such a vocabulary
+    pooling: Pooling | None = None  # default: that of a sentence-transformers directory
+    normalize: bool | None = None  # L2-normalize embeddings; default: that of the directory, else true
+    max_length: int | None = None  # tokens, including special tokens; default: that of the directory
+    bidirectional: bool | None = (
+        None  # tokens attend to later tokens as well; default: that of the model's configuration
+    )
+    append_eos: bool | None = None  # end every text with the end-of-text token; default: true with pooling `last`
+    include_prompt: bool | None = None  # include the prompt in mean pooling; default: that of the directory, else true
+    attention: Attention = Attention.auto
+    rope_scaling: Any = None  # extends rotary positions: a mapping such as {rope_type: yarn, factor: 4}
     lora: LoraConfig = field(default_factory=LoraConfig)
-    query_prompt: str | None = None  # put before every query; default: the directory's, else none
-    document_prompt: str | None = None  # put before every document; default: the directory's, else none
+    query_prompt: str | None = None  # precedes every query; default: that of the directory, else none
+    document_prompt: str | None = None  # precedes every document; default: that of the directory, else none
     revision: str | None = None  # a commit, tag or branch of the Hub repository
-    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
+    trust_remote_code: bool = False  # run Python code of the model: only for authors that you trust
 
 
 @dataclass(kw_only=True)
 class TrainSource:
-    """One source of training rows, an element of `data.train` (a bare string is its `path`)."""
+    """One source of training rows, an element of `data.train` (a string is its `path`)."""
 
-    path: str  # file, folder or glob, here or under a URL (s3://, hf://, https://, ...), or Hub id
+    path: str  # file, directory or glob, local or a URL (s3://, hf://, https://, ...), or Hub id
     format: DataFormat = DataFormat.auto
     name: str | None = None  # default: the end of the path
-    revision: str | None = None  # of a Hub data set: a commit, tag or branch
-    documents: str | None = None  # corpus that rows name documents of by id; default: what lies beside them
-    documents_revision: str | None = None  # of a Hub data set with the corpus
-    each_file: bool = False  # every file is a source of its own, named after it
-    weight: float = 1.0  # how often its rows are seen in an epoch: 2 is twice, 0.5 a half, and the other half next
-    max_rows: int | None = None  # of these at most that many rows an epoch, others in the next
+    revision: str | None = None  # a commit, tag or branch of a Hub data set
+    documents: str | None = None  # corpus of the document ids in rows; default: the corpus beside them
+    documents_revision: str | None = None  # a commit, tag or branch of the Hub data set with the corpus
+    each_file: bool = False  # every file is a source, named after the file
+    weight: float = 1.0  # passes over its rows per epoch: 2 is two, 0.5 is half of the rows, the other half in the next
+    max_rows: int | None = None  # at most so many rows per epoch, other rows in the next
     query_prompt: str | None = None  # default: model.query_prompt
     document_prompt: str | None = None  # default: model.document_prompt
     instruction_format: str | None = None  # default: data.instruction_format
@@ -218,138 +218,138 @@ class TrainSource:
     document_max_length: int | None = None  # tokens; default: the model's
     loss: Any = None  # options that differ from the recipe's loss, or another loss by `name`
     temperature: float | None = None  # default: loss.temperature
-    in_batch_negatives: bool | None = (
-        None  # default: loss.in_batch_negatives; false where the path says no_in_batch_neg
-    )
-    negatives: int | None = 7  # hard negatives used of a row at a time, drawn anew each epoch; null: all
+    # Default: loss.in_batch_negatives; false for a path with no_in_batch_neg.
+    in_batch_negatives: bool | None = None
+    negatives: int | None = 7  # hard negatives per row, drawn from all of its negatives in each epoch; null: all
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # split of a Hub data set
-    columns: list[str] | None = None  # which columns: query, positive, negatives in this order, and a score column
-    score_scale: float = 1.0  # scores are divided by it: 5 makes 0 to 1 of 0 to 5
+    columns: list[str] | None = (
+        None  # names of the columns: query, positive, negatives in this order, and a score column
+    )
+    score_scale: float = 1.0  # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """What is trained on."""
+    """The training data."""
 
-    train: list[Any] = field(default_factory=list)  # of TrainSource, or of paths
-    on_error: OnError = OnError.stop  # a bad row: stop with file and line, or skip and count
+    train: list[Any] = field(default_factory=list)  # sources: options of TrainSource, or paths
+    on_error: OnError = OnError.stop  # for a row that cannot be used: stop with file and line, or skip and count it
     batches: BatchMode = BatchMode.auto
     weight_mode: WeightMode = WeightMode.epochs
-    mixing_temperature: float = 1.0  # above 1 small sources are seen more: shares are (rows x weight)^(1/temperature)
-    # How an instruction that a row carries is put around its query, instead of a prompt.
+    # Sources are drawn in proportion to (rows x weight)^(1/temperature): above 1, small sources more often.
+    mixing_temperature: float = 1.0
+    # Combines the instruction of a row with its query, instead of a prompt.
     instruction_format: str = "Instruct: {instruction}\nQuery: {text}"
     cache_dir: str | None = None  # default: $EMBEDTRAIN_CACHE, else ~/.cache/embedtrain
-    workers: int = 1  # threads that make batches ahead; 0: made when they are needed
+    workers: int = 1  # threads that prepare batches ahead; 0 prepares each batch when it is needed
 
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW, its schedule, and clipping."""
+    """AdamW, its schedule and gradient clipping."""
 
-    lr: float = 2e-5  # the highest learning rate, where warm-up ends
-    weight_decay: float = 0.01  # matrices only: biases and norms are never decayed
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay of AdamW's two moments
-    eps: float = 1e-8  # added to the root of the second
-    max_grad_norm: float | None = 1.0  # of the whole model over all ranks; null: no clipping
+    lr: float = 2e-5  # the peak learning rate, at the end of warm-up
+    weight_decay: float = 0.01  # of matrices; biases and norms are not decayed
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # decay rates of the two moments
+    eps: float = 1e-8  # added to the root of the second moment
+    max_grad_norm: float | None = 1.0  # norm of the gradient of the whole model; null: no clipping
     schedule: ScheduleKind = ScheduleKind.linear
-    warmup: float = 0.05  # below 1 a share of all steps, from 1 a number of steps
-    loss_lr: float | None = None  # of parameters that the loss owns (a temperature, a classifier); default: lr
+    warmup: float = 0.05  # below 1 a fraction of all steps, from 1 a number of steps
+    loss_lr: float | None = None  # learning rate of the loss's parameters (a temperature, a classifier); default: lr
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """How long and in which pieces."""
+    """The length of training, and the sizes of batches and chunks."""
 
-    steps: int | None = None  # steps, or
-    epochs: float | None = None  # epochs
-    global_batch_size: int = 256  # rows a step over all ranks: the number of ranks never changes it
-    chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold on one rank
-    activation_tokens: int | None = (
-        None  # tokens whose graphs are kept, not encoded twice; default: what memory has room for
-    )
-    pass_overhead_tokens: int | None = (
-        None  # what one more forward pass costs, in tokens: less is less padding in more passes
-    )
-    gradient_accumulation_steps: int = 1  # global batches whose gradients make one step; each has its own negatives
-    log_every: int = 10  # steps between lines on the terminal and rows of metrics.jsonl
+    steps: int | None = None  # optimizer steps; set this or epochs
+    epochs: float | None = None  # passes over the data; set this or steps
+    global_batch_size: int = 256  # rows per batch over all ranks, whatever their number
+    chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
+    # Tokens whose activations are kept, so that they are not encoded twice; default: what fits into memory.
+    activation_tokens: int | None = None
+    # The cost of one more forward pass, in tokens: a smaller value means less padding in more passes.
+    pass_overhead_tokens: int | None = None
+    gradient_accumulation_steps: int = 1  # global batches per step; each has its own negatives
+    log_every: int = 10  # steps between log lines and rows of metrics.jsonl
 
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How the work lies over the ranks. None of it changes what is learnt."""
+    """How the work is distributed over the ranks. None of these options changes the result."""
 
     strategy: Strategy = Strategy.auto
-    shard_size: int | None = None  # hsdp: ranks that share one copy of the weights; default: those of one node
-    block_class: str | None = None  # the layer class to shard; default: found in the model
+    shard_size: int | None = None  # hsdp: ranks per replica of the weights; default: those of one node
+    block_class: str | None = None  # the layer class to shard; default: detected
     precision: Precision = Precision.bf16
     gradient_reduction: GradientReduction = GradientReduction.auto
-    reshard_after_forward: bool | None = (
-        None  # give weights back after a block's forward pass; null: where memory asks for it
-    )
-    activation_checkpointing: bool | None = None  # recompute a block's activations; null: where they would not fit
-    cpu_offload: bool | None = None  # weights and optimiser in host memory; null: where nothing else fits
-    accelerate_config: str | None = None  # a file that `accelerate config` wrote: its FSDP options become ours
-    compile: bool = False  # torch.compile, block by block
-    timeout: float = 1800.0  # seconds a rank waits for the others before all give up, but
-    step_timeout: float = 600.0  # within a step, after the first: at most `timeout`, at least thrice what that one took
+    # Free a block's unsharded weights after its forward pass; null: if memory requires it.
+    reshard_after_forward: bool | None = None
+    activation_checkpointing: bool | None = None  # recompute activations; null: if they would not fit
+    cpu_offload: bool | None = None  # weights and optimizer in host memory; null: if nothing else fits
+    accelerate_config: str | None = None  # a file that `accelerate config` wrote, for its FSDP options
+    compile: bool = False  # torch.compile for each block
+    timeout: float = 1800.0  # seconds that a rank waits for the others before all end with an error
+    # The same within a step, after the first one: at most `timeout`, at least three times the first step.
+    step_timeout: float = 600.0
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """What is saved, and when."""
+    """What is saved and when."""
 
-    every: int = 0  # steps; 0: at the end only
-    keep: int = 2  # the newest that stay; the best one stays as well
-    keep_every: int = 0  # steps that are multiples of it stay for good; 0: none
-    asynchronous: bool = True  # write beside training, from a copy in host memory; false: training waits
-    max_disk_gb: float | None = None  # all checkpoints together, in 10^9 bytes; asked before one is written
+    every: int = 0  # steps; 0: only at the end
+    keep: int = 2  # the newest checkpoints to keep, besides the best one
+    keep_every: int = 0  # checkpoints at multiples of so many steps are never deleted; 0: none
+    asynchronous: bool = True  # write while training continues, from a copy in host memory; false: training waits
+    max_disk_gb: float | None = None  # limit for all checkpoints together, in 10^9 bytes; checked before each
     layout: CheckpointLayout = CheckpointLayout.sharded
     contents: CheckpointContents = CheckpointContents.all
-    best_metric: str | None = None  # `set/metric`: keep the checkpoint that is best by it, and export that one
+    best_metric: str | None = None  # set/metric, such as dev/ndcg@10: keep and export the checkpoint that is best by it
 
 
 @dataclass(kw_only=True)
 class ExportConfig:
-    """The model directory that comes out."""
+    """The exported model directory."""
 
-    # sentence_transformers (always written; transformers opens it as well; adapters are merged), onnx: a graph beside
-    # it, its weights fp32, adapter: what LoRA has learnt alone, in a folder beside it, as PEFT reads it
+    # sentence_transformers: always written, transformers opens it too, adapters are merged. onnx: an fp32 graph in the
+    # same directory. adapter: the LoRA adapter alone, in a directory inside it, for PEFT.
     formats: list[str] = field(default_factory=lambda: ["sentence_transformers"])
     dtype: ExportDtype = ExportDtype.source
-    max_file_size: str = "5GB"  # larger weights are split into files of at most that size
-    check: bool = True  # reopen and compare; false for models larger than one process's memory
-    push_to_hub: str | None = None  # Hub id of a repository to upload it to; made if missing
-    private: bool = True  # whether a repository that is made there is private
+    max_file_size: str = "5GB"  # larger weights are split into files of at most this size
+    check: bool = True  # reopen and compare; false for models that do not fit into one process
+    push_to_hub: str | None = None  # Hub id of a repository to upload to; created if missing
+    private: bool = True  # whether a repository that is created is private
 
 
 @dataclass(kw_only=True)
 class TrackingConfig:
-    """Where figures go besides the terminal and metrics.jsonl."""
+    """Where metrics are logged besides the terminal and metrics.jsonl."""
 
-    wandb: bool = False  # log to Weights & Biases as well
-    wandb_mode: WandbMode | None = None  # online, offline; default: $WANDB_MODE, else online
-    wandb_project: str = "embedtrain"  # its project
-    wandb_entity: str | None = None  # user or team; default: your own
-    wandb_group: str | None = None  # runs of one group are shown together
-    wandb_name: str | None = None  # of the run; default: name
-    wandb_tags: list[str] = field(default_factory=list)  # of the run
-    wandb_notes: str | None = None  # a longer description of the run
-    wandb_artifacts: bool = False  # upload the exported model as well
-    tensorboard: bool = False  # event files in the run directory, in `tensorboard/`
-    geometry: bool = True  # similarities of positives and hardest negatives, ..., of every logged step's batch
-    profile: list[int] = field(default_factory=list)  # steps to write a trace of, such as [10,11,12]
-    profile_ranks: list[int] | None = field(default_factory=lambda: [0])  # which write one; null: all
-    report: bool = True  # write report.html at the end; a few texts are encoded before and after for it
+    wandb: bool = False  # log to Weights & Biases
+    wandb_mode: WandbMode | None = None  # default: $WANDB_MODE, else online
+    wandb_project: str = "embedtrain"  # project
+    wandb_entity: str | None = None  # user or team; default: yours
+    wandb_group: str | None = None  # group of runs
+    wandb_name: str | None = None  # name of the run; default: name
+    wandb_tags: list[str] = field(default_factory=list)  # tags of the run
+    wandb_notes: str | None = None  # description of the run
+    wandb_artifacts: bool = False  # upload the exported model
+    tensorboard: bool = False  # write event files to `tensorboard/` in the run directory
+    geometry: bool = True  # similarities of positives, of the hardest negatives, ... of every logged batch
+    profile: list[int] = field(default_factory=list)  # steps to trace, such as [10,11,12]
+    profile_ranks: list[int] | None = field(default_factory=lambda: [0])  # ranks that write traces; null: all
+    report: bool = True  # write report.html at the end, for which a few texts are encoded before and after
 
 
 @dataclass(kw_only=True)
 class Recipe:
-    """Everything a run is made of."""
+    """All options of a run."""
 
-    name: str = ""  # of the run; a recipe sets it
-    seed: int = 42  # of row order, dropout and new weights
-    output_dir: str = "runs/${name}"  # all that a run writes lies there; the same folder goes on
+    name: str = ""  # name of the run, which a recipe sets
+    seed: int = 42  # seed of the data order, dropout and new weights
+    output_dir: str = "runs/${name}"  # directory of the run; an existing run in it resumes
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=InfoNCEConfig)

@@ -1,19 +1,187 @@
-"""Texts -> chunks of tokens: sorted by length and cut so that no forward pass holds more than a budget."""
+"""Texts -> token ids -> chunks, padded or packed, of at most a number of tokens each."""
 
+import hashlib
 import itertools
+import json
+import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from embedtrain.data.fast_tokens import FastTokenizer
-from embedtrain.data.padding import packed, padded
-from embedtrain.data.types import Tokens
+from embedtrain.data.types import Packing, Tokens
+
+# Both ways must agree on these before the short one is taken.
+_PROBES = [
+    "",
+    "a",
+    " two  words ",
+    "Ünïcödé, 中文 and 123\n",
+    "<s></s> [CLS] <|endoftext|> <pad>",
+    "so many words " * 20,
+]
+_LENGTHS = (5, 9, 512)
+# `transformers` sets truncation on the one Rust tokenizer that all threads share, which raises "Already borrowed" where
+# another thread is tokenising with it.
+_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of a Rust tokenizer that is asked without special tokens and without a limit; both are applied here.
+
+    Attributes:
+        backend: the copy.
+        before: special tokens before every text.
+        after: those behind.
+        from_left: a text that is too long loses its beginning.
+    """
+
+    backend: Tokenizer
+    before: list[int]
+    after: list[int]
+    from_left: bool
+
+    def room(self, max_length: int) -> int:
+        """Tokens of a text that fit beside the special ones."""
+        return max_length - len(self.before) - len(self.after)
+
+    def ids(self, texts: list[str], max_length: int) -> list[list[int]]:
+        found = (one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False))
+        room, before, after = self.room(max_length), self.before, self.after
+        if self.from_left:
+            return [before + ids[-room:] + after for ids in found]
+        return [before + ids[:room] + after for ids in found]
+
+
+class FastTokenizer:
+    """Token ids of texts as `tokenizer(texts, truncation=True, max_length=...)` gives them.
+
+    A fast one's Rust tokenizer is copied and asked directly, where that gives the same: it leaves out what nobody
+    reads (offsets, words, masks), and no setting is ever changed while another thread works.
+
+    Args:
+        tokenizer: any fast or slow Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def ids(self, texts: list[str], max_length: int) -> list[list[int]]:
+        """The ids of each text, special tokens included, at most `max_length`; none for a text without tokens."""
+        copy = self._copy
+        if copy is not None and copy.room(max_length) > 0:
+            return copy.ids(texts, max_length)
+        return self._asked(texts, max_length)
+
+    def fingerprint(self, *more: Any) -> str:
+        """A digest of all that decides which ids a text has, and of `more`."""
+        tokenizer = self._tokenizer
+        settings = {
+            "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
+            "truncation_side": tokenizer.truncation_side,
+            "split_special_tokens": getattr(tokenizer, "split_special_tokens", False),
+            "more": more,
+        }
+        try:
+            with _LOCK:
+                rules = json.loads(tokenizer.backend_tokenizer.to_str())
+            settings["rules"] = {key: rules[key] for key in rules if key not in ("truncation", "padding")}
+        except Exception:  # a slow one, or one with parts in Python, which cannot be told as JSON
+            settings["vocabulary"] = tokenizer.get_vocab()
+            settings["special"] = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+            settings["added"] = {number: repr(token) for number, token in tokenizer.added_tokens_decoder.items()}
+            settings["options"] = {name: repr(value) for name, value in tokenizer.init_kwargs.items()}
+        told = json.dumps(settings, sort_keys=True, default=repr)
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+    def _asked(self, texts: list[str], max_length: int) -> list[list[int]]:
+        with _LOCK:
+            encoded = self._tokenizer(
+                texts,
+                truncation=True,
+                max_length=max_length,
+                add_special_tokens=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    @cached_property
+    def _copy(self) -> _Copy | None:
+        """None where it would give other ids."""
+        tokenizer = self._tokenizer
+        # A subclass may do more to a text than the Rust tokenizer does (names of transformers 5.17 to 5.23).
+        for name in ("_encode_plus", "__call__"):
+            if getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name):
+                return None
+        try:
+            with _LOCK:
+                backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        except Exception:  # parts in Python cannot be copied
+            return None
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+        probe = backend.encode("a")
+        special = probe.special_tokens_mask
+        if 0 not in special:
+            return None
+        num_before, num_after = special.index(0), special[::-1].index(0)
+        before, after = probe.ids[:num_before], probe.ids[len(special) - num_after :]
+        copy = _Copy(backend, before, after, tokenizer.truncation_side == "left")
+        lengths = [length for length in _LENGTHS if copy.room(length) > 0]
+        return copy if all(copy.ids(_PROBES, n) == self._asked(_PROBES, n) for n in lengths) else None
+
+
+def padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int], padding: int) -> Tokens:
+    """Texts as one chunk, N texts padded to the longest of them.
+
+    Padding stands on the right whatever the tokenizer prefers: pooling reads the mask, and models with learned
+    positions count them from the left.
+
+    Args:
+        ids: the tokens of all texts, one text after the other: int [sum of lengths]. One that does not count in its
+            text's vector is its complement, `~id`, and so negative: it needs no room of its own on the way here.
+        lengths: of each text, int64 [N].
+        rows: where each text stands in the list it is from, [N].
+        padding: the id that is put where no token is.
+    """
+    mask = np.arange(max(1, int(lengths.max(initial=0)))) < lengths[:, None]
+    filled = np.full(mask.shape, padding, dtype=np.int64)
+    filled[mask] = ids
+    left_out = filled < 0
+    pooled = torch.from_numpy((mask & ~left_out).astype(np.int64)) if left_out.any() else None
+    filled[left_out] = ~filled[left_out]
+    return Tokens(torch.from_numpy(filled), torch.from_numpy(mask.astype(np.int64)), tuple(rows), pooled)
+
+
+def packed(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+    """Texts as one chunk, one after another in one row [1, T]: not a token more than they have.
+
+    Args:
+        ids: as for `padded`.
+        lengths: of each text, at least one token; like lengths side by side, for they are computed together.
+        rows: as for `padded`.
+    """
+    flat = ids.astype(np.int64)[None, :]
+    left_out = flat < 0
+    pooled = torch.from_numpy((~left_out).astype(np.int64)) if left_out.any() else None
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    positions = np.arange(flat.shape[1]) - np.repeat(starts[:-1], lengths)
+    packing = Packing(
+        tuple(lengths.tolist()), torch.from_numpy(starts.astype(np.int32)), torch.from_numpy(positions[None, :])
+    )
+    tokens = torch.from_numpy(np.where(left_out, ~flat, flat))
+    return Tokens(tokens, torch.ones_like(tokens), tuple(rows), pooled, packing)
 
 
 class TextTokenizer:

@@ -84,21 +84,6 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """What a model sees before and after a text."""
-
-    before: str = ""
-    after: str = ""
-
-    def __call__(self, text: str) -> str:
-        """The text as the model sees it."""
-        return f"{self.before}{text}{self.after}"
-
-
-NO_PROMPT = Prompt()
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """What one step uses of an Example: texts without prompts, one positive, and the negatives that are drawn."""
 
@@ -108,11 +93,6 @@ class Row:
     ids: tuple[str, ...] = ()  # one for each document, "" for one that has none; or empty
     label: int | None = None
     vectors: tuple[Sequence[float], ...] = ()  # a teacher's: the query's, then each document's; or empty
-    query_prompt: Prompt = NO_PROMPT
-    document_prompt: Prompt = NO_PROMPT
-    query_max_length: int | None = None  # tokens; None: the model's
-    document_max_length: int | None = None
-    instruction: str | None = None  # the row's own for its query
     source: int = 0  # which of `data.train`
 
 

@@ -39,12 +39,14 @@ class StopSignals:
 
     Attributes:
         received: the signal that was received; None if there was none.
-        is_stopping: whether the run is ending because a rank received a signal.
+        agreed: whether all ranks know that one of them received a signal, and stop.
+        is_stopping: whether the run is ending because of it; further signals are ignored.
         report: prints which signal ends the process immediately, and returns the exit code.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.agreed = False
         self.is_stopping = False
         self.report: Callable[[signal.Signals], int] = report_early_stop
         self._received_at = 0.0

@@ -1,4 +1,4 @@
-"""What is found of a machine, and how what ranks find alike is told once."""
+"""Findings of the checks, and merging the findings of all ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ TOPICS = ("versions", "devices", "ranks", "environment", "disks", "services")
 
 
 class Level(str, Enum):
-    """How grave a finding is: nothing to do, worth knowing, slower or riskier than need be, or in the way."""
+    """Severity: fine, good to know, slower or riskier than necessary, or prevents training."""
 
     ok = "ok"
     note = "note"
@@ -20,15 +20,15 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        topic: the group it is told in, such as "disks".
-        name: what was looked at, in a word or two.
-        text: what was found: measured, or why it was not.
-        level: how grave it is.
-        do: one sentence, what to do; empty where nothing is to be done.
-        where: the ranks it holds for, in words; empty for all.
+        topic: the group, such as "disks".
+        name: what was checked, in a word or two.
+        text: what was measured, or why it was not.
+        level: of severity.
+        do: one sentence on what to do; empty if nothing.
+        where: the ranks for which it holds; empty for all.
     """
 
     topic: str
@@ -43,30 +43,32 @@ class Finding:
         return {**asdict(self), "level": self.level.value}
 
 
-def merged(of_ranks: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """Every finding once, with the ranks that have it where not all do.
+def merged(findings_of_ranks: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+    """Every finding once, with its ranks if it does not hold for all.
 
     Args:
-        of_ranks: the findings of each rank.
-        hosts: of each rank.
+        findings_of_ranks: by rank.
+        hosts: by rank.
     """
     ranks_of: dict[Finding, list[int]] = {}
-    for rank, findings in enumerate(of_ranks):
+    for rank, findings in enumerate(findings_of_ranks):
         for finding in dict.fromkeys(findings):
             ranks_of.setdefault(finding, []).append(rank)
-    told = [
-        finding if len(ranks) == len(of_ranks) else Finding(**{**asdict(finding), "where": format_ranks(ranks, hosts)})
+    findings_once = [
+        finding
+        if len(ranks) == len(findings_of_ranks)
+        else Finding(**{**asdict(finding), "where": format_ranks(ranks, hosts)})
         for finding, ranks in ranks_of.items()
     ]
-    return in_order(told)
+    return in_order(findings_once)
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """By topic, as they are read; within one as they came."""
+    """Sorted by topic; findings of one topic keep their order."""
     return sorted(findings, key=lambda finding: TOPICS.index(finding.topic))
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The gravest level among findings."""
+    """The most severe level."""
     order = list(Level)
     return max((finding.level for finding in findings), key=order.index, default=Level.ok)

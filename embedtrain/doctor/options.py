@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from embedtrain.config.compose import compose_command
 from embedtrain.config.validation import OptionChecks
 
-HELP = """embedtrain.doctor: is this machine fit to train?
+HELP = """embedtrain.doctor: checks whether a machine is ready for training
 
   python -m embedtrain.doctor [--json] [option=value ...]
   torchrun --standalone --nproc-per-node 8 -m embedtrain.doctor      all ranks, and the bandwidth between them
-  python -m embedtrain.doctor quick=true                             nothing that takes long: for containers
+  python -m embedtrain.doctor quick=true                             without slow checks: for containers
 
-Each finding is ok, note, warning or problem; what is not ok says what to do. The exit code is 1 where there is a
-problem, else 0.
+Each finding is ok, note, warning or problem, with what to do. The exit code is 1 if there is a problem, else 0.
 
 Options and their defaults (override with option=value):
 
@@ -24,10 +23,10 @@ Each option is explained in embedtrain/doctor/options.py, DoctorOptions."""
 class DoctorOptions:
     """Options of `python -m embedtrain.doctor`."""
 
-    output_dir: str = "runs"  # where runs are to be written
+    output_dir: str = "runs"  # parent directory of runs
     cache_dir: str | None = None  # as data.cache_dir
-    quick: bool = False  # no bandwidth, no speed of disks, no question to the Hub
-    hub: bool = True  # ask the Hugging Face Hub, for some seconds at most
+    quick: bool = False  # no bandwidth, no disk speed, no request to the Hub
+    hub: bool = True  # send requests to the Hugging Face Hub, for some seconds at most
     json: bool = False  # one JSON object instead of a list; `--json` is the same
     timeout: float = 120.0  # seconds that ranks wait for each other
 

@@ -19,8 +19,7 @@ def act(options: EvaluateOptions) -> None:
     """Load the model onto the ranks, measure it on every set and task, print tables, add rows to metrics.jsonl."""
     from pathlib import Path
 
-    from embedtrain.data.cache.cache import Cache
-    from embedtrain.data.cache.cache_dir import cache_place
+    from embedtrain.data.cache.cache import Cache, cache_place
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
     from embedtrain.evaluate.mteb.client import TaskResults, run_tasks

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from embedtrain.data.cache.cache import Cache
     from embedtrain.data.train_data import TrainData
     from embedtrain.inspect.costs import Cost
-    from embedtrain.inspect.looked import InspectedData, InspectedSource
-    from embedtrain.inspect.measured import TextStatistics
-    from embedtrain.inspect.seen import UntruncatedTokenizer
+    from embedtrain.inspect.sources import InspectedData, InspectedSource
+    from embedtrain.inspect.texts import TextStatistics, UntruncatedTokenizer
     from embedtrain.tracking.pages import Page
 
 
@@ -30,8 +29,8 @@ MANY_ROWS = 200_000  # to count them takes a while
 def act(asked: tuple[Recipe, InspectOptions]) -> None:
     """Read the data as training would, and tell what is in it, source by source and then as a whole."""
     from embedtrain.data.cache.cache import Cache, cache_directory
-    from embedtrain.inspect.looked import look_at
     from embedtrain.inspect.printing import print_cache_size, print_unusable
+    from embedtrain.inspect.sources import look_at
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.pages import Page
@@ -75,7 +74,7 @@ def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[s
     from dataclasses import replace
 
     from embedtrain.data.tokens import TextTokenizer
-    from embedtrain.inspect.seen import UntruncatedTokenizer
+    from embedtrain.inspect.texts import UntruncatedTokenizer
     from embedtrain.models.source import open_model_source
     from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 
@@ -99,7 +98,7 @@ def _problems(looked: "InspectedSource", most: int, cache: "Cache") -> tuple[lis
     The report has a few of the former; for more the source is read again.
     """
     from embedtrain.config.row_requirements import row_requirements
-    from embedtrain.inspect.bad_rows import first_bad_rows, num_empty_files
+    from embedtrain.inspect.sources import first_bad_rows, num_empty_files
 
     report = looked.store.report
     if not report.num_skipped:
@@ -113,11 +112,11 @@ def _problems(looked: "InspectedSource", most: int, cache: "Cache") -> tuple[lis
 
 def _measure(looked: "InspectedSource", tokenizer: "UntruncatedTokenizer | None") -> "TextStatistics":
     """One source's texts."""
-    from embedtrain.inspect.measured import measure
+    from embedtrain.inspect.texts import measure
 
     assert looked.data is not None
     tokens = None if looked.data.tokens is None else looked.data.tokens[looked.number]
-    return measure(looked.store, tokens, looked.data.given[looked.number], tokenizer)
+    return measure(looked.store, tokens, looked.data.settings[looked.number].text_format, tokenizer)
 
 
 def _print_source(
@@ -129,9 +128,8 @@ def _print_source(
     read_for: str,
 ) -> None:
     """What one source holds."""
-    from embedtrain.inspect.beside import summarise_extra_columns
-    from embedtrain.inspect.duplicates import duplicates_in
     from embedtrain.inspect.printing import print_duplicates, print_lengths, print_source
+    from embedtrain.inspect.rows import duplicates_in, summarise_extra_columns
 
     print_source(page, looked, summarise_extra_columns(looked.store), problems, num_empty, read_for)
     print_lengths(page, measured)
@@ -144,15 +142,15 @@ def _print_examples(
     """Some rows from all over a source, the first among them."""
     from embedtrain.data.sources.resolve import find_parts
     from embedtrain.inspect.printing import print_example
-    from embedtrain.inspect.seen import seen
+    from embedtrain.inspect.texts import seen
 
     assert looked.data is not None
-    store, given = looked.store, looked.data.given[looked.number]
+    store, text_format = looked.store, looked.data.settings[looked.number].text_format
     parts = {part.name: part for part in find_parts(looked.source).parts} if count else {}
     count = min(count, len(store))
     for location in range(count):
         example = store[location * len(store) // count]
-        texts = seen(example, given, tokenizer, MAX_DOCUMENTS_SHOWN)
+        texts = seen(example, text_format, tokenizer, MAX_DOCUMENTS_SHOWN)
         left_out = 1 + len(example.positives) + len(example.negatives) - len(texts)
         print_example(page, parts[example.file].location(example.line), texts, left_out, example.label)
 
@@ -167,8 +165,6 @@ def _print_whole(
     of_training: bool,
 ) -> None:
     """All sources together, and what training on them means where a recipe is inspected."""
-    from embedtrain.inspect.duplicates import duplicates_in
-    from embedtrain.inspect.measured import joined
     from embedtrain.inspect.printing import (
         print_costs,
         print_duplicates,
@@ -177,6 +173,8 @@ def _print_whole(
         print_run,
         print_total,
     )
+    from embedtrain.inspect.rows import duplicates_in
+    from embedtrain.inspect.texts import joined
 
     several, data = len(looked_at.sources) > 1, looked_at.data
     if several or of_training:

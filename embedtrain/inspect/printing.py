@@ -7,17 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from embedtrain.config.recipe import TrainConfig
-from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.source_report import SourceReport
-from embedtrain.data.drawn import Given
 from embedtrain.data.sampling.plan import BatchPlan
 from embedtrain.data.train_data import TrainData
-from embedtrain.inspect.beside import ExtraColumns
 from embedtrain.inspect.costs import Cost
-from embedtrain.inspect.duplicates import Duplicates
-from embedtrain.inspect.looked import InspectedData, InspectedSource
-from embedtrain.inspect.measured import Lengths, TextStatistics
-from embedtrain.inspect.seen import ShownText
+from embedtrain.inspect.rows import Duplicates, ExtraColumns
+from embedtrain.inspect.sources import InspectedData, InspectedSource
+from embedtrain.inspect.texts import Lengths, ShownText, TextStatistics
 from embedtrain.tracking.pages import Page
 
 MANY_UNKNOWN = 0.01  # a share of tokens at which another model may serve better
@@ -38,7 +35,7 @@ def print_source(
         read_for: the option that says what rows are read for.
     """
     assert looked.data is not None
-    store, given = looked.store, looked.data.given[looked.number]
+    store, settings = looked.store, looked.data.settings[looked.number]
     report = store.report
     page.heading(looked.name)
     if looked.error and looked.loss is not None:
@@ -47,11 +44,14 @@ def print_source(
     facts = [("recognised as", report.layout), ("files", _files(report)), ("rows", f"{report.num_rows:,}")]
     if not report.one_text:
         facts.append(("positives", _counts(store.num_positives)))
-        facts.append(("negatives", _negatives(store, given)))
+        facts.append(("negatives", _negatives(store, settings.negatives)))
     facts += _beside(beside)
     facts += [
         (label, repr(prompt))
-        for label, prompt in (("query prompt", given.query_prompt), ("document prompt", given.document_prompt))
+        for label, prompt in (
+            ("query prompt", settings.text_format.query_prompt),
+            ("document prompt", settings.text_format.document_prompt),
+        )
         if prompt
     ]
     if looked.source.in_batch_negatives is not None:
@@ -233,13 +233,13 @@ def _counts(counts: np.ndarray) -> str:
     return f"{most:,} a row" if fewest == most else f"{fewest:,} to {most:,} a row, {counts.mean():.1f} in the mean"
 
 
-def _negatives(store: RowStore, given: Given) -> str:
+def _negatives(store: RowStore, option: int | None) -> str:
     if not store.num_negatives.any():
         return "none"
     most = int(store.num_negatives.max())
     told = _counts(store.num_negatives)
-    if given.negatives is not None and given.negatives < most:
-        told += f"; {given.negatives:,} drawn each epoch" if given.negatives else "; none used (negatives=0)"
+    if option is not None and option < most:
+        told += f"; {option:,} drawn each epoch" if option else "; none used (negatives=0)"
     if store.most_negatives is not None:
         limited = int(np.count_nonzero(store.most_negatives >= 0))
         told += f"; {_counted(limited, 'row')} with a limit of {'its' if limited == 1 else 'their'} own"

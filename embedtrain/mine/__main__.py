@@ -19,8 +19,7 @@ def act(options: MineOptions) -> None:
     """Read the rows, encode all documents, find each row's candidates, choose, write, and tell what was found."""
     from pathlib import Path
 
-    from embedtrain.data.cache.cache import Cache
-    from embedtrain.data.cache.cache_dir import cache_place
+    from embedtrain.data.cache.cache import Cache, cache_place
     from embedtrain.distributed.world import explain_lost_contact, joined_world
     from embedtrain.inference.vector_cache import VectorCache, model_identity
     from embedtrain.loading.load import quiet_libraries

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import TrainSource
-from embedtrain.data.cache.row_table import ArrowRows, RowStore
+from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part

@@ -96,7 +96,7 @@ class Miner:
         with self.world.fail_together("reading rows to mine"):
             rows = [source.store[row] for row in block.rows.tolist()]
             questions = UniqueQueries.of(rows, source, self.prepared, keep_own=self.options.keep_existing_negatives)
-        found = self._find(questions, source.query_max_length, index, progress)
+        found = self._find(questions, source.text_format.query_max_length, index, progress)
         mined: list[MinedRow] = []
         edges = [len(rows) * rank // self.world.size for rank in range(self.world.size + 1)]
         with self.world.fail_together("choosing negatives"):

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import mapped, read_metadata, write_array, write_metadata
-from embedtrain.data.cache.row_table import ArrowRows
+from embedtrain.data.cache.row_store import ArrowRows
 from embedtrain.data.keys import asked, text_keys
 from embedtrain.data.sources.parts import Part
 from embedtrain.distributed.world import World

@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.cache.open_sources import read_sources
-from embedtrain.data.cache.row_table import RowStore
-from embedtrain.data.prompts import make_prompt
+from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.resolve import (
@@ -19,6 +18,7 @@ from embedtrain.data.sources.resolve import (
     no_in_batch_negatives,
     source_names,
 )
+from embedtrain.data.text_format import TextFormat
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
 from embedtrain.mine.options import MineOptions
@@ -45,36 +45,27 @@ class MiningSource:
         name: of the source, and of the file that is written for it.
         store: its rows.
         document_parts: the corpus that its rows name documents of, if they do: all of it is searched.
-        query_prompt: put before a query that has no instruction of its own.
-        document_prompt: put before documents, likewise.
-        instruction_format: how an instruction and a text are put together.
-        query_max_length: tokens kept of queries; None: the model's.
-        document_max_length: tokens kept of documents, likewise.
+        text_format: prompts, instruction format and maximal lengths.
     """
 
     name: str
     store: RowStore
     document_parts: Sequence[Part]
-    query_prompt: str
-    document_prompt: str
-    instruction_format: str
-    query_max_length: int | None
-    document_max_length: int | None
+    text_format: TextFormat
 
     def query(self, row: Example) -> tuple[str, str]:
         """A row's query as the model sees it, and what it begins with that is a prompt."""
-        prompt = make_prompt(row.instruction, self.query_prompt, self.instruction_format)
-        return prompt(row.query), prompt.before
+        prompt = self.text_format.query(row.instruction)
+        return prompt(row.query), prompt.prefix
 
     def wording(self, document_instruction: str | None) -> DocumentFormat:
         """How the documents of a row with this instruction are seen."""
-        prompt = make_prompt(document_instruction, self.document_prompt, self.instruction_format)
-        return DocumentFormat(prompt.before, prompt.after, self.document_max_length)
+        prompt = self.text_format.document(document_instruction)
+        return DocumentFormat(prompt.prefix, prompt.suffix, self.text_format.document_max_length)
 
     def identity(self) -> dict[str, Any]:
         """What decides about what is found for it."""
-        names = ("query_prompt", "document_prompt", "instruction_format", "query_max_length", "document_max_length")
-        return {"rows": self.store.key, **{name: getattr(self, name) for name in names}}
+        return {"rows": self.store.key, **asdict(self.text_format)}
 
 
 def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -> list[MiningSource]:
@@ -96,19 +87,17 @@ def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache:
         raise _with_split(error, options.data) from error.__cause__
     stores = read_sources(sources, OnError.stop, TEXTS_ONLY, cache)
 
-    def first(own: str | None, name: str) -> str:
-        return prompts.get(name, "") if own is None else own
-
+    default = TextFormat(
+        query_prompt=prompts.get("query", ""),
+        document_prompt=prompts.get("document", ""),
+        instruction_format=options.instruction_format,
+    )
     return [
         MiningSource(
             name=name,
             store=store,
             document_parts=find_parts(source).document_parts,
-            query_prompt=first(source.query_prompt, "query"),
-            document_prompt=first(source.document_prompt, "document"),
-            instruction_format=source.instruction_format or options.instruction_format,
-            query_max_length=source.query_max_length,
-            document_max_length=source.document_max_length,
+            text_format=TextFormat.of(source, default),
         )
         for name, source, store in zip(_names(sources), sources, stores, strict=True)
     ]

@@ -1,11 +1,11 @@
-"""`python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]`: what runs have come to, on one page."""
+"""`python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]`: runs on one HTML page."""
 
 from embedtrain.cli import run_command
 from embedtrain.report.options import ReportOptions, compose_report
 
 
-def act(options: ReportOptions) -> None:
-    """Read the runs' directories and write the page; nothing else is touched, also where a run is still going."""
+def main(options: ReportOptions) -> None:
+    """Read the directories of the runs and write the page; nothing else is changed, even if a run is in progress."""
     from pathlib import Path
 
     from embedtrain.errors import DataError
@@ -13,14 +13,14 @@ def act(options: ReportOptions) -> None:
     from embedtrain.tracking.report.page import COMPARISON_FILE, REPORT_FILE, write_report
 
     directories = [Path(run).expanduser() for run in options.runs]
-    own = REPORT_FILE if len(directories) == 1 else COMPARISON_FILE
-    to = Path(options.output).expanduser() if options.output else directories[0] / own
+    name = REPORT_FILE if len(directories) == 1 else COMPARISON_FILE
+    path = Path(options.output).expanduser() if options.output else directories[0] / name
     try:
-        write_report(directories, to)
+        write_report(directories, path)
     except OSError as error:
-        raise DataError(f"output={to} cannot be written: {error.strerror or error}") from error
-    Console().note(f"report: {to}")
+        raise DataError(f"output={path} cannot be written: {error.strerror or error}") from error
+    Console().note(f"report: {path}")
 
 
 if __name__ == "__main__":
-    run_command(compose_report, act)
+    run_command(compose_report, main)

@@ -10,8 +10,8 @@ HELP = """embedtrain.report: one or several runs on one page, as an HTML file th
 
   python -m embedtrain.report runs/NAME [runs/OTHER ...] [output=FILE]
 
-Of one run the page is report.html in its directory, of several comparison.html in that of the first.
-A run may still be going, may have been stopped, or may have failed.
+The page is report.html in the directory of the run; for several runs comparison.html in the directory of the first.
+Runs may be in progress, stopped or failed.
 
 Options and their defaults (override with option=value):
 
@@ -23,8 +23,8 @@ Each option is explained in embedtrain/report/options.py, ReportOptions."""
 class ReportOptions:
     """Options of `python -m embedtrain.report`."""
 
-    runs: list[str] = field(default_factory=list)  # output_dirs of runs; written without a name as well
-    output: str | None = None  # the file; default: in the first run's directory
+    runs: list[str] = field(default_factory=list)  # output_dirs of runs; also as plain arguments
+    output: str | None = None  # path of the page; default: in the first run's directory
 
 
 def compose_report(arguments: list[str]) -> ReportOptions:

@@ -1,4 +1,4 @@
-"""Options of `python -m embedtrain.submit`, under `slurm.`: what is asked of the cluster, and how the job behaves."""
+"""Options of `python -m embedtrain.submit`: under `slurm.` those of the job, all others those of the recipe."""
 
 import re
 import shlex
@@ -16,24 +16,24 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process, unknown_option, written
 from embedtrain.errors import ConfigError
 
-HELP = """embedtrain.submit: a training as a SLURM job that saves and requeues itself
+HELP = """embedtrain.submit: train as a SLURM job that saves checkpoints and requeues itself
 
-  python -m embedtrain.submit recipe=NAME slurm.nodes=4 slurm.gpus_per_node=8 [any option of a training]
-  python -m embedtrain.submit recipe=NAME slurm.dry_run=true       shows the script, submits nothing
+  python -m embedtrain.submit recipe=NAME slurm.nodes=4 slurm.gpus_per_node=8 [any option of training]
+  python -m embedtrain.submit recipe=NAME slurm.dry_run=true       prints the script, submits nothing
 
-The script stays in the run directory, to be read, edited and submitted with sbatch again.
+The script stays in the run directory; you may edit it and submit it again with sbatch.
 
 Options and their defaults (override with option=value):
 
 {options}
-Each option is explained in embedtrain/submit/options.py. What does not begin with slurm. is an option of the training:
-`python -m embedtrain --help` lists these, and all recipes."""
+Each option is explained in embedtrain/submit/options.py. Options that do not begin with slurm. are those of training:
+`python -m embedtrain --help` lists them, and all recipes."""
 
 
 class Launcher(str, Enum):
     """What starts the ranks of a node.
 
-    `torchrun`: srun starts one task a node, torchrun the ranks in it. `srun`: one task a rank, no torchrun.
+    `torchrun`: srun starts one task per node, which starts the ranks. `srun`: one task per rank, no torchrun.
     """
 
     torchrun = "torchrun"
@@ -44,48 +44,48 @@ class Launcher(str, Enum):
 class SlurmConfig:
     """One job, or one array of jobs for several seeds."""
 
-    dry_run: bool = False  # show the script, write and submit nothing
-    cluster: str | None = None  # a YAML file with options of this list, for your cluster; the command line wins
-    # What is asked for.
-    nodes: int = 1  # machines
-    gpus_per_node: int = 8  # 0: none, training on the CPU
-    gpu_type: str | None = None  # asks for --gpus-per-node=TYPE:N
-    gres: str | None = None  # asked for instead of --gpus-per-node, such as gpu:a100:8
-    ranks_per_node: int | None = None  # default: one a GPU; 1 where there is none
-    cpus_per_node: int | None = None  # default: what the cluster gives, often a single one
-    mem: str | None = None  # of a node, such as 500G; 0: all of it
-    exclusive: bool = False  # whole nodes, alone on them
-    time: str | None = None  # limit, in SLURM's forms: minutes, H:MM:SS, D-HH, D-HH:MM:SS; default: the partition's
+    dry_run: bool = False  # print the script, write and submit nothing
+    cluster: str | None = None  # YAML file with these options for your cluster; the command line overrides it
+    # Resources.
+    nodes: int = 1  # number of nodes
+    gpus_per_node: int = 8  # 0: train on the CPU
+    gpu_type: str | None = None  # requests --gpus-per-node=TYPE:N
+    gres: str | None = None  # requested instead of --gpus-per-node, such as gpu:a100:8
+    ranks_per_node: int | None = None  # default: one per GPU; 1 without GPUs
+    cpus_per_node: int | None = None  # default: the cluster's, often a single one
+    mem: str | None = None  # per node, such as 500G; 0: all
+    exclusive: bool = False  # whole nodes, without other jobs
+    time: str | None = None  # limit as minutes, H:MM:SS, D-HH or D-HH:MM:SS; default: the partition's
     partition: str | None = None  # default: the cluster's
-    account: str | None = None  # that is charged
+    account: str | None = None  # to charge
     qos: str | None = None  # quality of service, with its limits and priority
     constraint: str | None = None  # features of the nodes, such as a100&nvlink
-    reservation: str | None = None  # whose nodes are taken
-    mail_user: str | None = None  # who is written to
-    mail_type: str | None = None  # about what, such as END,FAIL,REQUEUE; default with mail_user: END,FAIL
+    reservation: str | None = None  # whose nodes to use
+    mail_user: str | None = None  # address for mails
+    mail_type: str | None = None  # events, such as END,FAIL,REQUEUE; default with mail_user: END,FAIL
     job_name: str | None = None  # default: the recipe's name
-    log: str | None = None  # with SLURM's patterns; default: slurm-%j.log in the run directory (%A_%a of an array)
+    log: str | None = None  # with SLURM's patterns; default: slurm-%j.log in the run directory (%A_%a for an array)
     extra: list[str] = field(default_factory=list)  # further options of sbatch, such as --exclude=n13
     srun_extra: list[str] = field(default_factory=list)  # further options of srun, such as --mpi=none
-    seeds: list[int] = field(default_factory=list)  # a job of an array for each, in OUTPUT_DIR/seed-S
-    seeds_at_once: int | None = None  # so many of them run at a time; default: all
-    # What runs in it.
+    seeds: list[int] = field(default_factory=list)  # one job of an array per seed, in OUTPUT_DIR/seed-S
+    seeds_at_once: int | None = None  # that run at the same time; default: all
+    # Software.
     launcher: Launcher = Launcher.torchrun  # of the ranks
-    python: str | None = None  # default: the one that submits; in a container `python`
-    setup: list[str] = field(default_factory=list)  # lines of shell before it: module load, source, export
+    python: str | None = None  # default: the interpreter that submits; in a container `python`
+    setup: list[str] = field(default_factory=list)  # shell commands before it: module load, source, export
     container_image: str | None = None  # of srun --container-image (the pyxis plugin)
     container_mounts: list[str] = field(default_factory=list)  # FROM:TO; default: the working directory
-    container_command: str | None = None  # or words before python, such as apptainer exec --nv image.sif
-    # How it ends and goes on.
-    signal_seconds: int = 300  # before the time limit ranks are asked for a checkpoint
-    requeue: bool = True  # go on in the queue after a time limit, a preemption or the loss of a node
-    max_requeues: int = 100  # starts after the first, whatever made them necessary
-    max_restarts: int = 0  # times torchrun starts all ranks again within the job when one has failed
+    container_command: str | None = None  # or a command before python, such as apptainer exec --nv image.sif
+    # End and requeueing.
+    signal_seconds: int = 300  # before the time limit, the ranks are asked for a checkpoint
+    requeue: bool = True  # after a time limit, a preemption or the loss of a node
+    max_requeues: int = 100  # starts after the first, for any reason
+    max_restarts: int = 0  # restarts of all ranks by torchrun within the job after one has failed
 
 
 @dataclass(kw_only=True)
 class SubmitOptions:
-    """Options of `python -m embedtrain.submit`; all others on its command line are the recipe's."""
+    """Options of `python -m embedtrain.submit`; all others on its command line belong to the recipe."""
 
     slurm: SlurmConfig = field(default_factory=SlurmConfig)  # the job
 
@@ -109,7 +109,7 @@ _SET_BY_SCRIPT = {
 
 
 def check_slurm(slurm: SlurmConfig) -> SlurmConfig:
-    """The options themselves, if they can work.
+    """The options, checked.
 
     Raises:
         ConfigError: the first check that fails.

@@ -1,4 +1,4 @@
-"""Keeping a script in the run directory, and handing it to sbatch."""
+"""Saves a script in the run directory and submits it with sbatch, after checks that fail before the queue does."""
 
 import getpass
 import json
@@ -15,29 +15,30 @@ from embedtrain.distributed.srun import call
 from embedtrain.errors import ConfigError, LaunchError
 from embedtrain.submit.script import sbatch_variable
 
-# Jobs that were submitted for a run directory, one JSON object a line.
+# Jobs submitted for a run directory, one JSON object per line.
 _SUBMITTED = "submitted.jsonl"
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # say where the cluster is; all else is of the job that submits, if it is one
+# The cluster's address; all other SLURM_ variables belong to a job that this process may run in.
+_INHERITED = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was submitted.
+    """A submitted job.
 
     Attributes:
-        id: its number; of an array that of all.
-        ignored: variables of the environment that would have overruled the script.
+        id: its number, or that of the whole array.
+        ignored: environment variables that would have overridden the script.
     """
 
     id: str
     ignored: list[str]
 
 
-def keep(directory: Path, text: str) -> Path:
-    """Write the script into the run directory; what lies there may have been edited, so it is never overwritten.
+def save_script(directory: Path, text: str) -> Path:
+    """Write the script into the run directory without overwriting an earlier one, which may have been edited.
 
     Returns:
-        `submit.sbatch`, or `submit-2.sbatch`, ...; an earlier one if it is the same.
+        `submit.sbatch`, `submit-2.sbatch`, ...; an earlier one with the same text.
 
     Raises:
         LaunchError: the directory cannot be written.
@@ -62,7 +63,7 @@ def keep(directory: Path, text: str) -> Path:
 
 
 def require_sbatch() -> None:
-    """Refuse to go on where there is no SLURM.
+    """Reject machines without SLURM.
 
     Raises:
         LaunchError: sbatch is not found.
@@ -75,93 +76,93 @@ def require_sbatch() -> None:
 
 
 def require_no_active_job(directory: Path) -> None:
-    """Refuse to submit while an earlier job for the same run directory waits or runs: both would want to write there.
+    """Reject a run directory with a pending or running job: both would write there.
 
     Raises:
         ConfigError: names the job, and what to do.
     """
-    states = _states()
-    for job in _submitted(directory):
+    states = _job_states()
+    for job in _submitted_jobs(directory):
         if job in states:
             raise ConfigError(
-                f"job {job} for {directory} is {states[job].lower()} already: wait for it, end it with scancel {job}, "
+                f"job {job} for {directory} is already {states[job].lower()}: wait for it, end it with scancel {job}, "
                 "or set another output_dir"
             )
 
 
 def submit(script: Path, options: Sequence[str], directory: Path, environment: Mapping[str, str] = os.environ) -> Job:
-    """Hand the script to sbatch, in the environment of this process.
+    """Submit the script with sbatch.
 
-    Variables named SBATCH_... overrule what stands in a script: those of its own options are left out. So are those
-    of a job from within which this is called: they would steer srun in the new one.
+    The job inherits `environment` without SBATCH_ variables that override options of the script, and without SLURM_
+    variables of a job that this process runs in, which would affect srun.
 
     Args:
         script: its path.
-        options: names of the options of sbatch that it sets.
-        directory: the run directory, where the job is noted.
+        options: names of the sbatch options that it sets.
+        directory: the run directory, where the job is recorded.
         environment: of this process.
 
     Raises:
-        LaunchError: sbatch refuses, with what it said.
+        LaunchError: sbatch rejects the script; with its message.
     """
-    overruling = sorted({sbatch_variable(name) for name in options} & set(environment))
-    passed = {
+    overriding = sorted({sbatch_variable(name) for name in options} & set(environment))
+    inherited = {
         name: value
         for name, value in environment.items()
-        if name not in overruling and (name in _KEPT or not name.startswith("SLURM_"))
+        if name not in overriding and (name in _INHERITED or not name.startswith("SLURM_"))
     }
-    answer = call("sbatch", "--parsable", str(script), environment=passed)
+    answer = call("sbatch", "--parsable", str(script), environment=inherited)
     if answer is None:
         raise LaunchError(f"sbatch does not answer; the script is {script}: try again, or sbatch {script} later")
-    code, told, complaint = answer
-    found = re.search(r"^(\d+)(;|$)", told, re.MULTILINE)
-    if code != 0 or found is None:
-        lines = [re.sub(r"^sbatch: (error: )?", "", line).strip() for line in (complaint or told).splitlines()]
-        said = "; ".join(line for line in lines if line) or f"exit code {code}"
-        raise LaunchError(f"sbatch refuses {script}: {said}")
-    entry = {"job": found[1], "script": script.name, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    code, output, errors = answer
+    job = re.search(r"^(\d+)(;|$)", output, re.MULTILINE)
+    if code != 0 or job is None:
+        lines = [re.sub(r"^sbatch: (error: )?", "", line).strip() for line in (errors or output).splitlines()]
+        reason = "; ".join(line for line in lines if line) or f"exit code {code}"
+        raise LaunchError(f"sbatch rejects {script}: {reason}")
+    entry = {"job": job[1], "script": script.name, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     with (directory / _SUBMITTED).open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
-    return Job(found[1], [name for name in overruling if environment[name]])
+    return Job(job[1], [name for name in overriding if environment[name]])
 
 
-def _submitted(directory: Path) -> list[str]:
-    """Numbers of the jobs that were submitted for a run directory."""
+def _submitted_jobs(directory: Path) -> list[str]:
+    """Ids of the jobs submitted for a run directory."""
     try:
         lines = (directory / _SUBMITTED).read_text(encoding="utf-8").splitlines()
         return [str(json.loads(line)["job"]) for line in lines]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError):  # somebody's own file: nothing can be learnt from it
+    except (OSError, ValueError, KeyError, TypeError):  # not a file of ours
         return []
 
 
-def _states() -> dict[str, str]:
-    """States of this user's jobs that wait or run, by their numbers; empty where nobody answers."""
+def _job_states() -> dict[str, str]:
+    """States of this user's pending and running jobs by id; empty if SLURM does not answer."""
     answer = call("squeue", "--noheader", f"--user={getpass.getuser()}", "--format=%F %T")
     rows = [] if answer is None else [line.split() for line in answer[1].splitlines()]
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
-_ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-_IS_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
-_NOT_LOCAL = re.compile(r"://|[*?\[]")  # URLs; patterns, which may match later
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_FILE_NAME = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+_NOT_LOCAL = re.compile(r"://|[*?\[]")  # URLs and patterns
 
 
 def require_local_paths(recipe: Recipe) -> None:
-    """Refuse paths of the recipe that are neither here nor may be names on the Hub.
+    """Reject paths of the recipe that do not exist and cannot be Hub ids, before the job waits in a queue for hours.
 
     Raises:
         ConfigError: names the option and its value.
     """
-    named = [("model.path", recipe.model.path), ("model.tokenizer", recipe.model.tokenizer)]
-    named += [("data.train", source.path) for source in recipe.data.train]
-    named += [("evaluation.sets", each.path) for each in recipe.evaluation.sets]
-    for option, path in named:
-        if path is not None and not _NOT_LOCAL.search(path) and _must_be_here(path):
-            raise ConfigError(f"{option}: {path} is not here ({Path.cwd()}): the job would end as soon as it begins")
+    paths = [("model.path", recipe.model.path), ("model.tokenizer", recipe.model.tokenizer)]
+    paths += [("data.train", source.path) for source in recipe.data.train]
+    paths += [("evaluation.sets", eval_set.path) for eval_set in recipe.evaluation.sets]
+    for option, path in paths:
+        if path is not None and not _NOT_LOCAL.search(path) and _is_missing(path):
+            raise ConfigError(f"{option}: {path} does not exist in {Path.cwd()}: the job would fail at its start")
 
 
-def _must_be_here(path: str) -> bool:
-    is_name = _ON_THE_HUB.fullmatch(path) and not _IS_FILE.search(path) and not path.startswith(".")
-    return not is_name and not Path(path).expanduser().exists()
+def _is_missing(path: str) -> bool:
+    is_hub_id = _HUB_ID.fullmatch(path) and not _FILE_NAME.search(path) and not path.startswith(".")
+    return not is_hub_id and not Path(path).expanduser().exists()

@@ -1,4 +1,4 @@
-"""The sbatch script: written for who has to approve, read or edit it."""
+"""Renders the sbatch script; people approve, read and edit it, so it explains itself."""
 
 import re
 import shlex
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 from embedtrain import __version__
 from embedtrain.config.recipe import Recipe
+from embedtrain.formatting import format_count
 from embedtrain.submit.options import Launcher, SlurmConfig, Submission, ranks_per_node
 
-# Before anything else runs: a signal may come while modules are still being loaded.
+# First in the script: a signal may arrive while modules are being loaded.
 PROLOGUE = """\
 
 set -eo pipefail
-job=$SLURM_JOB_ID  # of an array ARRAY_TASK: the number of its last job means all of them
+job=$SLURM_JOB_ID  # in an array ARRAY_TASK: the id of its last job means the whole array
 if [[ -n ${{SLURM_ARRAY_JOB_ID:-}} ]]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
 restarts=${{SLURM_RESTART_COUNT:-0}}
 max_requeues={max_requeues}
 ranks=  # the process of srun, once it runs
 
-# ---- signals. SLURM sends this shell USR1 some time before the limit (--signal above), and before a preemption where
-# the cluster is set up so; TERM comes with scancel, and with a preemption elsewhere. Ranks are asked for a checkpoint,
+# ---- signals. SLURM sends this shell USR1 before the time limit (--signal above), and on some clusters before a
+# preemption; TERM is sent by scancel, and on other clusters before a preemption. The ranks are asked for a checkpoint,
 # and this shell waits for them: if it ended, SLURM would end them too.
 asked=
 # shellcheck disable=SC2329  # the trap calls it
@@ -31,19 +32,19 @@ forward() {{
 trap forward USR1
 trap 'asked=${{asked:-TERM}}' TERM
 
-# ---- going on. The job goes back into the queue under the same id, and its next start goes on from the newest
+# ---- requeueing. The job goes back into the queue under the same id, and its next start resumes from the newest
 # checkpoint.
 again() {{
   local state
   state=$(squeue --noheader --jobs="$job" --format=%T 2>/dev/null || true)
   if [[ ${{state:-RUNNING}} != RUNNING ]]; then
-    echo "submit: $1; the job is $state, so SLURM decides what becomes of it"
+    echo "submit: $1; the job is $state, so SLURM decides what happens next"
   elif (( restarts >= max_requeues )); then
-    echo "submit: $1; it has been requeued $restarts times and is not again (slurm.max_requeues)"
+    echo "submit: $1; it has been requeued $restarts times and is not requeued again (slurm.max_requeues)"
   elif scontrol requeue "$job"; then
     echo "submit: $1; the job is requeued"
   else
-    echo "submit: $1; the job cannot be requeued: submit this script again, and the run goes on"
+    echo "submit: $1; the job cannot be requeued: submit this script again to resume"
   fi
   exit 75
 }}
@@ -57,7 +58,7 @@ fi
 EPILOGUE = """\
 ranks=$!
 
-# ---- what became of it. A signal to this shell ends `wait`, not the ranks.
+# ---- how the ranks ended. A signal to this shell ends `wait`, not the ranks.
 while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
 status=0
 wait "$ranks" || status=$?
@@ -72,12 +73,12 @@ if [[ $asked == USR1 ]]; then again "it was asked to stop"; fi
 if [[ -n $preempted ]]; then again "it is preempted"; fi
 if [[ $asked == TERM ]]; then again "SLURM ends it"; fi
 if [[ -n $stopped ]]; then
-  echo "submit: somebody asked the ranks to stop, so it is not requeued; submit this script again to go on"
+  echo "submit: somebody asked the ranks to stop, so it is not requeued; submit this script again to resume"
   exit 75
 fi
 
-# An error. A node that is gone looks like one to the others, and SLURM notices later than they do: a step that does
-# nothing tells. Where not even the first node takes one, nothing can be said.
+# An error. A lost node looks like one to the other nodes, and SLURM notices it later than they do: an empty step on
+# every node finds it. If even the first node does not run a step, the cause is unknown.
 if (( SLURM_JOB_NUM_NODES > 1 )) &&
   ! timeout 90 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true &&
   timeout 90 srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" true; then
@@ -87,29 +88,29 @@ exit "$status"
 """
 
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
-# Of these the variables that sbatch reads are named otherwise than SBATCH_OPTION.
+# Options whose variable is not called SBATCH_OPTION.
 _VARIABLES = {"time": "SBATCH_TIMELIMIT", "array": "SBATCH_ARRAY_INX", "mem": "SBATCH_MEM_PER_NODE"}
 
 
 def directives(recipe: Recipe, options: SlurmConfig, workdir: str, log: str) -> list[tuple[str, str | None]]:
-    """Options of sbatch and their values, in the order of the script; None: one without a value.
+    """Options of sbatch and their values, in the order of the script; None: an option without a value.
 
     Args:
-        recipe: what is trained.
+        recipe: of the training.
         options: checked.
-        workdir: the folder that the job starts in, absolute.
+        workdir: absolute path of the directory that the job starts in.
         log: the file that it writes, with SLURM's patterns.
     """
-    per_task = None
+    cpus_per_task = None
     tasks = ranks_per_node(options) if options.launcher is Launcher.srun else 1
     if options.cpus_per_node is not None:
-        per_task = options.cpus_per_node // tasks
+        cpus_per_task = options.cpus_per_node // tasks
     gpus = None
     if options.gpus_per_node and options.gres is None:
         gpus = f"{options.gpu_type}:{options.gpus_per_node}" if options.gpu_type else str(options.gpus_per_node)
-    at_once = f"%{options.seeds_at_once}" if options.seeds_at_once is not None else ""
+    limit = f"%{options.seeds_at_once}" if options.seeds_at_once is not None else ""
     last = len(options.seeds) - 1
-    asked: list[tuple[str, str | int | bool | None]] = [
+    values: list[tuple[str, str | int | bool | None]] = [
         ("job-name", options.job_name or recipe.name),
         ("chdir", workdir),
         ("output", log),
@@ -117,7 +118,7 @@ def directives(recipe: Recipe, options: SlurmConfig, workdir: str, log: str) -> 
         ("export", "ALL"),
         ("nodes", options.nodes),
         ("ntasks-per-node", tasks),
-        ("cpus-per-task", per_task),
+        ("cpus-per-task", cpus_per_task),
         ("gpus-per-node", gpus),
         ("gres", options.gres),
         ("mem", options.mem),
@@ -130,16 +131,19 @@ def directives(recipe: Recipe, options: SlurmConfig, workdir: str, log: str) -> 
         ("reservation", options.reservation),
         ("mail-user", options.mail_user),
         ("mail-type", options.mail_type or ("END,FAIL" if options.mail_user else None)),
-        ("array", f"0-{last}{at_once}" if options.seeds else None),
+        ("array", f"0-{last}{limit}" if options.seeds else None),
         ("signal", f"B:USR1@{options.signal_seconds}"),
         ("requeue" if options.requeue else "no-requeue", True),
     ]
-    given = [(name, value) for name, value in asked if value is not None and value is not False]
-    return [(name, None if value is True else str(value)) for name, value in given]
+    return [
+        (name, None if value is True else str(value))
+        for name, value in values
+        if value is not None and value is not False
+    ]
 
 
-def written(name: str, value: str | None) -> str:
-    """One option as a line that sbatch reads, which has quotes of its own and expands nothing."""
+def directive_line(name: str, value: str | None) -> str:
+    """An #SBATCH line; sbatch has quotes of its own and expands nothing."""
     if value is None:
         return f"#SBATCH --{name}"
     if _PLAIN.fullmatch(value):
@@ -149,14 +153,14 @@ def written(name: str, value: str | None) -> str:
 
 
 def sbatch_variable(name: str) -> str:
-    """The variable of the environment that sbatch would obey rather than the script's option of that name."""
+    """The environment variable that overrides the option in the script."""
     return _VARIABLES.get(name, f"SBATCH_{name.upper().replace('-', '_')}")
 
 
-_FIRST_PORT, _PORTS = 10000, 20000  # below what Linux gives to connections (32768 and above)
+_FIRST_PORT, _PORTS = 10000, 20000  # below the ports that Linux uses for connections (32768 and above)
 
 _ARRAY = """\
-# Each job of the array trains one seed in a directory of its own.
+# Each job of the array trains one seed in its own directory.
 seeds=({seeds})
 run_dirs=(
 {run_dirs}
@@ -165,24 +169,24 @@ run_dir=${{run_dirs[SLURM_ARRAY_TASK_ID]}}
 arguments+=("seed=${{seeds[SLURM_ARRAY_TASK_ID]}}" "output_dir='$run_dir'")
 """
 
-_MEETING = """\
-# ---- where the ranks meet: on the first node, at a port of this job's own. SLURM is asked for addresses, for names of
-# nodes do not resolve everywhere.
+_RENDEZVOUS = """\
+# ---- rendezvous: on the first node, at a port derived from the job id. The addresses are SLURM's, because node names
+# do not resolve everywhere.
 mapfile -t addresses < <(
   scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'
 )
 port=$(({first} + SLURM_JOB_ID % {ports}))
-while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done  # another program has it
+while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done  # in use by another program
 echo "job $job, start $((restarts + 1)), on $SLURM_JOB_NODELIST; ranks meet at ${{addresses[0]}}:$port"
 rm -f -- "$run_dir/stopped.json"  # of an earlier start
-if [[ -n $asked ]]; then again "it was asked to stop before it began"; fi
+if [[ -n $asked ]]; then again "it was asked to stop before it started"; fi
 """
 
 _TORCHRUN = """\
-# ---- the ranks: srun starts one torchrun a node, and that {ranks} of them.
-# The restart count in the id keeps out what is left of an earlier start of this job. SIGUSR1 and SIGTERM are handed on
-# to the ranks, which have {patience} s to write a checkpoint; most clusters signal torchrun alone.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={patience}
+# ---- the ranks: srun starts one torchrun per node, and each torchrun {ranks} of them.
+# The restart count in the id keeps out processes of an earlier start of this job. torchrun forwards SIGUSR1 and SIGTERM
+# to the ranks, which have {timeout} s to write a checkpoint; most clusters signal torchrun only.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={timeout}
 torchrun=(
 {container}  "$python" -m torch.distributed.run
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={ranks_per_node}
@@ -190,11 +194,12 @@ torchrun=(
   --max-restarts={max_restarts}
   --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 )
-# Run on each node: who it is, and whether the others meet here, are told; torchrun would guess both from host names.
+# Run on each node. It sets the address of the node and whether it hosts the rendezvous, which torchrun would guess
+# from host names.
 export NODE_ADDRESSES="${{addresses[*]}}"
 # shellcheck disable=SC2016  # expanded on the nodes
 on_each_node='
-  words=$1; shift  # of torchrun; behind them is the training
+  words=$1; shift  # of the torchrun command; the others are the training
   read -ra of_nodes <<<"$NODE_ADDRESSES"
   exec "${{@:1:words}}" --local-addr="${{of_nodes[SLURM_NODEID]}}" --rdzv-conf="is_host=$((SLURM_NODEID == 0))" \\
     "${{@:words+1}}"
@@ -204,7 +209,7 @@ srun "${{srun_options[@]}}" --ntasks-per-node=1 \\
 """
 
 _SRUN = """\
-# ---- the ranks: srun starts {ranks} of them a node, and they take their places from its variables.
+# ---- the ranks: srun starts {ranks} of them per node, and they read their rank from its variables.
 export MASTER_ADDR=${{addresses[0]}} MASTER_PORT=$port
 srun "${{srun_options[@]}}" --ntasks-per-node={ranks_per_node} \\
 {container}  "$python" -m embedtrain "${{arguments[@]}}" &
@@ -215,25 +220,25 @@ def render_script(submission: Submission, *, command: Sequence[str], workdir: st
     """The text of the sbatch script.
 
     Args:
-        submission: what is trained, and what is asked of the cluster.
-        command: the command line that asked for it.
-        workdir: the folder that the job starts in, absolute.
+        submission: the training and the options of the job.
+        command: the command line of `submit`, for a comment.
+        workdir: absolute path of the directory that the job starts in.
         log: the file that the job writes, with SLURM's patterns.
-        python: that runs in it.
+        python: the interpreter of the job.
     """
     slurm = submission.slurm
-    asked = directives(submission.recipe, slurm, workdir, log)
+    sbatch_options = directives(submission.recipe, slurm, workdir, log)
     text = "".join(
         (
             "#!/bin/bash -l\n" if slurm.setup else "#!/bin/bash\n",
             _head(submission, command),
-            *(f"{written(name, value)}\n" for name, value in asked),
+            *(f"{directive_line(name, value)}\n" for name, value in sbatch_options),
             *(f"#SBATCH {line}\n" for line in slurm.extra),
             PROLOGUE.format(max_requeues=slurm.max_requeues if slurm.requeue else 0),
             _environment(slurm),
             _training(submission, python),
             "\n",
-            _MEETING.format(first=_FIRST_PORT, ports=_PORTS),
+            _RENDEZVOUS.format(first=_FIRST_PORT, ports=_PORTS),
             "\n",
             _srun_options(submission),
             _ranks(slurm),
@@ -246,27 +251,26 @@ def render_script(submission: Submission, *, command: Sequence[str], workdir: st
 
 def _head(submission: Submission, command: Sequence[str]) -> str:
     slurm, recipe = submission.slurm, submission.recipe
-    each, nodes = ranks_per_node(slurm), slurm.nodes
-    size = f"{nodes} node{'s' * (nodes > 1)} x {each} rank{'s' * (each > 1)}"
+    size = f"{format_count(slurm.nodes, 'node')} x {format_count(ranks_per_node(slurm), 'rank')}"
     jobs = f", an array of {len(slurm.seeds)} seeds" if slurm.seeds else ""
     return (
         f"# {recipe.name}: {size}{jobs}. Written by embedtrain {__version__} for\n"
-        f"#   {' '.join(shlex.join(command).split())}\n"  # a line end within would end the comment
-        f"# Edit it as you like: it is never overwritten, and sbatch takes it again.\n"
+        f"#   {' '.join(shlex.join(command).split())}\n"  # a line end would end the comment
+        f"# You may edit it and submit it again with sbatch; it is never overwritten.\n"
         f"\n"
     )
 
 
 def _environment(slurm: SlurmConfig) -> str:
     lines = "".join(f"{line}\n" for line in slurm.setup)
-    return f"# ---- environment: that of the shell that submitted{', and' if lines else ''}\n{lines}" + (
+    return f"# ---- environment: that of the submitting shell{', and' if lines else ''}\n{lines}" + (
         "set -u\nexport PYTHONUNBUFFERED=1\n\n"
     )
 
 
 def _training(submission: Submission, python: str) -> str:
     lines = [
-        "# ---- the training; with the same arguments it goes on from its newest checkpoint, here or anywhere",
+        "# ---- the training; with the same arguments it resumes from its newest checkpoint, on any machine",
         f"python={shlex.quote(python)}",
         "arguments=(",
         *(f"  {shlex.quote(argument)}" for argument in submission.arguments),
@@ -286,40 +290,39 @@ def _training(submission: Submission, python: str) -> str:
 
 def _srun_options(submission: Submission) -> str:
     slurm = submission.slurm
-    given: list[str] = ['--nodes="$SLURM_JOB_NUM_NODES"']
+    options: list[str] = ['--nodes="$SLURM_JOB_NUM_NODES"']
     if slurm.cpus_per_node is not None:
-        given.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')
-    given.append("--cpu-bind=none")
+        options.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')
+    options.append("--cpu-bind=none")
     if slurm.gpus_per_node:
-        given.append("--gpu-bind=none")
-    # torchruns wait for each other besides. A model that is uploaded takes its time, on the first rank alone.
+        options.append("--gpu-bind=none")
+    # torchruns also wait for each other. Uploading a model takes time, on the first rank only.
     wait = 60 if slurm.launcher is Launcher.torchrun else 300
     if submission.recipe.tracking.wandb_artifacts or submission.recipe.export.push_to_hub is not None:
         wait = 3700
-    given += ["--kill-on-bad-exit=0", f"--wait={wait}"]
+    options += ["--kill-on-bad-exit=0", f"--wait={wait}"]
     if slurm.container_image is not None:
-        given.append(f"--container-image={shlex.quote(slurm.container_image)}")
+        options.append(f"--container-image={shlex.quote(slurm.container_image)}")
         mounts = ",".join(slurm.container_mounts)
-        given.append(f"--container-mounts={shlex.quote(mounts)}" if mounts else '--container-mounts="$PWD:$PWD"')
-        given.append('--container-workdir="$PWD"')
-    given += [shlex.quote(option) for option in slurm.srun_extra]
-    options = "\n".join(f"  {option}" for option in given)
+        options.append(f"--container-mounts={shlex.quote(mounts)}" if mounts else '--container-mounts="$PWD:$PWD"')
+        options.append('--container-workdir="$PWD"')
+    options += [shlex.quote(option) for option in slurm.srun_extra]
+    lines = "\n".join(f"  {option}" for option in options)
     return (
-        "# Ranks of a node share its cores and GPUs as they need them. One that ends leaves the others time (--wait)\n"
-        f"# to end as well: they may be writing.\nsrun_options=(\n{options}\n)\n\n"
+        "# The ranks of a node share its cores and GPUs. When one has ended, the others have time to end as well\n"
+        f"# (--wait), because they may be writing a checkpoint.\nsrun_options=(\n{lines}\n)\n\n"
     )
 
 
 def _ranks(slurm: SlurmConfig) -> str:
-    each = ranks_per_node(slurm)
-    words = [] if slurm.container_command is None else shlex.split(slurm.container_command)
-    container = shlex.join(words)
+    ranks = ranks_per_node(slurm)
+    container = shlex.join(shlex.split(slurm.container_command or ""))
     if slurm.launcher is Launcher.srun:
-        return _SRUN.format(ranks=each, ranks_per_node=each, container=f"  {container} \\\n" if container else "")
+        return _SRUN.format(ranks=ranks, ranks_per_node=ranks, container=f"  {container} \\\n" if container else "")
     return _TORCHRUN.format(
-        ranks=each,
-        ranks_per_node=each,
+        ranks=ranks,
+        ranks_per_node=ranks,
         max_restarts=slurm.max_restarts,
-        patience=max(slurm.signal_seconds - 30, slurm.signal_seconds // 2, 1),
+        timeout=max(slurm.signal_seconds - 30, slurm.signal_seconds // 2, 1),
         container=f"  {container}\n" if container else "",
     )

@@ -21,10 +21,10 @@ from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.types import Loss, LossOutput
-from embedtrain.training import spans
+from embedtrain.training import timing
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.rank_batch import RankBatch
-from embedtrain.training.spans import span
+from embedtrain.training.timing import span
 
 
 class Backward:
@@ -105,10 +105,10 @@ class Backward:
         chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
         vectors: list[Tensor | None] = []
         for index, chunk in enumerate(chunks):
-            with torch.set_grad_enabled(index < kept), span(spans.ENCODE):
+            with torch.set_grad_enabled(index < kept), span(timing.ENCODE):
                 vectors.append(self._encode(batch.step, index, chunk))
         made = [vector.detach() for vector in vectors if vector is not None]
-        with span(spans.LOSS):
+        with span(timing.LOSS):
             output, slopes, finite = self._loss_at_row_owners(
                 torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight, sample
             )
@@ -117,7 +117,7 @@ class Backward:
         for index, chunk in enumerate(chunks):
             final = last and index == most - 1
             set_gradient_sync(self.encoder, last=final, reduce_per_step=self.reduce_per_step)
-            with span(spans.BACKWARD):
+            with span(timing.BACKWARD):
                 encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
                 assert encoded is not None
                 encoded.backward(slope_of[index])

@@ -1,4 +1,4 @@
-"""What a run minimises: the losses of its sources on the device, told to the user."""
+"""The loss of a run: built for all sources, on this rank's device, with TF32 products in bf16 runs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,24 +17,28 @@ from embedtrain.training.guides import GuideModel
 
 
 def use_tf32_products(loss: nn.Module, precision: Precision) -> None:
-    """Let the loss's forward pass, which holds its large products and their gradients, use TF32 in bf16 runs.
+    """Use TF32 for the matrix products of the loss in bf16 runs: 10-bit mantissas, fp32 sums, several times faster.
 
-    The setting is that of torch 2.9 and later; what was set before is set again after each pass. (Both ways to set it
-    must not be mixed: torch refuses, and so does torch.compile, while this one is in force.)
+    Embeddings computed in bf16 have 8 significant bits, so nothing is lost. TF32 is limited to the loss, because rotary
+    position embeddings are fp32 products as well, and angles of position 3000 rounded to 11 bits are other positions.
+
+    The forward pass of a loss contains its large products and their gradients. The previous setting is restored after
+    each pass. This setting of torch 2.9 and later must not be mixed with the earlier ones: torch and torch.compile
+    raise while it is in force.
     """
     if precision is not Precision.bf16:
         return
-    before: list[str] = []
+    previous: list[str] = []
 
-    def begin(*_: object) -> None:
-        before.append(torch.backends.cuda.matmul.fp32_precision)
+    def enable(*_: object) -> None:
+        previous.append(torch.backends.cuda.matmul.fp32_precision)
         torch.backends.cuda.matmul.fp32_precision = "tf32"
 
-    def end(*_: object) -> None:
-        torch.backends.cuda.matmul.fp32_precision = before.pop()
+    def restore(*_: object) -> None:
+        torch.backends.cuda.matmul.fp32_precision = previous.pop()
 
-    loss.register_forward_pre_hook(begin)
-    loss.register_forward_hook(end, always_call=True)
+    loss.register_forward_pre_hook(enable)
+    loss.register_forward_hook(restore, always_call=True)
 
 
 def build_loss(
@@ -46,14 +50,15 @@ def build_loss(
     world: World,
     console: Console,
 ) -> Loss:
-    """The loss of all sources, on this rank's device, and what is to be said of it.
+    """The loss of all sources, on this rank's device. Prints notes about it.
 
     Raises:
-        ConfigError: on every rank alike, options do not fit the model or the rows' vectors.
+        ConfigError: on every rank, options do not match the model or the vectors in the rows.
     """
-    with world.fail_together("making the loss"):
-        dimension, others = model.encoder.dimension, _guide_dimensions(guides, data)
-        loss = build_losses(losses, dimension=dimension, guide_dimensions=others, seed=recipe.seed).to(world.device)
+    with world.fail_together("building the loss"):
+        dimension, guide_dimensions = model.encoder.dimension, _guide_dimensions(guides, data)
+        loss = build_losses(losses, dimension=dimension, guide_dimensions=guide_dimensions, seed=recipe.seed)
+        loss = loss.to(world.device)
     use_tf32_products(loss, recipe.parallel.precision)
     for note in loss_notes(losses, data.names, loss, dimension):
         console.note(note)
@@ -61,7 +66,7 @@ def build_loss(
 
 
 def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:
-    """For each source the widths of other models' vectors, and of those that its rows hold."""
-    widths = {path: guide.dimension for path, guide in guides.items()}
-    of_rows = [data.teacher_dimension(source) for source in range(len(data.stores))]
-    return [widths if width is None else {**widths, FROM_ROWS: width} for width in of_rows]
+    """For each source: dimensions of the guides' embeddings, and of the vectors in its rows."""
+    dimensions = {path: guide.dimension for path, guide in guides.items()}
+    in_rows = [data.teacher_dimension(source) for source in range(len(data.stores))]
+    return [dimensions if width is None else {**dimensions, FROM_ROWS: width} for width in in_rows]

@@ -1,4 +1,4 @@
-"""AdamW over the sharded parameters, the learning rate's course, and clipping by the global norm."""
+"""AdamW over sharded parameters, the learning rate schedule, and clipping by the global norm."""
 
 import math
 from collections.abc import Iterable
@@ -9,15 +9,18 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.config.recipe import OptimConfig, ScheduleKind
 
+# Marks parameter groups of the loss. A number, because checkpoints keep no other values of a group.
+OF_LOSS = "of_loss"
+
 
 def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | None = None) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `encoder` and of `loss`; matrices decay, biases and norms do not.
+    """AdamW over the trainable parameters of `encoder` and `loss`; weight decay applies to matrices only.
 
-    Call it after sharding and before any forward pass that leaves weights gathered: an optimiser built at
-    another moment holds tensors that are not the ones trained.
+    Call it after sharding and before any forward pass that leaves weights unsharded; otherwise the optimizer holds
+    tensors that are not the trained ones.
     """
     groups = []
-    # The loss's parameters are plain tensors: in one group with shards they could not be updated together.
+    # Parameters of the loss are plain tensors, which the fused optimizer cannot update in one group with shards.
     for module, of_loss in ((encoder, 0.0), (loss, 1.0)):
         trained = [] if module is None else [p for p in module.parameters() if p.requires_grad]
         groups += [
@@ -30,17 +33,13 @@ def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | No
     )
 
 
-# Marks a group of parameters that the loss owns. A number, for checkpoints keep nothing else of a group.
-OF_LOSS = "of_loss"
-
-
 class Schedule:
-    """The learning rate as a function of the step alone, so there is nothing to save or restore.
+    """The learning rate as a function of the step, so there is nothing to save or restore.
 
     Args:
-        optimizer: whose learning rate is set.
-        optim: peak learning rate, course, warm-up.
-        total_steps: where linear and cosine courses reach zero.
+        optimizer: its learning rates are set.
+        optim: peak learning rates, schedule, warm-up.
+        total_steps: where linear and cosine schedules reach zero.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> None:
@@ -75,16 +74,16 @@ class Schedule:
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm before.
 
-    The norm is that of the whole gradient over all ranks and shards, the same number on every rank. It stays where it
-    is computed: whoever reads it waits for that.
+    The norm is that of the full gradient over all shards, the same number on every rank. It stays on the device, so
+    that nothing waits for it.
     """
-    owned = [parameter for parameter in parameters if parameter.grad is not None]
-    sharded = [parameter for parameter in owned if isinstance(parameter.grad, DTensor)]
-    plain = [parameter for parameter in owned if not isinstance(parameter.grad, DTensor)]  # a loss's own
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    sharded = [parameter for parameter in with_grad if isinstance(parameter.grad, DTensor)]
+    plain = [parameter for parameter in with_grad if not isinstance(parameter.grad, DTensor)]  # of the loss
     norms: list[Tensor] = []
     for part in filter(None, (sharded, plain)):
         total = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
-        # A norm of shards stays a DTensor of partial sums until it is asked for whole.
+        # The norm of shards is a DTensor of partial sums until it is reduced.
         norms.append(total.full_tensor() if isinstance(total, DTensor) else total)
     norm = torch.stack(norms).norm() if norms else torch.zeros(())
     if max_norm is not None:

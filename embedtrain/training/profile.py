@@ -1,4 +1,4 @@
-"""What chosen steps spend their time on: a trace for Perfetto from chosen ranks, and a table of all ranks' shares."""
+"""Profiles of chosen steps: a trace for Perfetto from chosen ranks, and a table of how all ranks spent their time."""
 
 import contextlib
 import json
@@ -16,26 +16,34 @@ from torch.profiler import ProfilerActivity
 from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.world import World
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.communication import Intervals, covered_length, exposed_nccl_seconds, timed_waits
-from embedtrain.training.spans import BATCHES, RANKS, Clock, active_clock
+from embedtrain.training.timing import (
+    BATCHES,
+    RANKS,
+    Clock,
+    active_clock,
+    covered_length,
+    exposed_nccl_seconds,
+    kernel_intervals,
+    timed_waits,
+)
 
-LONGEST = 8  # operators told
-_RANKS_TOLD = 8
+_MAX_OPERATORS = 8
+_MAX_RANKS = 8
 
 
 @dataclass
 class TimeShares:
-    """What one rank's time went to in the steps profiled together; shares of `seconds` that add up to 1.
+    """How one rank spent its time in the profiled steps: fractions of `seconds` that add up to 1.
 
     Attributes:
-        seconds: from before the steps' batches were asked for to their end, what lies between steps left out.
-        compute: on a GPU kernels other than NCCL's; on a CPU the parts of a step, less what they wait.
-        communication: in collectives, with nothing computed beside, as long as the rank that was in each of them for
-            the shortest time; without `ranks` where that cannot be told apart: all of them.
-        ranks: in collectives beyond that: waiting for a rank that came later.
+        seconds: from requesting the batches of a step to its end, summed over steps.
+        compute: GPU: kernels other than NCCL's; CPU: the parts of a step, excluding waits.
+        communication: exposed collectives, counted for as long as the last rank to enter each of them spent in it.
+            Includes `ranks` if the two cannot be separated.
+        ranks: the rest of the time in exposed collectives: waiting for a rank that entered later.
         data: waiting for batches.
-        rest: what is left: Python, launching kernels, logging.
-        parts: of `compute` on a CPU, of the host's time on a GPU: encode, loss, backward, ...
+        rest: everything else: Python, kernel launches, logging.
+        parts: fractions of encode, loss, backward, ...; their sum is `compute` on a CPU, host time on a GPU.
     """
 
     seconds: float
@@ -49,36 +57,45 @@ class TimeShares:
 
 @dataclass
 class RankTiming:
-    """What one rank has to tell after the steps."""
+    """Measurements of one rank.
+
+    Attributes:
+        seconds: duration of the steps.
+        spans: seconds of each span.
+        exposed: seconds in collectives without overlapping computation.
+        computed: seconds of other kernels; None on a CPU.
+        collectives: seconds of each collective.
+        operators: name, seconds and calls of the longest operators.
+        problem: why there is no trace.
+    """
 
     seconds: float
     spans: dict[str, float]
-    alone: float  # seconds in collectives with nothing computed beside
-    computed: float | None  # seconds of other kernels; None on a CPU
-    collectives: list[float]  # the seconds of each
-    operators: list[tuple[str, float, int]]  # seconds and calls of the longest
+    exposed: float
+    computed: float | None
+    collectives: list[float]
+    operators: list[tuple[str, float, int]]
     problem: str | None = None
 
 
 class StepProfiler:
-    """Profiles the steps that `tracking.profile` names; neighbouring ones together.
+    """Profiles the steps in `tracking.profile`; consecutive steps share a profile.
 
-    Every rank clocks its steps; those of `tracking.profile_ranks` write a trace as well. Nothing that fails here stops
-    training.
+    Every rank times its steps; those in `tracking.profile_ranks` also write a trace. Failures only cause a warning.
 
     Args:
-        tracking: which steps and ranks.
-        world: the ranks.
-        directory: where traces are written.
-        tracker: says the table.
+        tracking: steps and ranks to profile.
+        world: all ranks.
+        directory: destination of traces.
+        tracker: prints the table.
     """
 
     def __init__(self, tracking: TrackingConfig, world: World, directory: Path, tracker: Tracker) -> None:
         self._steps, self._world, self._directory, self._tracker = set(tracking.profile), world, directory, tracker
         ranks = tracking.profile_ranks
-        self._asked_ranks = range(world.size) if ranks is None else ranks
-        self._writes = world.rank in self._asked_ranks
-        self._first: int | None = None  # of the steps being profiled
+        self._trace_ranks = range(world.size) if ranks is None else ranks
+        self._writes_trace = world.rank in self._trace_ranks
+        self._first: int | None = None  # step of the current profile
         self._last = 0
         self._seconds = 0.0
         self._clock = Clock()
@@ -86,196 +103,193 @@ class StepProfiler:
         self._problem: str | None = None
 
     @property
-    def runs(self) -> bool:
+    def is_active(self) -> bool:
         """Whether a step is being profiled."""
         return self._first is not None
 
-    def report_skipped_steps(self, done: int, total: int) -> None:
-        """Say which of the steps will not be profiled: the run has `done` behind it, of `total`."""
-        over = sorted(step for step in self._steps if step <= done)
+    def report_skipped_steps(self, completed: int, total: int) -> None:
+        """Report which of the steps will not be profiled in a run of `total` steps of which `completed` are done."""
+        earlier = sorted(step for step in self._steps if step <= completed)
         beyond = sorted(step for step in self._steps if step > total)
-        if over:
-            self._tracker.note(f"tracking.profile: {_listed(over)} done already, and not profiled")
+        if earlier:
+            self._tracker.note(f"tracking.profile: {_list_steps(earlier)} already complete and not profiled")
         if beyond:
-            self._tracker.warn(f"tracking.profile: {_listed(beyond)} beyond the run's last step, {total}")
-        missing = [rank for rank in self._asked_ranks if rank >= self._world.size]
+            self._tracker.warn(f"tracking.profile: {_list_steps(beyond)} beyond the last step of the run, {total}")
+        missing = [rank for rank in self._trace_ranks if rank >= self._world.size]
         if self._steps and missing:
             self._tracker.warn(
-                f"tracking.profile_ranks={list(self._asked_ranks)}: there are {self._world.size} ranks, counted from 0"
+                f"tracking.profile_ranks={list(self._trace_ranks)}: there are {self._world.size} ranks, counted from 0"
             )
 
     @contextlib.contextmanager
-    def of_step(self, step: int, *, last: bool = False) -> Iterator[None]:
-        """Around a step, its batches included. A collective after the last of neighbouring steps.
+    def profile_step(self, step: int, *, last: bool = False) -> Iterator[None]:
+        """Enter around a step and its batches. The end of the last of consecutive steps is a collective.
 
         Args:
             step: counted from 1.
-            last: what comes after it, an evaluation, does not belong into the same trace.
+            last: whether something follows that does not belong in the trace, such as an evaluation.
         """
         if step not in self._steps:
             yield
             return
         if self._first is None:
             self._first = step
-            self._begin()
+            self._start()
         self._last = step
-        began = time.perf_counter()
+        started = time.perf_counter()
         with active_clock(self._clock), timed_waits(self._clock), torch.profiler.record_function(f"step {step}"):
             yield
             if self._world.device.type == "cuda":
-                torch.cuda.synchronize(self._world.device)  # else its kernels would count for what comes after it
-        self._seconds += time.perf_counter() - began
+                torch.cuda.synchronize(self._world.device)  # otherwise its kernels would count for later work
+        self._seconds += time.perf_counter() - started
         if last or step + 1 not in self._steps:
-            self._end()
+            self._finish()
 
     def __enter__(self) -> "StepProfiler":
-        """Use it around the steps."""
+        """Enter around the training loop."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """A run that ends before the steps do tells of those it did; one that fails lets go of the profiler."""
+        """Report the steps so far if the run ends early; after an error, only stop the profiler."""
         if self._first is not None and kind is None:
-            self._end()
+            self._finish()
         elif self._profiler is not None:
             with contextlib.suppress(Exception):
                 self._profiler.stop()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._clock, self._seconds, self._problem = Clock(), 0.0, None
-        on_gpu = self._world.device.type == "cuda"
-        activities = [ProfilerActivity.CPU] if self._writes else []
-        activities += [ProfilerActivity.CUDA] if on_gpu else []  # of every rank, for how long it is in collectives
+        activities = [ProfilerActivity.CPU] if self._writes_trace else []
+        if self._world.device.type == "cuda":  # on every rank: the table needs the time in collectives
+            activities.append(ProfilerActivity.CUDA)
         if not activities:
             return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on the terminal that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints when it starts and stops
         try:
             self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
-        except Exception as error:  # somebody else profiles this process, or the driver does not let us
+        except Exception as error:  # the process is profiled already, or the driver does not permit it
             self._profiler, self._problem = None, f"steps could not be profiled: {_one_line(error)}"
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         assert self._first is not None
-        steps = f"steps-{self._first}-{self._last}" if self._last > self._first else f"step-{self._first}"
-        number, self._first = self._last - self._first + 1, None
-        measured = self._measured(steps)
-        found: list[RankTiming] = self._world.gather(measured)
+        name = f"steps-{self._first}-{self._last}" if self._last > self._first else f"step-{self._first}"
+        num_steps, self._first = self._last - self._first + 1, None
+        timings: list[RankTiming] = self._world.gather(self._stop(name))
         if self._world.is_main:
-            for problem in dict.fromkeys(one.problem for one in found if one.problem is not None):
+            for problem in dict.fromkeys(timing.problem for timing in timings if timing.problem is not None):
                 self._tracker.warn(f"tracking.profile: {problem}")
-            self._tell(steps, number, found)
+            self._print(name, num_steps, timings)
 
-    def _measured(self, steps: str) -> RankTiming:
-        """What this rank has seen; writes its trace."""
+    def _stop(self, name: str) -> RankTiming:
+        """Stop the profiler, write this rank's trace, and return its measurements."""
         profiler, self._profiler = self._profiler, None
-        clock = self._clock
-        found = RankTiming(self._seconds, dict(clock.seconds), clock.waited, None, list(clock.waits), [], self._problem)
+        clock, on_gpu = self._clock, self._world.device.type == "cuda"
+        timing = RankTiming(
+            self._seconds, dict(clock.seconds), clock.waited, None, list(clock.waits), [], self._problem
+        )
         if profiler is None:
-            return found
+            return timing
         try:
             profiler.stop()
-            if self._world.device.type == "cuda":
-                _add_kernels(found, profiler.events())
-            if self._writes:
-                found.operators = _longest(profiler.key_averages(), on_gpu=self._world.device.type == "cuda")
+            if on_gpu:
+                _add_kernels(timing, profiler.events())
+            if self._writes_trace:
+                timing.operators = _longest_operators(profiler.key_averages(), on_gpu=on_gpu)
                 self._directory.mkdir(parents=True, exist_ok=True)
-                profiler.export_chrome_trace(str(self._directory / f"{steps}-rank-{self._world.rank}.json.gz"))
+                profiler.export_chrome_trace(str(self._directory / f"{name}-rank-{self._world.rank}.json.gz"))
         except Exception as error:
-            found.problem = f"rank {self._world.rank} has written no trace: {_one_line(error)}"
-        return found
+            timing.problem = f"rank {self._world.rank} has written no trace: {_one_line(error)}"
+        return timing
 
-    def _tell(self, steps: str, number: int, found: Sequence[RankTiming]) -> None:
-        """The table on the terminal, and the same figures of all ranks in a file."""
-        shares = time_shares(found)
-        told = steps.replace("-", " to ").replace("steps to", "steps").replace("step to", "step")
-        each = max(one.seconds for one in found) / number
-        self._tracker.note(f"profile of {told} ({each:.3f} s each), shares of each rank's time:")
+    def _print(self, name: str, num_steps: int, timings: Sequence[RankTiming]) -> None:
+        """Print the table, and write the numbers of all ranks to a file."""
+        shares = time_shares(timings)
+        steps = name.replace("-", " to ").replace("steps to", "steps").replace("step to", "step")
+        seconds_per_step = max(timing.seconds for timing in timings) / num_steps
+        self._tracker.note(f"profile of {steps} ({seconds_per_step:.3f} s each), fractions of each rank's time:")
         for line in _table(shares):
             self._tracker.note(f"  {line}")
-        parts = ", ".join(f"{name} {share:.1%}" for name, share in shares[0].parts.items())
-        self._tracker.note(f"  rank 0's parts of a step: {parts}")
-        traced = next((rank for rank, one in enumerate(found) if one.operators), None)
+        parts = ", ".join(f"{part} {share:.1%}" for part, share in shares[0].parts.items())
+        self._tracker.note(f"  parts of a step on rank 0: {parts}")
+        traced = next((rank for rank, timing in enumerate(timings) if timing.operators), None)
         if traced is not None:
-            self._tracker.note(f"  longest operators of rank {traced}:")
-            widest = max(len(name) for name, *_ in found[traced].operators)
-            for name, seconds, calls in found[traced].operators:
-                share = seconds / found[traced].seconds
-                self._tracker.note(f"    {name:<{widest}}  {share:6.1%}  {calls / number:8,.0f} a step")
-            self._tracker.note(f"  traces: {self._directory}/{steps}-rank-*.json.gz, to be opened at ui.perfetto.dev")
+            operators, seconds = timings[traced].operators, timings[traced].seconds
+            self._tracker.note(f"  longest operators on rank {traced}:")
+            width = max(len(operator) for operator, *_ in operators)
+            for operator, operator_seconds, calls in operators:
+                share = operator_seconds / seconds
+                self._tracker.note(f"    {operator:<{width}}  {share:6.1%}  {calls / num_steps:8,.0f} per step")
+            self._tracker.note(f"  traces: {self._directory}/{name}-rank-*.json.gz (open them at ui.perfetto.dev)")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            content = {"steps": number, "ranks": [asdict(one) for one in shares]}
-            (self._directory / f"{steps}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            content = {"steps": num_steps, "ranks": [asdict(share) for share in shares]}
+            (self._directory / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            self._tracker.warn(f"tracking.profile: the shares could not be written: {_one_line(error)}")
+            self._tracker.warn(f"tracking.profile: the table could not be written: {_one_line(error)}")
 
 
-def time_shares(found: Sequence[RankTiming]) -> list[TimeShares]:
-    """Each rank's shares, from what all ranks have measured.
+def time_shares(timings: Sequence[RankTiming]) -> list[TimeShares]:
+    """How each rank spent its time, from the measurements of all ranks.
 
-    All ranks run the same collectives in the same order. The rank that is in one for the shortest time came last and
-    waited for nobody: so long it takes by itself, and what others are in it beyond that they wait.
+    All ranks run the same collectives in the same order. The rank that spends the shortest time in a collective entered
+    it last and waited for nobody, so its time is the transfer time; what other ranks spend beyond that is waiting.
     """
-    told = [one.collectives for one in found]
-    comparable = all(len(one) == len(told[0]) for one in told)
-    least = sum(map(min, zip(*told, strict=True))) if comparable else 0.0
+    collectives = [timing.collectives for timing in timings]
+    comparable = all(len(seconds) == len(collectives[0]) for seconds in collectives)
+    transfer = sum(map(min, zip(*collectives, strict=True))) if comparable else 0.0
     shares = []
-    for one in found:
-        total = max(one.seconds, 1e-9)
-        data = one.spans.get(BATCHES, 0.0) / total
-        in_collectives = sum(one.collectives)
-        late = 1.0 - least / in_collectives if comparable and in_collectives > 0 else 0.0
-        alone = one.alone / total
-        parts = {name: seconds / total for name, seconds in one.spans.items() if name != BATCHES}
-        compute = sum(parts.values()) if one.computed is None else one.computed / total
+    for timing in timings:
+        total = max(timing.seconds, 1e-9)
+        data = timing.spans.get(BATCHES, 0.0) / total
+        in_collectives = sum(timing.collectives)
+        waiting = 1.0 - transfer / in_collectives if comparable and in_collectives > 0 else 0.0
+        exposed = timing.exposed / total
+        parts = {name: seconds / total for name, seconds in timing.spans.items() if name != BATCHES}
+        compute = sum(parts.values()) if timing.computed is None else timing.computed / total
         # A GPU may compute while the host waits for the next batch.
-        data = min(data, max(0.0, 1.0 - compute - alone))
-        rest = 1.0 - compute - alone - data
-        shares.append(TimeShares(one.seconds, compute, alone * (1.0 - late), alone * late, data, rest, parts))
+        data = min(data, max(0.0, 1.0 - compute - exposed))
+        rest = 1.0 - compute - exposed - data
+        communication, ranks = exposed * (1.0 - waiting), exposed * waiting
+        shares.append(TimeShares(timing.seconds, compute, communication, ranks, data, rest, parts))
     return shares
 
 
-def _add_kernels(found: RankTiming, events: Iterable[Any]) -> None:
-    """Seconds of a GPU's kernels, by whether they compute or communicate."""
+def _add_kernels(timing: RankTiming, events: Iterable[Any]) -> None:
+    """Replace the host's waits by the seconds of GPU kernels."""
     events = list(events)
-    ours: Intervals = []
-    others: Intervals = []
-    for event in events:
-        if event.device_type.name == "CUDA" and not event.is_user_annotation:
-            kind = ours if "nccl" in event.name.lower() else others
-            kind.append((event.time_range.start, event.time_range.end))
-    found.computed = covered_length(others) / 1e6
-    found.alone = exposed_nccl_seconds(events) if others else covered_length(ours) / 1e6
-    found.collectives = [(end - start) / 1e6 for start, end in sorted(ours)]
+    nccl, others = kernel_intervals(events)
+    timing.computed = covered_length(others) / 1e6
+    timing.exposed = exposed_nccl_seconds(events) if others else covered_length(nccl) / 1e6
+    timing.collectives = [(end - start) / 1e6 for start, end in sorted(nccl)]
 
 
-def _longest(averages: Iterable[Any], *, on_gpu: bool) -> list[tuple[str, float, int]]:
-    """Name, seconds of its own and calls of the operators that take most time."""
+def _longest_operators(averages: Iterable[Any], *, on_gpu: bool) -> list[tuple[str, float, int]]:
+    """Name, own seconds and calls of the operators that take the most time."""
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    ours = ("step ", RANKS, "ProfilerStep")
-    real = [one for one in averages if not one.is_user_annotation and not one.key.startswith(ours)]
-    top = sorted(real, key=lambda one: getattr(one, key), reverse=True)[:LONGEST]
-    return [(one.key[:60], getattr(one, key) / 1e6, one.count) for one in top if getattr(one, key) > 0]
+    annotations = ("step ", RANKS, "ProfilerStep")
+    operators = [item for item in averages if not item.is_user_annotation and not item.key.startswith(annotations)]
+    longest = sorted(operators, key=lambda item: getattr(item, key), reverse=True)[:_MAX_OPERATORS]
+    return [(item.key[:60], getattr(item, key) / 1e6, item.count) for item in longest if getattr(item, key) > 0]
 
 
 def _table(shares: Sequence[TimeShares]) -> list[str]:
-    heads = ["rank", "compute", "communication", "waiting for ranks", "waiting for data", "rest"]
-    rows = [heads]
-    for rank, one in enumerate(shares[:_RANKS_TOLD]):
-        of = (one.compute, one.communication, one.ranks, one.data, one.rest)
-        rows.append([str(rank), *(f"{share:.1%}" for share in of)])
+    rows = [["rank", "compute", "communication", "waiting for ranks", "waiting for data", "rest"]]
+    for rank, share in enumerate(shares[:_MAX_RANKS]):
+        columns = (share.compute, share.communication, share.ranks, share.data, share.rest)
+        rows.append([str(rank), *(f"{value:.1%}" for value in columns)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    if len(shares) > _RANKS_TOLD:
-        lines.append(f"... and {len(shares) - _RANKS_TOLD} more ranks")
+    if len(shares) > _MAX_RANKS:
+        lines.append(f"... and {len(shares) - _MAX_RANKS} more ranks")
     return lines
 
 
-def _listed(steps: Sequence[int]) -> str:
-    shown = ", ".join(map(str, steps))
-    return f"step {shown} is" if len(steps) == 1 else f"steps {shown} are"
+def _list_steps(steps: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, steps))
+    return f"step {numbers} is" if len(steps) == 1 else f"steps {numbers} are"
 
 
 def _one_line(error: BaseException) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
-from embedtrain.data.prompts import row_prompts
+from embedtrain.data.text_format import NO_PROMPT, Prompt
 from embedtrain.data.train_data import TrainData
-from embedtrain.data.types import NO_PROMPT, Example, Prompt
+from embedtrain.data.types import Example
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
@@ -75,7 +75,7 @@ class _Origin:
     def _made(self, text: str, role: Role, prompt: Prompt, length: int | None, label: object) -> SampleText:
         known = None if label is None else str(label)[:80]
         cut = text[:TEXT_LENGTH]
-        return SampleText(cut, role, self.name, self.held_out, prompt.before, prompt.after, length, known)
+        return SampleText(cut, role, self.name, self.held_out, prompt.prefix, prompt.suffix, length, known)
 
 
 def choose_sample(
@@ -187,15 +187,12 @@ def _add_graded(chosen: _SampleBuilder, pairs: Sequence[tuple[_Origin, str, str,
 
 
 def _add_source(chosen: _SampleBuilder, data: TrainData, source: int, share: int, graded: bool) -> None:
-    store, given = data.stores[source], data.given[source]
+    store, text_format = data.stores[source], data.settings[source].text_format
     scored: list[tuple[_Origin, str, str, float]] = []
     for row in _evenly(len(store), share):
         example = store[row]
-        query_prompt, document_prompt = row_prompts(
-            example, given.query_prompt, given.document_prompt, given.instruction_format
-        )
-        lengths = (given.query_max_length, given.document_max_length)
-        origin = _Origin(store.report.name, False, query_prompt, document_prompt, *lengths)
+        lengths = (text_format.query_max_length, text_format.document_max_length)
+        origin = _Origin(store.report.name, False, *text_format.prompts(example), *lengths)
         if not example.positives:
             chosen.add(origin.query(example.query, role=Role.text, label=example.label))
         elif graded and example.positive_scores:

@@ -1,37 +1,118 @@
-"""What decides the course of a run: options and rows that a resumed run must share, and all ranks."""
+"""Resuming a run: from which checkpoint it starts, and which options may have changed since then."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import torch
+from torch import nn
+
+from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS
 from embedtrain.checkpoint.step_directory import Checkpoint
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import ModelConfig, Recipe
-from embedtrain.data.cache.row_table import RowStore
-from embedtrain.data.drawn import Given
+from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.data.train_data import TrainData
+from embedtrain.data.train_data import SourceSettings, TrainData
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, DataError
+from embedtrain.formatting import format_count
+from embedtrain.tracking.console import Console
+from embedtrain.training.state import TrainState, from_dict
 
-# Ends the name of an option that is a digest of rows: nobody can set it back.
+# Suffix of identity entries that are digests of rows, which the user cannot set.
 _ROWS = ".rows"
-_OF_SOURCES, _OF_AN_EPOCH = "data.train", "rows of an epoch"
+_SOURCES, _ROWS_PER_EPOCH = "data.train", "rows of an epoch"
+
+
+@dataclass
+class RunStart:
+    """Where a run starts: from scratch, from a checkpoint, or from the weights of one.
+
+    Attributes:
+        checkpoint: the newest intact checkpoint of the run; None if there is none.
+        state: progress of the run, valid after `restore`.
+    """
+
+    checkpoint: Checkpoint | None
+    state: TrainState = field(default_factory=TrainState)
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether weights and vocabulary come from the recipe instead of a checkpoint."""
+        return self.checkpoint is None
+
+    @property
+    def resumed_step(self) -> int | None:
+        """The step after which training continues; None for a new run, also from the weights of a checkpoint."""
+        return self.state.step or None
+
+    def check(self, identity: Mapping[str, Any], recipe: Recipe, console: Console) -> None:
+        """Reject a checkpoint of another run, and print which other options have changed since it was written.
+
+        Raises:
+            CheckpointError: see `require_same_run`.
+        """
+        if self.checkpoint is None:
+            return
+        require_same_run(self.checkpoint, identity)
+        for effect, line in describe_changes(self.checkpoint, recipe).items():
+            (console.warn if effect is Effect.changes_training else console.note)(line)
+
+    def restore(
+        self,
+        checkpointer: Checkpointer,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        total_steps: int,
+        console: Console,
+    ) -> TrainState:
+        """Read weights, optimizer and progress from the checkpoint, if there is one. A collective."""
+        if self.checkpoint is not None:
+            self.state = self._read(self.checkpoint, checkpointer, module, optimizer, total_steps, console)
+        state, best_metric = self.state, recipe.checkpoint.best_metric
+        if state.best_by != best_metric:  # the best value of another metric cannot be compared
+            state.best_by, state.best, state.best_step, state.not_better = best_metric, None, None, 0
+        return state
+
+    @staticmethod
+    def _read(
+        checkpoint: Checkpoint,
+        checkpointer: Checkpointer,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        total_steps: int,
+        console: Console,
+    ) -> TrainState:
+        saved = checkpointer.resume(checkpoint, module, optimizer)
+        if checkpoint.step >= total_steps:
+            console.note(
+                f"{checkpoint.path} is the end of this run: increase train.steps to continue, or set another "
+                "output_dir to start from scratch"
+            )
+            return from_dict(checkpoint.manifest["state"])
+        if saved is None:
+            console.note(f"{checkpoint.path} contains only weights: starting a new run from them at step 0")
+            return TrainState()
+        ranks = format_count(checkpoint.manifest["world_size"], "rank")
+        console.note(f"resuming from {checkpoint.path}, written by {ranks}")
+        return from_dict(saved)
 
 
 class Effect(Enum):
-    """What it does to a run that goes on when an option is changed; the value is how it is said."""
+    """Effect of changing an option on a resumed run; the value is the message about it."""
 
-    must_match = "is refused, where it changes what is learnt from which rows"
-    changes_training = "changed since step {step}, and with it what is learnt from here or which step is exported"
-    changes_rounding = "changed since step {step}: the same is learnt, with other rounding and other dropout masks"
-    no_effect = "changed since step {step}, without effect on what is learnt"
+    must_match = "rejected if it changes what is trained on which rows"
+    changes_training = "changed since step {step}, which affects training or the exported step"
+    changes_rounding = "changed since step {step}, which only affects rounding and dropout masks"
+    no_effect = "changed since step {step}, without effect on training"
 
 
-# By the beginning of an option's name; the longest that fits decides.
+# By prefix of an option's name; the longest match applies.
 EFFECTS = {
     "name": Effect.no_effect,
     "seed": Effect.must_match,
@@ -40,7 +121,7 @@ EFFECTS = {
     "model.attention": Effect.changes_rounding,
     "data.train": Effect.must_match,
     "data.batches": Effect.must_match,
-    # Of these, rows and their numbers in an epoch tell whether they change anything: identity_of has them.
+    # Whether these change anything shows in the rows and their number per epoch, which are part of the identity.
     "data.on_error": Effect.no_effect,
     "data.weight_mode": Effect.no_effect,
     "data.mixing_temperature": Effect.no_effect,
@@ -69,194 +150,195 @@ EFFECTS = {
     "export": Effect.no_effect,
     "tracking": Effect.no_effect,
 }
-# What the best step is chosen by, where one is asked for.
+# Options that select the best step, if `checkpoint.best_metric` is set.
 _CHOOSES_BEST = ("evaluation.every", "evaluation.sets", "evaluation.subset", "evaluation.index")
 
 
 def effect_of(option: str, recipe: Recipe) -> Effect:
-    """What a change of an option does to a run that goes on by this recipe."""
+    """The effect of changing an option on a run resumed with this recipe."""
     if recipe.checkpoint.best_metric is not None and option.startswith(_CHOOSES_BEST):
         return Effect.changes_training
-    begins = (name for name in EFFECTS if option == name or option.startswith((f"{name}.", f"{name}[")))
-    return EFFECTS[max(begins, key=len)]
+    prefixes = (name for name in EFFECTS if option == name or option.startswith((f"{name}.", f"{name}[")))
+    return EFFECTS[max(prefixes, key=len)]
 
 
 def run_identity(
     recipe: Recipe, data: TrainData, losses: Sequence[LossConfig], prompts: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The options that decide what is learnt from which rows in which order: a resumed run must share them.
+    """What determines which rows are trained on, in which order and how: a resumed run must have the same.
 
-    Of training files their content counts, not their place.
+    Training files are identified by content, not by path.
     """
-    of_all = _learnt(recipe.loss)
+    common_loss = _loss_identity(recipe.loss)
     rows = {
         name: {
             "rows": f"{len(store)} {store.content}",
-            **_given(store, given),
-            "loss": None if (own := _learnt(loss)) == of_all else own,
+            **_source_identity(store, settings),
+            "loss": None if (own := _loss_identity(loss)) == common_loss else own,
         }
-        for name, store, given, loss in zip(data.names, data.stores, data.given, losses, strict=True)
+        for name, store, settings, loss in zip(data.names, data.stores, data.settings, losses, strict=True)
     }
     return {
         "seed": recipe.seed,
         "train.global_batch_size": recipe.train.global_batch_size,
         "train.gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
-        "loss": of_all,
+        "loss": common_loss,
         "prompts": {name: prompts.get(name, "") for name in ("query", "document")},
-        _OF_SOURCES: rows,
-        _OF_AN_EPOCH: data.plan.rows_per_source.tolist(),
+        _SOURCES: rows,
+        _ROWS_PER_EPOCH: data.plan.rows_per_source.tolist(),
         "data.batches": "by_source" if data.plan.by_source else "mixed",
-        **_of_model(to_plain(recipe.model)),
+        **_model_identity(to_plain(recipe.model)),
     }
 
 
-def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
-    # Prompts count as they were found, in the model's directory or here.
-    apart = ("query_prompt", "document_prompt", "attention")
-    return {f"model.{key}": value for key, value in options.items() if key not in apart}
+def _model_identity(options: Mapping[str, Any]) -> dict[str, Any]:
+    # Prompts are compared as resolved from the model's directory and the recipe.
+    excluded = ("query_prompt", "document_prompt", "attention")
+    return {f"model.{key}": value for key, value in options.items() if key not in excluded}
 
 
-def _given(store: RowStore, given: Given) -> dict[str, Any]:
-    """What holds for all rows of a source; how instructions stand around texts where rows carry any."""
-    options: dict[str, Any] = to_plain(given)
+def _source_identity(store: RowStore, settings: SourceSettings) -> dict[str, Any]:
+    """Options of all rows of a source; the instruction format only matters if rows have instructions."""
+    options: dict[str, Any] = {**to_plain(settings.text_format), "negatives": settings.negatives}
     if not {"instruction", "document_instruction"} & store.beside:
         options["instruction_format"] = None
     return options
 
 
-def _learnt(loss: LossConfig) -> dict[str, Any]:
-    """Options of a loss that decide its figures."""
+def _loss_identity(loss: LossConfig) -> dict[str, Any]:
+    """Options of a loss that affect its values."""
     options: dict[str, Any] = to_plain(loss)
     for part in (options, *options.get("losses", ())):
         part.pop("implementation", None)
     return options
 
 
-def require_same_run(folder: Checkpoint, identity: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a run that learns something else than this one.
+def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
+    """Reject a checkpoint of a run with another identity.
 
     Raises:
-        CheckpointError: names the first option that differs, with both values and what to do.
+        CheckpointError: with the first option that differs, both values, and what to do.
     """
-    before = _of_model(to_plain(ModelConfig())) | dict(folder.manifest.get("identity", {}))
+    before = _model_identity(to_plain(ModelConfig())) | dict(checkpoint.manifest.get("identity", {}))
     for option, value in identity.items():
         difference = next(_differences(option, before.get(option, value), value), None)
         if difference is None:
             continue
-        name, was, now = difference
-        anew = "or choose another output_dir to start anew"
+        name, saved, now = difference
+        alternative = "or choose another output_dir to start from scratch"
         if name == BASE_WEIGHTS:
             raise CheckpointError(
-                f"{folder.path} was written on other weights than model.path={identity.get('model.path')} has now: "
-                f"bring its old files back, {anew}"
+                f"{checkpoint.path} was written with other weights than those of "
+                f"model.path={identity.get('model.path')}: restore its old files, {alternative}"
             )
         if name.endswith(_ROWS):
             raise CheckpointError(
-                f"{folder.path} was written of other rows than {name.removesuffix(_ROWS)} holds now: bring its "
-                f"old files back, {anew}"
+                f"{checkpoint.path} was written with other rows than those of {name.removesuffix(_ROWS)}: restore its "
+                f"old files, {alternative}"
             )
-        if name == _OF_AN_EPOCH:
+        if name == _ROWS_PER_EPOCH:
             raise CheckpointError(
-                f"{folder.path} was written with {was} rows of the sources in an epoch, this run has {now}: set weight "
-                f"and max_rows in data.train, data.weight_mode and data.mixing_temperature back, {anew}"
+                f"{checkpoint.path} was written with {saved} rows of the sources per epoch, this run has {now}: set "
+                f"weight and max_rows in data.train, data.weight_mode and data.mixing_temperature back, {alternative}"
             )
         raise CheckpointError(
-            f"{folder.path} was written with {name}={_told(was)}, this run has {name}={_told(now)}: set it back, {anew}"
+            f"{checkpoint.path} was written with {name}={_format_value(saved)}, this run has "
+            f"{name}={_format_value(now)}: set it back, {alternative}"
         )
 
 
-def describe_changes(folder: Checkpoint, recipe: Recipe) -> dict[Effect, str]:
-    """What a recipe of the same course says otherwise than the checkpoint's, in a line for each effect it has."""
-    before, now = folder.manifest.get("recipe", {}), to_plain(recipe)
+def describe_changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[Effect, str]:
+    """Options of the recipe that differ from the checkpoint's: one line for each effect."""
+    before, now = checkpoint.manifest.get("recipe", {}), to_plain(recipe)
     defaults = to_plain(Recipe())
-    told: dict[Effect, list[str]] = {effect: [] for effect in Effect}
+    changes: dict[Effect, list[str]] = {effect: [] for effect in Effect}
     for group, options in now.items():
-        for name, was, value in _differences(group, _filled(before.get(group), defaults[group]), options):
-            told[effect_of(name, recipe)].append(f"{name} {_told(was)} -> {_told(value)}")
+        saved_options = _with_defaults(before.get(group), defaults[group])
+        for name, saved, value in _differences(group, saved_options, options):
+            changes[effect_of(name, recipe)].append(f"{name} {_format_value(saved)} -> {_format_value(value)}")
     return {
-        effect: f"{effect.value.format(step=folder.step)}: {', '.join(told[effect])}"
+        effect: f"{effect.value.format(step=checkpoint.step)}: {', '.join(changes[effect])}"
         for effect in (Effect.changes_training, Effect.changes_rounding, Effect.no_effect)
-        if told[effect]
+        if changes[effect]
     }
 
 
-def _filled(options: Any, defaults: Any) -> Any:
-    """Options as a version wrote them that did not know all of today's: of the others the defaults."""
+def _with_defaults(options: Any, defaults: Any) -> Any:
+    """Options written by an earlier version, completed by the defaults of options that it did not have."""
     if not isinstance(defaults, Mapping):
         return defaults if options is None else options
     return dict(defaults) | {
-        name: _filled(value, defaults[name]) if isinstance(defaults.get(name), Mapping) else value
+        name: _with_defaults(value, defaults[name]) if isinstance(defaults.get(name), Mapping) else value
         for name, value in (options or {}).items()
     }
 
 
-def _told(value: Any) -> Any:
-    """A value in a line: of a list's elements their paths, and quotes where one would not see where a text ends."""
+def _format_value(value: Any) -> Any:
+    """A value in a message: lists show the paths of their elements, texts have quotes if their end is unclear."""
     if isinstance(value, list):
-        return [one.get("path", one) if isinstance(one, Mapping) else one for one in value]
+        return [item.get("path", item) if isinstance(item, Mapping) else item for item in value]
     return repr(value) if isinstance(value, str) and value.split() != [value] else value
 
 
 def _differences(option: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The innermost options that differ, and their values: of a long mapping nobody wants to read two copies.
+    """The innermost options that differ, with both values.
 
-    An option that the version before did not know had its default's value, and one that this version does not know has
-    no effect any more.
+    An option that the earlier version did not have counts as its default. Options that no longer exist are ignored.
     """
     match before, now:
-        case Mapping(), Mapping() if option == _OF_SOURCES and before.keys() != now.keys():
+        case Mapping(), Mapping() if option == _SOURCES and before.keys() != now.keys():
             yield option, list(before), list(now)
         case Mapping(), Mapping():
-            unknown = _defaults_of(option, now)
+            defaults = _defaults_of(option, now)
             for key, value in now.items():
-                yield from _differences(f"{option}.{key}", before.get(key, unknown.get(key)), value)
-        case list(), list() if len(before) == len(now) and all(isinstance(one, Mapping) for one in (*before, *now)):
-            for number, (was, value) in enumerate(zip(before, now, strict=True)):
-                yield from _differences(f"{option}[{number}]", was, value)
+                yield from _differences(f"{option}.{key}", before.get(key, defaults.get(key)), value)
+        case list(), list() if len(before) == len(now) and all(isinstance(item, Mapping) for item in (*before, *now)):
+            for index, (saved, value) in enumerate(zip(before, now, strict=True)):
+                yield from _differences(f"{option}[{index}]", saved, value)
         case _ if before != now:
             yield option, before, now
 
 
 def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the options of a source or of a loss are where nothing is said."""
+    """Defaults of the options of a loss or a source."""
     kind = LOSSES.get(str(options.get("name")))
     if kind is not None:
         return dict(to_plain(kind()))
-    given = fields(Given) if option.startswith(f"{_OF_SOURCES}.") else ()
-    return {field.name: field.default for field in given if field.default is not MISSING}
+    return {"query_prompt": "", "document_prompt": ""} if option.startswith(f"{_SOURCES}.") else {}
 
 
 def require_same_data(data: TrainData, world: World) -> None:
-    """Refuse files that are not the same on all nodes: ranks would take other rows for one batch.
+    """Reject training files that differ between hosts: ranks would use different rows for one batch.
 
     Raises:
-        DataError: on every rank alike.
+        DataError: on every rank.
     """
-    found = world.gather([(store.report.name, store.content) for store in data.stores])
-    for rank, other in enumerate(found):
-        mine, its = [name for name, _ in found[0]], [name for name, _ in other]
-        if mine != its:
-            name = next(iter(set(mine) ^ set(its)), "their order")
+    files_by_rank = world.gather([(store.report.name, store.content) for store in data.stores])
+    reference = files_by_rank[0]
+    for rank, files in enumerate(files_by_rank):
+        names, expected = [name for name, _ in files], [name for name, _ in reference]
+        if names != expected:
+            name = next(iter(set(names) ^ set(expected)), "their order")
             raise DataError(
-                f"data.train: rank {rank} finds other files than rank 0 ({name}): they must be the same on all nodes"
+                f"data.train: rank {rank} has other files than rank 0 ({name}): they must be the same on all hosts"
             )
-        for (name, first), (_, content) in zip(found[0], other, strict=True):
-            if first != content:
+        for (name, content), (_, expected_content) in zip(files, reference, strict=True):
+            if content != expected_content:
                 raise DataError(
-                    f"data.train: {name} holds other rows on rank {rank} than on rank 0: its files must be the same on "
-                    "all nodes"
+                    f"data.train: {name} has other rows on rank {rank} than on rank 0: its files must be the same on "
+                    "all hosts"
                 )
 
 
 def require_same_tokenizer(tokenizer: TextTokenizer, world: World) -> None:
-    """Refuse tokenizers that are not the same on all nodes: ranks would find other lengths, and other texts theirs.
+    """Reject tokenizers that differ between hosts: ranks would disagree about lengths and chunks.
 
     Raises:
-        DataError: on every rank alike.
+        DataError: on every rank.
     """
-    found = world.gather(tokenizer.fingerprint)
-    for rank, other in enumerate(found):
-        if other != found[0]:
+    reference, *others = world.gather(tokenizer.fingerprint)
+    for rank, fingerprint in enumerate(others, start=1):
+        if fingerprint != reference:
             raise DataError(
-                f"rank {rank} has another tokenizer than rank 0: the model's files must be the same on all nodes"
+                f"rank {rank} has another tokenizer than rank 0: the model's files must be the same on all hosts"
             )

@@ -1,4 +1,4 @@
-"""The account a run gives of itself: when it was under way, a sample's vectors before and after, and report.html."""
+"""Records of a run for its report: sessions, embeddings of a sample before and after training, report.html."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -16,22 +16,22 @@ from embedtrain.tracking.report.page import REPORT_FILE, write_report
 from embedtrain.tracking.report.sample import AFTER, BEFORE, Sample, read_texts, write_texts, write_vectors
 from embedtrain.tracking.sessions import record_end, record_start
 from embedtrain.tracking.tracker import Tracker
-from embedtrain.training.state import TrainState
+from embedtrain.training.resume import RunStart
 
 
 class RunReporter:
-    """What is kept beside a run's figures, and the report at its end. Nothing that fails here ends the run.
+    """Records sessions and a sample of a run, and writes its report at the end. Failures only cause a warning.
 
-    All methods are collectives but entering and leaving.
+    All methods except entering and leaving are collectives.
 
     Args:
-        recipe: `tracking.report` says whether there is a report, and a sample for it.
-        run_dir: where it is kept.
-        world: the ranks; the first one writes.
+        recipe: `tracking.report` enables the sample and the report.
+        run_dir: destination.
+        world: all ranks; rank 0 writes.
         encoder: the live model.
-        tracker: tells what is going on.
-        state: where the run stands.
-        total_steps: how far it is to go.
+        tracker: prints notes and warnings.
+        start: where the run starts; its state is updated by the run.
+        total_steps: planned optimizer steps.
     """
 
     def __init__(
@@ -41,119 +41,115 @@ class RunReporter:
         world: World,
         encoder: SentenceEncoder,
         tracker: Tracker,
-        state: TrainState,
+        start: RunStart,
         total_steps: int,
     ) -> None:
-        self._wanted, self._run_dir, self._world = recipe.tracking.report, run_dir, world
-        self._encoder, self._tracker, self._state = encoder, tracker, state
+        self._is_enabled, self._run_dir, self._world = recipe.tracking.report, run_dir, world
+        self._encoder, self._tracker, self._state = encoder, tracker, start.state
+        self._starts_at_zero = start.resumed_step is None
         self._total_steps = total_steps
-        self._warned = False
+        self._has_warned = False
 
     def __enter__(self) -> "RunReporter":
-        """Note that the run is under way."""
+        """Record the start of a session."""
         device = self._world.device
         devices = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
-        def note() -> None:
+        def record() -> None:
             record_start(
                 self._run_dir.sessions,
                 step=self._state.step,
                 total_steps=self._total_steps,
                 ranks=self._world.size,
                 devices=devices,
-                from_scratch=self._anew,
+                from_scratch=self._starts_at_zero,
             )
 
-        self._unless_it_fails("sessions.jsonl", note)
+        self._on_main_rank("sessions.jsonl", record)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Note what the run failed with, if it did."""
+        """Record the error that ends the session, if any."""
         if error is not None:
-            said = f"{type(error).__name__}: {error}"
-            self._unless_it_fails("sessions.jsonl", lambda: self._ended("failed", error=said))
+            text = f"{type(error).__name__}: {error}"
+            self._on_main_rank("sessions.jsonl", lambda: self._record_end("failed", error=text))
 
-    def before(self, choose: Callable[[], Sample]) -> None:
-        """Encode a sample before the first step, where training begins anew.
+    def encode_before_training(self, choose: Callable[[], Sample]) -> None:
+        """Encode a sample before the first step, unless an earlier session did.
 
         Args:
-            choose: makes the sample; called on the first rank.
+            choose: returns the sample; called on rank 0.
         """
-        if not self._wanted or not self._anew:
+        if not self._is_enabled or not self._starts_at_zero:
             return
 
-        def chosen() -> Sample:
+        def choose_and_write() -> Sample:
             sample = choose()
             write_texts(self._run_dir.sample, sample)
             return sample
 
-        self._encode(chosen, BEFORE, step=0)
+        self._encode(choose_and_write, BEFORE, step=0)
 
-    def after(self, step: int) -> None:
-        """Encode the same sample with the weights that were exported, those of `step`, and note that all is done."""
-        if self._wanted:
+    def report_finished(self, step: int) -> None:
+        """Encode the same sample with the exported weights, those of `step`, and write the report."""
+        if self._is_enabled:
             self._encode(lambda: read_texts(self._run_dir.sample), AFTER, step)
-        self._unless_it_fails("sessions.jsonl", lambda: self._ended("finished", exported=step))
-        self._report()
+        self._on_main_rank("sessions.jsonl", lambda: self._record_end("finished", exported=step))
+        self._write_report()
 
-    def stopped(self) -> None:
-        """Note that the run was asked to stop."""
-        self._unless_it_fails("sessions.jsonl", lambda: self._ended("stopped"))
-        self._report()
+    def report_stopped(self) -> None:
+        """Record that a signal stopped the run, and write the report."""
+        self._on_main_rank("sessions.jsonl", lambda: self._record_end("stopped"))
+        self._write_report()
 
-    @property
-    def _anew(self) -> bool:
-        return self._state.step == 0
-
-    def _ended(self, how: str, *, error: str | None = None, exported: int | None = None) -> None:
+    def _record_end(self, how: str, *, error: str | None = None, exported: int | None = None) -> None:
         record_end(self._run_dir.sessions, how, step=self._state.step, error=error, exported=exported)
 
-    def _encode(self, sample_of: Callable[[], Sample | None], which: str, step: int) -> None:
-        """The vectors of the sample, if there is one, on all ranks; the first one writes them."""
+    def _encode(self, read_sample: Callable[[], Sample | None], which: str, step: int) -> None:
+        """Encode the sample on all ranks, if there is one, and write its embeddings on rank 0."""
         with activity("encoding the sample of the report"):
-            found: list[Sample] = []
+            samples: list[Sample] = []
 
-            def look() -> None:
-                sample = sample_of()
+            def read() -> None:
+                sample = read_sample()
                 if sample is not None and sample.texts:
-                    found.append(sample)
+                    samples.append(sample)
 
-            self._unless_it_fails("the sample of the report", look)
-            sample = self._world.broadcast(found[0] if found else None)
+            self._on_main_rank("the sample of the report", read)
+            sample = self._world.broadcast(samples[0] if samples else None)
             if sample is None:
                 return
             try:
-                vectors = self._encoded(sample).cpu().numpy()
-            except TrainingError as error:  # on all ranks alike: a vector is not finite
+                embeddings = self._embeddings(sample).cpu().numpy()
+            except TrainingError as error:  # on all ranks: an embedding is not finite
                 self._warn("the sample of the report", error)
                 return
             directory = self._run_dir.sample
-            self._unless_it_fails(str(directory), lambda: write_vectors(directory, which, vectors, step))
+            self._on_main_rank(str(directory), lambda: write_vectors(directory, which, embeddings, step))
 
-    def _encoded(self, sample: Sample) -> Tensor:
+    def _embeddings(self, sample: Sample) -> Tensor:
         """Float32 [n, D], on every rank."""
-        texts = sample.texts
-        vectors: Tensor | None = None
-        for length in dict.fromkeys(text.max_length for text in texts):
-            places = [place for place, text in enumerate(texts) if text.max_length == length]
-            some = [texts[place] for place in places]
-            made = self._encoder.encode_all(
-                [f"{text.before}{text.text}{text.after}" for text in some],
+        embeddings: Tensor | None = None
+        for length in dict.fromkeys(text.max_length for text in sample.texts):
+            indices = [index for index, text in enumerate(sample.texts) if text.max_length == length]
+            texts = [sample.texts[index] for index in indices]
+            encoded = self._encoder.encode_all(
+                [f"{text.before}{text.text}{text.after}" for text in texts],
                 max_length=length,
                 what="the sample of the report",
-                existing_prompt=[text.before for text in some],
+                existing_prompt=[text.before for text in texts],
             )
-            if vectors is None:
-                vectors = made.new_empty((len(texts), made.shape[1]))
-            vectors[torch.tensor(places, device=made.device)] = made
-        assert vectors is not None
-        return vectors
+            if embeddings is None:
+                embeddings = encoded.new_empty((len(sample.texts), encoded.shape[1]))
+            embeddings[torch.tensor(indices, device=encoded.device)] = encoded
+        assert embeddings is not None
+        return embeddings
 
-    def _report(self) -> None:
-        """Write the page; the other ranks wait, so that none of them ends before the first one."""
-        if not self._wanted:
+    def _write_report(self) -> None:
+        """Write report.html on rank 0; the other ranks wait, so that none of them ends earlier."""
+        if not self._is_enabled:
             return
         path = self._run_dir.path / REPORT_FILE
 
@@ -162,19 +158,19 @@ class RunReporter:
             self._tracker.note(f"report: {path}")
 
         with activity("writing the report"):
-            self._unless_it_fails(str(path), write)
+            self._on_main_rank(str(path), write)
             self._world.barrier()
 
-    def _unless_it_fails(self, what: str, do: Callable[[], None]) -> None:
-        """Do it on the first rank; whatever it fails with is told, and the run goes on."""
+    def _on_main_rank(self, what: str, action: Callable[[], None]) -> None:
+        """Run an action on rank 0; any failure becomes a warning."""
         if not self._world.is_main:
             return
         try:
-            do()
-        except Exception as error:  # an account of the run is never worth the run
+            action()
+        except Exception as error:  # no record is worth losing the run
             self._warn(what, error)
 
     def _warn(self, what: str, error: Exception) -> None:
-        if not self._warned:
-            self._tracker.warn(f"{what} could not be made, and the run goes on: {type(error).__name__}: {error}")
-        self._warned = True
+        if not self._has_warned:
+            self._tracker.warn(f"{what} could not be written, training continues: {type(error).__name__}: {error}")
+        self._has_warned = True

@@ -1,4 +1,4 @@
-"""TrainState: what a checkpoint holds beside model and optimiser."""
+"""What a run trains and saves: the progress of the run, and the module of encoder and loss."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -12,42 +12,52 @@ from embedtrain.models.encoder import Encoder
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a run stands.
+    """Progress of a run, saved in every checkpoint.
 
-    There is no random state: the order of the data and every dropout mask are functions of the seed and the
-    step, so these numbers are all it takes to go on exactly, on any number of ranks.
+    It contains no random state: the order of the data and all dropout masks are functions of the seed and the step, so
+    these numbers suffice to resume exactly, on any number of ranks.
+
+    Attributes:
+        step: completed optimizer steps.
+        samples: rows consumed.
+        best_by: `checkpoint.best_metric`.
+        best: best value of that metric so far.
+        best_step: its step.
+        not_better: evaluations since then.
+        evaluation_due: whether a stop interrupted the evaluation of this step, which is repeated on resume.
+        wandb_id: id of the wandb run to continue.
     """
 
-    step: int = 0  # optimiser steps done
-    samples: int = 0  # rows consumed
-    best_by: str | None = None  # `checkpoint.best_metric`, and
-    best: float | None = None  # the best value of it so far
+    step: int = 0
+    samples: int = 0
+    best_by: str | None = None
+    best: float | None = None
     best_step: int | None = None
-    not_better: int = 0  # evaluations since the best one
-    evaluation_due: bool = False  # the evaluation of this step was left, and comes first when the run goes on
+    not_better: int = 0
+    evaluation_due: bool = False
     wandb_id: str | None = None
 
 
 def as_dict(state: TrainState) -> dict[str, Any]:
-    """The state as plain values, for a checkpoint's manifest."""
+    """Plain values for a checkpoint's index."""
     return asdict(state)
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainState:
-    """The state out of a manifest; what this version does not know is left out."""
-    known = {field.name for field in fields(TrainState)}
-    return TrainState(**{name: value for name, value in values.items() if name in known})
+    """Inverse of `as_dict`; entries that this version does not have are dropped."""
+    names = {field.name for field in fields(TrainState)}
+    return TrainState(**{name: value for name, value in values.items() if name in names})
 
 
 class EncoderWithLoss(nn.Module):
-    """Encoder and loss side by side, so that one optimiser and one checkpoint hold both.
+    """Encoder and loss in one module, so that one checkpoint contains both.
 
-    Nobody calls it: the encoder is called by itself, for FSDP gathers weights around its own `__call__`, and
-    the loss is given vectors.
+    It is never called: FSDP gathers weights around the encoder's own `__call__`, and the loss is called with
+    embeddings.
 
     Args:
         encoder: sharded.
-        loss: whole on every rank.
+        loss: replicated on every rank.
     """
 
     def __init__(self, encoder: Encoder, loss: Loss) -> None:

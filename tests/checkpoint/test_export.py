@@ -23,8 +23,8 @@ from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.build import full_state_dict
 from embedtrain.models.source import open_model_source
 from tests.checkpoint.exporting import Architecture, architecture_of, export_model
+from tests.runs import run
 from tests.small import save_small, small_model, write_rows
-from tests.test_run import run
 
 CHECKED = "export.check=true"
 

@@ -13,7 +13,7 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.source_report import SourceReport
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError, EmbedtrainError

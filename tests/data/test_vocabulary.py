@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,24 @@ def test_saved_and_loaded_it_is_the_same(tokenizer: PreTrainedTokenizerFast, tex
     batch = loaded(some, padding=True, truncation=True, return_tensors="pt")
     assert batch["input_ids"].shape[1] == 64
     assert int(batch["input_ids"].max()) < 3000
+
+
+def test_two_processes_train_the_same_vocabulary(texts: list[str], tmp_path: Path) -> None:
+    """Byte for byte, whatever the seed of hash tables and the number of threads."""
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    program = (
+        "import json, sys; from embedtrain.data.vocabulary import train_tokenizer\n"
+        "train_tokenizer(json.load(open(sys.argv[1])), 3000, 64).save_pretrained(sys.argv[2])"
+    )
+    for name, threads in (("one", "1"), ("two", "2")):
+        environment = {**os.environ, "PYTHONHASHSEED": threads, "RAYON_NUM_THREADS": threads}
+        command = [sys.executable, "-c", program, str(tmp_path / "texts.json"), str(tmp_path / name)]
+        subprocess.run(command, check=True, timeout=120, env=environment)
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert "tokenizer.json" in names
+    assert names == sorted(path.name for path in (tmp_path / "two").iterdir())
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
 def test_words_are_the_same_wherever_they_stand(tokenizer: PreTrainedTokenizerFast) -> None:

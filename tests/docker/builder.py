@@ -1,11 +1,10 @@
-"""Whatever builds and runs images here: docker, podman, or buildah as root without an engine.
+"""Builds and runs images with docker, podman, or buildah as root without an engine.
 
-Which one is found by trying: a docker client without an engine is none. What a machine needs of its own is told by its
-environment, and is no part of an image:
+Settings of this machine come from the environment and are no part of an image:
 
-    EMBEDTRAIN_IMAGE_BASE         an image to build on instead of the Dockerfile's, where that cannot be pulled
-    EMBEDTRAIN_IMAGE_TORCH_INDEX  the index that torch is installed from, where the Dockerfile's is out of reach
-    EMBEDTRAIN_IMAGE_DIR          where buildah keeps images and layers; default: /var/tmp/embedtrain-images
+    EMBEDTRAIN_IMAGE_BASE         base image, if the Dockerfile's cannot be pulled
+    EMBEDTRAIN_IMAGE_TORCH_INDEX  package index for torch, if the Dockerfile's cannot be reached
+    EMBEDTRAIN_IMAGE_DIR          directory of buildah's images and layers; default: /var/tmp/embedtrain-images
 """
 
 import os
@@ -29,7 +28,7 @@ class Builder:
 
     Attributes:
         program: docker, podman or buildah, with the options that all its commands need.
-        has_engine: whether it runs containers by itself; buildah does so without one.
+        has_engine: whether it has an engine for containers; buildah has none.
     """
 
     program: tuple[str, ...]
@@ -41,7 +40,7 @@ class Builder:
         base, index = os.environ.get("EMBEDTRAIN_IMAGE_BASE"), os.environ.get("EMBEDTRAIN_IMAGE_TORCH_INDEX")
         command = ["build"] if self.has_engine else ["bud", "--layers", "--network=host", "--format=docker"]
         if not self.has_engine:
-            arguments += _of_this_machine()
+            arguments += _pip_volumes()
             if base is None and not self._pulls(dockerfile):
                 base = self._debian()
                 index = index or "https://pypi.org/simple"
@@ -68,39 +67,39 @@ class Builder:
             _call([*self.program, "rm", container], timeout=600)
 
     def _pulls(self, dockerfile: str) -> bool:
-        found = re.search(r"^ARG BASE=(\S+)", (ROOT / dockerfile).read_text(), re.MULTILINE)
-        assert found is not None
+        match = re.search(r"^ARG BASE=(\S+)", (ROOT / dockerfile).read_text(), re.MULTILINE)
+        assert match is not None
         try:
             return (
-                _call([*self.program, "pull", "--quiet", f"docker.io/library/{found[1]}"], timeout=60).returncode == 0
+                _call([*self.program, "pull", "--quiet", f"docker.io/library/{match[1]}"], timeout=60).returncode == 0
             )
         except subprocess.TimeoutExpired:
             return False
 
     def _debian(self) -> str:
-        """Debian with Python, made of its packages."""
+        """An image of Debian with Python, built from packages."""
         if _call([*self.program, "images", "--quiet", _DEBIAN], timeout=600).returncode:
-            rest = DIRECTORY / "base.tar"
-            made = rest.with_suffix(".part.tar")
+            archive = DIRECTORY / "base.tar"
+            unfinished = archive.with_suffix(".part.tar")
             packages = "--include=ca-certificates,python3,python3-venv"
-            done = _call(["mmdebstrap", "--variant=minbase", packages, "bookworm", str(made)], timeout=1800)
+            done = _call(["mmdebstrap", "--variant=minbase", packages, "bookworm", str(unfinished)], timeout=1800)
             assert done.returncode == 0, done.stderr
-            made.rename(rest)
+            unfinished.rename(archive)
             (DIRECTORY / "Containerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["/bin/bash"]\n')
             file = str(DIRECTORY / "Containerfile")
             done = _call([*self.program, "bud", "--tag", _DEBIAN, "--file", file, str(DIRECTORY)], timeout=900)
             assert done.returncode == 0, done.stderr
-            rest.unlink()
+            archive.unlink()
         return _DEBIAN
 
 
 def find_builder() -> Builder | str:
-    """A builder that works here; why there is none."""
+    """A builder that works on this machine, or why there is none."""
     for engine in ("docker", "podman"):
         if shutil.which(engine) and _call([engine, "info"], timeout=60).returncode == 0:
             return Builder((engine,), has_engine=True)
     if os.geteuid() != 0:
-        return "neither docker nor podman has an engine here, and buildah without one needs root"
+        return "docker and podman have no engine, and buildah needs root"
     missing = [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]
     if missing:
         _call(
@@ -108,20 +107,20 @@ def find_builder() -> Builder | str:
             timeout=900,
         )
     if shutil.which("buildah") is None:
-        return "there is neither docker with an engine, nor podman, nor buildah, and apt-get could not install it"
+        return "docker, podman and buildah are missing, and apt-get could not install buildah"
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     return Builder(
         ("buildah", "--root", str(DIRECTORY / "store"), "--runroot", str(DIRECTORY / "run")), has_engine=False
     )
 
 
-def _of_this_machine() -> list[str]:
-    """What pip needs of this machine, for RUN alone: certificates, its configuration, and folders that it names."""
-    shown = [Path(_CERTIFICATES), Path("/etc/pip.conf"), Path.home() / ".config" / "pip" / "pip.conf"]
-    told = subprocess.run(["pip", "config", "list"], check=False, capture_output=True, text=True).stdout
-    named = {Path(found) for found in re.findall(r"(?:file://)?(/[\w./-]+)", told)}
-    shown += sorted(path.parent if path.name == "simple" else path for path in named)  # an index's files lie beside it
-    return [f"--volume={path}:{path}:ro" for path in dict.fromkeys(shown) if path.exists()]
+def _pip_volumes() -> list[str]:
+    """Volumes that pip needs during RUN: certificates, its configuration, and directories in it."""
+    paths = [Path(_CERTIFICATES), Path("/etc/pip.conf"), Path.home() / ".config" / "pip" / "pip.conf"]
+    configuration = subprocess.run(["pip", "config", "list"], check=False, capture_output=True, text=True).stdout
+    configured = {Path(path) for path in re.findall(r"(?:file://)?(/[\w./-]+)", configuration)}
+    paths += sorted(path.parent if path.name == "simple" else path for path in configured)  # with the index's files
+    return [f"--volume={path}:{path}:ro" for path in dict.fromkeys(paths) if path.exists()]
 
 
 def _call(command: Sequence[str], *, timeout: float) -> "subprocess.CompletedProcess[str]":

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.image
 
 @pytest.fixture(scope="module")
 def builder() -> Builder:
-    found = find_builder()
-    if isinstance(found, str):
-        pytest.skip(found)
-    built = found.build("docker/Dockerfile.cpu", TAG)
+    builder = find_builder()
+    if isinstance(builder, str):
+        pytest.skip(builder)
+    built = builder.build("docker/Dockerfile.cpu", TAG)
     assert built.returncode == 0, (built.stdout + built.stderr)[-4000:]
     assert "0 problems" in built.stdout + built.stderr or "CACHED" in built.stderr or "Using cache" in built.stdout
-    return found
+    return builder
 
 
 @pytest.mark.parametrize("user", [None, "4321:4321"])
@@ -41,14 +41,14 @@ def test_quickstart(builder, tmp_path, user):
     model = tmp_path / "runs" / "quickstart" / "model"
     assert (model / "model.safetensors").stat().st_uid == uid
     corpus = _recipes(builder, tmp_path, user) + "/quickstart/dev-en"
-    found = builder.run(
+    done = builder.run(
         TAG,
         ["python", "-m", "embedtrain.search", "model=/workspace/runs/quickstart/model", f"corpus={corpus}", "top_k=3",
          "query=edit text"],
         user=user, mount=tmp_path,
     )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert len([line for line in found.stdout.splitlines() if line[:2] in ("0.", "-0", "1.")]) == 3, found.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([line for line in done.stdout.splitlines() if line[:2] in ("0.", "-0", "1.")]) == 3, done.stdout
 
 
 def test_doctor(builder, tmp_path):
@@ -58,11 +58,11 @@ def test_doctor(builder, tmp_path):
 
 
 def _recipes(builder: Builder, mount: Path, user: str | None) -> str:
-    told: subprocess.CompletedProcess[str] = builder.run(
+    done: subprocess.CompletedProcess[str] = builder.run(
         TAG,
         ["python", "-c", "from embedtrain.config.compose import folder; print(folder('recipes'))"],
         user=user,
         mount=mount,
     )
-    assert told.returncode == 0, told.stderr
-    return told.stdout.strip()
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

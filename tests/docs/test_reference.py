@@ -1,4 +1,4 @@
-"""The reference lists every option there is, with its meaning, as the source says it."""
+"""The committed reference has every option with the type, default and meaning that the source has."""
 
 import dataclasses
 import re
@@ -8,65 +8,61 @@ from pathlib import Path
 import pytest
 
 from embedtrain.config.losses import LossConfig
-from tests.conftest import ROOT
 from tests.docs.pages import load_hook
 
-pytest.importorskip("mkdocs")
-
-
 reference = load_hook("reference")
-MARKS = re.compile(r"^<!-- options: (\w+) -->$", re.MULTILINE)
+PAGES = sorted(reference.PAGES.glob("*.md"))
 
 
-def listed() -> dict[str, str]:
-    """What each mark of the pages becomes."""
-    text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md")))
-    return {name: reference.section(name) for name in MARKS.findall(text)}
-
-
-def kinds_of_options() -> list[type]:
-    """Options are given by name alone, and may be changed; dataclasses that checks reckon with are not like that."""
-    found = [
+def option_dataclasses() -> list[type]:
+    """Dataclasses of options are keyword-only and not frozen; others are only used by checks."""
+    kinds = [
         kind
-        for kind in reference.dataclasses_of_config()
+        for kind in reference.option_dataclasses()
         if not kind.__dataclass_params__.frozen and all(field.kw_only for field in dataclasses.fields(kind))
     ]
-    assert len(found) > 30
-    return found
+    assert len(kinds) > 30
+    return kinds
 
 
-def test_every_field_of_every_dataclass_of_options_stands_in_the_reference():
-    told = "\n".join(listed().values())
-    for kind in kinds_of_options():
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_committed_page_has_the_options_of_the_dataclasses(page):
+    text = page.read_text(encoding="utf-8")
+    assert text == reference.generate(text), "write the pages again: python docs/hooks/reference.py"
+
+
+def test_every_option_is_in_the_reference():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for kind in option_dataclasses():
         for option in reference.options_of(kind):
             if option.name == "name" and issubclass(kind, LossConfig) and kind is not LossConfig:
                 continue  # its heading
             if any(map(dataclasses.is_dataclass, option.classes)) and option.name != "loss":
-                assert re.search(rf"^##+ ([\w.]+\.)?{option.name}$", told, re.MULTILINE), (
-                    f"{kind.__name__}.{option.name}"
-                )
+                heading = rf"^##+ ([\w.]+\.)?{option.name}$"
+                assert re.search(heading, text, re.MULTILINE), f"{kind.__name__}.{option.name}"
                 continue
-            # The same name may be an option of several: its own type, default and meaning must be there.
+            # Several dataclasses may have an option of this name: type, default and meaning must be those of this one.
             row = reference.row(option, "", "").partition("`</span>")[2]
-            assert f"{option.name}`</span>{row}" in told, f"{kind.__name__}.{option.name}"
-    assert len(re.findall('class="option"', told)) > 250
-    ids = re.findall(r'<span id="([^"]+)"', told)
-    assert len(ids) == len(set(ids))
+            assert f"{option.name}`</span>{row}" in text, f"{kind.__name__}.{option.name}"
+    assert len(re.findall('class="option"', text)) > 250
+    for page in PAGES:
+        ids = re.findall(r'<span id="([^"]+)"', page.read_text(encoding="utf-8"))
+        assert len(ids) == len(set(ids)), page.name
 
 
-def test_every_option_says_what_it_means():
-    silent = [
+def test_every_option_has_a_comment():
+    without_comment = [
         f"{kind.__module__}.{kind.__name__}.{option.name}"
-        for kind in kinds_of_options()
+        for kind in option_dataclasses()
         for option in reference.options_of(kind)
         if not reference.meaning(option)
         and not (option.name == "name" and issubclass(kind, LossConfig))
         and not any(map(dataclasses.is_dataclass, option.classes))
     ]
-    assert silent == [], "a field without a comment: write what it means beside it"
+    assert without_comment == []
 
 
-def test_comments_types_defaults_and_choices_are_those_of_the_source(tmp_path, monkeypatch):
+def test_rows_have_comment_type_default_and_choices(tmp_path, monkeypatch):
     (tmp_path / "made_up.py").write_text(
         '''"""Options made up."""
 from dataclasses import dataclass, field
@@ -107,7 +103,7 @@ class Paint(Base):
     assert reference.meaning(options["colour"]) == "What it is painted. `red`: as a rose"
     assert reference.meaning(options["silent"]) == ""
     table = reference.table(made_up.Paint, "paint.")
-    assert "<br>`red | blue | null`, default `null` | What it is" in table
+    assert "<br>`red \\| blue \\| null`, default `null` | What it is" in table
     assert ", default `[a, b]` |" in table
     assert "`integer`, default `3` | in bytes |" in table
     assert "of a \\| whole" in table

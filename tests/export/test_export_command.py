@@ -16,8 +16,8 @@ from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.export.__main__ import main
 from embedtrain.export.options import compose_export
 from tests.checkpoint.hub_server import TOKEN, Hub, running_hub
+from tests.runs import run
 from tests.small import save_small, small_model, write_beir, write_rows
-from tests.test_run import run
 
 TEXTS = ["alpha beta", "gamma"]
 

@@ -1,4 +1,4 @@
-"""Rows, two evaluation sets, a model with dropout, and what an undisturbed run makes of them."""
+"""Inputs of the runs, and the result of a run without faults."""
 
 from pathlib import Path
 
@@ -20,6 +20,6 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(folder):
-    """Final weights and rows of a run of two ranks that nothing happens to."""
+    """Final weights and metrics of a run of two ranks without faults."""
     finish(folder, "undisturbed")
     return training_result(folder / "undisturbed")

@@ -1,4 +1,4 @@
-"""What befalls a rank, from a thread or a replaced function of its own process: real signals, real exceptions."""
+"""Faults injected into a rank by a thread or a replaced function: real signals, real exceptions."""
 
 import os
 import signal
@@ -12,18 +12,18 @@ from embedtrain.distributed.watchdog.activity import current_activity
 
 @dataclass(frozen=True)
 class SignalWhen:
-    """Send this process a signal while it does something.
+    """Send this process a signal during an activity.
 
     Args:
-        rank: the one it happens to.
-        doing: how the note of what it does begins; or "writing DIR", while a checkpoint is being written there.
-        step: at this optimiser step or a later one.
+        rank: the rank that fails.
+        activity: prefix of the activity; or "writing DIR", while a checkpoint is being written in DIR.
+        step: earliest optimizer step.
         which: the signal.
-        delay: seconds after it was seen.
+        delay: seconds after the activity was observed.
     """
 
     rank: int
-    doing: str
+    activity: str
     step: int = 0
     which: signal.Signals = signal.SIGKILL
     delay: float = 0.0
@@ -33,28 +33,28 @@ class SignalWhen:
             threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
-        while not self._seen():
+        while not self._is_due():
             time.sleep(0.0005)
         time.sleep(self.delay)
         os.kill(os.getpid(), self.which)
 
-    def _seen(self) -> bool:
-        doing = current_activity()
-        if (doing.step or 0) < self.step:
+    def _is_due(self) -> bool:
+        now = current_activity()
+        if (now.step or 0) < self.step:
             return False
-        if self.doing.startswith("writing "):
-            return any(Path(self.doing.removeprefix("writing "), "checkpoints").glob("step-*.tmp"))
-        return doing.what.startswith(self.doing)
+        if self.activity.startswith("writing "):
+            return any(Path(self.activity.removeprefix("writing "), "checkpoints").glob("step-*.tmp"))
+        return now.name.startswith(self.activity)
 
 
 @dataclass(frozen=True)
 class InStep:
-    """Fail or hang in an optimiser step.
+    """Fail or hang in an optimizer step.
 
     Args:
-        rank: the one it happens to.
-        step: the number of steps it has done.
-        seconds: how long it hangs; 0 raises.
+        rank: the rank that fails.
+        step: number of completed steps.
+        seconds: duration of the hang; 0 raises an error.
     """
 
     rank: int
@@ -68,23 +68,23 @@ class InStep:
 
         real = loop.train_step
 
-        def train_step(run, *batches, **options):
-            if run.state.step == self.step:
+        def train_step(context, *batches, **options):
+            if context.state.step == self.step:
                 if not self.seconds:
                     raise ValueError("a cosmic ray")
                 time.sleep(self.seconds)
-            return real(run, *batches, **options)
+            return real(context, *batches, **options)
 
         loop.train_step = train_step
 
 
 @dataclass(frozen=True)
 class SignalInEvaluation:
-    """Send this process a signal while the first set of an evaluation is measured, so that another is left.
+    """Send this process a signal during the first set of an evaluation, so that another set remains.
 
     Args:
-        rank: the one it happens to.
-        step: the optimiser step that is evaluated.
+        rank: the rank that fails.
+        step: the evaluated optimizer step.
         which: the signal.
     """
 
@@ -102,7 +102,7 @@ class SignalInEvaluation:
         def measure(evaluator, loaded, save_runs):
             if (current_activity().step or 0) >= self.step and loaded is evaluator.sets[0]:
                 os.kill(os.getpid(), self.which)
-                time.sleep(0.5)  # for the thread that listens, on a machine that has much to do
+                time.sleep(0.5)  # for the listening thread, on a busy machine
             return real(evaluator, loaded, save_runs)
 
         Evaluator._measure = measure

@@ -1,4 +1,4 @@
-"""What a rank imports, imported once: ranks are forked from a process that holds it all, and start within a second."""
+"""Imports of a rank, done once: ranks are forked from a process that has them, and start within a second."""
 
 import transformers.models.xlm_roberta.modeling_xlm_roberta
 import transformers.models.xlm_roberta.tokenization_xlm_roberta  # noqa: F401

@@ -1,4 +1,4 @@
-"""One rank as a process: what torchrun would start, forked from one that has imported everything."""
+"""One rank as a process, like those of torchrun, but forked from a process that has imported everything."""
 
 import os
 import sys
@@ -11,10 +11,10 @@ from embedtrain.config.recipe import Recipe
 Hook = Callable[[int], None]
 
 
-def be_a_rank(environment: Mapping[str, str], recipes: Sequence[Recipe], folder: Path, log: Path, hook: Hook | None):
-    """Run the command in `folder`, all that it prints to `log`; `hook(rank)` comes first.
+def run_rank(environment: Mapping[str, str], recipes: Sequence[Recipe], folder: Path, log: Path, hook: Hook | None):
+    """Call `hook(rank)`, then run the command in `folder` with its output in `log`.
 
-    The recipe is composed once for all runs with the same options, for that takes as long as ten steps.
+    The recipes are composed once for all runs with the same options, because that takes as long as ten steps.
     """
     os.setsid()
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Runs that are disturbed: real ranks with torchrun's environment, over gloo, each a process that can be killed."""
+"""Runs with faults: real ranks over gloo with the environment of torchrun, each a process that can be killed."""
 
 import json
 import multiprocessing as mp
@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Recipe
-from tests.faults.process import Hook, be_a_rank
+from tests.faults.process import Hook, run_rank
 
 OPTIONS = [
     "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
@@ -27,7 +27,7 @@ OPTIONS = [
 
 
 @cache
-def _nursery() -> Any:
+def _context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.faults.preload"])
     return context
@@ -40,13 +40,12 @@ def _recipes(*arguments: str) -> list[Recipe]:
 
 @dataclass
 class Run:
-    """A command on several ranks, under way or over."""
+    """A command on several ranks."""
 
     processes: list[Any]
     log: Path
     output_dir: Path
     store: TCPStore | None
-    began: float = field(default_factory=time.monotonic)
 
     @property
     def text(self) -> str:
@@ -58,7 +57,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step in metrics.jsonl, cheaply: it is asked often."""
+        """The last step in metrics.jsonl."""
         try:
             return max((row["step"] for row in rows(self.output_dir)), default=0)
         except (OSError, ValueError):
@@ -68,17 +67,17 @@ class Run:
         for rank in ranks or range(len(self.processes)):
             os.kill(self.processes[rank].pid, which)
 
-    def until(self, seen: Callable[["Run"], bool], timeout: float = 60.0) -> "Run":
-        """Wait for what shall be seen before the run is over."""
+    def until(self, condition: Callable[["Run"], bool], timeout: float = 60.0) -> "Run":
+        """Wait for a condition that holds before the run ends."""
         deadline = time.monotonic() + timeout
-        while not seen(self):
-            assert any(p.is_alive() for p in self.processes), f"the run was over too early:\n{self.text}"
-            assert time.monotonic() < deadline, f"never seen:\n{self.text}"
+        while not condition(self):
+            assert any(p.is_alive() for p in self.processes), f"the run ended too early:\n{self.text}"
+            assert time.monotonic() < deadline, f"the condition never held:\n{self.text}"
             time.sleep(0.003)
         return self
 
     def wait(self, timeout: float = 90.0, *, launcher: bool = False) -> list[int]:
-        """Exit codes, once all ranks have ended: by themselves, or told to by a launcher as soon as one has failed."""
+        """Exit codes after all ranks have ended: or were terminated as by a launcher."""
         deadline = time.monotonic() + timeout
         if launcher:
             while not any(process.exitcode for process in self.processes) and any(p.is_alive() for p in self.processes):
@@ -106,12 +105,13 @@ def start(
     """Start the command on `size` ranks.
 
     Args:
-        folder: where model, rows and sets lie.
-        output_dir: below it.
-        more: options besides.
-        size: ranks.
-        hook: called in each rank's process before the command; a module's function.
-        agent: the store is held by a process that outlives all ranks, as torchrun's does; else by rank 0.
+        folder: contains the inputs.
+        output_dir: below `folder`.
+        more: further options.
+        size: number of ranks.
+        hook: called in each rank's process before the command.
+        agent: whether the store is hosted by a process that outlives all ranks, like torchrun's agent, instead of rank
+            0.
     """
     store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
     port = store.port
@@ -127,14 +127,14 @@ def start(
             "TORCHELASTIC_RESTART_COUNT": "0",
         }  # fmt: skip
         composed = _recipes(*OPTIONS, f"output_dir={output_dir}", *more)
-        process = _nursery().Process(target=be_a_rank, args=(environment, composed, folder, log, hook), daemon=True)
+        process = _context().Process(target=run_rank, args=(environment, composed, folder, log, hook), daemon=True)
         process.start()
         processes.append(process)
     return Run(processes, log, folder / output_dir, store)
 
 
 def finish(folder: Path, output_dir: str, *more: str, size: int = 2) -> Run:
-    """The same command, to its end."""
+    """Run the command to its end."""
     run = start(folder, output_dir, *more, size=size)
     assert run.wait() == [0] * size, run.text
     return run
@@ -146,7 +146,7 @@ def rows(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def training_result(output_dir: Path) -> tuple[bytes, list[dict[str, Any]]]:
-    """What an undisturbed run and a disturbed one must have alike: final weights, losses and figures."""
+    """What must not depend on faults: final weights, and metrics without timings."""
     timing = {"memory_gib", "samples_per_s", "tokens_per_s", "data_wait", "model_tflops", "mfu", "communication"}
-    told = [{key: value for key, value in row.items() if key not in timing} for row in rows(output_dir)]
-    return (output_dir / "model" / "model.safetensors").read_bytes(), told
+    metrics = [{key: value for key, value in row.items() if key not in timing} for row in rows(output_dir)]
+    return (output_dir / "model" / "model.safetensors").read_bytes(), metrics

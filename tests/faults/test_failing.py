@@ -1,4 +1,4 @@
-"""A rank that raises or hangs: all end, with one message that names rank, place and cause."""
+"""A rank fails or hangs: all ranks end with one message that names the rank, the activity and the cause."""
 
 import signal
 import socket
@@ -10,8 +10,8 @@ from tests.faults.hooks import InStep
 from tests.faults.runs import finish, start, training_result
 
 
-def test_an_exception_on_one_rank(folder, undisturbed):
-    """No user's error: its traceback is shown once, and ends with the sentence; without an agent to end the others."""
+def test_an_unexpected_error_on_one_rank(folder, undisturbed):
+    """Its traceback is printed once and ends with the message; no agent terminates the other ranks."""
     run = start(folder, "raised", hook=InStep(rank=1, step=4), agent=False)
     assert run.wait() == [1, 1], run.text
     assert run.text.count("Traceback") == 1
@@ -23,14 +23,14 @@ def test_an_exception_on_one_rank(folder, undisturbed):
     assert training_result(folder / "raised") == undisturbed
 
 
-def test_a_rank_that_hangs(folder, undisturbed):
-    """One of three: the others name it and where it is, and it shows its stack when it is ended."""
+def test_a_hanging_rank(folder):
+    """One of three ranks: the others name it and its activity, and it prints its stack."""
     run = start(folder, "hangs", "parallel.step_timeout=12", size=3, hook=InStep(rank=2, step=4, seconds=120))
     assert run.wait() == [1, 1, 1], run.text
     assert len(run.errors) == 1
-    assert f"rank 2 on {socket.gethostname()} hangs: alive, but has been in training, step 5, for " in run.errors[0]
-    assert "rank 2 was here when the others gave up:" in run.text
-    assert "hooks.py" in run.text, "the stack says where"
+    assert f'rank 2 on {socket.gethostname()} hangs: alive, but in "training, step 5" for ' in run.errors[0]
+    assert "stack of rank 2 when the other ranks gave up:" in run.text
+    assert "hooks.py" in run.text, "the stack names the file"
 
 
 @pytest.mark.slow
@@ -40,11 +40,11 @@ def test_a_suspended_rank(folder, undisturbed):
     run.processes[1].join(60)
     assert run.processes[1].exitcode == 1
     assert len(run.errors) == 1
-    assert f"rank 0 on {socket.gethostname()} ended or hangs (no sign of life for " in run.errors[0]
+    assert f"rank 0 on {socket.gethostname()} ended or hangs (no heartbeat for " in run.errors[0]
     assert "is suspended) while " in run.errors[0]
     run.send(signal.SIGCONT, 0)
-    began = time.monotonic()
+    started = time.monotonic()
     assert run.wait() == [1, 1]
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - started < 30
     finish(folder, "suspended")
     assert training_result(folder / "suspended") == undisturbed

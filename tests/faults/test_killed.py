@@ -1,4 +1,4 @@
-"""SIGKILL of a rank, whatever it does: the others end with one message, and the same command goes on bit for bit."""
+"""A rank is killed during any activity: the others end with one message, and the same command resumes bit for bit."""
 
 import random
 import signal
@@ -11,18 +11,18 @@ from tests.faults.runs import finish, start, training_result
 
 
 @pytest.mark.parametrize(
-    ("rank", "doing", "step"),
+    ("rank", "activity", "step"),
     [
-        pytest.param(0, "training", 5, marks=pytest.mark.slow),  # as the random kills do
+        pytest.param(0, "training", 5, marks=pytest.mark.slow),  # covered by test_chaos.py
         (1, "evaluating dev", 4),
         (1, "writing", 6),
         (0, "exporting the model", 12),
     ],
 )
-def test_a_killed_rank_costs_nothing(folder, undisturbed, rank, doing, step):
-    out = f"killed-{doing.split()[0]}"
-    moment = f"writing {folder / out}" if doing == "writing" else doing
-    delay = random.Random(f"{rank} {doing}").uniform(0, 0.02)
+def test_a_killed_rank_does_not_change_the_result(folder, undisturbed, rank, activity, step):
+    out = f"killed-{activity.split()[0]}"
+    moment = f"writing {folder / out}" if activity == "writing" else activity
+    delay = random.Random(f"{rank} {activity}").uniform(0, 0.02)
     run = start(folder, out, hook=SignalWhen(rank, moment, step, delay=delay))
     codes = run.wait()
     assert codes[rank] == -signal.SIGKILL
@@ -36,11 +36,11 @@ def test_a_killed_rank_costs_nothing(folder, undisturbed, rank, doing, step):
 
 
 @pytest.mark.slow
-def test_rank_0_that_holds_the_store(folder, undisturbed):
-    """Without torchrun's agent the store goes with rank 0: of three ranks two find it gone."""
+def test_rank_0_is_killed_and_the_store_with_it(folder):
+    """Without an agent rank 0 hosts the store: the other two of three ranks lose it."""
     run = start(folder, "no-agent", size=3, hook=SignalWhen(0, "training", 4), agent=False)
     assert run.wait()[1:] == [1, 1]
     assert len(run.errors) == 1, run.text
     assert f"error: rank 0 on {socket.gethostname()} ended while training, step " in run.text
-    finish(folder, "no-agent")  # on two ranks: what the checkpoint holds is the same
+    finish(folder, "no-agent")  # on two ranks
     assert (folder / "no-agent" / "model" / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGINT: all ranks stop after the same step with a checkpoint, and the same command goes on."""
+"""SIGTERM, SIGUSR1 and SIGINT: all ranks stop after the same step with a checkpoint, and the same command resumes."""
 
 import json
 import signal
@@ -10,9 +10,9 @@ from tests.faults.hooks import SignalInEvaluation, SignalWhen
 from tests.faults.runs import finish, start, training_result
 
 
-@pytest.mark.slow  # stopped once: test_torchrun.py
-def test_stopped_again_and_again(folder, undisturbed):
-    """At one rank, at all, in evaluations, with Ctrl-C: what is learnt and measured is that of an undisturbed run."""
+@pytest.mark.slow  # a single stop: test_torchrun.py
+def test_repeated_stops_do_not_change_the_result(folder, undisturbed):
+    """Signals to one rank or all, in evaluations, Ctrl-C."""
     out, marker = "stopped", folder / "stopped" / "stopped.json"
     moments = [
         ("SIGTERM", SignalWhen(1, "training", 2, signal.SIGTERM), 75, 1),
@@ -25,38 +25,38 @@ def test_stopped_again_and_again(folder, undisturbed):
         assert run.wait() == [code, code], run.text
         assert not run.errors
         assert not list((folder / out / "model").glob("*")) or moment.step < 12
-        held = json.loads(marker.read_text())
-        assert (held["signal"], held["rank"]) == (name, rank)
-        assert moment.step <= held["step"] <= 12
-        saved = folder / out / "checkpoints" / f"step-{held['step']:08d}" / "checkpoint.json"
+        stopped = json.loads(marker.read_text())
+        assert (stopped["signal"], stopped["rank"]) == (name, rank)
+        assert moment.step <= stopped["step"] <= 12
+        saved = folder / out / "checkpoints" / f"step-{stopped['step']:08d}" / "checkpoint.json"
         state = json.loads(saved.read_text())["state"]
         assert state["evaluation_due"] == isinstance(moment, SignalInEvaluation)
-        told = f"stopped by {name} (rank {rank}) after step {held['step']}, saved in {out}/checkpoints/step-"
-        assert run.text.count(told) == 1
+        message = f"stopped by {name} (rank {rank}) after step {stopped['step']}, saved in {out}/checkpoints/step-"
+        assert run.text.count(message) == 1
     finish(folder, out)
     assert not marker.exists()
     assert training_result(folder / out) == undisturbed
 
 
-def test_before_and_after_training_a_signal_ends_the_process_at_once(folder, undisturbed):
-    """While data is read there is nothing to save; the rank that got no signal ends alike."""
+def test_a_signal_before_training_ends_the_run_immediately(folder, undisturbed):
+    """There is nothing to save; the rank without a signal ends as well."""
     run = start(folder, "early", hook=SignalWhen(1, "reading training data", 0, signal.SIGTERM))
     assert run.wait() == [75, 75], run.text
     assert run.text.count("stopped by SIGTERM (rank 1) while ") == 1
     assert not run.errors
     run = start(folder, "early", "evaluation.at_start=true", hook=SignalInEvaluation(0, 0, signal.SIGTERM))
     assert run.wait() == [75, 75], run.text
-    assert "stopped by SIGTERM (rank 0) before the first step: the same command begins again" in run.text
+    assert "stopped by SIGTERM (rank 0) before the first step" in run.text
     assert not (folder / "early" / "checkpoints").exists()
     finish(folder, "early")
     assert training_result(folder / "early") == undisturbed
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_process_at_once(folder, undisturbed):
-    """Not within three seconds: a launcher forwards what the scheduler has sent to every process already."""
+def test_a_second_signal_ends_the_process_immediately(folder, undisturbed):
+    """Except within three seconds: a launcher forwards signals that the scheduler has sent to every process."""
     run = start(folder, "twice").until(lambda run: run.last_step >= 2)
-    run.send(signal.SIGSTOP, 1)  # now rank 0 waits, and comes to no end of its step
+    run.send(signal.SIGSTOP, 1)  # rank 0 waits and cannot complete its step
     run.send(signal.SIGTERM, 0)
     time.sleep(0.5)
     run.send(signal.SIGTERM, 0)
@@ -67,6 +67,6 @@ def test_a_second_signal_ends_the_process_at_once(folder, undisturbed):
     assert run.processes[0].exitcode == 75
     run.send(signal.SIGCONT, 1)
     assert run.wait() == [75, 1], run.text
-    assert "a second signal: SIGTERM ends the process at once" in run.text
+    assert "second signal SIGTERM" in run.text
     finish(folder, "twice")
     assert training_result(folder / "twice") == undisturbed

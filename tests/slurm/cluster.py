@@ -160,8 +160,8 @@ class Cluster:
 
     def job(self, number: str) -> dict[str, str]:
         """What `scontrol show job` knows of it; empty: nothing any more."""
-        told = self.call("scontrol", "--oneliner", "show", "job", number, code=None)
-        return dict(each.split("=", 1) for each in told.split() if "=" in each)
+        output = self.call("scontrol", "--oneliner", "show", "job", number, code=None)
+        return dict(each.split("=", 1) for each in output.split() if "=" in each)
 
     def wait(self, number: str, seconds: float = 300) -> dict[str, str]:
         """A job once it has ended and is not to start again."""

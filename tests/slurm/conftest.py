@@ -1,4 +1,4 @@
-"""Clusters that stay up for all tests, what is trained there, and what an undisturbed run makes of it."""
+"""Clusters that stay up for all tests, what is trained there, and what an uninterrupted run makes of it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +21,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(folder):
+def uninterrupted(folder):
     """Final weights and rows of two ranks that nothing happens to, without SLURM."""
-    torchrun(folder, 2, *OPTIONS, "output_dir=undisturbed")
-    return training_result(folder / "undisturbed")
+    torchrun(folder, 2, *OPTIONS, "output_dir=uninterrupted")
+    return training_result(folder / "uninterrupted")
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ class Jobs:
         self.slow.unlink(missing_ok=True)
         self.environment = own_environment() | {"SLURM_CONF": str(cluster.conf), "SLOW_WHILE": str(self.slow)}
 
-    def door(self, *arguments: str, code: int = 0, **more: str) -> str:
+    def run_submit(self, *arguments: str, code: int = 0, **more: str) -> str:
         """`python -m embedtrain.submit`; all that it printed."""
         done = subprocess.run(
             [sys.executable, "-m", "embedtrain.submit", *arguments],
@@ -57,10 +57,10 @@ class Jobs:
 
     def submit(self, output_dir: str, *arguments: str) -> str:
         """A job's number."""
-        told = self.door(*OPTIONS, f"output_dir={output_dir}", *arguments)
-        found = re.search(r"^job (\d+): ", told, re.MULTILINE)
-        assert found, told
-        return found[1]
+        output = self.run_submit(*OPTIONS, f"output_dir={output_dir}", *arguments)
+        match = re.search(r"^job (\d+): ", output, re.MULTILINE)
+        assert match, output
+        return match[1]
 
     def slowly(self, seconds: float) -> None:
         """From now on every training step takes so much longer; 0: no more."""

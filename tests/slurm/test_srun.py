@@ -11,14 +11,14 @@ from tests.slurm.jobs import OPTIONS, torchrun
 
 pytestmark = pytest.mark.slurm
 _FOUR = ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--wait=60"]
-# What the first lines of every door do, and what a process knows of its place afterwards.
-_PLACE = (
+# What every command does first, and the variables that a process has afterwards.
+_PRINT_RANK = (
     "import os\n"
-    "from embedtrain.distributed.srun import take_place\n"
-    "take_place(os.environ)\n"
+    "from embedtrain.distributed.srun import set_ranks_from_srun\n"
+    "set_ranks_from_srun(os.environ)\n"
     "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME')\n"
     "node = os.environ.get('SLURMD_NODENAME')\n"
-    "print('place', *(os.environ.get(name) for name in names), node)\n"
+    "print('rank', *(os.environ.get(name) for name in names), node)\n"
 )
 
 
@@ -28,8 +28,8 @@ def start(jobs, *words: str):
     )
 
 
-def places(told: str) -> list[list[str]]:
-    return sorted(line.split()[1:] for line in told.splitlines() if line.startswith("place "))
+def ranks_of(output: str) -> list[list[str]]:
+    return sorted(line.split()[1:] for line in output.splitlines() if line.startswith("rank "))
 
 
 def test_two_nodes_of_two_tasks_learn_what_torchrun_s_four_ranks_learn(jobs, folder):
@@ -41,55 +41,57 @@ def test_two_nodes_of_two_tasks_learn_what_torchrun_s_four_ranks_learn(jobs, fol
     jobs.cluster.until(lambda: jobs.step("tasks") >= 2, 240, "step 2")
     number = jobs.cluster.call("squeue", "--noheader", "--format=%A").strip()
     jobs.cluster.call("scancel", "--signal=USR1", number)
-    told = running.communicate(timeout=240)[0]
-    assert running.returncode == 75, told
-    assert told.count("stopped by SIGUSR1") == 1, told
+    output = running.communicate(timeout=240)[0]
+    assert running.returncode == 75, output
+    assert output.count("stopped by SIGUSR1") == 1, output
     assert json.loads((folder / "tasks" / "stopped.json").read_text())["signal"] == "SIGUSR1"
     jobs.slowly(0)
     again = start(jobs, *train)
-    told = again.communicate(timeout=300)[0]
-    assert again.returncode == 0, told
-    assert "t on 4 ranks (cpu)" in told, told
-    assert told.count("resuming from ") == 1, told
+    output = again.communicate(timeout=300)[0]
+    assert again.returncode == 0, output
+    assert "t on 4 ranks (cpu)" in output, output
+    assert output.count("resuming from ") == 1, output
     torchrun(folder, 4, *options, "output_dir=four")
     assert training_result(folder / "tasks") == training_result(folder / "four")
 
 
-def test_other_doors_have_ranks_as_well(jobs, folder):
-    evaluate = ["embedtrain.evaluate", "model=model", "pooling=mean", "sets=[dev]", "output_dir=told"]
+def test_other_commands_have_ranks_as_well(jobs, folder):
+    evaluate = ["embedtrain.evaluate", "model=model", "pooling=mean", "sets=[dev]", "output_dir=evaluated"]
     evaluated = start(jobs, *_FOUR, sys.executable, "-m", *evaluate)
-    told = evaluated.communicate(timeout=300)[0]
-    assert evaluated.returncode == 0, told
-    assert len(rows(folder / "told")) == 1, "one rank writes"
+    output = evaluated.communicate(timeout=300)[0]
+    assert evaluated.returncode == 0, output
+    assert len(rows(folder / "evaluated")) == 1, "one rank writes"
 
 
 def test_every_task_knows_its_place(jobs):
-    told = start(jobs, *_FOUR, "--distribution=cyclic", sys.executable, "-c", _PLACE).communicate(timeout=120)[0]
-    assert places(told) == [
+    output = start(jobs, *_FOUR, "--distribution=cyclic", sys.executable, "-c", _PRINT_RANK).communicate(timeout=120)[0]
+    assert ranks_of(output) == [
         ["0", "4", "0", "2", "127.0.0.1", "lo", "n1"],
         ["1", "4", "1", "2", "127.0.0.1", "lo", "n1"],
         ["2", "4", "0", "2", "127.0.0.1", "lo", "n2"],
         ["3", "4", "1", "2", "127.0.0.1", "lo", "n2"],
-    ], told  # fmt: skip
-    uneven = start(jobs, "srun", "--nodes=2", "--ntasks=3", sys.executable, "-c", _PLACE).communicate(timeout=120)[0]
-    assert [place[:4] for place in places(uneven)] == [["0", "3", "0", "2"], ["1", "3", "1", "2"], ["2", "3", "0", "1"]]
+    ], output  # fmt: skip
+    uneven = start(jobs, "srun", "--nodes=2", "--ntasks=3", sys.executable, "-c", _PRINT_RANK).communicate(timeout=120)[
+        0
+    ]
+    assert [rank[:4] for rank in ranks_of(uneven)] == [["0", "3", "0", "2"], ["1", "3", "1", "2"], ["2", "3", "0", "1"]]
 
 
 def test_a_process_that_srun_did_not_multiply_stays_alone(jobs, folder):
     """In the shells of a batch script and of salloc, which have SLURM's variables too, and in a step of one task."""
     path = folder / "place.py"
-    path.write_text(_PLACE)
+    path.write_text(_PRINT_RANK)
     alone = [["None"] * 5]
     jobs.cluster.call(
         "sbatch", "--wait", "--nodes=2", "--ntasks=4", f"--chdir={folder}", "--output=place.log", "--export=ALL",
         f"--wrap=PYTHONPATH={jobs.environment['PYTHONPATH']} {sys.executable} place.py",
     )  # fmt: skip
-    assert [place[:5] for place in places((folder / "place.log").read_text())] == alone
+    assert [rank[:5] for rank in ranks_of((folder / "place.log").read_text())] == alone
     for words in (["salloc", "--nodes=2", "--ntasks=4"], ["srun", "--ntasks=1"]):
-        told = start(jobs, *words, sys.executable, str(path)).communicate(timeout=120)[0]
-        assert [place[:5] for place in places(told)] == alone, told
+        output = start(jobs, *words, sys.executable, str(path)).communicate(timeout=120)[0]
+        assert [rank[:5] for rank in ranks_of(output)] == alone, output
 
 
 def test_help_is_printed_once(jobs):
-    told = start(jobs, *_FOUR, sys.executable, "-m", "embedtrain", "--help").communicate(timeout=180)[0]
-    assert told.count("Recipes and ready-made choices:") == 1, told
+    output = start(jobs, *_FOUR, sys.executable, "-m", "embedtrain", "--help").communicate(timeout=180)[0]
+    assert output.count("Recipes and ready-made choices:") == 1, output

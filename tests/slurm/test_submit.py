@@ -12,12 +12,12 @@ from tests.slurm.jobs import TWO, Jobs
 pytestmark = pytest.mark.slurm
 
 
-def test_two_nodes_learn_what_two_local_ranks_learn(jobs, folder, undisturbed):
+def test_two_nodes_learn_what_two_local_ranks_learn(jobs, folder, uninterrupted):
     number = jobs.submit("two", *TWO)
     log = jobs.done("two", number)
     assert "on 2 ranks (cpu)" in log, log
     assert "submit: done" in log
-    assert training_result(folder / "two") == undisturbed
+    assert training_result(folder / "two") == uninterrupted
     assert jobs.cluster.job(number)["Restarts"] == "0"
 
 
@@ -29,35 +29,35 @@ def reach_the_limit(jobs: Jobs, output_dir: str, number: str) -> None:
     jobs.until_requeued(output_dir, number)
 
 
-def went_on(jobs: Jobs, output_dir: str, number: str, undisturbed) -> str:
-    """The log of a job that was stopped after a checkpoint, started again, and learnt what an undisturbed one does."""
+def resumed(jobs: Jobs, output_dir: str, number: str, uninterrupted) -> str:
+    """The log of a job that stopped after a checkpoint, resumed, and has the result of an uninterrupted one."""
     log = jobs.done(output_dir, number)
     assert "after a checkpoint: {" in log, log
     assert "the job is requeued" in log, log
     assert "start 2, on n[1-2]" in log
     assert log.count("resuming from ") == 1, log
-    assert training_result(jobs.folder / output_dir) == undisturbed
+    assert training_result(jobs.folder / output_dir) == uninterrupted
     assert not (jobs.folder / output_dir / "stopped.json").exists()
     return log
 
 
-def test_a_time_limit_is_survived(jobs, undisturbed):
+def test_a_time_limit_is_survived(jobs, uninterrupted):
     jobs.slowly(4)
     number = jobs.submit("limit", *TWO, "slurm.max_restarts=3")
     jobs.until_step("limit", 3, number)
     reach_the_limit(jobs, "limit", number)
     jobs.slowly(0)
-    log = went_on(jobs, "limit", number, undisturbed)
+    log = resumed(jobs, "limit", number, uninterrupted)
     assert "stopped by SIGUSR1" in log, log
 
 
-def test_a_time_limit_is_survived_where_signals_reach_torchrun_alone(plain_jobs, undisturbed):
+def test_a_time_limit_is_survived_where_signals_reach_torchrun_alone(plain_jobs, uninterrupted):
     plain_jobs.slowly(4)
     number = plain_jobs.submit("limit-plain", *TWO, "slurm.max_restarts=3")
     plain_jobs.until_step("limit-plain", 3, number)
     reach_the_limit(plain_jobs, "limit-plain", number)
     plain_jobs.slowly(0)
-    went_on(plain_jobs, "limit-plain", number, undisturbed)
+    resumed(plain_jobs, "limit-plain", number, uninterrupted)
 
 
 def preempt(jobs: Jobs, output_dir: str, number: str) -> None:
@@ -70,24 +70,24 @@ def preempt(jobs: Jobs, output_dir: str, number: str) -> None:
     assert jobs.cluster.wait(above)["JobState"] == "COMPLETED"
 
 
-def test_a_preemption_is_survived(jobs, undisturbed):
+def test_a_preemption_is_survived(jobs, uninterrupted):
     jobs.slowly(4)
     number = jobs.submit("preempted", *TWO, "slurm.partition=low")
     jobs.until_step("preempted", 3, number)
     preempt(jobs, "preempted", number)
-    went_on(jobs, "preempted", number, undisturbed)
+    resumed(jobs, "preempted", number, uninterrupted)
 
 
-def test_a_preemption_that_begins_with_sigterm_is_survived_without_torchrun(plain_jobs, undisturbed):
+def test_a_preemption_that_begins_with_sigterm_is_survived_without_torchrun(plain_jobs, uninterrupted):
     plain_jobs.slowly(4)
     number = plain_jobs.submit("preempted-plain", *TWO, "slurm.partition=low", "slurm.launcher=srun")
     plain_jobs.until_step("preempted-plain", 3, number)
     preempt(plain_jobs, "preempted-plain", number)
-    log = went_on(plain_jobs, "preempted-plain", number, undisturbed)
+    log = resumed(plain_jobs, "preempted-plain", number, uninterrupted)
     assert "stopped by SIGTERM" in log, log
 
 
-def test_a_node_that_is_lost_costs_the_steps_since_the_last_checkpoint(jobs, folder, undisturbed):
+def test_a_node_that_is_lost_costs_the_steps_since_the_last_checkpoint(jobs, folder, uninterrupted):
     jobs.slowly(1)
     number = jobs.submit("lost", *TWO, "checkpoint.every=5", "checkpoint.keep=100")
     jobs.until_step("lost", 7, number)
@@ -97,7 +97,7 @@ def test_a_node_that_is_lost_costs_the_steps_since_the_last_checkpoint(jobs, fol
     jobs.cluster.power_on("n2")
     log = jobs.done("lost", number)
     assert "resuming from " in log, log
-    assert training_result(folder / "lost") == undisturbed
+    assert training_result(folder / "lost") == uninterrupted
 
 
 def test_a_node_is_missed_before_slurm_notices(plain_jobs):
@@ -133,9 +133,9 @@ def test_what_a_user_cancels_stays_cancelled(jobs, folder):
     jobs.slowly(4)
     number = jobs.submit("cancelled", *TWO)
     jobs.until_step("cancelled", 2, number)
-    told = jobs.door("name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=1", *TWO,
+    output = jobs.run_submit("name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=1", *TWO,
                      "output_dir=cancelled", code=1)  # fmt: skip
-    assert f"error: job {number} for cancelled is running already" in told
+    assert f"error: job {number} for cancelled is already running" in output
     jobs.cluster.call("scancel", "--signal=TERM", number)
     log = jobs.done("cancelled", number, "FAILED")
     assert "it is not requeued" in log, log
@@ -185,8 +185,8 @@ def test_odd_names_stay_what_they_are(jobs, folder):
 
 
 def test_sbatch_refuses_in_one_sentence(jobs):
-    told = jobs.door("name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=1", *TWO,
+    output = jobs.run_submit("name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=1", *TWO,
                      "slurm.partition=none", "output_dir=refused", code=1)  # fmt: skip
-    assert "error: sbatch refuses refused/submit.sbatch: " in told
-    assert "Invalid partition name" in told
-    assert told.count("\n") == 1, told
+    assert "error: sbatch rejects refused/submit.sbatch: " in output
+    assert "Invalid partition name" in output
+    assert output.count("\n") == 1, output

@@ -1,4 +1,4 @@
-"""When Python collects garbage: at steps that are due, and at no other moment."""
+"""Garbage is collected at steps that are due, and at no other time."""
 
 import gc
 import weakref
@@ -9,7 +9,7 @@ from embedtrain.training.garbage import automatic_collection, scheduled_collecti
 
 
 class Cycle:
-    """An object that holds itself, and no small one."""
+    """A large object that references itself."""
 
     def __init__(self) -> None:
         self.myself = self
@@ -18,72 +18,72 @@ class Cycle:
 
 @pytest.fixture
 def collections():
-    """Generations that were collected, as they are."""
-    seen = []
+    """Generations that were collected, in order."""
+    generations = []
 
-    def note(phase, info):
+    def record(phase, info):
         if phase == "start":
-            seen.append(info["generation"])
+            generations.append(info["generation"])
 
-    gc.callbacks.append(note)
-    yield seen
-    gc.callbacks.remove(note)
+    gc.callbacks.append(record)
+    yield generations
+    gc.callbacks.remove(record)
 
 
-def test_nothing_is_collected_within_steps_and_cycles_are_freed_between_them(collections):
-    held = []
+def test_cycles_are_freed_between_steps_only(collections):
+    references = []
     with scheduled_collection(every=3) as garbage:
         for step in range(1, 10):
             collections.clear()
-            cycles = [Cycle() for _ in range(3000)]  # enough for Python to begin by itself several times
-            held.append(weakref.ref(cycles[0]))
+            cycles = [Cycle() for _ in range(3000)]  # enough for several automatic collections
+            references.append(weakref.ref(cycles[0]))
             del cycles
-            assert not collections, "within the step"
-            garbage.after(step)
+            assert not collections, "collected within the step"
+            garbage.collect_after(step)
             assert collections == ([2] if step % 3 == 0 else [])
-            alive = [at for at, one in enumerate(held, start=1) if one() is not None]
+            alive = [number for number, reference in enumerate(references, start=1) if reference() is not None]
             assert alive == list(range(step - step % 3 + 1, step + 1))
 
 
-def test_what_was_there_before_is_not_looked_through_again():
-    before = [[i] for i in range(1000)]
+def test_earlier_objects_are_traversed_once():
+    earlier = [[i] for i in range(1000)]
     with scheduled_collection(every=1) as garbage:
-        garbage.after(1)
-        assert gc.get_freeze_count() > len(before)
-        left = len(gc.get_objects())
-        garbage.after(2)
-        assert len(gc.get_objects()) <= left + 100
+        garbage.collect_after(1)
+        assert gc.get_freeze_count() > len(earlier)
+        tracked = len(gc.get_objects())
+        garbage.collect_after(2)
+        assert len(gc.get_objects()) <= tracked + 100
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize("was_on", [True, False])
-def test_afterwards_it_is_as_before_whatever_happens(was_on):
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_previous_state_is_restored_after_an_error(enabled):
     try:
-        if not was_on:
+        if not enabled:
             gc.disable()
         with pytest.raises(ZeroDivisionError), scheduled_collection(every=1) as garbage:
-            garbage.after(1)
+            garbage.collect_after(1)
             assert not gc.isenabled()
             with automatic_collection():
                 assert gc.isenabled()
             assert not gc.isenabled()
             raise ZeroDivisionError
-        assert gc.isenabled() is was_on
+        assert gc.isenabled() is enabled
         assert gc.get_freeze_count() == 0
         with automatic_collection():
             assert gc.isenabled()
-        assert gc.isenabled() is was_on
+        assert gc.isenabled() is enabled
     finally:
         gc.enable()
 
 
-def test_what_somebody_else_has_set_aside_stays_so():
+def test_objects_frozen_by_the_caller_stay_frozen():
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
         with scheduled_collection(every=1) as garbage:
-            garbage.after(1)
-        # An object that is freed by its last reference leaves; none joins.
+            garbage.collect_after(1)
+        # Objects whose last reference disappears leave the frozen set; none joins it.
         assert frozen - 1000 < gc.get_freeze_count() <= frozen
     finally:
         gc.unfreeze()

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision, TrainSource
 from embedtrain.data.cache.cache import Cache
+from embedtrain.data.text_format import TextFormat
 from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.data.types import Row
 from embedtrain.distributed.world import World
@@ -30,7 +31,6 @@ from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import WORDS, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
-PROMPTS = {"query_prompt": "alpha beta ", "document_prompt": "mu "}
 ROWS = [
     {"query": "gamma", "pos": ["delta epsilon"]},
     {"query": "gamma zeta eta", "pos": ["theta"], "neg": ["iota", "kappa lambda nu"], "prompt": "zeta zeta"},
@@ -38,7 +38,9 @@ ROWS = [
     {"query": "kappa", "pos": ["eta a b c"], "prompt": "iota", "type": "symmetric_sts"},
     {"query": "nu theta", "pos": ["x y"]},
 ]
-INSTRUCT = "{instruction} kappa {text} z"
+TEXT_FORMAT = TextFormat(
+    query_prompt="alpha beta ", document_prompt="mu ", instruction_format="{instruction} kappa {text} z"
+)
 # Prompt and text of each query, then of each document.
 SEEN = [
     ("alpha beta ", "gamma"), ("zeta zeta kappa ", "gamma zeta eta z"), ("", "lambda lambda"),
@@ -85,7 +87,7 @@ def plain_gradient(model: ModelConfig) -> tuple[float, dict[str, torch.Tensor]]:
 def train_data(folder: Path) -> TrainData:
     source = TrainSource(path=str(folder / "rows.jsonl"))
     cache = Cache(directory=folder / "cache")
-    return load_train_data([source], **PROMPTS, instruction_format=INSTRUCT, seed=1, global_batch_size=5, cache=cache)
+    return load_train_data([source], text_format=TEXT_FORMAT, seed=1, global_batch_size=5, cache=cache)
 
 
 def gradient(world: World, folder: Path, model: ModelConfig, cutting: ChunkOptions):

@@ -1,4 +1,4 @@
-"""The optimiser moves the weights that are trained; clipping and dropout are one process's on any number."""
+"""The optimizer updates all trained weights; clipping equals that of one process; dropout is replayed."""
 
 from dataclasses import replace
 
@@ -9,13 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from embedtrain.config.losses import InfoNCEConfig
 from embedtrain.config.recipe import ModelConfig, OptimConfig, Precision, ScheduleKind, Strategy
+from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward, chunk_seed
 from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm
 from embedtrain.training.rank_batch import ChunkOptions, cut
-from tests.small import ARCHITECTURES, batch, parallel, small_model, small_tokenizer
+from tests.small import ARCHITECTURES, batch, parallel, small_model, small_tokenizer, tokenised
 
 
 def schedule(kind: str, warmup: float, total: int, peak: float = 1.0) -> Schedule:
@@ -23,7 +24,7 @@ def schedule(kind: str, warmup: float, total: int, peak: float = 1.0) -> Schedul
     return Schedule(optimizer, OptimConfig(lr=peak, schedule=ScheduleKind(kind), warmup=warmup), total)
 
 
-def test_the_courses():
+def test_schedules():
     linear = schedule("linear", 0.2, 10)
     assert [linear.rate(step) for step in range(11)] == pytest.approx([0.5, 1, *[1 - i / 8 for i in range(9)]])
     cosine = [schedule("cosine", 2, 10, peak=4.0).rate(step) for step in range(11)]
@@ -33,147 +34,179 @@ def test_the_courses():
     assert cosine[2:] == sorted(cosine[2:], reverse=True)
     assert [schedule("constant", 0, 5).rate(step) for step in range(5)] == [1.0] * 5
     assert schedule("linear", 0.0, 4).rate(0) == 1.0
-    assert schedule("linear", 0.05, 10).rate(0) == 1.0  # half a step of warm-up is none
+    assert schedule("linear", 0.05, 10).rate(0) == 1.0  # half a step of warm-up counts as none
     for kind in ("linear", "cosine"):
-        assert schedule(kind, 0.1, 10).rate(25) == 0.0  # beyond the end it never rises again, nor turns negative
+        assert schedule(kind, 0.1, 10).rate(25) == 0.0  # zero after the end
         assert all(schedule(kind, 8, 5).rate(step) > 0 for step in range(5))  # warm-up longer than the run
 
 
-def test_every_group_gets_the_rate():
+def test_every_group_gets_the_learning_rate():
     both = schedule("linear", 0, 4)
     both.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 3.0})
     assert both.apply(2) == pytest.approx(0.5)
     assert [group["lr"] for group in both.optimizer.param_groups] == [0.5, 0.5]
 
 
-def loaded(world: World, model: ModelConfig, **options: object) -> LoadedModel:
+def load(world: World, model: ModelConfig, **options: object) -> LoadedModel:
     return load_model(model, parallel(**options), world, seed=3, tokenizer=small_tokenizer())
 
 
-def gradient(world: World, model: LoadedModel, step: int = 0, num_rows: int = 8) -> None:
+def compute_gradient(world: World, model: LoadedModel, step: int = 0, num_rows: int = 8) -> None:
     backward = Backward(
         model.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=model.tokenizer.dummy()
     )
     backward(cut(batch(num_rows, step), world.rank, world.size, model.tokenizer, ChunkOptions(10_000)))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def moves_them(world: World, architectures: list[str]) -> None:
+def check_updates(world: World, architectures: list[str]) -> None:
     for name in architectures:
         for strategy in (Strategy.fsdp, Strategy.ddp):
-            model = loaded(world, small_model(name), strategy=strategy)
+            model = load(world, small_model(name), strategy=strategy)
             optimizer = build_optimizer(model.encoder, OptimConfig(lr=1e-2, weight_decay=0.5))
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            ours = dict(model.encoder.named_parameters())
-            assert {id(parameter) for parameter in held} == {id(parameter) for parameter in ours.values()}
-            assert len(held) == len(ours)
+            parameters = dict(model.encoder.named_parameters())
+            assert {id(parameter) for parameter in held} == {id(parameter) for parameter in parameters.values()}
+            assert len(held) == len(parameters)
             assert all(isinstance(parameter, DTensor) for parameter in held)
             for group in optimizer.param_groups:
                 decays = {parameter.dim() > 1 for parameter in group["params"]}
                 assert decays == {group["weight_decay"] == 0.5}
-            before = {key: whole(parameter) for key, parameter in ours.items()}
-            gradient(world, model)
+            before = {key: unsharded(parameter) for key, parameter in parameters.items()}
+            compute_gradient(world, model)
             assert {id(p) for p in model.encoder.parameters()} == {id(parameter) for parameter in held}
-            without = [key for key, parameter in ours.items() if parameter.grad is None]
+            without = [key for key, parameter in parameters.items() if parameter.grad is None]
             assert not without, (name, without)
             optimizer.step()
             for key, parameter in model.encoder.named_parameters():
-                assert not whole(parameter).equal(before[key]), f"{name} {strategy} {key} did not move"
+                assert not unsharded(parameter).equal(before[key]), f"{name} {strategy} {key} did not change"
 
 
-def test_every_parameter_moves(ranks):
-    """Also where ranks have empty shards: biases and tables of fewer rows than there are ranks."""
-    ranks(2, moves_them, list(ARCHITECTURES))
-    ranks(3, moves_them, ["xlm-roberta"])
+def test_every_parameter_is_updated(ranks):
+    """Also if ranks have empty shards: biases and tables with fewer rows than ranks."""
+    ranks(2, check_updates, list(ARCHITECTURES))
+    ranks(3, check_updates, ["xlm-roberta"])
 
 
-def moved_in_bf16(world: World, model: ModelConfig) -> float:
-    """Share of the weights that three steps at 1e-5 change; rounded to bf16 hardly any would."""
-    trained = loaded(world, model, precision=Precision.bf16)
-    optimizer = build_optimizer(trained.encoder, OptimConfig(lr=1e-5))
-    # Embeddings of words that no text has get no gradient.
-    blocks = {n: p for n, p in trained.encoder.named_parameters() if "embed" not in n}
-    before = {name: whole(parameter) for name, parameter in blocks.items()}
+def changed_fraction(world: World, model: ModelConfig) -> float:
+    """Fraction of weights changed by three steps with learning rate 1e-5; in bf16 hardly any would change."""
+    loaded = load(world, model, precision=Precision.bf16)
+    optimizer = build_optimizer(loaded.encoder, OptimConfig(lr=1e-5))
+    # Embeddings of unused tokens have no gradient.
+    blocks = {n: p for n, p in loaded.encoder.named_parameters() if "embed" not in n}
+    before = {name: unsharded(parameter) for name, parameter in blocks.items()}
     for step in range(3):
         optimizer.zero_grad(set_to_none=True)
-        gradient(world, trained, step)
+        compute_gradient(world, loaded, step)
         optimizer.step()
-    changed = {name: (whole(parameter) != before[name]).sum().item() for name, parameter in blocks.items()}
+    changed = {name: (unsharded(parameter) != before[name]).sum().item() for name, parameter in blocks.items()}
     return sum(changed.values()) / sum(parameter.numel() for parameter in blocks.values())
 
 
 def test_small_steps_are_not_lost_in_bf16(ranks):
     for name in ("xlm-roberta", "llama"):
-        assert min(ranks(2, moved_in_bf16, small_model(name))) > 0.8
+        assert min(ranks(2, changed_fraction, small_model(name))) > 0.8
 
 
-def clipped(world: World, model: ModelConfig, max_norm: float | None) -> tuple[float, dict[str, torch.Tensor]]:
-    trained = loaded(world, model)
-    trained.encoder.eval()
+def clip(world: World, model: ModelConfig, max_norm: float | None) -> tuple[float, dict[str, torch.Tensor]]:
+    loaded = load(world, model)
+    loaded.encoder.eval()
     if world.size > 2:
-        assert any(n == 0 for n in world.gather(min(p.to_local().numel() for p in trained.encoder.parameters())))
-    gradient(world, trained)
-    norm = float(clip_grad_norm(trained.encoder.parameters(), max_norm))
-    return norm, {name: whole(p.grad) for name, p in trained.encoder.named_parameters() if p.grad is not None}
+        assert any(n == 0 for n in world.gather(min(p.to_local().numel() for p in loaded.encoder.parameters())))
+    compute_gradient(world, loaded)
+    norm = float(clip_grad_norm(loaded.encoder.parameters(), max_norm))
+    return norm, {name: unsharded(p.grad) for name, p in loaded.encoder.named_parameters() if p.grad is not None}
 
 
-def test_clipping_is_that_of_one_process(ranks):
+def test_clipping_equals_one_process(ranks):
     model = small_model("xlm-roberta")
-    ((expected, plain),) = ranks(1, clipped, model, None)
+    ((expected, plain),) = ranks(1, clip, model, None)
     assert expected == pytest.approx(torch.stack([g.norm() for g in plain.values()]).norm().item(), rel=1e-5)
     for world_size in (1, 2, 3, 4):
-        answers = ranks(world_size, clipped, model, expected / 2)
+        answers = ranks(world_size, clip, model, expected / 2)
         assert len({norm for norm, _ in answers}) == 1
         assert answers[0][0] == pytest.approx(expected, rel=1e-5)
         for name, gradients in answers[0][1].items():
             torch.testing.assert_close(gradients, plain[name] / 2, rtol=1e-3, atol=1e-5, msg=name)
-    ((norm, untouched),) = ranks(1, clipped, model, expected * 2)
+    ((norm, untouched),) = ranks(1, clip, model, expected * 2)
     assert norm == expected
     assert all(untouched[name].equal(plain[name]) for name in plain)
 
 
-def test_clipping_nothing():
+def test_clipping_without_gradients():
     assert clip_grad_norm([nn.Parameter(torch.zeros(2))], 1.0) == 0.0
 
 
-def dropped(world: World, model: ModelConfig) -> None:
-    """Chunks encoded twice see the same dropout both times, so their gradient is that of graphs kept."""
-    trained = loaded(world, model)
-    trained.encoder.train()
+def replay_dropout(world: World, model: ModelConfig) -> None:
+    """Chunks that are encoded twice have the same dropout masks both times, hence the same gradient."""
+    loaded = load(world, model)
+    loaded.encoder.train()
     backward = Backward(
-        trained.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=trained.tokenizer.dummy()
+        loaded.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    mine = cut(batch(7), world.rank, world.size, trained.tokenizer, ChunkOptions(24, 10_000))
+    mine = cut(batch(7), world.rank, world.size, loaded.tokenizer, ChunkOptions(24, 10_000))
     assert mine.kept == len(mine.chunks)
     mine = replace(mine, num_passes=mine.num_passes + 1)  # a dummy on every rank
-    found = []
+    results = []
     for kept in (9, 0, 9, 1):
-        torch.manual_seed(world.rank * 100 + len(found))  # whatever the generator held before
-        trained.encoder.zero_grad()
+        torch.manual_seed(world.rank * 100 + len(results))  # a different state of the generator
+        loaded.encoder.zero_grad()
         output, _ = backward(replace(mine, kept=kept))
-        gradients = {n: whole(p.grad) for n, p in trained.encoder.named_parameters() if p.grad is not None}
-        found.append((output.local_loss.item(), gradients))
-    (kept, first), (cached, second), (again, third), (partly, fourth) = found
+        gradients = {n: unsharded(p.grad) for n, p in loaded.encoder.named_parameters() if p.grad is not None}
+        results.append((output.local_loss.item(), gradients))
+    (kept, first), (cached, second), (again, third), (partly, fourth) = results
     assert kept == again == pytest.approx(cached, rel=1e-6)
     assert kept == pytest.approx(partly, rel=1e-6)
     for name, expected in first.items():
         assert expected.equal(third[name])
         for other in (second, fourth):
             assert (other[name] - expected).norm() <= 1e-6 * max(expected.norm(), torch.tensor(1.0)), name
-    # And dropout is on: another step's masks give another loss.
+    # Dropout is active: the masks of another step give another loss.
     other, _ = backward(replace(mine, step=1, kept=0))
     assert other.local_loss.item() != pytest.approx(cached, rel=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["xlm-roberta", "llama"])
 def test_dropout_is_replayed(ranks, architecture):
-    ranks(2, dropped, small_model(architecture, dropout=0.2))
+    ranks(2, replay_dropout, small_model(architecture, dropout=0.2))
 
 
-def test_every_chunk_has_its_own_dropout():
+def test_every_chunk_has_its_own_seed():
     seeds = {chunk_seed(a, b, c, d) for a in range(3) for b in range(3) for c in range(3) for d in range(3)}
     assert len(seeds) == 81
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def outputs_of_equal_chunks(world: World, model: ModelConfig, dropout: bool) -> list[list[float]]:
+    """What the encoder returns for a rank's chunks of a batch in which all texts are equal."""
+    loaded = load(world, model)
+    loaded.encoder.train(dropout)
+    backward = Backward(
+        loaded.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=loaded.tokenizer.dummy()
+    )
+    rows = tuple(Row("alpha beta gamma", ("alpha beta gamma",)) for _ in range(2 * world.size))
+    rank_batch = cut(
+        tokenised(GlobalBatch(0, rows), loaded.tokenizer),
+        world.rank,
+        world.size,
+        loaded.tokenizer,
+        ChunkOptions(10, 10_000),
+    )
+    outputs: list[list[float]] = []
+    handle = loaded.encoder.register_forward_hook(lambda _module, _args, output: outputs.append(output[0].tolist()))
+    backward(rank_batch)
+    handle.remove()
+    return outputs
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+def test_ranks_and_chunks_have_their_own_dropout_masks(ranks, dropout):
+    """Otherwise ranks would drop the same units of different texts, and more ranks would mean less noise per text."""
+    first, second = ranks(2, outputs_of_equal_chunks, small_model("xlm-roberta", dropout=0.2), dropout)
+    assert len(first) == len(second) > 1
+    outputs = [*first, *second]
+    distinct = {tuple(round(value, 4) for value in output) for output in outputs}
+    assert len(distinct) == (len(outputs) if dropout else 1)

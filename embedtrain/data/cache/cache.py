@@ -1,4 +1,4 @@
-"""Where prepared data is kept on disk, under which names, and how arrays and facts are written and mapped there."""
+"""The directory of prepared data: its location, digests, and writing and mapping of arrays and metadata."""
 
 import errno
 import hashlib
@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 
 # A part of every key: raised whenever files of the cache change their meaning.
@@ -119,3 +121,40 @@ def cannot_write(folder: Path, error: OSError, *, above: bool = False) -> DataEr
     here = "the training data cannot be cached here"
     what = "this folder cannot be made to cache the training data in" if above else here
     return DataError(f"{folder}: {what} ({error.strerror or error}): {_ELSEWHERE} that can be written")
+
+
+_TRIED = 1 << 20  # bytes: a full disk may still take an empty file
+
+
+def cache_place(option: str | None, instead: Path, world: World, say: Callable[[str], None]) -> Path:
+    """The folder for prepared data, by the same rule on every rank. A collective.
+
+    A home directory that is full or read-only is no reason not to train: unless a folder was asked for, by `option` or
+    $EMBEDTRAIN_CACHE, data is prepared in `instead` when some rank cannot write there.
+
+    Args:
+        option: `data.cache_dir` and its like.
+        instead: a folder that all ranks see.
+        world: the ranks.
+        say: called where it is not the usual folder.
+    """
+    place = cache_directory(option)
+    asked = bool(option or os.environ.get("EMBEDTRAIN_CACHE"))
+    reasons = world.gather(None if asked else _cannot_write(place))
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is None:
+        return place
+    say(f"{place} cannot be written ({reason}): data is prepared in {instead}; data.cache_dir names another")
+    return instead
+
+
+def _cannot_write(folder: Path) -> str | None:
+    """Why nothing can be written there; None: it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            written = file.write(bytes(_TRIED))
+            os.fsync(file.fileno())
+        return None if written == _TRIED else os.strerror(errno.ENOSPC)
+    except OSError as error:
+        return error.strerror or str(error)

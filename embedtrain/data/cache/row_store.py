@@ -1,156 +1,188 @@
-"""One source's rows: how they are brought into the cache, and how they are opened there."""
+"""The rows of one source on disk, as memory-mapped Arrow files."""
 
-from collections.abc import Mapping
-from functools import partial
+import bisect
+import functools
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from embedtrain.config.recipe import OnError
-from embedtrain.data.cache.cache import FORMAT, Cache, json_digest, mapped, read_metadata
-from embedtrain.data.cache.documents import DocumentStore, documents_build
-from embedtrain.data.cache.file_changes import SourceVersion
-from embedtrain.data.cache.row_files import join_pieces, write_piece
-from embedtrain.data.cache.row_table import ArrowFile, ArrowRows, RowRange, RowStore
-from embedtrain.data.cache.shared_build import COMPLETE, JOINED, Build, Task, build
-from embedtrain.data.cache.source_report import RowStatistics, SourceReport
-from embedtrain.data.sources.layouts import RowLayout
-from embedtrain.data.sources.part_reader import Piece
-from embedtrain.data.sources.reader import SourceReader
+from embedtrain.data.cache.source_report import SourceReport
+from embedtrain.data.types import Example, Texts
 from embedtrain.errors import DataError
 
-PIECE_BYTES = 64 << 20
-MAX_PIECES = 1024  # of a source: each is a file that stays open
+TEXTS = {
+    "query": pa.string(),
+    "positives": pa.list_(pa.string()),
+    "negatives": pa.list_(pa.string()),
+    "line": pa.int64(),  # of the piece that the row was read in
+}
+# What only some rows have: a file has those of these columns that any of its rows has.
+EXTRA_COLUMNS = {
+    "positive_scores": pa.list_(pa.float32()),
+    "negative_scores": pa.list_(pa.float32()),
+    "positive_ids": pa.list_(pa.string()),
+    "negative_ids": pa.list_(pa.string()),
+    "label": pa.int64(),
+    "vectors": pa.list_(pa.list_(pa.float32())),
+    "instruction": pa.string(),
+    "document_instruction": pa.string(),
+    "most_negatives": pa.int32(),
+}
+MAX_OPEN_BATCHES = 4096  # their places in the map, not their rows
+SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "most_negatives"}  # one value, or none
 
 
-class CachedRows:
-    """One source's rows as they are to be kept.
-
-    Args:
-        reading: the source.
-        on_error: stop at the first bad row, or pass over bad rows and count them.
-        cache: where rows are kept.
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows from `start` on come from this part of the source, until the next stretch.
 
     Attributes:
-        key: a digest of all that decides about the rows.
-        directory: where they are kept.
-        documents: how the corpus is built that they name documents of, if they do.
-        build: how the rows are built.
-
-    Raises:
-        DataError: a file of the source is gone or cannot be read.
+        start: the first row's number.
+        part: which part of the source.
+        lines_before: lines of the part before those that the rows' lines are counted from.
     """
 
-    def __init__(self, reading: SourceReader, on_error: OnError, cache: Cache) -> None:
-        self._reading, self._on_error = reading, on_error
-        self._unchanged = SourceVersion(reading)
-        self.key = json_digest([FORMAT, self._unchanged.content, on_error.value])
-        self.directory = cache.directory / f"rows-{self.key}"
-        self.documents = None
-        if reading.documents is not None:
-            digests = self._unchanged.content["documents"]
-            self.documents = documents_build(reading.documents, on_error, cache, digests)
-        self.build = Build(
-            self.directory, self._tasks, self._join, progress=partial(cache.progress, f"reading {reading.name}")
-        )
-        self._layout: RowLayout | None = None
-        self._names: list[str] = []
+    start: int
+    part: int
+    lines_before: int
 
-    def open(self, number: int, keeps: Any, *, cached: bool) -> RowStore:
-        """The rows, once they are built, as those of source `number`; `keeps` lives as long as they do.
 
-        Raises:
-            DataError: they are gone, or all pairs would be alike to the loss.
-        """
-        facts = self._facts(f"{JOINED}/facts.json")
-        row_ranges = [RowRange(*stretch) for stretch in facts["stretches"]]
-        files = [ArrowFile(*file) for file in facts["files"]]
-        has_limits = "most_negatives" in facts["beside"]
-        return RowStore(
-            directory=self.directory,
-            key=self.key,
-            content=facts["content"],
-            source=number,
-            report=self._report(facts, cached=cached),
-            files=[part.name for part in self._reading.parts],
-            row_ranges=row_ranges,
-            rows=ArrowRows(self.directory, files),
-            beside=frozenset(facts["beside"]),
-            num_positives=self._array("num_positives", np.int32),
-            num_negatives=self._array("num_negatives", np.int32),
-            most_negatives=self._array("most_negatives", np.int32) if has_limits else None,
-            keeps=keeps,
-        )
+@dataclass(frozen=True, slots=True)
+class ArrowFile:
+    """One file of rows: its path below the store's directory, and the rows and bytes of each of its batches."""
 
-    def num_files(self) -> int:
-        """How many files an open store holds open."""
-        return len(self._facts(COMPLETE)["files"])
+    path: str
+    rows: tuple[int, ...]
+    num_bytes: tuple[int, ...]
 
-    def first_vector(self) -> tuple[int, str] | None:
-        """The width of the first row's vectors that has some, and where it is."""
-        width = RowStatistics.of(self._facts(f"{JOINED}/facts.json")["findings"]).width
-        return width and (width[0], self._reading.parts[width[1]].location(width[2]))
 
-    def _tasks(self) -> Mapping[str, Task]:
-        reading = self._reading
-        documents = self._open_documents()
-        with self._unchanged.during(reading.parts):  # else the pieces here would be other ones than elsewhere
-            layout = self._layout = reading.detect_layout(self._on_error)
-            pieces = reading.pieces(PIECE_BYTES)
-            if len(pieces) > MAX_PIECES:
-                pieces = reading.pieces(PIECE_BYTES * -(-len(pieces) // MAX_PIECES))
+class ArrowRows:
+    """Rows in Arrow files, mapped into memory: a row is read where it lies.
 
-        def task(piece: Piece) -> Task:
-            def write(path: Path) -> None:
-                with self._unchanged.during([piece.part]):
-                    write_piece(reading, layout, piece, documents, self._on_error, path)
+    Args:
+        directory: of the store.
+        files: in the order of their rows.
 
-            return write
+    Raises:
+        DataError: a file cannot be opened.
+    """
 
-        tasks = {f"rows-{number:05}": task(piece) for number, piece in enumerate(pieces)}
-        self._names = list(tasks)
-        return tasks
-
-    def _join(self, path: Path) -> None:
-        assert self._layout is not None
-        self._unchanged.require(self.directory, self._names)
-        join_pieces(self._reading, self._layout, self.directory, self._names, self._on_error, path)
-
-    def _open_documents(self) -> DocumentStore | None:
-        if self.documents is None:
-            return None
-        build([self.documents])
-        return DocumentStore(self.documents.directory)
-
-    def _report(self, facts: dict[str, Any], *, cached: bool) -> SourceReport:
-        reading = self._reading
-        report = RowStatistics.of(facts["findings"]).report(
-            reading.name, facts["layout"], reading.parts, reading.source.negatives, cached=cached
-        )
-        if report.num_unscored == report.num_rows and report.counts().most == 0:
-            named = "" if reading.source.columns is None else " that columns names too"
-            raise DataError(
-                f"{reading.source.path}: there are neither scores nor hard negatives to use, so all pairs would be "
-                f"alike to loss={reading.needs.loss}: add scores, such as a column named score{named}, or negatives"
-            )
-        return report
-
-    def _array(self, name: str, kind: Any) -> NDArray[Any]:
+    def __init__(self, directory: Path, files: Sequence[ArrowFile]) -> None:
         try:
-            return mapped(self.directory / JOINED / f"{name}.bin", kind)
-        except OSError as error:
-            raise self._gone(error) from error
+            self._readers = [pa.ipc.open_file(pa.memory_map(str(directory / file.path))) for file in files]
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{directory}: cached rows cannot be opened: {error}") from error
+        # For each batch: which file, which batch of it, its first row, its bytes.
+        numbers = [(i, j) for i, file in enumerate(files) for j in range(len(file.rows))]
+        self._places = np.array(numbers, dtype=np.int64).reshape(-1, 2)
+        self._starts = np.cumsum([0, *(rows for file in files for rows in file.rows)], dtype=np.int64)
+        self.batch_bytes = np.array([size for file in files for size in file.num_bytes], dtype=np.int64)
+        # Looking up a batch asks the system to read all of it ahead, and takes ten times as long as one row of it.
+        self.batch = functools.lru_cache(MAX_OPEN_BATCHES)(self._batch)
 
-    def _facts(self, name: str) -> Any:
-        try:
-            return read_metadata(self.directory / name)
-        except OSError as error:
-            raise self._gone(error) from error
+    @property
+    def batch_starts(self) -> NDArray[np.int64]:
+        """The first row of each batch, and the number of all rows: int64 [batches + 1]."""
+        return self._starts
 
-    def _gone(self, error: OSError) -> DataError:
-        return DataError(
-            f"{self.directory}: cached rows cannot be opened ({error.strerror or error}): start again, and let "
-            "nothing clean up this folder meanwhile"
+    def _batch(self, batch: int) -> pa.RecordBatch:
+        """One batch: the columns of TEXTS, and of BESIDES those that its file has."""
+        file, place = self._places[batch].tolist()
+        return self._readers[file].get_batch(place)
+
+    def row(self, row: int) -> tuple[Texts, int]:
+        """The row, and its line in the piece it was read in."""
+        number = int(self._starts.searchsorted(row, side="right")) - 1
+        at, batch = row - int(self._starts[number]), self.batch(number)
+        queries, positives, negatives, lines, *others = batch.columns
+        names = batch.schema.names[len(TEXTS) :]
+        texts = Texts(
+            queries[at].as_py(),
+            tuple(positives[at].values.to_pylist()),
+            tuple(negatives[at].values.to_pylist()),
+            0,
+            **{name: _python_value(name, column[at]) for name, column in zip(names, others, strict=True)},
         )
+        return texts, lines[at].as_py()
+
+
+def _python_value(name: str, value: Any) -> Any:
+    if name in SCALAR_COLUMNS:
+        return value.as_py()
+    if not value.is_valid:
+        return ()
+    if name == "vectors":
+        return tuple(array("f", vector.values.to_numpy().tobytes()) for vector in value.values)
+    return tuple(value.as_py())
+
+
+@dataclass(frozen=True, eq=False)
+class RowStore(Sequence[Example]):
+    """One source's rows; `store[i]` makes an Example of row i, with the place of its line in the source.
+
+    Attributes:
+        directory: where they are kept.
+        key: a digest of all they came from, and of how they are kept.
+        content: a digest of the rows themselves, in their order; the same wherever they came from.
+        source: which source of `data.train`.
+        report: what was found.
+        files: of the source's parts, as messages show them.
+        row_ranges: which rows come from which part.
+        rows: the rows themselves.
+        beside: which columns of BESIDES any row has.
+        num_positives: int32 [R]; 0 for rows of one text.
+        num_negatives: int32 [R], hard negatives.
+        most_negatives: int32 [R], how many of them may be used at a time, -1 for all; None where no row says.
+        keeps: what must live as long as the store does.
+    """
+
+    directory: Path
+    key: str
+    content: str
+    source: int
+    report: SourceReport
+    files: Sequence[str]
+    row_ranges: Sequence[RowRange]
+    rows: ArrowRows
+    beside: frozenset[str]
+    num_positives: NDArray[np.int32]
+    num_negatives: NDArray[np.int32]
+    most_negatives: NDArray[np.int32] | None
+    keeps: Any = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.num_positives)
+
+    def __getitem__(self, row: int) -> Example:  # type: ignore[override]  # slices would be lists of everything
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        texts, line = self.rows.row(row)
+        stretch = self.row_ranges[bisect.bisect_right(self.row_ranges, row, key=lambda one: one.start) - 1]
+        return Example(
+            texts.query,
+            texts.positives,
+            texts.negatives,
+            source=self.source,
+            file=self.files[stretch.part],
+            line=stretch.lines_before + line,
+            **{name: getattr(texts, name) for name in self.beside},
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows as they are mapped."""
+        counts = (self.num_positives, self.num_negatives, self.most_negatives)
+        return int(np.sum(self.rows.batch_bytes)) + sum(count.nbytes for count in counts if count is not None)
+
+    def texts(self) -> Iterator[str]:
+        """All queries, positives and negatives, as often as they stand in rows, without prompts."""
+        for i in range(len(self.rows.batch_starts) - 1):
+            queries, positives, negatives = self.rows.batch(i).columns[:3]
+            for texts in (queries, positives.flatten(), negatives.flatten()):
+                yield from texts.to_pylist()

@@ -1,25 +1,222 @@
-"""The tokens of every text of a source, kept on disk and mapped into memory: made once, and then only looked up.
+"""The tokens of all texts of a source on disk: written once, then memory-mapped.
 
 T: texts, row by row: query, positives, negatives. R: rows.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, json_digest, mapped
-from embedtrain.data.cache.row_table import RowStore
+from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
-from embedtrain.data.cache.token_files import Wording, gathered, join_parts, parts_of_rows, value_type, write_part
+from embedtrain.data.keys import asked, text_key
+from embedtrain.data.text_format import Prompt, TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import DataError
 
-__all__ = ["TokenStore", "Wanted", "prepare_all", "prepare_tokens"]
+ROWS_PER_PART = 1 << 14
+BYTES_PER_PART = 64 << 20
+# What a tokenizer holds of each text while it works is many times the text.
+TEXTS_PER_CALL = 1024
+CHARACTERS_PER_CALL = 1 << 21
+BLOCK = 1 << 20
+
+
+def parts_of_rows(rows: ArrowRows) -> list[range]:
+    """The batches of a store in parts of some rows or bytes, each tokenised by itself."""
+    parts: list[range] = []
+    start, num_rows, num_bytes = 0, 0, 0
+    for batch, (count, size) in enumerate(zip(np.diff(rows.batch_starts), rows.batch_bytes, strict=True)):
+        num_rows, num_bytes = num_rows + int(count), num_bytes + int(size)
+        if num_rows >= ROWS_PER_PART or num_bytes >= BYTES_PER_PART:
+            parts.append(range(start, batch + 1))
+            start, num_rows, num_bytes = batch + 1, 0, 0
+    if start < len(rows.batch_bytes):
+        parts.append(range(start, len(rows.batch_bytes)))
+    return parts
+
+
+def value_type(tokenizer: TextTokenizer) -> Any:
+    """The smallest type of number that all token ids fit, and those below 0 where prompts do not count."""
+    return np.uint16 if tokenizer.include_prompt and tokenizer.max_token_id <= np.iinfo(np.uint16).max else np.int32
+
+
+def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_format: TextFormat, path: Path) -> None:
+    """Tokenise the texts of some batches of rows, and write them as a folder.
+
+    Args:
+        rows: the source's.
+        batches: which of its batches.
+        tokenizer: bound to the model's length.
+        text_format: with both lengths.
+        path: the folder: `values.bin`, the tokens text after text; `lengths.bin`, int32 [T]; `keys.bin`, int64 [T].
+    """
+    path.mkdir()
+    known = _Known(tokenizer, value_type(tokenizer))
+    with (
+        (path / "values.bin").open("wb") as values,
+        (path / "lengths.bin").open("wb") as lengths,
+        (path / "keys.bin").open("wb") as keys,
+    ):
+        for number in batches:
+            texts = known.numbers(list(_texts(rows.batch(number), text_format)))
+            values.write(gathered(known.values, known.offsets[:-1][texts], known.lengths[texts]).data.cast("B"))
+            lengths.write(known.lengths[texts].astype(np.int32).data.cast("B"))
+            keys.write(known.keys[texts].data.cast("B"))
+
+
+class _Kind(NamedTuple):
+    """What decides, with a text, about its tokens and its key."""
+
+    prompt: Prompt
+    max_length: int | None
+    instruction: str | None = None  # of a query, its row's own
+
+
+def _texts(batch: pa.RecordBatch, text_format: TextFormat) -> Iterator[tuple[str, _Kind]]:
+    """The texts of a batch of rows in their order, and the kind of each."""
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    nothing = [None] * batch.num_rows
+    own = [
+        columns[name].to_pylist() if name in columns else nothing for name in ("instruction", "document_instruction")
+    ]
+    queries: dict[str | None, _Kind] = {}  # hundreds of thousands of rows share a few instructions
+    documents: dict[str | None, _Kind] = {}
+    query_length, document_length = text_format.query_max_length, text_format.document_max_length
+    texts = (columns[name].to_pylist() for name in ("query", "positives", "negatives"))
+    for query, positives, negatives, of_query, of_documents in zip(*texts, *own, strict=True):
+        if of_query not in queries:
+            queries[of_query] = _Kind(text_format.query(of_query), query_length, of_query or None)
+        if of_documents not in documents:
+            documents[of_documents] = _Kind(text_format.document(of_documents), document_length)
+        yield query, queries[of_query]
+        kind = documents[of_documents]
+        for text in positives:
+            yield text, kind
+        for text in negatives:
+            yield text, kind
+
+
+class _Known:
+    """The tokens of all texts of a part, those that are equal once.
+
+    U: different texts so far.
+
+    Attributes:
+        values: the tokens, text after text.
+        lengths: int64 [U].
+        offsets: int64 [U + 1].
+        keys: int64 [U].
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, kind: Any) -> None:
+        self.values: NDArray[Any] = np.empty(0, dtype=kind)
+        self.lengths, self.keys = (np.empty(0, dtype=np.int64) for _ in range(2))
+        self.offsets = np.zeros(1, dtype=np.int64)
+        self._tokenizer = tokenizer
+        self._numbers: dict[_Kind, dict[str, int]] = {}
+
+    def numbers(self, texts: Sequence[tuple[str, _Kind]]) -> NDArray[np.int64]:
+        """Which of the known texts each is, tokenising those that are new."""
+        found = np.empty(len(texts), dtype=np.int64)
+        new: dict[_Kind, list[str]] = {}
+        count = len(self.lengths)
+        waiting: list[tuple[int, _Kind, str]] = []
+        for place, (text, kind) in enumerate(texts):
+            numbers = self._numbers.setdefault(kind, {})
+            number = numbers.get(text)
+            if number is None:
+                numbers[text] = -1
+                new.setdefault(kind, []).append(text)
+                number = -1
+            if number < 0:
+                waiting.append((place, kind, text))
+            found[place] = number
+        for kind, those in new.items():
+            self._add(kind, those)
+            self._numbers[kind].update(zip(those, range(count, count + len(those)), strict=True))
+            count += len(those)
+        for place, kind, text in waiting:
+            found[place] = self._numbers[kind][text]
+        return found
+
+    def _add(self, kind: _Kind, texts: list[str]) -> None:
+        values, lengths = [self.values], [self.lengths]
+        for some in _at_once(texts):
+            ids = self._tokenizer.ids([kind.prompt(text) for text in some], kind.max_length, kind.prompt.prefix)
+            lengths.append(np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)))
+            flat = itertools.chain.from_iterable(ids)
+            values.append(np.fromiter(flat, dtype=self.values.dtype, count=int(lengths[-1].sum())))
+        self.values, self.lengths = np.concatenate(values), np.concatenate(lengths)
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        keys = np.fromiter(
+            (text_key(asked(text, kind.instruction)) for text in texts), dtype=np.int64, count=len(texts)
+        )
+        self.keys = np.concatenate([self.keys, keys])
+
+
+def _at_once(texts: Sequence[str]) -> Iterator[list[str]]:
+    some: list[str] = []
+    characters = 0
+    for text in texts:
+        if some and (len(some) == TEXTS_PER_CALL or characters + len(text) > CHARACTERS_PER_CALL):
+            yield some
+            some, characters = [], 0
+        some.append(text)
+        characters += len(text)
+    if some:
+        yield some
+
+
+def gathered(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
+    """Stretches of `values`, each from its start and of its length, one after the other."""
+    ends = np.cumsum(lengths)
+    places = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+    found: NDArray[Any] = values[places]
+    return found
+
+
+def join_parts(directory: Path, names: Sequence[str], rows: RowStore, path: Path) -> None:
+    """Write the tokens of all parts one after the other, and where each text and row begins in them.
+
+    Args:
+        directory: where the parts' folders lie.
+        names: of these folders, in order.
+        rows: the rows.
+        path: the folder: `values.bin`, `keys.bin`, `offsets.bin` (int64 [T + 1]) and `first.bin` (int64 [R + 1]).
+    """
+    path.mkdir()
+    for name in ("values.bin", "keys.bin"):
+        with (path / name).open("wb") as joined:
+            for part in names:
+                with (directory / part / name).open("rb") as file:
+                    shutil.copyfileobj(file, joined, BLOCK)
+    _write_sums(path / "offsets.bin", (mapped(directory / part / "lengths.bin", np.int32) for part in names))
+    positives, negatives = rows.num_positives, rows.num_negatives
+    blocks = (slice(start, start + BLOCK) for start in range(0, len(rows), BLOCK))
+    _write_sums(path / "first.bin", (1 + positives[block] + negatives[block] for block in blocks))
+
+
+def _write_sums(path: Path, counts: Iterator[NDArray[np.int32]]) -> None:
+    """The sum of the counts before each, and at last of all: int64, one more than there are counts."""
+    total = 0
+    with path.open("wb") as file:
+        file.write(np.zeros(1, dtype=np.int64).data.cast("B"))
+        for some in counts:
+            sums = total + np.cumsum(some, dtype=np.int64)
+            if len(sums):
+                file.write(sums.data.cast("B"))
+                total = int(sums[-1])
+
 
 _NUM_FILES = 4
 
@@ -53,38 +250,25 @@ class TokenStore:
         return gathered(self.values, self.offsets[texts], self.lengths(texts)).astype(np.int32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """A source whose texts are to be tokenised.
-
-    Attributes:
-        rows: its rows, with texts.
-        query_prompt: put before queries of rows that carry no instruction.
-        document_prompt: likewise, before documents.
-        instruction_format: how an instruction and a text are put together.
-        query_max_length: tokens of a query that are kept, special tokens included; None: the model's.
-        document_max_length: likewise, of a document.
-    """
+@dataclass(frozen=True)
+class TokenRequest:
+    """A source whose texts are to be tokenised, and their format."""
 
     rows: RowStore
-    query_prompt: str
-    document_prompt: str
-    instruction_format: str
-    query_max_length: int | None
-    document_max_length: int | None
+    text_format: TextFormat
 
     def notes(self, tokenizer: TextTokenizer) -> list[str]:
         """Lines for the user: lengths that are asked for, and more than the model takes."""
-        asked = {"query_max_length": self.query_max_length, "document_max_length": self.document_max_length}
-        most = tokenizer.max_length
+        limit, options = tokenizer.max_length, ("query_max_length", "document_max_length")
+        lengths = {option: getattr(self.text_format, option) for option in options}
         return [
-            f"{self.rows.report.name}: {option}={length} is more than the model's {most} tokens, which are kept"
-            for option, length in asked.items()
-            if length is not None and length > most
+            f"{self.rows.report.name}: {option}={length} is more than the model's {limit} tokens, which are kept"
+            for option, length in lengths.items()
+            if length is not None and length > limit
         ]
 
 
-def prepare_all(wanted: Sequence[Wanted], tokenizer: TextTokenizer, cache: Cache) -> list[TokenStore]:
+def prepare_all(wanted: Sequence[TokenRequest], tokenizer: TextTokenizer, cache: Cache) -> list[TokenStore]:
     """Tokenise every text of several sources, as far as that has not been done before.
 
     Processes that call this alike share the work, and go on with the next source while others finish one.
@@ -105,42 +289,16 @@ def prepare_all(wanted: Sequence[Wanted], tokenizer: TextTokenizer, cache: Cache
     return [one.open(cached=one not in new) for one in parts]
 
 
-def prepare_tokens(
-    rows: RowStore,
-    tokenizer: TextTokenizer,
-    *,
-    query_prompt: str,
-    document_prompt: str,
-    instruction_format: str,
-    query_max_length: int | None,
-    document_max_length: int | None,
-    cache: Cache,
-) -> TokenStore:
-    """The same for one source; see Wanted."""
-    one = Wanted(
-        rows=rows,
-        query_prompt=query_prompt,
-        document_prompt=document_prompt,
-        instruction_format=instruction_format,
-        query_max_length=query_max_length,
-        document_max_length=document_max_length,
-    )
-    return prepare_all([one], tokenizer, cache)[0]
-
-
 class _Tokens:
     """One source's tokens as they are to be kept."""
 
-    def __init__(self, wanted: Wanted, tokenizer: TextTokenizer, cache: Cache) -> None:
+    def __init__(self, wanted: TokenRequest, tokenizer: TextTokenizer, cache: Cache) -> None:
         self._source, self._rows, self._tokenizer = wanted.rows, wanted.rows.rows, tokenizer
-        self._wording = Wording(
-            query_prompt=wanted.query_prompt,
-            document_prompt=wanted.document_prompt,
-            instruction_format=wanted.instruction_format,
-            query_max_length=_least(wanted.query_max_length, tokenizer.max_length),
-            document_max_length=_least(wanted.document_max_length, tokenizer.max_length),
-        )
-        decides: dict[str, Any] = vars(self._wording) | {"rows": self._source.key, "tokenizer": tokenizer.fingerprint}
+        self._text_format = wanted.text_format.limited_to(tokenizer.max_length)
+        decides: dict[str, Any] = vars(self._text_format) | {
+            "rows": self._source.key,
+            "tokenizer": tokenizer.fingerprint,
+        }
         if not self._source.beside & {"instruction", "document_instruction"}:
             del decides["instruction_format"]
         self.directory = cache.directory / f"tokens-{json_digest([FORMAT, decides])}"
@@ -155,7 +313,7 @@ class _Tokens:
 
     def _tasks(self) -> Mapping[str, Task]:
         def task(batches: range) -> Task:
-            return partial(write_part, self._rows, batches, self._tokenizer, self._wording)
+            return partial(write_part, self._rows, batches, self._tokenizer, self._text_format)
 
         tasks = {f"tokens-{number:06}": task(batches) for number, batches in enumerate(parts_of_rows(self._rows))}
         self._names = list(tasks)
@@ -176,7 +334,3 @@ class _Tokens:
                 "nothing clean up this folder meanwhile"
             ) from error
         return TokenStore(offsets, first, keys, values, cached)
-
-
-def _least(wanted: int | None, most: int) -> int:
-    return most if wanted is None else min(wanted, most)

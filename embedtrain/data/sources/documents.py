@@ -47,7 +47,7 @@ def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document
 
 
 class DocumentReader:
-    """Reads the documents of a corpus.
+    """Reads the documents of a corpus. Every method raises DataError where a part is gone or cannot be read.
 
     Args:
         parts: files or data sets.
@@ -63,27 +63,15 @@ class DocumentReader:
         self._reader = PartReader()
 
     def content(self) -> dict[str, Any]:
-        """Digests of the parts.
-
-        Raises:
-            DataError: a part is gone or cannot be read.
-        """
+        """Digests of the parts."""
         return {"parts": [self._reader.digests(part) for part in self.parts], "documents": []}
 
     def pieces(self, piece_bytes: int) -> list[Piece]:
-        """All parts in order, in pieces of about this size.
-
-        Raises:
-            DataError: a part is gone or cannot be read.
-        """
+        """All parts in order, in pieces of about this size."""
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
 
     def documents(self, piece: Piece) -> Iterator[tuple[int, Document | BadRow]]:
-        """The documents of a piece with their line or row numbers within it.
-
-        Raises:
-            DataError: the piece cannot be read as a whole.
-        """
+        """The documents of a piece with their line or row numbers within it."""
         for line in self._reader.lines(piece):
             if line.row is None:
                 continue

@@ -1,4 +1,7 @@
-"""Files as bytes and lines: local or under a URL, plain or compressed with gzip or zstd, whole or a range of bytes."""
+"""Files as bytes and lines: local or under a URL, plain or compressed with gzip or zstd, whole or a range of bytes.
+
+Every function that opens a file raises DataError where it is missing or cannot be read.
+"""
 
 import gzip
 import hashlib
@@ -25,26 +28,9 @@ NUM_SAMPLES = 16  # blocks hashed between the first and the last of a larger fil
 _DECOMPRESSED_BYTES = 1 << 13
 # Keys under which fsspec's file systems report a file's version.
 _VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "Content-MD5",
-    "md5Hash",
-    "content_md5",
-    "checksum",
-    "sha256",
-    "oid",
-    "blob_id",
-    "version_id",
-    "VersionId",
-    "generation",
-    "last_commit",
-    "LastModified",
-    "last_modified",
-    "Last-Modified",
-    "updated",
-    "mtime",
-    "modified",
-    "created",
+    *("ETag", "etag", "Content-MD5", "md5Hash", "content_md5", "checksum", "sha256", "oid", "blob_id", "version_id"),
+    *("VersionId", "generation", "last_commit", "LastModified", "last_modified", "Last-Modified", "updated", "mtime"),
+    *("modified", "created"),
 )
 
 
@@ -84,11 +70,7 @@ def file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def open_url(url: str) -> Any:
-    """A binary file object; most can seek.
-
-    Raises:
-        DataError: the file is missing or cannot be reached.
-    """
+    """A binary file object; most can seek."""
     system, path = file_system(url)
     try:
         return system.open(path, "rb")
@@ -97,11 +79,7 @@ def open_url(url: str) -> Any:
 
 
 def url_info(url: str) -> dict[str, Any]:
-    """What the file system reports about a file: its size, and usually a checksum or a date.
-
-    Raises:
-        DataError: the file is missing or cannot be reached.
-    """
+    """What the file system reports about a file: its size, and usually a checksum or a date."""
     system, path = file_system(url)
     try:
         return dict(system.info(path))
@@ -167,11 +145,7 @@ def compression_of(name: str) -> Compression:
 
 
 def open_binary(name: str) -> Any:
-    """A file as it is stored, as a binary file object.
-
-    Raises:
-        DataError: it is missing or cannot be opened.
-    """
+    """A file as it is stored, as a binary file object."""
     if is_url(name):
         return open_url(name)
     try:
@@ -181,11 +155,7 @@ def open_binary(name: str) -> Any:
 
 
 def file_size(name: str) -> int | None:
-    """The bytes of a file as it is stored; None where the file system does not report them.
-
-    Raises:
-        DataError: it is missing or cannot be reached.
-    """
+    """The bytes of a file as it is stored; None where the file system does not report them."""
     if is_url(name):
         size = url_info(name).get("size")
         return None if size is None else int(size)
@@ -196,11 +166,7 @@ def file_size(name: str) -> int | None:
 
 
 def splittable_size(name: str) -> int | None:
-    """The bytes of a file whose lines can be read from any offset: not compressed, and able to seek; else None.
-
-    Raises:
-        DataError: it is missing or cannot be opened.
-    """
+    """The bytes of a file whose lines can be read from any offset: not compressed, and able to seek; else None."""
     if compression_of(name) is not Compression.none:
         return None
     if not is_url(name):
@@ -228,9 +194,6 @@ def file_digest(name: str) -> str:
 
     Files of up to 64 MiB are read whole (BLAKE2b). For larger ones size, modification time and 18 blocks of 1 MiB are
     hashed; for URLs what the file system reports: size, checksum, date.
-
-    Raises:
-        DataError: the file is gone or cannot be read.
     """
     if is_url(name):
         info = url_info(name)
@@ -312,11 +275,7 @@ def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> It
 
 
 def count_lines_before(name: str, start: int) -> int:
-    """How many lines of an uncompressed file begin before byte `start`.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """How many lines of an uncompressed file begin before byte `start`."""
     if start == 0:
         return 0
     count, remaining = 1, start - 1

@@ -83,14 +83,13 @@ class HubRepository:
         """One split of a configuration."""
         return Part(self.path, PartKind.hub, subset=config, split=split, revision=self.revision)
 
-    def table(self, config: str, name: str, split: str | None = None) -> Part:
+    def table(self, config: str, name: str, split: str) -> Part:
         """A table of a retrieval set: the split of its name, else `split`, else the only one."""
         splits = self.splits_of(config)
         chosen = name if name in splits else split if split in splits else splits[0] if len(splits) == 1 else None
         if chosen is None:
-            expected = name if split is None else f"{name} or {split}"
             raise DataError(
-                f"{self.path} ({config}) holds the splits {', '.join(splits)}: expected one that is called {expected}"
+                f"{self.path} ({config}) holds the splits {', '.join(splits)}, and neither {name} nor {split}"
             )
         return self.part(config, chosen)
 

@@ -88,7 +88,7 @@ class RawLine:
 
 
 class PartReader:
-    """Reads the parts of one source.
+    """Reads the parts of one source. Every method raises DataError where a part is gone or cannot be read.
 
     Args:
         subset: configuration of Hub data sets that have none.
@@ -101,11 +101,7 @@ class PartReader:
         self._datasets: dict[Part, Any] = {}  # opened once, since that takes a second
 
     def split(self, part: Part, piece_bytes: int) -> list[Piece]:
-        """A part in pieces of about this size; in one piece where it can only be read from its beginning.
-
-        Raises:
-            DataError: the part is gone or cannot be read.
-        """
+        """A part in pieces of about this size; in one piece where it can only be read from its beginning."""
         starts: Sequence[int]
         match part.kind:
             case PartKind.jsonl:
@@ -123,11 +119,7 @@ class PartReader:
         return [Piece(part, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
     def lines(self, piece: Piece) -> Iterator[RawLine]:
-        """The lines or rows of a piece, including blank ones.
-
-        Raises:
-            DataError: the piece cannot be read as a whole.
-        """
+        """The lines or rows of a piece, including blank ones."""
         part = piece.part
         if part.kind is not PartKind.jsonl:
             yield from (RawLine(number, row) for number, row in self._rows(piece))
@@ -136,11 +128,7 @@ class PartReader:
             yield RawLine(number, parse_json_row(line) if line.strip() else None)
 
     def lines_before(self, piece: Piece) -> int:
-        """The number of lines or rows of the part before the piece.
-
-        Raises:
-            DataError: the part is gone or cannot be read.
-        """
+        """The number of lines or rows of the part before the piece."""
         if piece.start == 0:
             return 0
         match piece.part.kind:
@@ -154,11 +142,7 @@ class PartReader:
                 return piece.start
 
     def digests(self, part: Part) -> list[str]:
-        """The kind of a part, and digests of its files.
-
-        Raises:
-            DataError: the part is gone or cannot be read.
-        """
+        """The kind of a part, and digests of its files."""
         if part.tables:
             return [part.kind.name, *(digest for table in part.tables[:2] for digest in self.digests(table))]
         if part.kind is not PartKind.hub:

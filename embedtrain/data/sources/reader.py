@@ -54,7 +54,7 @@ class PieceRows:
 
 
 class SourceReader:
-    """Reads one source of training rows.
+    """Reads one source of training rows. Every method raises DataError where a part is gone or cannot be read.
 
     Args:
         source: an element of `data.train`.
@@ -89,9 +89,6 @@ class SourceReader:
 
         Paths are left out, so that a folder may be moved, and so is the name of the loss, so that losses with the same
         needs share their rows.
-
-        Raises:
-            DataError: a part is gone or cannot be read.
         """
         source, needs = self.source, self.needs
         return {
@@ -140,11 +137,7 @@ class SourceReader:
         raise DataError(f"{self.source.path}: no row that can be trained on ({skipped} skipped, the first: {first})")
 
     def pieces(self, piece_bytes: int) -> list[Piece]:
-        """All parts in order, in pieces of about this size where they can be split.
-
-        Raises:
-            DataError: a part is gone or cannot be read.
-        """
+        """All parts in order, in pieces of about this size where they can be split."""
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
 
     def rows(self, piece: Piece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
@@ -158,11 +151,7 @@ class SourceReader:
         return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source.score_scale)
 
     def lines_before(self, piece: Piece) -> int:
-        """The number of lines or rows of the part before the piece.
-
-        Raises:
-            DataError: the part is gone or cannot be read.
-        """
+        """The number of lines or rows of the part before the piece."""
         return self._reader.lines_before(piece)
 
     def _rows_and_empty_parts(self) -> Iterator[tuple[Part, int, dict[str, Any] | BadRow]]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
-from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives, source_names
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import assert_error, error_of, line, read, write

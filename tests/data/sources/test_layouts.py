@@ -402,6 +402,20 @@ def test_a_beir_folder(tmp_path: Path) -> None:
     assert_error(f"^{folder}: .*split=test, only of dev, train", folder, split="test")
 
 
+@pytest.mark.parametrize("name", ["train.qrels", "train.txt", "train.tsv"])
+def test_a_beir_folder_with_judgements_of_trec(tmp_path: Path, name: str) -> None:
+    expected, _ = read(beir(tmp_path / "a", [HEADER, "q2 d0 1", "q2 d3 0"]))
+    folder = beir(tmp_path / "b", [])
+    (folder / "qrels" / "train.tsv").unlink()
+    (folder / "qrels" / name).write_text("q2 0 d0 1\nq2 0 d3 0\n")
+    (example,), _ = read(folder)
+    assert (example.query, example.positives, example.negatives) == (
+        expected[0].query,
+        expected[0].positives,
+        expected[0].negatives,
+    )
+
+
 BAD_JUDGEMENTS = {
     "q3 d0 0": 'query "q3" has no document with a score above 0',
     "q9 d0 1": 'query "q9" is not in ',

@@ -7,9 +7,8 @@ import pytest
 from embedtrain.config.losses import CoSENTConfig, DistillScoresConfig, TripletConfig
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
-from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.train_data import load_train_data
-from embedtrain.data.types import Prompt
 from embedtrain.errors import ConfigError, DataError
 from tests.data.files import assert_error, error_of, read, write, write_table
 
@@ -196,16 +195,16 @@ def test_rows_draw_scores_ids_and_vectors_with_their_texts(tmp_path: Path) -> No
     places = range(6)
     row = {"query": "q", "pos": [f"p{i}" for i in places], "neg": [f"n{i}" for i in places]}
     more = {"pos_scores": [10 + i for i in places], "neg_scores": list(places), "neg_id": [f"n{i}" for i in places]}
-    source = TrainSource(path=str(write(tmp_path / "a.jsonl", {**row, **more})), negatives=3, query_prompt="Q: ")
-    data = load_train_data([source], document_prompt="", needs=TEACHER, seed=1, global_batch_size=1)
-    plain = load_train_data([source], document_prompt="", seed=1, global_batch_size=1)
+    source = TrainSource(path=str(write(tmp_path / "a.jsonl", {**row, **more})), negatives=3)
+    data = load_train_data([source], needs=TEACHER, seed=1, global_batch_size=1)
+    plain = load_train_data([source], seed=1, global_batch_size=1)
     seen = set()
     for k in range(50):
         drawn = data.batch(k).rows[0]
         positive, *negatives = drawn.documents
         assert drawn.scores == (10 + int(positive[1]), *(int(text[1]) for text in negatives))
         assert drawn.ids == ("", *negatives)
-        assert (drawn.query, drawn.query_prompt, drawn.document_prompt) == ("q", Prompt("Q: "), Prompt())
+        assert drawn.query == "q"
         assert (drawn.documents, plain.batch(k).rows[0].scores) == (plain.batch(k).rows[0].documents, ())
         seen.add(drawn.documents)
     assert len(seen) > 30
@@ -214,17 +213,16 @@ def test_rows_draw_scores_ids_and_vectors_with_their_texts(tmp_path: Path) -> No
     for name, vectors in {"each.parquet": [[float(i)] for i in range(6)], "one.parquet": [7.0]}.items():
         path = write_table(tmp_path / name, {**texts, "label": [vectors]})
         source = TrainSource(path=str(path), negatives=2)
-        data = load_train_data([source], needs=VECTORS, document_prompt="D ", seed=1, global_batch_size=1)
+        data = load_train_data([source], needs=VECTORS, seed=1, global_batch_size=1)
         for k in range(20):
             drawn = data.batch(k).rows[0]
             numbers = [0, *(int(text[-1]) for text in drawn.documents)] if name == "each.parquet" else [7] * 4
             assert [list(vector) for vector in drawn.vectors] == [[number] for number in numbers]
-            assert (drawn.query_prompt, drawn.document_prompt) == (Prompt(), Prompt("D "))
 
 
 def test_rows_of_one_text_are_drawn(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", {"text": ["a", "b"], "label": [3, 4]})
-    data = load_train_data([TrainSource(path=str(path))], needs=CLASSES, query_prompt="Q ", seed=1, global_batch_size=2)
+    data = load_train_data([TrainSource(path=str(path))], needs=CLASSES, seed=1, global_batch_size=2)
     rows = sorted(data.batch(0).rows, key=lambda row: row.query)
     assert [(row.query, row.documents, row.label, row.vectors) for row in rows] == [
         ("a", (), 3, ()),

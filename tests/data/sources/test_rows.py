@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from embedtrain.config.recipe import DataFormat, OnError, TrainSource
-from embedtrain.data.cache.open_sources import read_sources
+from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.sources.parts import may_be_hub_id, stem_of
 from embedtrain.data.sources.resolve import source_names
 from embedtrain.data.types import Example
@@ -387,15 +387,15 @@ def test_sources_keep_their_rows_and_distinct_names(tmp_path: Path) -> None:
 
 def test_many_rows_take_little_more_than_their_texts(tmp_path: Path) -> None:
     rows = [line({"query": f"q{i}", "pos": [f"p{i} " * 10], "neg": [f"n{i}", "x" * 20]}) for i in range(1000)]
-    path = write(tmp_path / "a.jsonl", *rows * 200)
+    path = write(tmp_path / "a.jsonl", *rows * 50)
     before = pa.total_allocated_bytes()
     (store,) = read_sources([TrainSource(path=str(path))], OnError.stop)
-    assert len(store) == 200_000
-    assert store[199_999].line == 200_000
-    assert store[123_456].query == "q456"
+    assert len(store) == 50_000
+    assert store[49_999].line == 50_000
+    assert store[23_456].query == "q456"
     num_characters = sum(map(len, store.texts()))
     # Offsets and line numbers: some 40 bytes a row. As Python objects these rows take about 600 bytes each.
-    assert store.num_bytes < num_characters + 200_000 * 50
+    assert store.num_bytes < num_characters + 50_000 * 50
     assert pa.total_allocated_bytes() - before < 0.1 * store.num_bytes  # they lie on disk
 
 

@@ -130,7 +130,7 @@ def load(world, folder, cache, pieces):
 def test_ranks_build_a_corpus_together(ranks, tmp_path):
     texts = {row["_id"]: row["text"].strip() for row in ROWS}
     folder = beir(tmp_path / "set", texts, {"q": "?"}, "q\td0010\t1\n")
-    one, other = ranks(2, load, str(folder), tmp_path / "cache", 10_000)
+    one, other = ranks(2, load, str(folder), tmp_path / "cache", 40_000)
     assert one == other
     name, ids, found = one
     assert name == "MappedTexts" and len(ids) == 101 and "d0010" in ids
@@ -139,7 +139,7 @@ def test_ranks_build_a_corpus_together(ranks, tmp_path):
         file.write('{"_id": "d0000", "text": "other"}\n')
     path = f"{folder}/corpus.jsonl"
     message = f"{path}:3001: the id 'd0000' has another text already in {path}:1"
-    answers = ranks(2, load, str(folder), tmp_path / "cache", 10_000)
+    answers = ranks(2, load, str(folder), tmp_path / "cache", 40_000)
     assert answers == [message, f"rank 0 failed while reading evaluation sets: DataError: {message}"]
 
 

@@ -71,6 +71,13 @@ def test_beir_folder_in_gzip_and_parquet(beir):
     assert read(beir, kind=SetKind.retrieval, name="other").data.name == "other"
 
 
+def test_beir_folder_with_a_corpus_in_csv(beir):
+    expected = read(beir).data
+    (beir / "corpus.jsonl").unlink()
+    (beir / "corpus.csv").write_text("docid,title,contents\nd1,Title,text\n2,,no title\nd3,,no title either\nd4,,\n")
+    assert read(beir).data == expected
+
+
 def test_files_without_a_header_and_with_windows_line_breaks(beir):
     expected = read(beir).data
     (beir / "qrels" / "test.tsv").write_text(QRELS.split("\n", 1)[1])

@@ -1,0 +1,117 @@
+"""How queries and documents are given to a model: prompts, instructions of rows, maximal lengths."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from embedtrain.config.recipe import DataConfig
+from embedtrain.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The text before and after a query or document."""
+
+    prefix: str = ""
+    suffix: str = ""
+
+    def __call__(self, text: str) -> str:
+        """The text with its prompt."""
+        return f"{self.prefix}{text}{self.suffix}"
+
+
+NO_PROMPT = Prompt()
+
+
+class HasInstructions(Protocol):
+    """A row that may carry instructions: an Example or Texts."""
+
+    @property
+    def instruction(self) -> str | None:
+        """Replaces the prompt of the query; "" for none, None to keep the prompt."""
+        ...
+
+    @property
+    def document_instruction(self) -> str | None:
+        """Replaces the prompt of all documents of the row."""
+        ...
+
+
+class HasTextOptions(Protocol):
+    """An element of `data.train`, or another dataclass with these options; None is the model's or the command's."""
+
+    query_prompt: str | None
+    document_prompt: str | None
+    instruction_format: str | None
+    query_max_length: int | None
+    document_max_length: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFormat:
+    """Prompts, format of instructions and maximal lengths of the texts of one source.
+
+    Attributes:
+        query_prompt: text before a query whose row has no instruction.
+        document_prompt: text before a document whose row has no instruction for documents.
+        instruction_format: contains `{instruction}`, and `{text}` once.
+        query_max_length: tokens kept of a query, including special tokens; None: the model's.
+        document_max_length: tokens kept of a document, including special tokens; None: the model's.
+    """
+
+    query_prompt: str = ""
+    document_prompt: str = ""
+    instruction_format: str = DataConfig.instruction_format
+    query_max_length: int | None = None
+    document_max_length: int | None = None
+
+    @classmethod
+    def of(cls, source: HasTextOptions, default: "TextFormat") -> "TextFormat":
+        """The format that a source's own options ask for, and `default` where they ask for nothing."""
+        query_prompt, document_prompt = source.query_prompt, source.document_prompt
+        return cls(
+            query_prompt=default.query_prompt if query_prompt is None else query_prompt,
+            document_prompt=default.document_prompt if document_prompt is None else document_prompt,
+            instruction_format=source.instruction_format or default.instruction_format,
+            query_max_length=source.query_max_length,
+            document_max_length=source.document_max_length,
+        )
+
+    def query(self, instruction: str | None) -> Prompt:
+        """The prompt of a query whose row has this instruction.
+
+        Raises:
+            ConfigError: an invalid `instruction_format`.
+        """
+        return self._prompt(instruction, self.query_prompt)
+
+    def document(self, instruction: str | None) -> Prompt:
+        """The prompt of the documents of a row with this instruction for documents.
+
+        Raises:
+            ConfigError: an invalid `instruction_format`.
+        """
+        return self._prompt(instruction, self.document_prompt)
+
+    def prompts(self, row: HasInstructions) -> tuple[Prompt, Prompt]:
+        """The prompts of a row's query and of its documents."""
+        return self.query(row.instruction), self.document(row.document_instruction)
+
+    def limited_to(self, max_length: int) -> "TextFormat":
+        """The same format with both maximal lengths at most `max_length`."""
+        lengths = (self.query_max_length, self.document_max_length)
+        query, document = (max_length if length is None else min(length, max_length) for length in lengths)
+        return replace(self, query_max_length=query, document_max_length=document)
+
+    def _prompt(self, instruction: str | None, prompt: str) -> Prompt:
+        if instruction is None:
+            return Prompt(prompt)
+        if not instruction:
+            return NO_PROMPT
+        # Split before the instruction is inserted: it may itself contain "{text}".
+        prefix, text, suffix = self.instruction_format.partition("{text}")
+        if not text or "{text}" in suffix or "{instruction}" not in prefix + suffix:
+            raise ConfigError(
+                f"data.instruction_format={self.instruction_format!r} must contain {{instruction}}, and {{text}} once, "
+                "such as 'Instruct: {instruction}\\nQuery: {text}'"
+            )
+        return Prompt(*(part.replace("{instruction}", instruction) for part in (prefix, suffix)))

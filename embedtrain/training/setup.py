@@ -1,0 +1,258 @@
+"""Parts of a training run, in the order in which they are built: data, run directory, model, loss, optimizer."""
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from embedtrain.checkpoint.checkpointer import Checkpointer
+from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
+from embedtrain.checkpoint.export.hub import require_export_support
+from embedtrain.checkpoint.export.model_directory import write_architecture
+from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
+from embedtrain.config.accelerate import describe_accelerate_config
+from embedtrain.config.compose import to_plain
+from embedtrain.config.loss_checks import guide_paths
+from embedtrain.config.losses import LossConfig
+from embedtrain.config.recipe import Recipe
+from embedtrain.data.cache.cache import Cache, cache_place
+from embedtrain.data.train_data import TrainData, load_recipe_data
+from embedtrain.distributed.world import World
+from embedtrain.evaluation.evaluator import metric_names
+from embedtrain.evaluation.metrics import parse_best_metric
+from embedtrain.evaluation.sets import load_sets
+from embedtrain.evaluation.types import LoadedSet
+from embedtrain.loading.load import LoadedModel, load_model
+from embedtrain.losses.build import row_spec_of
+from embedtrain.losses.types import Loss
+from embedtrain.models.build import weights_digest
+from embedtrain.models.source import ModelSource, open_model_source
+from embedtrain.planning.model_costs import compute_dtype
+from embedtrain.planning.workload import StepWorkload
+from embedtrain.tracking.console import Console
+from embedtrain.tracking.tracker import Tracker
+from embedtrain.training.backward import Backward
+from embedtrain.training.guides import GuideModel, load_guides
+from embedtrain.training.matmul_rate import MatmulRate, bf16_notes, matmul_rate
+from embedtrain.training.objective import build_loss
+from embedtrain.training.optimizer import build_optimizer
+from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
+from embedtrain.training.resume import RunStart, require_same_data, run_identity
+from embedtrain.training.state import EncoderWithLoss
+from embedtrain.training.tokenization import load_or_train_vocabulary, tokenize_data
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every part of a run needs."""
+
+    recipe: Recipe
+    world: World
+    console: Console
+    run_dir: RunDirectory
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Print lines for the user."""
+        for line in lines:
+            self.console.note(line)
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads: the model's files, training rows and evaluation sets.
+
+    Attributes:
+        source: the opened model directory or configuration.
+        base_digest: digest of the weights below adapters; None without adapters.
+        cache: prepared rows and tokens on disk.
+        data: training rows.
+        losses: the loss of each training source.
+        sets: evaluation sets.
+        best_metric: set and metric of `checkpoint.best_metric`.
+        total_steps: optimizer steps.
+        total_batches: global batches; the last step may have fewer than the others.
+    """
+
+    source: ModelSource
+    base_digest: str | None
+    cache: Cache
+    data: TrainData
+    losses: Sequence[LossConfig]
+    sets: Sequence[LoadedSet]
+    best_metric: tuple[str, str] | None
+    total_steps: int
+    total_batches: int
+
+
+def read_inputs(run: Run) -> RunInputs:
+    """Read everything that the user may have got wrong, before anything is written.
+
+    Raises:
+        EmbedtrainError: on every rank.
+    """
+    recipe, world = run.recipe, run.world
+    with world.fail_together("opening the model"):
+        if world.is_main:
+            require_export_support(recipe.export)
+        source = open_model_source(recipe.model)
+        base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
+    directory = cache_place(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)
+    with world.fail_together("reading training data"), run.console.progress() as progress:
+        cache = Cache(directory=directory, progress=progress)
+        data, losses = load_recipe_data(recipe, source.prompts, cache)
+        total_steps, total_batches = _run_length(recipe, data)
+    require_same_data(data, world)
+    sets = load_sets(recipe.evaluation.sets, world, subset=recipe.evaluation.subset, cache=cache)
+    best = recipe.checkpoint.best_metric
+    best_metric = None if best is None else parse_best_metric(best, metric_names(sets))
+    run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])
+    return RunInputs(source, base_digest, cache, data, losses, sets, best_metric, total_steps, total_batches)
+
+
+def _run_length(recipe: Recipe, data: TrainData) -> tuple[int, int]:
+    """Optimizer steps and global batches."""
+    batches_per_step = recipe.train.gradient_accumulation_steps
+    if recipe.train.epochs is None:
+        steps = data.plan.total_steps(recipe.train.steps, None)
+        return steps, steps * batches_per_step
+    batches = data.plan.total_steps(None, recipe.train.epochs)
+    return -(-batches // batches_per_step), batches
+
+
+@contextlib.contextmanager
+def claim_output_dir(run: Run) -> Iterator[None]:
+    """Create the run directory, and hold its lock during the block."""
+    world, run_dir = run.world, run.run_dir
+    with world.fail_together("creating the run directory"):
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+    with output_dir_lock(run_dir.lock, world, run.recipe.parallel.timeout):
+        if world.watchdog is not None:
+            world.watchdog.resume_hint = run_dir.resume_hint
+        yield
+
+
+def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStart]:
+    """The checkpoints of the run, and the one from which it starts.
+
+    Raises:
+        CheckpointError: on every rank, the newest checkpoint belongs to another run.
+    """
+    identity = run_identity(run.recipe, inputs.data, inputs.losses, inputs.source.prompts)
+    identity |= {BASE_WEIGHTS: run.world.broadcast(inputs.base_digest)}
+    checkpointer = Checkpointer(
+        run.run_dir.checkpoints,
+        run.recipe.checkpoint,
+        run.world,
+        metadata={"identity": identity, "recipe": to_plain(run.recipe)},
+        log=run.console.warn,
+        timeout=run.recipe.parallel.timeout,
+    )
+    start = RunStart(checkpointer.newest())
+    start.check(identity, run.recipe, run.console)
+    return checkpointer, start
+
+
+def measure_matmul_rate(run: Run) -> MatmulRate:
+    """The reference of `mfu`. Measured before the model is loaded, because the measurement needs memory as well."""
+    precision = run.recipe.parallel.precision
+    rate = matmul_rate(run.world, compute_dtype(precision))
+    run.note([f"mfu is relative to {rate}", *bf16_notes(precision, run.world.device)])
+    return rate
+
+
+@dataclass(kw_only=True)
+class TrainedParts:
+    """What a run trains, and what it needs for that.
+
+    Attributes:
+        model: encoder and tokenizer.
+        guides: other models that a loss needs, by path.
+        loss: of all sources.
+        module: encoder and loss.
+        optimizer: updates both.
+    """
+
+    model: LoadedModel
+    guides: Mapping[str, GuideModel]
+    loss: Loss
+    module: EncoderWithLoss
+    optimizer: torch.optim.AdamW
+
+
+def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
+    """Load the model and build loss and optimizer. If there is a checkpoint, the weights are read from it later."""
+    recipe, world, data = run.recipe, run.world, inputs.data
+    tokenizer = load_or_train_vocabulary(recipe, data, run.run_dir, world, run.console, anew=start.from_scratch)
+    model = load_model(
+        recipe.model,
+        recipe.parallel,
+        world,
+        seed=recipe.seed,
+        source=inputs.source,
+        tokenizer=tokenizer,
+        read_weights=start.from_scratch,
+        work=StepWorkload.of(recipe),
+    )
+    tokenize_data(data, model, inputs.cache, world, run.console)
+    guides, guide_notes = load_guides(
+        list(dict.fromkeys(path for loss in inputs.losses for path in guide_paths(loss))),
+        recipe.parallel,
+        world,
+        chunk_tokens=recipe.train.chunk_tokens,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    run.note([*model.notes, *guide_notes])
+    loss = build_loss(recipe, inputs.losses, data, model, guides, world, run.console)
+    optimizer = build_optimizer(model.encoder, recipe.optim, loss)
+    module = EncoderWithLoss(model.encoder, loss)
+    return TrainedParts(model=model, guides=guides, loss=loss, module=module, optimizer=optimizer)
+
+
+def build_backward(run: Run, inputs: RunInputs, parts: TrainedParts) -> Backward:
+    """The computation of gradients."""
+    losses, data = inputs.losses, inputs.data
+    return Backward(
+        parts.model.encoder,
+        parts.loss,
+        run.world,
+        seed=run.recipe.seed,
+        dummy=parts.model.tokenizer.dummy(),
+        reduce_per_step=parts.model.reduce_per_step,
+        guides=parts.guides,
+        sources=data.names if data.plan.by_source and len(losses) > 1 else None,
+        row_specs=[row_spec_of(loss) for loss in losses] if run.recipe.tracking.geometry else None,
+    )
+
+
+def chunk_options(run: Run, model: LoadedModel) -> ChunkOptions:
+    """How texts are cut into chunks."""
+    overhead = run.recipe.train.pass_overhead_tokens
+    if overhead is None:
+        overhead = pass_overhead(on_gpu=run.world.device.type == "cuda", sharded=model.layout.shard > 1)
+    return ChunkOptions(run.recipe.train.chunk_tokens, model.activation_tokens, overhead)
+
+
+def open_tracker(run: Run, model: LoadedModel, start: RunStart) -> Tracker:
+    """Write the recipe and the model's architecture into the run directory, and open its metrics and trackers."""
+    recipe, run_dir = run.recipe, run.run_dir
+    with run.world.fail_together("writing the run directory"):
+        if run.world.is_main:
+            run_dir.stopped.unlink(missing_ok=True)
+            run_dir.write_recipe(recipe, run.world.size, model.source.commit)
+            # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
+            shutil.rmtree(run_dir.architecture, ignore_errors=True)
+            write_architecture(run_dir.architecture, model.source, model.tokenizer)
+            if model.adapted is not None:
+                write_adapter_config(run_dir.adapter, model.adapted, recipe.model, model.source)
+    with run.world.fail_together("opening the trackers"):
+        return Tracker.open(
+            recipe,
+            run.world,
+            run_dir.path,
+            resumed_step=start.resumed_step,
+            evaluated=not start.state.evaluation_due,
+            wandb_id=start.state.wandb_id,
+            console=run.console,
+        )

@@ -1,0 +1,208 @@
+"""Timing of a step: spans for its parts, and the fraction of a step that a rank spends in exposed communication.
+
+On a GPU, exposed communication is the time of NCCL kernels during which no other kernel runs, measured by
+torch.profiler. Profiling CPU operators would slow the step down by a fifth and take seconds to process. On a CPU
+communication does not overlap with computation, because the main thread itself waits for it, so these waits are timed.
+The two functions of torch in which it waits are replaced meanwhile (checked on 2.13).
+"""
+
+import contextlib
+import functools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.distributed import Work
+from torch.distributed import _functional_collectives as functional
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from embedtrain.distributed.collectives import gather_vector
+from embedtrain.distributed.world import World
+
+# Names of spans.
+BATCHES = "waiting for batches"
+ENCODE, LOSS, BACKWARD, NORM, AGREE, OPTIMIZER = (
+    "encode",
+    "loss",
+    "backward",
+    "gradient norm",
+    "agreement of the ranks",
+    "optimizer",
+)
+RANKS = "waiting for other ranks"
+
+FIRST_MEASURED_STEP = 3  # earlier steps select kernels and algorithms
+ROWS_BETWEEN = 100  # logged rows from one measurement to the next
+
+Intervals = list[tuple[float, float]]
+
+
+class Clock:
+    """Seconds of each span of this rank, excluding waits for collectives, and the seconds of each wait."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.waits: list[float] = []
+        self.waited = 0.0
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time a part of a step. Spans must not be nested."""
+        started, waited = time.perf_counter(), self.waited
+        try:
+            with record_function(name):
+                yield
+        finally:
+            seconds = time.perf_counter() - started - (self.waited - waited)
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """Time a wait for a collective."""
+        started = time.perf_counter()
+        try:
+            with record_function(RANKS):
+                yield
+        finally:
+            self.waits.append(time.perf_counter() - started)
+            self.waited += self.waits[-1]
+
+
+_clock: Clock | None = None
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Time a part of a step while a clock is active; otherwise it costs nothing."""
+    return contextlib.nullcontext() if _clock is None else _clock.span(name)
+
+
+@contextlib.contextmanager
+def active_clock(clock: Clock) -> Iterator[None]:
+    """Use this clock for the spans of the block."""
+    global _clock  # noqa: PLW0603 - one process takes one step at a time
+    _clock = clock
+    try:
+        yield
+    finally:
+        _clock = None
+
+
+class CommunicationMeter:
+    """Measures exposed communication in some steps.
+
+    Args:
+        world: all ranks. A single rank is not measured, because it waits for nobody.
+        log_every: steps between two logged rows.
+        rows_between: logged rows between two measurements.
+    """
+
+    def __init__(self, world: World, log_every: int, *, rows_between: int = ROWS_BETWEEN) -> None:
+        self._world, self._interval = world, rows_between * log_every
+        self._steps = 0
+        self._fraction: float | None = None
+
+    @contextlib.contextmanager
+    def measure_step(self, *, already_profiled: bool = False) -> Iterator[None]:
+        """Enter around every step, on every rank. If the step is measured, the end is a collective.
+
+        Args:
+            already_profiled: a profiler measures this step; the next one is measured instead.
+        """
+        if already_profiled:
+            yield
+            return
+        self._steps += 1
+        is_due = self._steps >= FIRST_MEASURED_STEP and (self._steps - FIRST_MEASURED_STEP) % self._interval == 0
+        if not is_due or self._world.size == 1:
+            yield
+            return
+        started = time.perf_counter()
+        measure = gpu_profile(self._world.device) if self._world.device.type == "cuda" else timed_waits()
+        with measure as seconds:
+            yield
+        fraction = seconds() / (time.perf_counter() - started)
+        mean = float(gather_vector(torch.tensor([fraction], device=self._world.device)).mean())
+        self._fraction = mean if math.isfinite(mean) else None  # a rank could not be profiled
+
+    def pop(self) -> dict[str, float]:
+        """The mean over ranks of the last measured step, if there was one since the last call."""
+        fraction, self._fraction = self._fraction, None
+        return {} if fraction is None else {"communication": fraction}
+
+
+@contextlib.contextmanager
+def timed_waits(clock: Clock | None = None) -> Iterator[Callable[[], float]]:
+    """Time this thread's waits for collectives during the block; the yielded function returns their seconds.
+
+    Args:
+        clock: records each wait; default: a new one.
+    """
+    thread, active = threading.get_ident(), clock or Clock()
+
+    def timed(wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def timed_wait(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return wait(*args, **kwargs)
+            with active.wait():
+                return wait(*args, **kwargs)
+
+        return timed_wait
+
+    wait_work, wait_tensor = Work.wait, functional.wait_tensor
+    Work.wait, functional.wait_tensor = timed(wait_work), timed(wait_tensor)  # type: ignore[method-assign]
+    try:
+        yield lambda: active.waited
+    finally:
+        Work.wait, functional.wait_tensor = wait_work, wait_tensor  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def gpu_profile(device: torch.device) -> Iterator[Callable[[], float]]:
+    """Profile the GPU during the block; the yielded function returns the seconds of exposed NCCL kernels, or NaN."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints when it starts and stops
+    events: list[Any] = []
+    try:
+        profiler = profile(activities=[ProfilerActivity.CUDA])
+        profiler.start()
+    except Exception:  # the process is profiled already, or the driver does not permit it: training continues
+        yield lambda: math.nan
+        return
+    try:
+        yield lambda: exposed_nccl_seconds(events)
+        torch.cuda.synchronize(device)
+    finally:
+        with contextlib.suppress(Exception):
+            profiler.stop()
+            events += profiler.events()
+
+
+def kernel_intervals(events: Iterable[Any]) -> tuple[Intervals, Intervals]:
+    """Microseconds of the kernels in a profile: those of NCCL, and all others."""
+    nccl: Intervals = []
+    others: Intervals = []
+    for event in events:
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            kind = nccl if "nccl" in event.name.lower() else others
+            kind.append((event.time_range.start, event.time_range.end))
+    return nccl, others
+
+
+def exposed_nccl_seconds(events: Iterable[Any]) -> float:
+    """Seconds in which only NCCL kernels ran; NaN if the profile has no other kernel."""
+    nccl, others = kernel_intervals(events)
+    return (covered_length(nccl + others) - covered_length(others)) / 1e6 if others else math.nan
+
+
+def covered_length(intervals: Intervals) -> float:
+    """The length of the union of intervals."""
+    total, end_so_far = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, end_so_far))
+        end_so_far = max(end_so_far, end)
+    return total

@@ -1,0 +1,117 @@
+"""Sources that are edited while they are read: refused by every process, and never found again as what they were."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache import read_sources as stored
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.distributed.world import World
+from embedtrain.errors import DataError
+from tests.data.files import write
+
+
+def rows(word: str, count: int = 60) -> list[dict[str, Any]]:
+    return [{"query": f"{word} query {i}", "pos": [f"{word} document {i}"]} for i in range(count)]
+
+
+def edit(path: Path, *, seen: bool, word: str = "new") -> None:
+    """Write other rows of the same size; unless it is to be seen, with the time of change that the file had."""
+    before = path.stat()
+    write(path, *rows(word))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9 * seen))
+
+
+def queries(path: Path, cache: Path, told: Callable[[str, int, int], None] = lambda *_: None) -> list[str]:
+    (store,) = read_sources([TrainSource(path=str(path))], OnError.stop, cache=Cache(directory=cache, progress=told))
+    return [example.query for example in store]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("when", [0, 1, -1])
+def test_a_file_that_is_edited_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool, when: int
+) -> None:
+    monkeypatch.setattr(stored, "PIECE_BYTES", 1000)
+    path, heard = write(tmp_path / "a.jsonl", *rows("old")), list[int]()
+
+    def told(phase: str, done: int, total: int) -> None:
+        heard.append(done)
+        if done == when % (total + 1):
+            edit(path, seen=seen)
+
+    with pytest.raises(DataError) as caught:
+        queries(path, tmp_path / "cache", told)
+    assert str(caught.value) == (
+        f"{path}: was changed after its rows were read: start again, and do not change it meanwhile"
+    )
+    if seen and when >= 0:
+        assert max(heard) == when  # the next piece tells
+    assert queries(path, tmp_path / "cache") == [row["query"] for row in rows("new")]
+    edit(path, seen=True, word="old")
+    assert queries(path, tmp_path / "cache") == [row["query"] for row in rows("old")]
+
+
+def test_a_file_that_is_touched_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "PIECE_BYTES", 1000)
+    path = write(tmp_path / "a.jsonl", *rows("old"))
+    found = queries(path, tmp_path / "cache", lambda phase, done, total: os.utime(path, (done, done)))
+    assert found == [row["query"] for row in rows("old")]
+
+
+def test_a_file_that_is_deleted_while_it_is_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "d" / "a.jsonl", *rows("old")).parent
+    path = write(folder / "b.jsonl", *rows("old"))
+    with pytest.raises(DataError, match=r"b\.jsonl: cannot be read: No such file"):
+        queries(folder, tmp_path / "cache", lambda phase, done, total: path.unlink(missing_ok=True))
+
+
+def test_a_corpus_that_is_edited_while_it_is_read(tmp_path: Path) -> None:
+    def documents(word: str) -> list[dict[str, str]]:
+        return [{"docid": f"d{i}", "title": "", "text": f"{word} document {i}"} for i in range(9)]
+
+    corpus = write(tmp_path / "corpus.jsonl", *documents("old"))
+    judged = [{"query_id": f"{i}", "query_text": f"q{i}", "positive_document_ids": [f"d{i}"]} for i in range(9)]
+    source = TrainSource(path=str(write(tmp_path / "train.jsonl", *judged)))
+
+    def read(when: int | None) -> list[tuple[str, ...]]:
+        def told(phase: str, done: int, total: int) -> None:
+            if phase.startswith("reading documents") and done == when:
+                before = corpus.stat().st_mtime_ns
+                write(corpus, *documents("new"))
+                os.utime(corpus, ns=(before, before))
+
+        cache = Cache(directory=tmp_path / "cache", progress=told)
+        return [example.positives for example in read_sources([source], OnError.stop, cache=cache)[0]]
+
+    for when in (0, 1):
+        write(corpus, *documents("old"))
+        with pytest.raises(DataError, match=r"corpus\.jsonl: was changed after"):
+            read(when)
+        assert not list((tmp_path / "cache").rglob("*.arrow"))
+        write(corpus, *documents("old"))
+    assert read(None) == [(f"old document {i}",) for i in range(9)]
+
+
+def read_an_edited_file(world: World, name: str, directory: str) -> str:
+    stored.PIECE_BYTES = 1000
+    path = Path(name)
+    try:
+        queries(path, Path(directory), lambda phase, done, total: edit(path, seen=False) if done == total else None)
+    except DataError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_processes_refuse_an_edited_file(tmp_path: Path, ranks: Any) -> None:
+    path = write(tmp_path / "a.jsonl", *rows("old"))
+    for error in ranks(3, read_an_edited_file, str(path), str(tmp_path / "cache")):
+        assert error.startswith(f"{path}: was changed after its rows were read")
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    edit(path, seen=True, word="old")
+    assert queries(path, tmp_path / "cache") == [row["query"] for row in rows("old")]

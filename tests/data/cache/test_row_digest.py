@@ -1,0 +1,148 @@
+"""What rows are, in one number: the same by every way that rows come in, another for every other row or order."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from embedtrain.config.losses import CoSENTConfig
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.config.row_requirements import RowRequirements, row_requirements
+from embedtrain.data.cache import read_sources as stored
+from embedtrain.data.cache import row_files
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.cache.read_sources import read_sources
+from embedtrain.data.cache.row_files import RowDigest
+from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS
+from embedtrain.data.types import Texts
+from embedtrain.distributed.world import World
+from tests.data.files import write, write_table
+
+ROW = Texts("q", ("p", "r"), ("n",), 0)
+
+
+def digest(*rows: Texts) -> str:
+    found = RowDigest()
+    add(found, rows)
+    return str(found)
+
+
+def add(found: RowDigest, rows: Sequence[Texts]) -> None:
+    texts = [pa.array([getattr(row, name) for row in rows], type=TEXTS[name]) for name in row_files.TEXT_NAMES]
+    found.add(texts, {name: [getattr(row, name) for row in rows] for name in EXTRA_COLUMNS})
+
+
+def row(i: int) -> dict[str, Any]:
+    return {"query": f"q{i}", "pos": [f"p{i}", f"ü{i}"], "neg": [f"n{i}.{j}" for j in range(i % 4)]}
+
+
+def content(path: Path, needs: RowRequirements | None = None, cache: Cache | None = None, **options: Any) -> str:
+    on_error = options.pop("on_error", OnError.stop)
+    return read_sources([TrainSource(path=str(path), **options)], on_error, needs or RowRequirements(), cache)[
+        0
+    ].content
+
+
+def test_every_value_and_its_place_count() -> None:
+    others = [
+        replace(ROW, query="Q"),
+        replace(ROW, positives=("r", "p")),
+        replace(ROW, positives=("p",), negatives=("r", "n")),
+        replace(ROW, positives=("pr",)),
+        replace(ROW, positives=("p", "", "r")),
+        Texts("", (), (), 0),
+        Texts("qprn", (), (), 0),
+        replace(ROW, positive_scores=(1.0, 0.5), negative_scores=(0.0,)),
+        replace(ROW, positive_scores=(1.0, 0.25), negative_scores=(0.0,)),
+        replace(ROW, positive_ids=("p", "r")),
+        replace(ROW, negative_ids=("n",)),
+        replace(ROW, label=1),
+        replace(ROW, label=0),
+        replace(ROW, vectors=((1.0, 2.0),)),
+        replace(ROW, vectors=((1.0,), (2.0,))),
+        replace(ROW, instruction=""),
+        replace(ROW, document_instruction=""),
+        replace(ROW, instruction="1"),
+        replace(ROW, most_negatives=1),
+    ]
+    found = [digest(one) for one in (ROW, *others)]
+    assert len(set(found)) == len(found)
+    assert digest(ROW, others[0]) != digest(others[0], ROW) != digest(ROW) != digest(ROW, ROW) != digest()
+    assert digest(replace(ROW, num_dropped=3)) == digest(ROW)
+    # As it is kept, in float32.
+    assert digest(replace(ROW, vectors=((0.1,),))) == digest(replace(ROW, vectors=((0.10000000149011612,),)))
+
+
+def test_pieces_together_are_the_whole() -> None:
+    rows = [replace(ROW, query=f"q{i}") for i in range(20)]
+    for cuts in ((0, 7, 20), (0, 1, 1, 19, 20), (0, 20, 20)):
+        whole = RowDigest()
+        for start, stop in pairwise(cuts):
+            piece = RowDigest()
+            add(piece, rows[start:stop])
+            whole.join(RowDigest(piece.value), stop - start)
+        assert str(whole) == digest(*rows)
+
+
+def as_it_is(folder: Path, lines: list[bytes]) -> Path:
+    return write(folder / "a.jsonl", *lines)
+
+
+def packed(folder: Path, lines: list[bytes]) -> Path:
+    return write(folder / "a.jsonl.gz", *lines)
+
+
+def in_two_files(folder: Path, lines: list[bytes]) -> Path:
+    write(folder / "d" / "a.jsonl", *lines[:100])
+    return write(folder / "d" / "b.jsonl", *lines[100:]).parent
+
+
+def with_blank_lines(folder: Path, lines: list[bytes]) -> Path:
+    return write(folder / "a.jsonl", *(b"\n" + line for line in lines))
+
+
+def as_one_array(folder: Path, lines: list[bytes]) -> Path:
+    return write(folder / "a.json", b"[" + b",".join(lines) + b"]")
+
+
+@pytest.mark.parametrize("how", [as_it_is, packed, in_two_files, with_blank_lines, as_one_array])
+def test_it_is_the_same_however_rows_come_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[Path, list[bytes]], Path]
+) -> None:
+    lines = [json.dumps(row(i), ensure_ascii=False).encode() + b"\n" for i in range(300)]
+    whole = content(write(tmp_path / "whole.jsonl", *lines))
+    path = how(tmp_path, lines)
+    monkeypatch.setattr(stored, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(row_files, "ROWS_PER_BATCH", 13)
+    assert content(path) == content(path, on_error=OnError.skip) == whole
+    if how is as_it_is:
+        cache = Cache(directory=tmp_path / "cache")
+        assert content(path, cache=cache) == content(path, cache=cache) == whole
+        assert content(path, replace(RowRequirements(), loss="gist"), negatives=1) == whole
+        assert content(path, columns=["query", "pos"]) != whole
+    lines[150] = lines[150].replace(b"q150", b"q15O")
+    assert content(how(tmp_path / "changed", lines)) != whole
+
+
+def test_what_lies_beside_is_the_same_in_any_format(tmp_path: Path) -> None:
+    table: dict[str, list[Any]] = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "score": [0.1, 0.7]}
+    pairs = row_requirements(CoSENTConfig())
+    names = ("a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz")
+    assert len({content(write_table(tmp_path / name, table), pairs) for name in names}) == 1
+    table["score"][1] = 0.75
+    assert content(write_table(tmp_path / "b.csv", table), pairs) != content(tmp_path / "a.csv", pairs)
+
+
+def content_there(world: World, path: str, directory: str) -> str:
+    stored.PIECE_BYTES = 1000
+    return content(Path(path), cache=Cache(directory=Path(directory)))
+
+
+def test_processes_together_find_what_one_finds(tmp_path: Path, ranks: Any) -> None:
+    path = write(tmp_path / "a.jsonl", *map(row, range(300)))
+    assert set(ranks(2, content_there, str(path), str(tmp_path / "cache"))) == {content(path)}

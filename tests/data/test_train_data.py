@@ -1,0 +1,212 @@
+"""Global batches: shares over ranks, the drawing of positives and negatives, prompts, notes."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedtrain.config.recipe import OnError, TrainSource
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.keys import text_keys
+from embedtrain.data.text_format import Prompt, TextFormat
+from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.train_data import Mixing, TrainData, load_train_data
+from embedtrain.data.types import Row
+from tests.small import small_tokenizer
+
+
+def source(tmp_path: Path, name: str, rows: list[dict[str, Any]], **options: Any) -> TrainSource:
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return TrainSource(path=str(path), **options)
+
+
+def rows_with_negatives(count: int) -> list[dict[str, Any]]:
+    return [
+        {"query": f"q{i}", "pos": [f"p{i}.{j}" for j in range(3)], "neg": [f"n{i}.{j}" for j in range(i % 12)]}
+        for i in range(count)
+    ]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> TrainData:
+    sources = [
+        source(tmp_path, "one", rows_with_negatives(50), query_prompt="query: "),
+        source(tmp_path, "two", rows_with_negatives(7), weight=2, negatives=None, document_prompt=""),
+        source(tmp_path, "three", [{"query": "z", "pos": ["y"], "neg": ["x"]}], negatives=0),
+    ]
+    return load_train_data(
+        sources, text_format=TextFormat(query_prompt="Q ", document_prompt="D "), seed=9, global_batch_size=16
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_shares_of_all_ranks_make_up_the_batch(data: TrainData, size: int) -> None:
+    for k in range(2 * data.plan.steps_per_epoch):
+        batch = data.batch(k)
+        shares = [data.batch(k).share(rank, size) for rank in range(size)]
+        merged: list[Row | None] = [None] * len(batch.rows)
+        for rank, share in enumerate(shares):
+            merged[rank::size] = share
+        assert merged == list(batch.rows)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert len(batch.rows) == 13  # 65 rows in 5 steps
+
+
+def test_batches_do_not_depend_on_what_came_before(data: TrainData, tmp_path: Path) -> None:
+    forward = [tuple(data.batch(k).rows) for k in range(12)]
+    for k in (11, 3, 7, 0):
+        assert tuple(data.batch(k).rows) == forward[k]
+        assert data.batch(k).rows[-1] == forward[k][-1]
+        assert data.batch(k).step == k
+
+
+def test_prompts_and_negatives_of_each_source(data: TrainData) -> None:
+    formats = [settings.text_format for settings in data.settings]
+    assert [(form.query_prompt, form.document_prompt) for form in formats] == [
+        ("query: ", "D "),
+        ("Q ", ""),
+        ("Q ", "D "),
+    ]
+    seen = Counter()
+    for k in range(data.plan.steps_per_epoch):
+        for row in data.batch(k).rows:
+            positive, *negatives = row.documents
+            if row.query == "z":
+                assert row.documents == ("y",)
+                seen["three"] += 1
+                continue
+            first = row.source == 0
+            number = int(row.query.removeprefix("q"))
+            assert positive in {f"p{number}.{j}" for j in range(3)}
+            assert len(negatives) == len(set(negatives)) == min(number % 12, 7 if first else 12)
+            assert set(negatives) <= {f"n{number}.{j}" for j in range(12)}
+            seen["one" if first else "two"] += 1
+    assert seen == {"one": 50, "two": 14, "three": 1}
+
+
+def test_draws_change_with_the_epoch_and_are_even(tmp_path: Path) -> None:
+    row = {"query": "q", "pos": [f"p{i}" for i in range(4)], "neg": [f"n{i}" for i in range(10)]}
+    data = load_train_data([source(tmp_path, "a", [row], negatives=3)], seed=1, global_batch_size=1)
+    positives, negatives = Counter(), Counter()
+    for k in range(2000):
+        first, *others = data.batch(k).rows[0].documents
+        assert len(set(others)) == 3
+        positives[first] += 1
+        negatives.update(others)
+    assert all(abs(positives[f"p{i}"] - 500) < 100 for i in range(4))
+    assert all(abs(negatives[f"n{i}"] - 600) < 120 for i in range(10))
+
+
+def test_a_row_seen_twice_in_an_epoch_draws_twice(tmp_path: Path) -> None:
+    rows = [{"query": f"q{i}", "pos": [f"p{j}" for j in range(50)]} for i in range(20)]
+    data = load_train_data([source(tmp_path, "a", rows, weight=2)], seed=1, global_batch_size=40)
+    drawn: dict[str, list[str]] = {}
+    for row in data.batch(0).rows:
+        drawn.setdefault(row.query, []).append(row.documents[0])
+    assert all(len(positives) == 2 for positives in drawn.values())
+    assert sum(a != b for a, b in drawn.values()) > 12
+
+
+def test_notes_and_texts(tmp_path: Path) -> None:
+    rows = [
+        {"query": "a", "pos": ["b"], "neg": ["b", "c", "c", *map(str, range(14))]},
+        {"query": "", "pos": ["b"]},
+        {"query": "d", "pos": ["e"], "score": 1},
+    ]
+    sources = [source(tmp_path, "s", rows, query_prompt="never in a vocabulary")]
+    data = load_train_data(sources, on_error=OnError.skip, seed=1, global_batch_size=2)
+    assert data.notes == [
+        "s: FlagEmbedding rows, 2 rows from s.jsonl; rows carry up to 15 negatives, 7 drawn each epoch; "
+        "2 negatives left out that equal a positive or repeat another; not used: score; "
+        f'1 bad rows skipped ({tmp_path / "s.jsonl"}:2: "query" is an empty text)',
+        "an epoch: 2 rows in 1 step of 2",
+    ]
+    assert len(data) == 2
+    assert Counter(data.texts()) == Counter(["a", "b", "c", "d", "e", *map(str, range(14))])
+
+
+def test_instructions_of_rows(tmp_path: Path) -> None:
+    rows = [
+        {"query": "a", "pos": ["b"], "prompt": "find"},
+        {"query": "c", "pos": ["d"], "prompt": "same", "type": "symmetric_sts"},
+        {"query": "e", "pos": ["f"], "neg": list("ghi"), "type": "only_1neg"},
+        {"query": "j", "pos": ["k"], "neg": list("lmn"), "prompt": ""},
+    ]
+    given = source(
+        tmp_path, "s", rows, query_prompt="Q ", document_prompt="D ", instruction_format="{instruction}> {text}."
+    )
+    data = load_train_data([given], seed=1, global_batch_size=4)
+    assert "instructions of its rows go before texts as '{instruction}> {text}.'" in data.notes[1]
+    found = {row.query: row for row in data.batch(0).rows}
+    prompts = [data.settings[0].text_format.prompts(example) for example in data.stores[0]]
+    assert [query_prompt for query_prompt, _ in prompts] == [
+        Prompt("find> ", "."),
+        Prompt("same> ", "."),
+        Prompt("Q "),
+        Prompt(),
+    ]
+    assert [document_prompt for _, document_prompt in prompts] == [
+        Prompt("D "),
+        Prompt("same> ", "."),
+        Prompt("D "),
+        Prompt("D "),
+    ]
+    assert [len(found[query].documents) for query in "acej"] == [1, 1, 2, 4]
+
+
+@pytest.mark.parametrize("by_source", [False, True])
+def test_tokens_of_batches_are_those_of_their_rows(tmp_path: Path, by_source: bool) -> None:
+    sources = [
+        source(tmp_path, "one", rows_with_negatives(40), query_prompt="alpha "),
+        source(tmp_path, "two", rows_with_negatives(9), weight=2, query_max_length=4, document_max_length=5),
+        source(tmp_path, "three", [{"query": "z", "pos": ["y"], "neg": ["x"]}] * 3, negatives=0),
+    ]
+    mixing = Mixing(by_source=by_source)
+    data = load_train_data(
+        sources, text_format=TextFormat(document_prompt="beta "), seed=9, global_batch_size=16, mixing=mixing
+    )
+    tokenizer = TextTokenizer(small_tokenizer(), 16)
+    data.prepare(tokenizer, Cache(directory=tmp_path / "cache"))
+    for k in range(2 * data.plan.steps_per_epoch):
+        batch = data.batch(k)
+        rows, tokens = list(batch.rows), batch.tokens
+        assert tokens is not None
+        assert (batch.source is not None) == by_source
+        assert tokens.num_documents.tolist() == [len(row.documents) for row in rows]
+        formats = [data.settings[row.source].text_format for row in rows]
+        expected = [
+            tokenizer.ids([form.query(None)(row.query)], form.query_max_length)[0]
+            for row, form in zip(rows, formats, strict=True)
+        ]
+        for row, form in zip(rows, formats, strict=True):
+            documents = [form.document(None)(text) for text in row.documents]
+            expected += tokenizer.ids(documents, form.document_max_length)
+        assert tokens.lengths.tolist() == [len(ids) for ids in expected]
+        some = np.random.default_rng(k).permutation(len(expected))[: len(expected) // 2]
+        assert tokens.ids(some).tolist() == [token for place in some for token in expected[place]]
+        plain = [row.query for row in rows] + [text for row in rows for text in row.documents]
+        assert tokens.keys.tolist() == text_keys(plain).tolist()
+
+
+def test_batches_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
+    """The whole of it, in processes of their own: another order would give a resumed run other batches."""
+    path = source(tmp_path, "one", rows_with_negatives(30)).path
+    program = (
+        "import sys; from embedtrain.config.recipe import TrainSource\n"
+        "from embedtrain.data.train_data import load_train_data\n"
+        "data = load_train_data([TrainSource(path=sys.argv[1])], seed=4, global_batch_size=7)\n"
+        "print([(row.query, row.documents) for k in (8, 2, 5) for row in data.batch(k).rows])"
+    )
+    command = [sys.executable, "-c", program, path]
+    answers = {
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout for _ in range(2)
+    }
+    data = load_train_data([TrainSource(path=path)], seed=4, global_batch_size=7)
+    here = str([(row.query, row.documents) for k in (8, 2, 5) for row in data.batch(k).rows])
+    assert answers == {here + "\n"}

@@ -1,0 +1,106 @@
+"""`python -m embedtrain.submit` without a cluster: what it prints, rejects and passes to sbatch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+OPTIONS = ["name=t", "model.path=some/model", "data.train=[train.jsonl]", "train.steps=3"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "train.jsonl").write_text('{"query": "a", "pos": ["b"]}\n')
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def write_command(folder: Path, name: str, body: str) -> None:
+    path = folder / "bin" / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+def submit(folder: Path, *arguments: str, code: int = 0, **more: str) -> str:
+    """Output of the command; torch cannot be imported, as on many login nodes."""
+    (folder / "torch.py").write_text("raise ImportError('this machine has no torch')\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+    environment |= {"PATH": f"{folder / 'bin'}:/bin", "PYTHONPATH": f"{folder}:{ROOT}", "PWD": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-m", "embedtrain.submit", *OPTIONS, *arguments],
+        cwd=folder, env=environment | more, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_dry_run_prints_the_script_and_does_nothing_else(folder):
+    output = submit(folder, "slurm.dry_run=true", "slurm.nodes=2")
+    assert output.startswith("#!/bin/bash\n# t: 2 nodes x 8 ranks.")
+    for line in (f"#SBATCH --chdir={folder}", "#SBATCH --output=runs/t/slurm-%j.log", f"python={sys.executable}"):
+        assert f"{line}\n" in output, output
+    assert "slurm." not in output.partition("arguments=(")[2]
+    assert not (folder / "runs").exists()
+
+
+def test_missing_programs_and_files_are_rejected(folder):
+    write_command(folder, "nothing", "true")
+    output = submit(folder, "slurm.time=60", code=1, PATH=str(folder / "bin"))
+    assert output.startswith("error: sbatch is not found"), output
+    assert not (folder / "runs").exists()
+    output = submit(folder, "data.train=[absent.jsonl]", "slurm.dry_run=true", code=1)
+    assert output.startswith("error: data.train: absent.jsonl"), output
+
+
+def test_a_job_is_submitted_recorded_and_not_submitted_twice(folder):
+    """An edited script is kept, and variables of the shell or another job do not change the job."""
+    write_command(folder, "sbatch", f"env > {folder}/env; printf '%s\\n' \"$@\" > {folder}/words; echo '4711;here'")
+    write_command(folder, "squeue", f"cat {folder}/queue 2>/dev/null")
+    inherited = {
+        "SLURM_NTASKS": "9", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "other", "SBATCH_TIMELIMIT": "1",
+        "SBATCH_WCKEY": "stays",
+    }  # fmt: skip
+    options = ["slurm.partition=gpu", "slurm.cpus_per_node=8"]
+    output = submit(folder, *options, **inherited)
+    assert "job 4711: t on 1 x 8 ranks" in output
+    assert "tail -F runs/t/slurm-4711.log" in output
+    assert "note     SBATCH_PARTITION in the environment is ignored" in output
+    assert (folder / "words").read_text().split() == ["--parsable", "runs/t/submit.sbatch"]
+    environment = dict(line.split("=", 1) for line in (folder / "env").read_text().splitlines() if "=" in line)
+    assert {name: environment.get(name) for name in inherited} == {
+        "SLURM_NTASKS": None, "SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": None, "SBATCH_TIMELIMIT": "1",
+        "SBATCH_WCKEY": "stays",
+    }  # fmt: skip
+    script = folder / "runs" / "t" / "submit.sbatch"
+    script.write_text(script.read_text() + "# mine\n")
+    (folder / "queue").write_text("12 RUNNING\n4711 PENDING\n")
+    assert submit(folder, *options, code=1).startswith("error: job 4711 for runs/t is already pending")
+    (folder / "queue").write_text("")
+    assert "runs/t/submit-2.sbatch" in submit(folder, *options)
+    assert script.read_text().endswith("# mine\n")
+    jobs = [json.loads(line) for line in (folder / "runs" / "t" / "submitted.jsonl").read_text().splitlines()]
+    assert [(job["job"], job["script"]) for job in jobs] == [
+        ("4711", "submit.sbatch"), ("4711", "submit-2.sbatch")
+    ]  # fmt: skip
+
+
+def test_the_message_of_sbatch_is_passed_on(folder):
+    write_command(folder, "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos' >&2; exit 1")
+    output = submit(folder, "slurm.time=60", code=1)
+    assert output == "error: sbatch rejects runs/t/submit.sbatch: Batch job submission failed: Invalid qos\n"
+
+
+def test_help_lists_its_options(folder):
+    output = submit(folder, "--help")
+    assert "signal_seconds: 300" in output
+    assert "python -m embedtrain --help" in output
+
+
+def test_several_ranks_are_rejected(folder):
+    output = submit(folder, code=1, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+    assert output.startswith("error: submit runs in a single process")

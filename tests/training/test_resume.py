@@ -1,0 +1,247 @@
+"""Options that a resumed run must share or may change, and the messages about changes."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.config.compose import compose_recipes, to_plain
+from embedtrain.config.losses import LOSSES
+from embedtrain.config.recipe import Recipe
+from embedtrain.data.cache.cache import Cache
+from embedtrain.data.train_data import load_recipe_data
+from embedtrain.errors import CheckpointError
+from embedtrain.training.resume import EFFECTS, Effect, describe_changes, effect_of, require_same_run, run_identity
+from tests.runs import run_without_base
+from tests.small import save_small, small_model, write_rows
+
+PROMPTS = {"query": "ask: "}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """Two sources; the rows of the second one have instructions."""
+    folder = tmp_path_factory.mktemp("rows")
+    write_rows(folder / "plain.jsonl", 12)
+    (folder / "with_instructions.jsonl").write_text(
+        "".join(f'{{"query": "alpha {i}", "pos": ["beta {i}"], "prompt": "find it"}}\n' for i in range(8))
+    )
+    write_rows(folder / "others.jsonl", 13)
+    return folder
+
+
+def compose(rows: Path, *changes: str) -> tuple[Recipe, dict[str, Any]]:
+    """A recipe and its identity, computed from its files as in a run."""
+    paths = rows / "plain.jsonl", rows / "with_instructions.jsonl"
+    sources = f"[{{path: {paths[0]}, name: plain}}, {{path: {paths[1]}, name: instructed}}]"
+    base = ["name=t", "model.path=somewhere", "train.steps=10", "train.global_batch_size=4", f"data.train={sources}"]
+    (recipe,) = compose_recipes([*base, *changes])
+    data, losses = load_recipe_data(recipe, PROMPTS, Cache(directory=rows / "cache"))
+    return recipe, run_identity(recipe, data, losses, PROMPTS)
+
+
+def checkpoint_of(recipe: Recipe, identity: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(Path("step-00000004"), 4, {"identity": identity, "recipe": to_plain(recipe)})
+
+
+def leaves(options: dict[str, Any], prefix: str = "") -> list[str]:
+    return [
+        name
+        for key, value in options.items()
+        for name in (leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"])
+    ]
+
+
+def test_every_option_has_an_effect():
+    """Every entry of the table applies to some option."""
+    recipe = Recipe()
+    options = leaves(to_plain(recipe)) + [
+        f"loss.{name}" for kind in LOSSES.values() for name in leaves(to_plain(kind()))
+    ]
+    effects = {option: effect_of(option, recipe) for option in options}
+    assert {
+        "seed",
+        "model.path",
+        "data.train",
+        "loss.temperature",
+        "loss.losses",
+        "train.gradient_accumulation_steps",
+    } <= {option for option, effect in effects.items() if effect is Effect.must_match}
+    assert {option for option, effect in effects.items() if effect is Effect.changes_training} == {
+        *(f"optim.{name}" for name in to_plain(recipe.optim)),
+        "train.steps", "train.epochs", "parallel.precision", "evaluation.patience", "checkpoint.best_metric",
+    }  # fmt: skip
+    for name in EFFECTS:
+        assert any(option == name or option.startswith(f"{name}.") for option in options), name
+    recipe.checkpoint.best_metric = "dev/ndcg@10"
+    assert effect_of("evaluation.sets[0].subset", recipe) is Effect.changes_training
+    assert effect_of("evaluation.chunk_tokens", recipe) is Effect.no_effect
+
+
+REJECTED = [
+    ("seed=7", r"seed=42, this run has seed=7: set it back, or choose another output_dir"),
+    ("train.global_batch_size=5", "train.global_batch_size=4, this run has train.global_batch_size=5"),
+    (
+        "train.gradient_accumulation_steps=2",
+        "train.gradient_accumulation_steps=1, this run has train.gradient_accumulation_steps=2",
+    ),
+    ("loss.temperature=0.5", "loss.temperature=0.02, this run has loss.temperature=0.5"),
+    ("loss=siglip", "written with loss.name=infonce, this run has loss.name=siglip"),
+    ("model.path=elsewhere", "model.path=somewhere, this run has model.path=elsewhere"),
+    ("model.max_length=64", "model.max_length=None, this run has model.max_length=64"),
+    ("model.normalize=false", "model.normalize=None, this run has model.normalize=False"),
+    ("data.train[0].negatives=1", "data.train.plain.negatives=7, this run has data.train.plain.negatives=1"),
+    ("data.train[0].query_prompt=find", "data.train.plain.query_prompt='ask: ', this run has .*=find"),
+    ("data.train[0].temperature=0.5", "data.train.plain.loss=None, this run has data.train.plain.loss={"),
+    ("data.train[0].weight=2", r"written with \[12, 8\] rows .* per epoch, this run has \[24, 8\]: set"),
+    ("data.weight_mode=proportions", r"written with \[12, 8\] rows .* per epoch, this run has \[10, 10\]"),
+    ("data.mixing_temperature=9", "rows of the sources per epoch.*data.mixing_temperature back"),
+    ("data.train[0].name=other", r"data.train=\['plain', 'instructed'\], .* data.train=\['other', 'instructed'\]"),
+    ("data.instruction_format='{instruction}: {text}'", r"data.train.instructed.instruction_format='Instr.*='\{instr"),
+    ("data.batches=by_source", "data.batches=mixed, this run has data.batches=by_source"),
+    ("data.train[0].path=OTHERS", "with other rows than those of data.train.plain: restore its old files"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), REJECTED, ids=[change for change, _ in REJECTED])
+def test_a_change_of_identity_is_rejected(rows, change, message):
+    folder = checkpoint_of(*compose(rows))
+    if change.startswith("data.train[0]."):  # Hydra sets a list as a whole
+        option, _, value = change.removeprefix("data.train[0].").partition("=")
+        first = {"path": str(rows / "plain.jsonl"), "name": "plain"} | {option: value}
+        first["path"] = first["path"].replace("OTHERS", str(rows / "others.jsonl"))
+        written = ", ".join(f"{key}: {value}" for key, value in first.items())
+        change = f"data.train=[{{{written}}}, {{path: {rows / 'with_instructions.jsonl'}, name: instructed}}]"
+    with pytest.raises(CheckpointError, match=message):
+        require_same_run(folder, compose(rows, change)[1])
+
+
+ALLOWED = [
+    ("optim.lr=0.5", Effect.changes_training, "optim.lr 2e-05 -> 0.5"),
+    ("optim.betas=[0.9,0.95]", Effect.changes_training, "optim.betas [0.9, 0.999] -> [0.9, 0.95]"),
+    ("train.steps=20", Effect.changes_training, "train.steps 10 -> 20"),
+    ("parallel.precision=fp32", Effect.changes_training, "parallel.precision bf16 -> fp32"),
+    ("loss.implementation=tiled", Effect.changes_rounding, "loss.implementation auto -> tiled"),
+    ("model.attention=padded", Effect.changes_rounding, "model.attention auto -> padded"),
+    ("parallel.strategy=ddp", Effect.changes_rounding, "parallel.strategy auto -> ddp"),
+    ("train.chunk_tokens=99", Effect.changes_rounding, "train.chunk_tokens 16384 -> 99"),
+    ("data.on_error=skip", Effect.no_effect, "data.on_error stop -> skip"),
+    ("evaluation.sets=[a,b]", Effect.no_effect, "evaluation.sets [] -> ['a', 'b']"),
+    ("checkpoint.contents=model", Effect.no_effect, "checkpoint.contents all -> model"),
+    ("checkpoint.max_disk_gb=3", Effect.no_effect, "checkpoint.max_disk_gb None -> 3.0"),
+    ("output_dir=elsewhere", Effect.no_effect, "output_dir runs/t -> elsewhere"),
+    ("tracking.wandb=true", Effect.no_effect, "tracking.wandb False -> True"),
+]
+
+
+@pytest.mark.parametrize(("change", "effect", "difference"), ALLOWED, ids=[change for change, *_ in ALLOWED])
+def test_other_changes_are_reported_with_their_effect(rows, change, effect, difference):
+    folder = checkpoint_of(*compose(rows))
+    recipe, identity = compose(rows, change)
+    require_same_run(folder, identity)
+    assert describe_changes(folder, recipe) == {effect: f"{effect.value.format(step=4)}: {difference}"}
+
+
+def test_changes_are_grouped_by_effect(rows):
+    folder = checkpoint_of(*compose(rows))
+    assert describe_changes(folder, compose(rows)[0]) == {}
+    recipe, _ = compose(rows, "optim.lr=0.5", "train.log_every=3", "parallel.compile=true", "tracking.wandb=true")
+    assert list(describe_changes(folder, recipe).values()) == [
+        f"{Effect.changes_training.value.format(step=4)}: optim.lr 2e-05 -> 0.5",
+        f"{Effect.changes_rounding.value.format(step=4)}: parallel.compile False -> True",
+        f"{Effect.no_effect.value.format(step=4)}: train.log_every 10 -> 3, tracking.wandb False -> True",
+    ]
+
+
+def test_the_path_of_files_does_not_matter(rows, tmp_path):
+    folder = checkpoint_of(*compose(rows))
+    for name in ("plain.jsonl", "with_instructions.jsonl"):
+        (tmp_path / name).write_bytes((rows / name).read_bytes())
+    require_same_run(folder, compose(tmp_path)[1])
+
+
+def test_an_option_without_effect_on_these_rows_may_change(rows):
+    """No row has an instruction, and a single source is not mixed."""
+    alone = f"data.train=[{rows / 'plain.jsonl'}]"
+    folder = checkpoint_of(*compose(rows, alone))
+    recipe, identity = compose(
+        rows, alone, "data.instruction_format='{instruction}: {text}'", "data.weight_mode=proportions"
+    )
+    require_same_run(folder, identity)
+    (line,) = describe_changes(folder, recipe).values()
+    assert line.startswith("changed since step 4, without effect on training: data.weight_mode epochs -> proportions")
+
+
+def removing(*options: str) -> Callable[[dict[str, Any]], None]:
+    def remove(identity: dict[str, Any]) -> None:
+        for option in options:
+            identity.pop(option, None)
+        for mapping in (identity["loss"], *identity["data.train"].values()):
+            for option in options:
+                mapping.pop(option, None)
+
+    return remove
+
+
+@pytest.mark.parametrize(
+    ("option", "change"),
+    [
+        ("train.gradient_accumulation_steps", None),
+        ("model.revision", "model.revision=abc"),
+        ("model.vocab_size", "model.vocab_size=99"),
+        ("false_negative_margin", "loss.false_negative_margin=0.1"),
+        ("mask_duplicates", "loss.mask_duplicates=false"),
+        ("query_max_length", None),
+    ],
+)
+def test_an_option_missing_in_an_older_checkpoint_had_its_default(rows, option, change):
+    """Its default is no difference, another value is one."""
+    recipe, identity = compose(rows)
+    older = deepcopy(identity)
+    removing(option)(older)
+    assert older != identity
+    folder = checkpoint_of(recipe, older)
+    require_same_run(folder, identity)
+    assert describe_changes(folder, recipe) == {}
+    if change is not None:
+        name, _, value = change.partition("=")
+        with pytest.raises(CheckpointError, match=f"this run has {name}={value.replace('false', 'False')}"):
+            require_same_run(folder, compose(rows, change)[1])
+
+
+def test_a_recipe_of_an_older_version_may_lack_options_and_groups(rows):
+    recipe, _ = compose(rows)
+    older = to_plain(recipe)
+    del older["tracking"], older["checkpoint"]["keep_every"]
+    folder = replace(checkpoint_of(recipe, {}), manifest={"recipe": older})
+    assert describe_changes(folder, recipe) == {}
+    recipe.checkpoint.keep_every = 100
+    assert list(describe_changes(folder, recipe).values()) == [
+        "changed since step 4, without effect on training: checkpoint.keep_every 0 -> 100"
+    ]
+
+
+def test_a_run_resumes_with_another_recipe_and_reports_changes_once(ranks, tmp_path):
+    """One change is another implementation of the loss, which other GPUs may need."""
+    save_small(small_model("xlm-roberta"), tmp_path / "model")
+    write_rows(tmp_path / "train.jsonl", 12)
+    common = (
+        f"model.path={tmp_path / 'model'}", "model.pooling=mean", f"data.train=[{tmp_path / 'train.jsonl'}]",
+        f"output_dir={tmp_path / 'run'}", "train.global_batch_size=4", "parallel.precision=fp32",
+    )  # fmt: skip
+    ranks(2, run_without_base, "name=t", *common, "train.steps=2")
+    changed = ("train.steps=3", "loss.implementation=tiled", "parallel.strategy=fsdp", "checkpoint.layout=full")
+    (output, errors), other = ranks(2, run_without_base, "name=t", *common, *changed)
+    assert other == ("", "")
+    lines = [line for line in f"{output}\n{errors}".splitlines() if "changed since step 2" in line]
+    assert len(lines) == 3
+    assert lines[0].endswith(": train.steps 2 -> 3")
+    assert "loss.implementation auto -> tiled, parallel.strategy auto -> fsdp" in lines[1]
+    assert lines[2].endswith("without effect on training: checkpoint.layout sharded -> full")
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())][-1] == "step-00000003"
+    with pytest.raises(AssertionError, match=r"CheckpointError.*written with loss.temperature=0.02, this run has"):
+        ranks(2, run_without_base, "name=t", *common, *changed, "loss.temperature=0.5")

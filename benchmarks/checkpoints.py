@@ -48,7 +48,7 @@ from embedtrain.config.recipe import (
 )
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from embedtrain.training.step import StepContext, train_step
 
 RANKS, PAIRS, STEPS, MB = 2, 4, 6, 10**6
@@ -87,7 +87,7 @@ def _run(rank: int, folder: Path) -> tuple[str, str]:
 
         def step(number: int) -> None:
             batch = data.batch(number)
-            train_step(run, cut(batch, world.rank, world.size, model.tokenizer, ChunkOptions(16384)))
+            train_step(run, make_rank_batch(batch, world.rank, world.size, model.tokenizer, ChunkOptions(16384)))
 
         step(0)
         return _cost_of_a_save(world, run, folder, step), _everything(world, model, run, folder)

@@ -21,7 +21,7 @@ from embedtrain.config.recipe import OptimConfig, ScheduleKind, Strategy
 from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel
-from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.step import train_step
 
 RANKS, PAIRS, CHUNKS = 2, 8, (1, 2, 4, 8)
@@ -104,11 +104,11 @@ def _groups(encoder: nn.Module) -> int:
 def _in_chunks(batch: GlobalBatch, world: World, model: LoadedModel, chunks: int, *, kept: int) -> RankBatch:
     """The rank's texts in exactly so many chunks."""
     for chunk_tokens in range(16384, 0, -16):
-        part = cut(
+        part = make_rank_batch(
             batch, world.rank, world.size, model.tokenizer, ChunkOptions(chunk_tokens, pass_overhead_tokens=10**6)
         )
         if part.num_passes == chunks:
-            return replace(part, kept=kept)
+            return replace(part, num_cached_graphs=kept)
     raise AssertionError(f"collectives: no chunk size gives {chunks} chunks")
 
 

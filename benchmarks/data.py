@@ -25,7 +25,7 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData, load_train_data
 from embedtrain.inspect.costs import batch_cost, count_computed_tokens
-from embedtrain.training.rank_batch import ChunkOptions, cut, pass_overhead
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch, pass_overhead
 
 TITLE = "From files to chunks, all-MiniLM-L6-v2's tokenizer, against SentenceTransformerTrainer's data loader"
 SHARED = QUICKSTART.parents[2] / "shared" / "data"
@@ -123,7 +123,7 @@ def _speed(one: Case, batch: int) -> list[object]:
     def ours(data: TrainData, ranks: int, count: int) -> Round:
         def batches(number: int) -> int:
             made = (
-                cut(
+                make_rank_batch(
                     data.batch(k),
                     0,
                     ranks,
@@ -173,7 +173,7 @@ class Theirs:
         """Require that their collator finds as many tokens in a batch as are in ours."""
         rows = data.batch(0).rows
         theirs = _real(self._trainer.data_collator([{"anchor": r.query, "positive": r.documents[0]} for r in rows]))
-        ours = cut(data.batch(0), 0, 1, tokenizer, ChunkOptions(CHUNK_TOKENS)).real_tokens
+        ours = make_rank_batch(data.batch(0), 0, 1, tokenizer, ChunkOptions(CHUNK_TOKENS)).real_tokens
         require(ours == theirs, f"data: {ours} tokens of ours, {theirs} of theirs")
 
     def _endless(self) -> Iterator[dict[str, Tensor]]:

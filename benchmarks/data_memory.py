@@ -21,7 +21,7 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import load_train_data
 from embedtrain.loading.load import quiet_libraries
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 
 SIZES = tuple(int(size) for size in os.environ.get("ROWS", "100000,1000000,10000000").split(","))
 BATCHES, BATCH = 200, 1024
@@ -91,7 +91,7 @@ def _run(file: Path, directory: Path) -> Measured:
     with _watched(found, "batches"):
         for _ in range(BATCHES):
             batch = data.batch(places.randrange(data.plan.steps_per_epoch * 3))
-            cut(batch, 0, 1, tokenizer, ChunkOptions(16384, pass_overhead_tokens=2048))
+            make_rank_batch(batch, 0, 1, tokenizer, ChunkOptions(16384, pass_overhead_tokens=2048))
     assert data.tokens is not None
     found.num_tokens = sum(len(tokens.values) for tokens in data.tokens)
     found.cache_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

@@ -17,7 +17,7 @@ from embedtrain.distributed.world import World, joined_world
 from embedtrain.errors import EmbedtrainError
 from embedtrain.loading.load import LoadedModel
 from embedtrain.planning.flops import model_flops
-from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut, pass_overhead
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch, pass_overhead
 from embedtrain.training.step import StepContext, train_step
 
 LEFT_OUT = "There is no CUDA device here, so this was left out."
@@ -189,7 +189,7 @@ def _train(model: Model, way: Way, folder: Path, world: World) -> Found:
 def _cut(texts: RandomTexts, loaded: LoadedModel, chunk_tokens: int, activation_tokens: int) -> RankBatch:
     on_gpu = torch.cuda.is_available()
     cost = pass_overhead(on_gpu=on_gpu, sharded=loaded.layout.shard > 1)
-    found = cut(texts.batch(), 0, 1, loaded.tokenizer, ChunkOptions(chunk_tokens, activation_tokens, cost))
+    found = make_rank_batch(texts.batch(), 0, 1, loaded.tokenizer, ChunkOptions(chunk_tokens, activation_tokens, cost))
     return found.pinned() if on_gpu else found
 
 
@@ -199,7 +199,7 @@ def _steps(run: StepContext, batches: Sequence[RankBatch], count: int) -> None:
 
 
 def _kept(batch: RankBatch) -> int:
-    return sum(chunk.ids.numel() for chunk in batch.chunks[: batch.kept])
+    return sum(chunk.ids.numel() for chunk in batch.chunks[: batch.num_cached_graphs])
 
 
 def _keep(model: Model, way: Way, tokens: int, device: torch.device) -> int:

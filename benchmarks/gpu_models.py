@@ -168,4 +168,4 @@ class RandomTexts:
 
     def batch(self) -> GlobalBatch:
         """All of them as one batch."""
-        return GlobalBatch(0, [Row("", ("",))] * len(self.num_documents), tokens=self, beside=False)
+        return GlobalBatch(0, [Row("", ("",))] * len(self.num_documents), tokens=self, has_loss_columns=False)

@@ -34,7 +34,7 @@ from embedtrain.planning.strategy import choose_layout
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from embedtrain.training.state import EncoderWithLoss, TrainState
 from embedtrain.training.step import StepContext, train_step
 
@@ -175,10 +175,10 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
         state=TrainState(),
     )
     texts = _Texts(rows, case.length)
-    batch = GlobalBatch(0, [Row("", ("",))] * rows, tokens=texts, beside=False)
+    batch = GlobalBatch(0, [Row("", ("",))] * rows, tokens=texts, has_loss_columns=False)
     tokenizer: Any = SimpleNamespace(packed=True, make_chunk=packed)
     for _ in range(STEPS):
-        train_step(run, cut(batch, world.rank, world.size, tokenizer, ChunkOptions(case.chunk_tokens)))
+        train_step(run, make_rank_batch(batch, world.rank, world.size, tokenizer, ChunkOptions(case.chunk_tokens)))
     return choice.best.memory.total, choice.best.name, choice.best.memory.phase
 
 

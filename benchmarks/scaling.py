@@ -18,7 +18,7 @@ from benchmarks.sides import trainable
 from benchmarks.workloads import Workload, short_pairs
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Precision, Strategy, TrainConfig
 from embedtrain.loading.load import load_model
-from embedtrain.training.rank_batch import ChunkOptions, cut, pass_overhead
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch, pass_overhead
 from embedtrain.training.step import train_step
 
 WORKLOAD = short_pairs()
@@ -90,11 +90,11 @@ def _on_rank(
         run, data = trainable(model, world), workload.data(workload.steps + 1, model.tokenizer)
         cost = pass_overhead(on_gpu=world.device.type == "cuda", sharded=model.layout.shard > 1)
         cutting = ChunkOptions(TrainConfig().chunk_tokens, pass_overhead_tokens=cost)
-        train_step(run, cut(data.batch(0), rank, size, model.tokenizer, cutting))  # warms up
+        train_step(run, make_rank_batch(data.batch(0), rank, size, model.tokenizer, cutting))  # warms up
         world.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
         reports = [
-            train_step(run, cut(data.batch(step), rank, size, model.tokenizer, cutting))
+            train_step(run, make_rank_batch(data.batch(step), rank, size, model.tokenizer, cutting))
             for step in range(1, workload.steps + 1)
         ]
         if world.device.type == "cuda":

@@ -20,7 +20,7 @@ from embedtrain.loading.load import LoadedModel
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
-from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.state import EncoderWithLoss, TrainState
 from embedtrain.training.step import StepContext, train_step
 
@@ -82,8 +82,8 @@ class OurSteps:
         self.run = trainable(model, world)
 
         def chunks(batch: GlobalBatch) -> RankBatch:
-            tokens = cut(batch, 0, 1, model.tokenizer, cutting).computed_tokens
-            return cut(batch, 0, 1, model.tokenizer, replace(cutting, activation_tokens=int(keep * tokens)))
+            tokens = make_rank_batch(batch, 0, 1, model.tokenizer, cutting).computed_tokens
+            return make_rank_batch(batch, 0, 1, model.tokenizer, replace(cutting, activation_tokens=int(keep * tokens)))
 
         self.ready = batches.each(chunks)
 

@@ -1,4 +1,4 @@
-"""`accelerate launch -m embedtrain` is what torchrun is, with the file that `accelerate config` wrote."""
+"""`accelerate launch -m embedtrain` trains like torchrun, with the file that `accelerate config` wrote."""
 
 import re
 import subprocess
@@ -9,13 +9,13 @@ import yaml
 
 from tests.config.test_accelerate import FSDP2
 from tests.small import save_small, small_model, write_rows
-from tests.test_doors import ENVIRONMENT, OPTIONS
+from tests.test_commands import ENVIRONMENT, OPTIONS
 
 ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
 
 
 def test_two_processes_train_as_under_torchrun(tmp_path):
-    """On CPUs accelerate starts several processes of FSDP's alone: `--cpu` starts one, or asks for MPI."""
+    """On CPUs accelerate starts several processes only for FSDP: `--cpu` starts one, or requires MPI."""
     write_rows(tmp_path / "train.jsonl", 20)
     save_small(small_model("xlm-roberta"), tmp_path / "model")
     fsdp = FSDP2["fsdp_config"] | {"fsdp_transformer_layer_cls_to_wrap": "XLMRobertaLayer"}
@@ -23,7 +23,7 @@ def test_two_processes_train_as_under_torchrun(tmp_path):
     (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(file))
     own = [option for option in OPTIONS if not option.startswith(("parallel.", "evaluation."))]
     command = ["launch", "--config_file", "fsdp.yaml", "-m", "embedtrain", *own, "train.steps=2", "output_dir=run"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [ACCELERATE, *command, "parallel.accelerate_config=fsdp.yaml", "export.check=false"],
         cwd=tmp_path,
         env=ENVIRONMENT,
@@ -32,13 +32,13 @@ def test_two_processes_train_as_under_torchrun(tmp_path):
         timeout=300,
         check=False,
     )
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    assert "t on 2 ranks (cpu)" in told
-    assert told.count("ignored in the environment: ACCELERATE_") == 1
-    assert "fsdp.yaml: mixed_precision=no -> parallel.precision=fp32" in told
+    output = completed.stdout + completed.stderr
+    assert completed.returncode == 0, output
+    assert "t on 2 ranks (cpu)" in output
+    assert output.count("ignored in the environment: ACCELERATE_") == 1
+    assert "fsdp.yaml: mixed_precision=no -> parallel.precision=fp32" in output
     layout = r"^fsdp: 1 x 2 ranks .* 2 XLMRobertaLayer \+ root, activations recomputed; requested: "
-    assert re.search(layout, told, re.MULTILINE)
+    assert re.search(layout, output, re.MULTILINE)
     assert (tmp_path / "run" / "model" / "modules.json").is_file()
     resolved = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert resolved["parallel"]["strategy"] == "fsdp"

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.small import save_guide, small_model, text, write_beir
-from tests.test_doors import ENVIRONMENT, call
+from tests.test_commands import ENVIRONMENT, call
 
 DOOR = "embedtrain.evaluate"
 NFCORPUS = """---

@@ -22,7 +22,7 @@ from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, joined, measur
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.data.files import write
 from tests.small import save_small, small_model, small_tokenizer, text
-from tests.test_doors import ENVIRONMENT, call
+from tests.test_commands import ENVIRONMENT, call
 
 BAD = [b'{"query": 7, "pos": ["a"]}\n', b'{"query": "a", "pos": []}\n', b'{"query": "cut', b'{"pos": ["b"]}\n']
 
@@ -176,7 +176,7 @@ def test_texts_are_shortened_in_their_middle_and_hold_no_codes():
     assert escape_control("a\nb\tc\x1b[31m\u202e\r\u3000") == "a↵b⇥c\\x1b[31m\\u202e\u3000"
 
 
-def test_the_door_tells_what_a_file_holds(tmp_path):
+def test_inspect_of_a_file(tmp_path):
     good = [{"query": "如何安装？", "pos": ["用 apt。" * 500], "neg": ["别的\n东西"]}] * 2
     path = write(tmp_path / "rows.jsonl.gz", *good[:1], *BAD[:2], *good[1:], BAD[3])
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()) + BAD[2]))
@@ -195,7 +195,7 @@ def test_the_door_tells_what_a_file_holds(tmp_path):
     assert not any(line.endswith(" ") for line in told.splitlines())
 
 
-def test_the_door_tells_what_a_recipe_trains_on(tmp_path):
+def test_inspect_of_a_recipe(tmp_path):
     write(tmp_path / "one.jsonl", *rows(60))
     write(tmp_path / "two.jsonl", *rows(20))
     save_small(small_model("xlm-roberta"), tmp_path / "model")
@@ -268,7 +268,7 @@ def test_empty_files_and_equal_names(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "environment", "sentence"),
     [
-        (["data=rows.jsonl"], {"WORLD_SIZE": "2"}, "inspect looks at data in one process"),
+        (["data=rows.jsonl"], {"WORLD_SIZE": "2"}, "single process"),
         (
             ["data=rows.jsonl", "for_loss=triplet"],
             {},
@@ -276,7 +276,7 @@ def test_empty_files_and_equal_names(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_inspected_is_one_sentence(tmp_path, monkeypatch, arguments, environment, sentence):
+def test_errors_are_one_sentence(tmp_path, monkeypatch, arguments, environment, sentence):
     write(tmp_path / "rows.jsonl", {"query": "a", "pos": ["b"]})
     for name, value in environment.items():
         monkeypatch.setitem(ENVIRONMENT, name, value)

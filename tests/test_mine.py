@@ -18,7 +18,7 @@ from embedtrain.mine.work import MiningFolder
 from tests.evaluation.mining.mined import more_documents, read_jsonl, rows_alone, save_model, try_mining, write_jsonl
 from tests.evaluation.mining.models import save_cross_encoder
 from tests.small import write_beir
-from tests.test_doors import TORCHRUN, call, start
+from tests.test_commands import TORCHRUN, call, start
 
 ROWS = rows_alone(120)
 

@@ -1,4 +1,4 @@
-"""Recipes that come with the project: their commands compose, they say where their values are from, and they run."""
+"""The recipes of the project: their commands compose, they name the sources of their values, and they train."""
 
 import contextlib
 import io
@@ -62,7 +62,7 @@ def header(name: str) -> list[str]:
     return [line.removeprefix("#").strip() for line in lines[: lines.index("# @package _global_")]]
 
 
-def composed(name: str, *arguments: str) -> Recipe:
+def compose_named(name: str, *arguments: str) -> Recipe:
     (recipe,) = compose_recipes([f"recipe={name}", *arguments])
     return recipe
 
@@ -78,36 +78,36 @@ def test_the_first_line_is_the_command(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_where_the_values_are_from(name):
-    told = " ".join(header(name)[1:])
-    assert "ublish" in told, "what is published, and by whom"
-    assert "our" in told.lower(), "and what is of our choice"
-    recipe = composed(name, "data.train=[my.jsonl]")
+def test_the_sources_of_values_are_named(name):
+    text = " ".join(header(name)[1:])
+    assert "ublish" in text
+    assert "our" in text.lower()
+    recipe = compose_named(name, "data.train=[my.jsonl]")
     assert recipe.parallel.strategy is Strategy.auto
     assert recipe.parallel.block_class is None
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_plans(name):
+def test_a_recipe_is_planned(name):
     """For one node of 80 GB GPUs, in the model's real size: it fits, and has as many parameters as published."""
     config, billions = SIZES[name]
     written = ", ".join(f"{key}: {value}" for key, value in config.items())
     arguments = [f"recipe={name}", "model.path=null", f"model.config={{{written}}}", "gpus=8", "gpu_memory=80"]
     arguments += [f"model.vocab_size={config['vocab_size']}", "model.pooling=mean"]
-    found = plan(*compose_plan(arguments))
-    assert found.best.fits
-    assert found.model.weights.parameters == pytest.approx(billions * 1e9, rel=0.02)
-    assert found.largest_chunk is not None
+    planned = plan(*compose_plan(arguments))
+    assert planned.best.fits
+    assert planned.model.weights.parameters == pytest.approx(billions * 1e9, rel=0.02)
+    assert planned.largest_chunk is not None
 
 
-def test_every_recipe_is_run_here():
+def test_every_recipe_has_a_run():
     assert set(PATHS) == {*MODELS, "quickstart"}  # which `make demo` and its own tests run
 
 
 def test_the_larger_llama_is_an_override():
     """What is the recipe's stays the recipe's, whichever model is chosen."""
-    small = composed("llama_embedder", "data.train=[my.jsonl]")
-    large = composed("llama_embedder", "model=llama_3_1_8b", "optim.lr=2e-6", "data.train=[my.jsonl]")
+    small = compose_named("llama_embedder", "data.train=[my.jsonl]")
+    large = compose_named("llama_embedder", "model=llama_3_1_8b", "optim.lr=2e-6", "data.train=[my.jsonl]")
     assert (small.model.path, large.model.path) == ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
     large.model.path, large.optim.lr = small.model.path, small.optim.lr
     assert large == small
@@ -115,17 +115,17 @@ def test_the_larger_llama_is_an_override():
     assert (small.model.query_prompt, small.model.document_prompt) == ("query: ", "passage: ")
 
 
-def test_all_minilm_itself_is_an_override(minilm_dir):
-    recipe = composed("minilm", "model=minilm", "data.train=[my.jsonl]")
+def test_the_trained_minilm_is_an_override(minilm_dir):
+    recipe = compose_named("minilm", "model=minilm", "data.train=[my.jsonl]")
     assert recipe.model.path == "sentence-transformers/all-MiniLM-L6-v2"
     recipe.model.path = str(minilm_dir)
     assert open_model_source(recipe.model).pooling is Pooling.mean
 
 
-def test_instructions_are_as_the_models_cards_have_them():
+def test_instructions_are_those_of_the_model_cards():
     """One has a blank behind `Query:` and one has none; documents have no instruction."""
     for name, before in (("qwen3_embedder", "Query:"), ("e5_mistral_lora", "Query: ")):
-        recipe = composed(name, "data.train=[my.jsonl]")
+        recipe = compose_named(name, "data.train=[my.jsonl]")
         assert recipe.model.query_prompt.startswith("Instruct: Given a web search query, ")
         assert recipe.model.query_prompt.endswith(f"answer the query\n{before}")
         assert recipe.model.document_prompt == ""
@@ -135,12 +135,12 @@ def test_instructions_are_as_the_models_cards_have_them():
 
 def run(world: World, arguments: list[str]) -> str:
     (recipe,) = compose_recipes(arguments)
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         train(recipe, world)
-    return told.getvalue()
+    return output.getvalue()
 
 
-def shrunk(name: str, folder: Path) -> Path:
+def shrink(name: str, folder: Path) -> Path:
     """A small random model of the kind that the recipe names; bge-m3 says itself how it pools."""
     model = small_model(MODELS[name])
     window = {"sliding_window": 4} if MODELS[name] == "mistral" else {}  # less than the texts have
@@ -155,18 +155,18 @@ def shrunk(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_runs_shrunk(ranks, tmp_path, name):
+def test_a_small_version_trains(ranks, tmp_path, name):
     """As it is, bf16 and strategy auto included, but for the sizes of model and batch and the number of steps."""
     rows = write_rows(tmp_path / "train.jsonl", 16)
     arguments = [
-        f"recipe={name}", f"model.path={shrunk(name, tmp_path)}", f"data.train=[{rows}]", "model.max_length=48",
+        f"recipe={name}", f"model.path={shrink(name, tmp_path)}", f"data.train=[{rows}]", "model.max_length=48",
         "train.epochs=null", "train.steps=2", "train.global_batch_size=8", "train.chunk_tokens=128", "optim.warmup=0",
         "evaluation.sets=[]", f"output_dir={tmp_path / 'run'}", f"export.check={str(name in CHECKED).lower()}",
     ]  # fmt: skip
-    told, _ = ranks(2, run, arguments)
-    assert ("reopening the adapter with PEFT" in told) == (name == "e5_mistral_lora")
+    output, _ = ranks(2, run, arguments)
+    assert ("reopening the adapter with PEFT" in output) == (name == "e5_mistral_lora")
     opened = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
-    recipe = composed(name, *arguments[1:])
+    recipe = compose_named(name, *arguments[1:])
     assert opened.prompts["query"] == (recipe.model.query_prompt or "")
     assert opened.prompts["document"] == (recipe.model.document_prompt or "")
     vectors = opened.encode_query(["alpha beta gamma", "delta"])

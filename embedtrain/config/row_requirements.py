@@ -36,19 +36,19 @@ class ScoreRange:
 
     low: float = -math.inf
     high: float = math.inf
-    whole: bool = False
+    integers: bool = False
 
     def __and__(self, other: "ScoreRange") -> "ScoreRange":
         """The scores that both accept."""
         return ScoreRange(
-            low=max(self.low, other.low), high=min(self.high, other.high), whole=self.whole or other.whole
+            low=max(self.low, other.low), high=min(self.high, other.high), integers=self.integers or other.integers
         )
 
     def __contains__(self, score: float) -> bool:
-        return self.low <= score <= self.high and (not self.whole or float(score).is_integer())
+        return self.low <= score <= self.high and (not self.integers or float(score).is_integer())
 
     def __str__(self) -> str:
-        return f"{'a whole number ' * self.whole}from {self.low:g} to {self.high:g}"
+        return f"{'a whole number ' * self.integers}from {self.low:g} to {self.high:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,11 @@ class RowRequirements:
 
 
 # A cosine; a weight of the attracting term, whose rest is that of the repelling term; the same, but 0 or 1.
-_COSINE, _WEIGHT, _BINARY = ScoreRange(low=-1, high=1), ScoreRange(low=0, high=1), ScoreRange(low=0, high=1, whole=True)
+_COSINE, _WEIGHT, _BINARY = (
+    ScoreRange(low=-1, high=1),
+    ScoreRange(low=0, high=1),
+    ScoreRange(low=0, high=1, integers=True),
+)
 _COLUMNS = RowRequirements(same_num_documents=True)
 _PAIRS = RowRequirements(same_num_documents=True, scores=ScoreRequirement.pairs)
 _TEACHER = RowRequirements(same_num_documents=True, negatives=True, scores=ScoreRequirement.teacher)
@@ -147,7 +151,7 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
                 name = arguments["loss"]["class_name"]
             requirements = replace(SENTENCE_TRANSFORMERS_LOSSES[name], loss=name)
             if name == "SoftmaxLoss" and isinstance(arguments.get("num_labels"), int):
-                return replace(requirements, range=ScoreRange(low=0, high=arguments["num_labels"] - 1, whole=True))
+                return replace(requirements, range=ScoreRange(low=0, high=arguments["num_labels"] - 1, integers=True))
             return requirements
         case CoSENTConfig() | AnglEConfig():
             return RowRequirements(scores=ScoreRequirement.pairs, loss=loss.name)

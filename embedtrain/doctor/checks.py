@@ -89,7 +89,7 @@ def check_process_group(world: World, hosts: Sequence[str]) -> list[Finding]:
         world: all ranks.
         hosts: by rank.
     """
-    backend = "NCCL, and gloo for tensors on the CPU," if world.device.type == "cuda" else "gloo"
+    backend = "NCCL, and gloo for tensors on the CPU" if world.device.type == "cuda" else "gloo"
     text = f"{format_count(world.size, 'rank')} on {format_count(len(set(hosts)), 'host')} joined with {backend}"
     findings = [Finding("ranks", "process group", text)]
     # Different values on every rank, in a size that uses all buffers of a backend.

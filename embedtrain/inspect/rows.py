@@ -42,10 +42,10 @@ class ExtraColumns:
 def summarise_extra_columns(store: RowStore) -> ExtraColumns:
     """What lies beside the texts of a source's rows."""
     found = ExtraColumns()
-    if "vectors" in store.beside:
+    if "vectors" in store.extra_columns:
         vectors = store[0].vectors
         found.width = len(vectors[0]) if vectors else None
-    if not store.beside & (EXTRA_COLUMNS.keys() - {"vectors", "most_negatives"}):
+    if not store.extra_columns & (EXTRA_COLUMNS.keys() - {"vectors", "most_negatives"}):
         return found
     for batch in batches_of(store):
         names = set(batch.schema.names)

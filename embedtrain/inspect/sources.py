@@ -128,7 +128,7 @@ def _alone(recipe: Recipe, source: TrainSource, prompts: Mapping[str, str], cach
         except (DataError, ConfigError):
             continue
         report = data.stores[0].report
-        if what in data.stores[0].beside and report.num_unscored < report.num_rows:
+        if what in data.stores[0].extra_columns and report.num_unscored < report.num_rows:
             return InspectedSource(plain, source.name, data, 0, loss, told)
     return InspectedSource(source, source.name, error=told)
 

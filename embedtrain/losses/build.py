@@ -142,7 +142,9 @@ def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[st
 def row_spec_of(config: LossConfig) -> RowSpec:
     """What the documents of a row are to the loss, for `batch_statistics`."""
     needs = row_requirements(config)
-    graded = needs.scores is ScoreRequirement.pairs or (needs.scores is ScoreRequirement.teacher and needs.range.whole)
+    graded = needs.scores is ScoreRequirement.pairs or (
+        needs.scores is ScoreRequirement.teacher and needs.range.integers
+    )
     parts = config.losses if isinstance(config, CombinedConfig) else [config]
     return RowSpec(
         has_positive=not graded and not needs.label,

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -60,25 +60,14 @@ class BatchInfo:
 
     def to(self, device: torch.device) -> "BatchInfo":
         """A copy with all tensors on `device`."""
-        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "BatchInfo":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "BatchInfo":
         """A copy with `change` applied to all tensors."""
-
-        def changed(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else change(tensor)
-
-        return BatchInfo(
-            owners=change(self.owners),
-            query_keys=change(self.query_keys),
-            document_keys=change(self.document_keys),
-            document_ids=changed(self.document_ids),
-            scores=changed(self.scores),
-            labels=changed(self.labels),
-            guides={name: Guide(change(guide.queries), change(guide.documents)) for name, guide in self.guides.items()},
-            seed=self.seed,
-            source=self.source,
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        guides = {name: Guide(change(guide.queries), change(guide.documents)) for name, guide in self.guides.items()}
+        return replace(self, guides=guides, **tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def corpus_digests(parts: Sequence[Part]) -> list[list[str]]:
 
 def _of_rows(store: RowStore, number: int) -> Iterator[tuple[int, DocumentBatch]]:
     assert isinstance(store.rows, ArrowRows)
-    has_ids = bool({"positive_ids", "negative_ids"} & store.beside)
+    has_ids = bool({"positive_ids", "negative_ids"} & store.extra_columns)
     for location in range(len(store.rows.batch_starts) - 1):
         batch = store.rows.batch(location)
         nothing: list[Any] = [None] * batch.num_rows

@@ -192,6 +192,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers in every layer: q, k, v [1, H, T, S] to [1, T, H, S]; k and v may have fewer heads.
 
+    Transformers defines the parameters.
+
     Raises:
         PackingError: the layer needs an unsupported feature.
     """

@@ -98,7 +98,9 @@ class Backward:
     def _one(self, batch: RankBatch, weight: float, *, last: bool, measured: bool) -> tuple[LossOutput, Tensor]:
         # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
         mine, most = len(batch.chunks), max(1, batch.num_passes)
-        kept = most if batch.kept == batch.num_passes else batch.kept  # a dummy's graphs are no burden
+        kept = (
+            most if batch.num_cached_graphs == batch.num_passes else batch.num_cached_graphs
+        )  # a dummy's graphs are no burden
         sample = (
             MeasuredRows.of(batch.num_rows, batch.max_documents, self.world.rank, self.world.size) if measured else None
         )
@@ -128,13 +130,13 @@ class Backward:
         self, encoded: Tensor, batch: RankBatch, weight: float, sample: MeasuredRows | None
     ) -> tuple[LossOutput, Tensor, Tensor]:
         """The loss where the rows are, its gradient at the vectors encoded here, and whether these are finite."""
-        rows = batch.exchange.home(encoded)
+        rows = batch.exchange.to_row_owner(encoded)
         output = self._loss_backward(rows.requires_grad_(), batch, weight)
         if sample is not None and self.row_specs is not None:
             seen, row_spec = rows.detach(), self.row_specs[batch.batch_info.source]
             queries, documents = seen[: batch.num_queries], seen[batch.num_queries :]
             output.metrics.update(batch_statistics(queries, documents, batch.batch_info, sample, row_spec))
-        slopes = batch.exchange.back(torch.zeros_like(rows) if rows.grad is None else rows.grad)
+        slopes = batch.exchange.to_encoder_rank(torch.zeros_like(rows) if rows.grad is None else rows.grad)
         return output, slopes, encoded.isfinite().all()
 
     def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:

@@ -1,7 +1,6 @@
-"""Vectors on their way: from the rank that encoded a text to the rank that has its row, and gradients back.
+"""Exchange of embeddings: from the rank that encoded a text to the rank that has its row, and gradients back.
 
-Texts are encoded wherever they fit best. n: texts that this rank encodes; m: texts of its rows, B queries and then
-M documents; W ranks.
+n: texts that this rank encodes; m: texts of its rows, B queries and then M documents; W: ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,57 +16,56 @@ from embedtrain.distributed.collectives import exchange_rows
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What goes where, known on every rank without asking.
+    """Which embeddings go to which rank; every rank knows it without communication.
 
     Attributes:
-        order: int64 [n], this rank's encoded texts by the rank of their row.
-        sent: [W], how many go to each rank.
-        received: [W], how many come from each rank.
-        places: int64 [m], which of this rank's texts each is that comes, in the order of coming.
+        send_order: int64 [n], this rank's encoded texts, sorted by the rank of their row.
+        num_sent: [W], texts sent to each rank.
+        num_received: [W], texts received from each rank.
+        received_rows: int64 [m], the index among this rank's texts of each text received, in the order of arrival.
     """
 
-    order: Tensor
-    sent: Sequence[int]
-    received: Sequence[int]
-    places: Tensor
+    send_order: Tensor
+    num_sent: Sequence[int]
+    num_received: Sequence[int]
+    received_rows: Tensor
 
-    def home(self, vectors: Tensor) -> Tensor:
-        """The vectors [n, D] of the texts encoded here -> those of this rank's rows [m, D]. Without gradient.
+    def to_row_owner(self, embeddings: Tensor) -> Tensor:
+        """Embeddings [n, D] of the texts encoded here -> those of this rank's rows [m, D], without gradient.
 
-        A collective: every rank calls it.
+        A collective.
         """
-        found = exchange_rows(vectors[self.order], self.sent, self.received)
-        return torch.empty_like(found).index_copy_(0, self.places, found)
+        received = exchange_rows(embeddings[self.send_order], self.num_sent, self.num_received)
+        return torch.empty_like(received).index_copy_(0, self.received_rows, received)
 
-    def back(self, slopes: Tensor) -> Tensor:
-        """The other way round, [m, D] -> [n, D]: gradients of what `home` brought. A collective."""
-        found = exchange_rows(slopes[self.places], self.received, self.sent)
-        return torch.empty_like(found).index_copy_(0, self.order, found)
+    def to_encoder_rank(self, grads: Tensor) -> Tensor:
+        """Gradients [m, D] of what `to_row_owner` returned -> those of the texts encoded here [n, D]. A collective."""
+        received = exchange_rows(grads[self.received_rows], self.num_received, self.num_sent)
+        return torch.empty_like(received).index_copy_(0, self.send_order, received)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Exchange":
-        """The same with its tensors changed."""
-        return replace(self, order=change(self.order), places=change(self.places))
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Exchange":
+        """The same exchange with `change` applied to its tensors."""
+        return replace(self, send_order=change(self.send_order), received_rows=change(self.received_rows))
 
 
 def plan_exchange(
-    encoded_on: NDArray[np.int64], belongs_to: NDArray[np.int64], rank: int, size: int, encoded: NDArray[np.int64]
+    encoder_ranks: NDArray[np.int64], row_ranks: NDArray[np.int64], rank: int, size: int, encoded: NDArray[np.int64]
 ) -> Exchange:
     """What rank `rank` sends and receives.
 
     Args:
-        encoded_on: int64 [T], the rank that encodes each text of the global batch.
-        belongs_to: int64 [T], the rank that has its row. A rank's texts count in the order of T.
+        encoder_ranks: int64 [T], the rank that encodes each text of the global batch.
+        row_ranks: int64 [T], the rank that has the row of each text.
         rank: this rank.
         size: number of ranks.
-        encoded: int64 [n], the texts that this rank encodes, in the order of its vectors.
+        encoded: int64 [n], the texts that this rank encodes, in the order of its embeddings.
     """
-    to = belongs_to[encoded]
-    order = np.lexsort((encoded, to))  # by rank, then by text: the order in which the other side expects them
-    mine = np.flatnonzero(belongs_to == rank)
-    coming = encoded_on[mine]
+    destinations = row_ranks[encoded]
+    send_order = np.lexsort((encoded, destinations))  # by rank, then by text: the order that the receiver expects
+    origins = encoder_ranks[np.flatnonzero(row_ranks == rank)]
     return Exchange(
-        order=torch.from_numpy(order),
-        sent=np.bincount(to, minlength=size).tolist(),
-        received=np.bincount(coming, minlength=size).tolist(),
-        places=torch.from_numpy(np.argsort(coming, kind="stable")),
+        send_order=torch.from_numpy(send_order),
+        num_sent=np.bincount(destinations, minlength=size).tolist(),
+        num_received=np.bincount(origins, minlength=size).tolist(),
+        received_rows=torch.from_numpy(np.argsort(origins, kind="stable")),
     )

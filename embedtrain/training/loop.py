@@ -26,7 +26,7 @@ from embedtrain.training.garbage import automatic_collection, scheduled_collecti
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.prefetch import Prefetcher
 from embedtrain.training.profile import StepProfiler
-from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.state import TrainState, as_dict
 from embedtrain.training.step import StepContext, StepReport, train_step
 from embedtrain.training.timing import BATCHES, CommunicationMeter, span
@@ -58,7 +58,7 @@ class RankBatches:
         """The local part of global batch `number`, counted from 0; callable from any thread."""
         batch = self.data.batch(number)
         source = batch.source or 0  # sources that are mixed in one batch share a loss and a teacher dimension
-        rank_batch = cut(
+        rank_batch = make_rank_batch(
             batch,
             self.world.rank,
             self.world.size,

@@ -1,4 +1,4 @@
-"""From a global batch to what this rank computes: chunks of tokens, and what the loss must know of this rank's rows.
+"""One rank's part of a global batch: chunks of tokens to encode, and what the loss needs besides embeddings.
 
 B, M: queries and documents of this rank's rows; T: texts of the global batch.
 """
@@ -20,71 +20,15 @@ from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide
 from embedtrain.training.exchange import Exchange, plan_exchange
 
 
-def batch_info_of(
-    rows: Sequence[Row] | None,
-    num_documents: Tensor,
-    query_keys: Tensor,
-    document_keys: Tensor,
-    *,
-    step: int,
-    source: int,
-    teacher_dimension: int | None,
-) -> BatchInfo:
-    """What the loss must know of B rows with M documents.
-
-    Args:
-        rows: None where they hold nothing but texts.
-        num_documents: int64 [B], of each row.
-        query_keys: int64 [B], see `text_keys`.
-        document_keys: int64 [M].
-        step: a number that is the same on every rank.
-        source: see BatchInfo.
-        teacher_dimension: of the vectors that rows hold, if they do: a rank without rows must know it too.
-    """
-    owners = torch.repeat_interleave(torch.arange(len(num_documents)), num_documents)
-    held = [] if rows is None else list(rows)
-    # Ids are a source's own: another's "7" is another document.
-    ids = [name and f"{row.source} {name}" for row in held for name in row.ids or [""] * len(row.documents)]
-    scores = [score for row in held for score in row.scores]
-    labels = [row.label for row in held if row.label is not None]
-    # A rank without rows cannot tell whether others' have scores or labels: it has an empty tensor of each.
-    return BatchInfo(
-        owners=owners,
-        query_keys=query_keys,
-        document_keys=document_keys,
-        document_ids=_id_keys(ids, document_keys) if any(ids) else None,
-        scores=torch.tensor(scores, dtype=torch.float32) if len(scores) == len(owners) else None,
-        labels=torch.tensor(labels, dtype=torch.int64) if len(labels) == len(query_keys) else None,
-        guides={} if teacher_dimension is None else {FROM_ROWS: _teacher(held, teacher_dimension)},
-        seed=step,
-        source=source,
-    )
-
-
-def _id_keys(ids: Sequence[str], keys: Tensor) -> Tensor:
-    """The key of each id; of a document without one the key of its text."""
-    has = torch.tensor([bool(name) for name in ids])
-    # A prefix that no text begins with: an id must not look like the text that reads the same.
-    return torch.where(has, text_keys([f"\0id {name}" for name in ids]), keys)
-
-
-def _teacher(rows: Sequence[Row], width: int) -> Guide:
-    """The vectors that came with the rows."""
-    queries = [np.asarray(row.vectors[0], dtype=np.float32) for row in rows]
-    documents = [np.asarray(vector, dtype=np.float32) for row in rows for vector in row.vectors[1:]]
-    made = (np.stack(part) if part else np.empty((0, width), dtype=np.float32) for part in (queries, documents))
-    return Guide(*(torch.from_numpy(part) for part in made))
-
-
 @dataclass(frozen=True, slots=True)
 class GuideTokenizer:
-    """Tokenises a rank's rows for one guide: its own vocabulary, length and prompts.
+    """Tokenises a rank's rows for a guide model, with the guide's vocabulary, maximal length and prompts.
 
     Attributes:
         tokenizer: the guide's.
-        query_prompt: put before queries, instead of the trained model's.
-        document_prompt: likewise.
-        chunk_tokens: tokens, padding included, of one forward pass.
+        query_prompt: the guide's; the trained model's prompt is left out.
+        document_prompt: the guide's.
+        chunk_tokens: tokens of one forward pass, including padding.
     """
 
     tokenizer: TextTokenizer
@@ -101,49 +45,49 @@ class GuideTokenizer:
 
 
 def pass_overhead(*, on_gpu: bool, sharded: bool) -> int:
-    """What one more forward and backward pass costs besides its tokens, as so many tokens.
+    """The cost of one more forward and backward pass besides its tokens, in tokens.
 
-    On a CPU it reads all weights once more (all-MiniLM-L6-v2: about 32 tokens, measured), on a GPU its kernels have to
-    be launched; sharded weights are gathered for it.
+    On a CPU a pass reads all weights (all-MiniLM-L6-v2: about 32 tokens, measured), on a GPU it launches kernels;
+    sharded weights are gathered for every pass.
     """
     return (1024 if sharded else 512) if on_gpu else (64 if sharded else 32)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
-    """How texts are cut into chunks, one forward pass each.
+    """How texts are cut into chunks; each chunk is one forward pass.
 
     Attributes:
-        chunk_tokens: tokens, padding included, that one may hold.
-        activation_tokens: tokens whose graphs may be held together; default: `chunk_tokens`.
-        pass_overhead_tokens: what one more pass costs, in tokens: more passes mean less padding.
+        chunk_tokens: maximal tokens of a chunk, including padding.
+        activation_tokens: maximal tokens whose graphs are kept in memory together; default: `chunk_tokens`.
+        pass_overhead_tokens: cost of one more pass, in tokens; more passes need less padding.
     """
 
     chunk_tokens: int
     activation_tokens: int | None = None
     pass_overhead_tokens: int = 32
 
-    def kept(self, sizes: Iterable[int]) -> int:
-        """Of how many chunks, the first ones, the graphs may be held, given the tokens of each, padding included."""
-        keep = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
-        return sum(tokens <= keep for tokens in itertools.accumulate(sizes))
+    def num_cached_graphs(self, sizes: Iterable[int]) -> int:
+        """How many of the first chunks keep their graphs, given the tokens of each chunk including padding."""
+        limit = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
+        return sum(tokens <= limit for tokens in itertools.accumulate(sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """This rank's part of a global batch, tokenised.
+    """One rank's part of a global batch, tokenised.
 
     Attributes:
         step: counted from 0.
-        chunks: the texts that this rank encodes, cut by length; `Tokens.rows` numbers them through.
+        chunks: the texts that this rank encodes, longest first; `Tokens.rows` counts through all chunks.
         num_queries: B.
-        batch_info: what the loss needs to know of this rank's rows.
-        num_rows: rows of the whole global batch.
-        kept: of how many chunks, the first ones, the graphs may be held in memory together; the same on all ranks.
-        num_passes: chunks of the rank that has most.
-        max_documents: documents of the longest row of all ranks.
-        exchange: how vectors come to the ranks of their rows.
-        guides: chunks of this rank's rows for other models, by path.
+        batch_info: what the loss needs besides the embeddings of this rank's rows.
+        num_rows: rows of the global batch.
+        num_cached_graphs: how many of the first chunks keep their graphs in memory; the same on all ranks.
+        num_passes: the largest number of chunks of any rank.
+        max_documents: documents of the longest row of the global batch.
+        exchange: sends embeddings to the ranks of their rows.
+        guides: chunks of this rank's rows for guide models, by path.
     """
 
     step: int
@@ -151,7 +95,7 @@ class RankBatch:
     num_queries: int
     batch_info: BatchInfo
     num_rows: int
-    kept: int
+    num_cached_graphs: int
     num_passes: int
     max_documents: int
     exchange: Exchange
@@ -159,7 +103,7 @@ class RankBatch:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Int64 [N], tokens of each text that this rank encodes; to be read before the batch goes to a device."""
+        """Int64 [N], tokens of each text that this rank encodes; read it before the batch is moved to a device."""
         return torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk.lengths for chunk in self.chunks)])
 
     @property
@@ -169,64 +113,64 @@ class RankBatch:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens computed, padding included."""
+        """Tokens that this rank computes, including padding."""
         return sum(chunk.ids.numel() for chunk in self.chunks)
 
     def to(self, device: torch.device) -> "RankBatch":
-        """The same batch with its tensors on `device`; this process does not wait for them."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        """The same batch on `device`, without waiting for the copies."""
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "RankBatch":
-        """The same in page-locked memory, from where a GPU fetches it while it computes."""
-        return self._each(torch.Tensor.pin_memory)
+        """The same batch in page-locked memory, from which a GPU copies while it computes."""
+        return self._map_tensors(torch.Tensor.pin_memory)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RankBatch":
+    def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RankBatch":
         return replace(
             self,
-            chunks=tuple(chunk.each(change) for chunk in self.chunks),
-            batch_info=self.batch_info.each(change),
-            exchange=self.exchange.each(change),
-            guides={path: tuple(chunk.each(change) for chunk in chunks) for path, chunks in self.guides.items()},
+            chunks=tuple(chunk.map_tensors(change) for chunk in self.chunks),
+            batch_info=self.batch_info.map_tensors(change),
+            exchange=self.exchange.map_tensors(change),
+            guides={path: tuple(chunk.map_tensors(change) for chunk in chunks) for path, chunks in self.guides.items()},
         )
 
 
-def cut(
+def make_rank_batch(
     batch: GlobalBatch,
     rank: int,
     size: int,
     tokenizer: TextTokenizer,
-    cutting: ChunkOptions,
+    chunk_options: ChunkOptions,
     *,
     guides: Mapping[str, GuideTokenizer] | None = None,
     teacher_dimension: int | None = None,
 ) -> RankBatch:
-    """Rank `rank`'s part of `batch`: queries and documents share chunks, for one encoder serves both.
+    """The part of `batch` that rank `rank` computes. Queries and documents share chunks: one encoder serves both.
 
-    All ranks know all lengths: texts are dealt so that every rank has as many chunks as any other and as much to
-    compute, and vectors travel to the ranks of their rows. Of graphs that may not all be kept the longest texts' are:
-    the most saved for the memory they take.
+    All ranks know all lengths, so texts are distributed such that every rank has the same number of chunks and about
+    the same number of tokens; the embeddings are then sent to the ranks of their rows. If not all graphs fit in memory,
+    those of the longest texts are kept, which saves the most computation.
 
     Args:
-        batch: the global batch.
+        batch: the global batch, tokenised.
         rank: this rank.
         size: number of ranks.
         tokenizer: bound to the model's length.
-        cutting: how chunks are cut.
-        guides: how the same rows are cut for other models.
-        teacher_dimension: of the vectors that rows hold, if they do: a rank without rows must know it too.
+        chunk_options: sizes of chunks.
+        guides: tokenizers of guide models, by path.
+        teacher_dimension: dimension of the teacher's vectors in the rows, if there are any; also on ranks without rows.
     """
     tokens = batch.tokens
     assert tokens is not None, "the data is not tokenised"
-    chunks, exchange, dealt = _dealt(tokens, rank, size, tokenizer, cutting)
-    rows = batch.share(rank, size) if batch.beside or guides else None
+    chunks, exchange, plan = _encode_plan(tokens, rank, size, tokenizer, chunk_options)
+    rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides else None
     num_documents = tokens.num_documents[rank::size]
-    keys = torch.from_numpy(tokens.keys[_ranks_of_rows(tokens, size) == rank])
+    keys = torch.from_numpy(tokens.keys[_row_ranks(tokens, size) == rank])
     num_queries = len(num_documents)
     return RankBatch(
         step=batch.step,
         chunks=tuple(chunks),
         num_queries=num_queries,
-        batch_info=batch_info_of(
+        batch_info=_make_batch_info(
             rows,
             torch.from_numpy(num_documents),
             keys[:num_queries],
@@ -236,31 +180,95 @@ def cut(
             teacher_dimension=teacher_dimension,
         ),
         num_rows=len(batch.rows),
-        kept=cutting.kept(dealt.max_tokens_per_chunk(tokens.lengths, packed=tokenizer.packed)),
-        num_passes=dealt.num_chunks,
+        num_cached_graphs=chunk_options.num_cached_graphs(
+            plan.max_tokens_per_chunk(tokens.lengths, packed=tokenizer.packed)
+        ),
+        num_passes=plan.num_chunks,
         max_documents=int(tokens.num_documents.max(initial=0)),
         exchange=exchange,
-        guides={path: texts(rows or ()) for path, texts in (guides or {}).items()},
+        guides={path: tokenize(rows or ()) for path, tokenize in (guides or {}).items()},
     )
 
 
-def _dealt(
-    tokens: BatchTokens, rank: int, size: int, tokenizer: TextTokenizer, cutting: ChunkOptions
+def _make_batch_info(
+    rows: Sequence[Row] | None,
+    num_documents: Tensor,
+    query_keys: Tensor,
+    document_keys: Tensor,
+    *,
+    step: int,
+    source: int,
+    teacher_dimension: int | None,
+) -> BatchInfo:
+    """What the loss needs besides the embeddings of B rows with M documents.
+
+    Args:
+        rows: None if they hold nothing but texts.
+        num_documents: int64 [B], of each row.
+        query_keys: int64 [B], hashes of `text_keys`.
+        document_keys: int64 [M].
+        step: the same on every rank.
+        source: index in `data.train`, if all rows are of one source.
+        teacher_dimension: dimension of the teacher's vectors, if there are any.
+    """
+    owners = torch.repeat_interleave(torch.arange(len(num_documents)), num_documents)
+    known_rows = [] if rows is None else list(rows)
+    # Ids are compared within a source: "7" of another source is another document.
+    ids = [name and f"{row.source} {name}" for row in known_rows for name in row.ids or [""] * len(row.documents)]
+    scores = [score for row in known_rows for score in row.scores]
+    labels = [row.label for row in known_rows if row.label is not None]
+    # A rank without rows cannot know whether other ranks have scores or labels: it has an empty tensor of each.
+    return BatchInfo(
+        owners=owners,
+        query_keys=query_keys,
+        document_keys=document_keys,
+        document_ids=_id_keys(ids, document_keys) if any(ids) else None,
+        scores=torch.tensor(scores, dtype=torch.float32) if len(scores) == len(owners) else None,
+        labels=torch.tensor(labels, dtype=torch.int64) if len(labels) == len(query_keys) else None,
+        guides={} if teacher_dimension is None else {FROM_ROWS: _teacher_vectors(known_rows, teacher_dimension)},
+        seed=step,
+        source=source,
+    )
+
+
+def _id_keys(ids: Sequence[str], keys: Tensor) -> Tensor:
+    """The hash of each id, or of the text of a document without an id."""
+    has_id = torch.tensor([bool(name) for name in ids])
+    # No text begins with this prefix, so that an id never equals a text.
+    return torch.where(has_id, text_keys([f"\0id {name}" for name in ids]), keys)
+
+
+def _teacher_vectors(rows: Sequence[Row], dimension: int) -> Guide:
+    queries = [np.asarray(row.vectors[0], dtype=np.float32) for row in rows]
+    documents = [np.asarray(vector, dtype=np.float32) for row in rows for vector in row.vectors[1:]]
+    stacked = (
+        np.stack(vectors) if vectors else np.empty((0, dimension), dtype=np.float32) for vectors in (queries, documents)
+    )
+    return Guide(*(torch.from_numpy(vectors) for vectors in stacked))
+
+
+def _encode_plan(
+    tokens: BatchTokens, rank: int, size: int, tokenizer: TextTokenizer, chunk_options: ChunkOptions
 ) -> tuple[list[Tokens], Exchange, ChunkPlan]:
-    """This rank's chunks, how vectors reach the ranks of their rows, and who encodes what."""
-    dealt = plan_chunks(
-        tokens.lengths, size, cutting.chunk_tokens, cutting.pass_overhead_tokens, packed=tokenizer.packed
+    """This rank's chunks, the exchange of embeddings, and which rank encodes which texts."""
+    plan = plan_chunks(
+        tokens.lengths,
+        size,
+        chunk_options.chunk_tokens,
+        chunk_options.pass_overhead_tokens,
+        packed=tokenizer.packed,
     )
-    parts = [part for part in dealt.chunks_of_rank(rank) if len(part)]
+    parts = [texts for texts in plan.chunks_of_rank(rank) if len(texts)]
     encoded = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
     first, chunks = 0, []
-    for part in parts:
-        chunks.append(tokenizer.make_chunk(tokens.ids(part), tokens.lengths[part], range(first, first + len(part))))
-        first += len(part)
-    return chunks, plan_exchange(dealt.encoder_rank, _ranks_of_rows(tokens, size), rank, size, encoded), dealt
+    for texts in parts:
+        rows = range(first, first + len(texts))
+        chunks.append(tokenizer.make_chunk(tokens.ids(texts), tokens.lengths[texts], rows))
+        first += len(texts)
+    return chunks, plan_exchange(plan.encoder_rank, _row_ranks(tokens, size), rank, size, encoded), plan
 
 
-def _ranks_of_rows(tokens: BatchTokens, size: int) -> NDArray[np.int64]:
-    """The rank that has the row of each text, int64 [T]; see GlobalBatch.share."""
+def _row_ranks(tokens: BatchTokens, size: int) -> NDArray[np.int64]:
+    """The rank that has the row of each text, int64 [T], as `GlobalBatch.rows_of_rank`."""
     ranks = np.arange(len(tokens.num_documents)) % size
     return np.concatenate([ranks, np.repeat(ranks, tokens.num_documents)])

@@ -200,7 +200,7 @@ def _model_identity(options: Mapping[str, Any]) -> dict[str, Any]:
 def _source_identity(store: RowStore, settings: SourceSettings) -> dict[str, Any]:
     """Options of all rows of a source; the instruction format only matters if rows have instructions."""
     options: dict[str, Any] = {**to_plain(settings.text_format), "negatives": settings.negatives}
-    if not {"instruction", "document_instruction"} & store.beside:
+    if not {"instruction", "document_instruction"} & store.extra_columns:
         options["instruction_format"] = None
     return options
 

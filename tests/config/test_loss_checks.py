@@ -78,6 +78,8 @@ CASES: list[tuple[LossConfig, str]] = [
     (InfoNCEConfig(matryoshka_dims=[8], matryoshka_weights=[0.0]), r"matryoshka_weights=\[0\.0\]: "),
     (ContrastiveConfig(margin=0.0), r"loss\.margin=0\.0: "),
     (TripletConfig(margin=-1.0), r"loss\.margin=-1\.0"),
+    (OrthogonalConfig(mean_weight=-1.0), r"loss\.mean_weight=-1\.0: "),
+    (OrthogonalConfig(second_moment_weight=-1.0), r"loss\.second_moment_weight=-1\.0: "),
     (OrthogonalConfig(mean_weight=0.0, second_moment_weight=0.0), r"loss\.mean_weight=0\.0: .*second_moment_weight"),
     (DistillEmbeddingsConfig(project=True, matryoshka_dims=[8]), r"loss\.project=true: .*matryoshka_dims"),
     (CombinedConfig(), r"loss\.losses=\[\]: "),

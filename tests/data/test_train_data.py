@@ -49,7 +49,7 @@ def data(tmp_path: Path) -> TrainData:
 def test_shares_of_all_ranks_make_up_the_batch(data: TrainData, size: int) -> None:
     for k in range(2 * data.plan.steps_per_epoch):
         batch = data.batch(k)
-        shares = [data.batch(k).share(rank, size) for rank in range(size)]
+        shares = [data.batch(k).rows_of_rank(rank, size) for rank in range(size)]
         merged: list[Row | None] = [None] * len(batch.rows)
         for rank, share in enumerate(shares):
             merged[rank::size] = share

@@ -1,4 +1,4 @@
-"""Every command of the pages composes: its options exist, have the right types, and go together."""
+"""Every command in the pages composes: its options exist, have the right types and can be combined."""
 
 import re
 from pathlib import Path
@@ -15,11 +15,11 @@ _HERE = re.compile(r"^cat > (?P<path>\S+) <<'(?P<end>\w+)'\n(?P<text>.*?)^(?P=en
 SHELL = ("bash", "sh", "console", "")
 
 
-def written_by(page: Path) -> dict[str, str]:
-    """The files that a page tells to write: here-documents, and blocks with a title."""
+def files_of(page: Path) -> dict[str, str]:
+    """The files that a page has the reader write: here-documents, and blocks with a title."""
     files = {}
     for block in blocks(page):
-        files |= {found["path"]: found["text"] for found in _HERE.finditer(block.text)}
+        files |= {match["path"]: match["text"] for match in _HERE.finditer(block.text)}
         if block.title is not None:
             files[block.title] = block.text
     return files
@@ -33,7 +33,7 @@ def commands_of(page: Path) -> list[Command]:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_compose(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for path, text in written_by(page).items():
+    for path, text in files_of(page).items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -43,11 +43,11 @@ def test_the_commands_of_a_page_compose(page, tmp_path, monkeypatch):
         except ConfigError as error:
             if not command.may_fail:
                 pytest.fail(f"{page.name}: python -m {command.module} {' '.join(command.arguments)}: {error}")
-        except SystemExit as leaving:  # after --help and --cfg
-            assert not leaving.code, command
+        except SystemExit as error:  # after --help and --cfg
+            assert not error.code, command
 
 
-def test_commands_are_found_and_wrong_ones_are_not_passed_over(tmp_path, monkeypatch):
+def test_commands_are_extracted_and_wrong_ones_fail(tmp_path, monkeypatch):
     assert sum(len(commands_of(page)) for page in pages()) > 40
     shell = (
         "cat > x.py <<'PY'\npython -m embedtrain never=1\nPY\n"
@@ -56,8 +56,7 @@ def test_commands_are_found_and_wrong_ones_are_not_passed_over(tmp_path, monkeyp
         'python -m embedtrain.inspect data=my.jsonl || echo "exit code $?"\n'
         'python -m embedtrain.search model=m corpus=c query="it\'s here" | head\n'
     )
-    found = list(commands(shell))
-    assert found == [
+    assert list(commands(shell)) == [
         Command("embedtrain", ("recipe=minilm", "data.train=[{path: a b.jsonl}]")),
         Command("embedtrain.inspect", ("data=my.jsonl",), may_fail=True),
         Command("embedtrain.search", ("model=m", "corpus=c", "query=it's here")),

@@ -10,7 +10,7 @@ from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlaceme
 from embedtrain.inference import index as search
 from embedtrain.inference import index as tiles
 from embedtrain.inference.encode import EncodedShard
-from embedtrain.inference.exact import cosines, unit_vectors
+from embedtrain.inference.exact import unit_vectors
 from embedtrain.inference.index import ShardedIndex, trec_order
 
 
@@ -166,14 +166,3 @@ def test_fewer_documents_than_ranks_one_by_one(ranks):
 
 def test_no_queries(ranks):
     assert ranks(2, search_sharded, vectors(1, 0), vectors(2, 4), numbered(4), 3) == [[], []]
-
-
-def test_unit_vectors_and_cosines():
-    raw = torch.randn(50, 33, generator=torch.Generator().manual_seed(0)) * 7
-    raw[4] = 0
-    unit = unit_vectors(raw)
-    torch.testing.assert_close(unit, torch.nn.functional.normalize(raw, dim=1))
-    assert torch.cat([unit_vectors(row[None]) for row in raw]).equal(unit)
-    expected = torch.nn.functional.cosine_similarity(raw.double(), raw.flip(0).double(), eps=1e-12)
-    torch.testing.assert_close(cosines(raw, raw.flip(0)), expected)
-    assert cosines(raw, raw)[4] == 0

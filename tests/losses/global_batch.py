@@ -1,11 +1,11 @@
-"""A loss on any number of ranks against the plain computation in one process.
+"""Compares a loss on any number of ranks with a plain computation in one process.
 
     check(ranks, config, batch, textbook)
 
-`textbook` is written from the paper's formula: a function of a whole GlobalVectors, in one process, with
-autograd, in float64. The loss of `config` is then run by real processes at 1, 2, 3 and 4 ranks, rows dealt
-evenly, unevenly, and so that ranks have none; its value, its gradient at every vector and at every parameter
-of its own must be the textbook's, in float64 to 1e-10 and in float32 to 1e-5.
+`textbook` implements the paper's formula: a function of a GlobalVectors in one process, with autograd, in float64. The
+loss of `config` runs in real processes at 1, 2, 3 and 4 ranks, with rows distributed evenly, unevenly, and with ranks
+without rows. Its value and its gradients at every vector and every parameter of the loss must equal the textbook's, to
+1e-10 in float64 and to 1e-5 in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from embedtrain.config.losses import LossConfig
 from embedtrain.distributed.world import World
+from embedtrain.losses import similarity
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.types import BatchInfo, Guide
 
@@ -25,7 +26,7 @@ DIMENSION = 8
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalVectors:
-    """N rows with `sizes[i]` documents each, K documents in all, row after row; float64."""
+    """N rows with `sizes[i]` documents each, K documents in total, row by row; float64."""
 
     sizes: tuple[int, ...]
     queries: Tensor  # [N, D]
@@ -38,32 +39,32 @@ class GlobalVectors:
     guides: dict[str, Guide] = field(default_factory=dict)
 
     def documents_of(self, row: int) -> list[int]:
-        """Where row `row`'s documents stand among all."""
+        """Indices of the documents of row `row`."""
         start = sum(self.sizes[:row])
         return list(range(start, start + self.sizes[row]))
 
     def of_rank(self, rows: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, BatchInfo]:
-        """Queries, documents and what is known of them, for a rank that has these rows."""
-        places = [place for row in rows for place in self.documents_of(row)]
-        owners = [at for at, row in enumerate(rows) for _ in range(self.sizes[row])]
+        """Queries, documents and their BatchInfo for a rank with these rows."""
+        indices = [index for row in rows for index in self.documents_of(row)]
+        owners = [position for position, row in enumerate(rows) for _ in range(self.sizes[row])]
 
-        def part(values: Tensor | None, of: Sequence[int]) -> Tensor | None:
-            return None if values is None else values[torch.tensor(of, dtype=torch.int64)]
+        def take(values: Tensor | None, selected: Sequence[int]) -> Tensor | None:
+            return None if values is None else values[torch.tensor(selected, dtype=torch.int64)]
 
         batch_info = BatchInfo(
             owners=torch.tensor(owners, dtype=torch.int64),
-            query_keys=part(self.query_keys, rows),
-            document_keys=part(self.document_keys, places),
-            document_ids=part(self.document_ids, places),
-            scores=None if self.scores is None else part(self.scores, places).to(dtype),
-            labels=part(self.labels, rows),
+            query_keys=take(self.query_keys, rows),
+            document_keys=take(self.document_keys, indices),
+            document_ids=take(self.document_ids, indices),
+            scores=None if self.scores is None else take(self.scores, indices).to(dtype),
+            labels=take(self.labels, rows),
             guides={
-                name: Guide(part(guide.queries, rows).to(dtype), part(guide.documents, places).to(dtype))
+                name: Guide(take(guide.queries, rows).to(dtype), take(guide.documents, indices).to(dtype))
                 for name, guide in self.guides.items()
             },
             seed=5,
         )
-        return part(self.queries, rows).to(dtype), part(self.documents, places).to(dtype), batch_info
+        return take(self.queries, rows).to(dtype), take(self.documents, indices).to(dtype), batch_info
 
 
 def vectors(
@@ -76,12 +77,12 @@ def vectors(
     classes: int = 0,
     guides: Sequence[str] = (),
 ) -> GlobalVectors:
-    """A global batch of random vectors, all texts different; row i has `sizes[i]` documents."""
-    random = torch.Generator().manual_seed(seed)
+    """A global batch of random vectors of distinct texts; row i has `sizes[i]` documents."""
+    generator = torch.Generator().manual_seed(seed)
 
     def make(count: int, width: int) -> Tensor:
-        found = torch.randn(count, width, generator=random, dtype=torch.float64)
-        return F.normalize(found, dim=1) if normalised else found
+        values = torch.randn(count, width, generator=generator, dtype=torch.float64)
+        return F.normalize(values, dim=1) if normalised else values
 
     num_queries, num_documents = len(sizes), sum(sizes)
     return GlobalVectors(
@@ -90,28 +91,33 @@ def vectors(
         documents=make(num_documents, dimension),
         query_keys=torch.arange(num_queries) + 1000,
         document_keys=torch.arange(num_documents) + 5000,
-        scores=torch.rand(num_documents, generator=random, dtype=torch.float64) if scores else None,
+        scores=torch.rand(num_documents, generator=generator, dtype=torch.float64) if scores else None,
         labels=torch.arange(num_queries) % classes if classes else None,
         guides={name: Guide(make(num_queries, dimension + 3), make(num_documents, dimension + 3)) for name in guides},
     )
 
 
-def deals(num_rows: int) -> list[list[list[int]]]:
-    """Ways to deal rows to ranks: 1 to 4 ranks, even, uneven, and with ranks that have none."""
+def distributions(num_rows: int) -> list[list[list[int]]]:
+    """Rows of each rank: on 1 to 4 ranks, evenly, unevenly, and with ranks without rows."""
     rows = list(range(num_rows))
-    ways = [[rows[rank::size] for rank in range(size)] for size in (1, 2, 3, 4)]
+    cases = [[rows[rank::size] for rank in range(size)] for size in (1, 2, 3, 4)]
     cut = max(1, num_rows // 3)
-    ways += [[rows[:cut], rows[cut:]], [[], rows], [rows[:cut], [], rows[cut:]]]
-    return [*ways, [[], rows[cut:], rows[:1], rows[1:cut]]]
+    cases += [[rows[:cut], rows[cut:]], [[], rows], [rows[:cut], [], rows[cut:]]]
+    return [*cases, [[], rows[cut:], rows[:1], rows[1:cut]]]
 
 
 def run(
-    world: World, config: LossConfig, batch: GlobalVectors, deal: list[list[int]], dtype: torch.dtype, dimension: int
+    world: World,
+    config: LossConfig,
+    batch: GlobalVectors,
+    rows_of_rank: list[list[int]],
+    dtype: torch.dtype,
+    dimension: int,
 ) -> dict[str, dict[str, Tensor] | float]:
-    """On one rank: the share, its gradient at this rank's vectors, and at the loss's own parameters."""
+    """On one rank: the local loss, its gradients at this rank's vectors and at the loss's parameters, and metrics."""
     torch.manual_seed(0)
-    loss = build_loss(config, dimension=dimension, guide_dimensions=_widths(batch), seed=0).to(dtype)
-    rows = deal[world.rank]
+    loss = build_loss(config, dimension=dimension, guide_dimensions=_guide_dimensions(batch), seed=0).to(dtype)
+    rows = rows_of_rank[world.rank]
     queries, documents, batch_info = batch.of_rank(rows, dtype)
     queries.requires_grad_(), documents.requires_grad_()
     output = loss(queries, documents, batch_info)
@@ -128,11 +134,34 @@ def run(
     }
 
 
-def _widths(batch: GlobalVectors) -> dict[str, int]:
+def run_in_chunks(
+    world: World, config: LossConfig, batch: GlobalVectors, rows_of_rank: list[list[int]]
+) -> list[dict[str, dict[str, Tensor] | float]]:
+    """`run` with all of a rank's rows in one chunk, and with one row per chunk."""
+    default = similarity.MAX_CHUNK_BYTES
+    try:
+        results = []
+        for size in (default, 1):
+            similarity.MAX_CHUNK_BYTES = size
+            results.append(run(world, config, batch, rows_of_rank, torch.float64, batch.queries.shape[1]))
+        return results
+    finally:
+        similarity.MAX_CHUNK_BYTES = default
+
+
+def run_under_autocast(world: World, config: LossConfig, batch: GlobalVectors) -> list[float]:
+    """The loss within and without autocast to bf16."""
+    arguments = (config, batch, [list(range(len(batch.sizes)))], torch.float32, batch.queries.shape[1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = run(world, *arguments)
+    return [inside["local_loss"], run(world, *arguments)["local_loss"]]
+
+
+def _guide_dimensions(batch: GlobalVectors) -> dict[str, int]:
     return {name: guide.documents.shape[1] for name, guide in batch.guides.items()}
 
 
-# (whole batch, the loss's own parameters by name, float64) -> the loss
+# (global batch, parameters of the loss by name, float64) -> the loss
 Textbook = Callable[[GlobalVectors, dict[str, Tensor]], Tensor]
 
 
@@ -145,43 +174,42 @@ def check(
     fp32: float = 1e-5,
     only: Sequence[int] | None = None,
 ) -> None:
-    """See the file's docstring. `only`: which of `deals` are run; `fp32`: tolerance there."""
+    """See the module's docstring. `only`: indices of the `distributions` to run; `fp32`: the tolerance in float32."""
     dimension = batch.queries.shape[1]
     torch.manual_seed(0)
-    own = build_loss(config, dimension=dimension, guide_dimensions=_widths(batch), seed=0).double()
-    parameters = {name: p.detach().clone().requires_grad_() for name, p in own.named_parameters()}
-    whole = replace(
+    reference = build_loss(config, dimension=dimension, guide_dimensions=_guide_dimensions(batch), seed=0).double()
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in reference.named_parameters()}
+    global_batch = replace(
         batch, queries=batch.queries.clone().requires_grad_(), documents=batch.documents.clone().requires_grad_()
     )
-    expected = textbook(whole, parameters)
+    expected = textbook(global_batch, parameters)
     expected.backward()
-    grads = {"queries": _grad(whole.queries), "documents": _grad(whole.documents)}
-    ways = deals(len(batch.sizes))
-    for number, deal in enumerate(ways):
+    grads = {"queries": _grad(global_batch.queries), "documents": _grad(global_batch.documents)}
+    for number, rows_of_rank in enumerate(distributions(len(batch.sizes))):
         if only is not None and number not in only:
             continue
         for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, fp32)):
-            answers = ranks(len(deal), run, config, batch, deal, dtype, dimension)
-            told = f"{config}, deal {deal}, {dtype}"
-            found = sum(answer["local_loss"] for answer in answers)
-            assert abs(found - expected.item()) <= tolerance * max(1.0, abs(expected.item())), told
+            answers = ranks(len(rows_of_rank), run, config, batch, rows_of_rank, dtype, dimension)
+            case = f"{config}, rows {rows_of_rank}, {dtype}"
+            value = sum(answer["local_loss"] for answer in answers)
+            assert abs(value - expected.item()) <= tolerance * max(1.0, abs(expected.item())), case
             queries, documents = torch.zeros_like(batch.queries), torch.zeros_like(batch.documents)
-            for rows, answer in zip(deal, answers, strict=True):
-                places = [place for row in rows for place in batch.documents_of(row)]
+            for rows, answer in zip(rows_of_rank, answers, strict=True):
+                indices = [index for row in rows for index in batch.documents_of(row)]
                 queries[rows] += answer["queries"].double()
-                documents[places] += answer["documents"].double()
-            _close(queries, grads["queries"], tolerance, told)
-            _close(documents, grads["documents"], tolerance, told)
+                documents[indices] += answer["documents"].double()
+            _close(queries, grads["queries"], tolerance, case)
+            _close(documents, grads["documents"], tolerance, case)
             for name, parameter in parameters.items():
                 summed = sum(answer["parameters"][name].double() for answer in answers)
-                _close(summed, _grad(parameter), tolerance, f"{name}, {told}")
+                _close(summed, _grad(parameter), tolerance, f"{name}, {case}")
 
 
 def _grad(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def _close(found: Tensor, expected: Tensor, tolerance: float, told: str) -> None:
-    assert found.isfinite().all(), told
-    error = (found - expected).norm() / max(expected.norm().item(), 1e-3)
-    assert error <= tolerance, f"relative error {error:.2e}: {told}"
+def _close(actual: Tensor, expected: Tensor, tolerance: float, case: str) -> None:
+    assert actual.isfinite().all(), case
+    error = (actual - expected).norm() / max(expected.norm().item(), 1e-3)
+    assert error <= tolerance, f"relative error {error:.2e}: {case}"

@@ -1,4 +1,4 @@
-"""A loss against sentence-transformers' class of it, in one process: value and gradient, in float64."""
+"""Compares a loss with the class of sentence-transformers in one process: value and gradient, in float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from embedtrain.config.losses import LossConfig
 from tests.losses.global_batch import GlobalVectors, run
 
 
-class Given(nn.Module):
-    """Stands in for a SentenceTransformer: its texts are vectors already."""
+class PrecomputedVectors(nn.Module):
+    """The only module of a SentenceTransformer whose inputs are vectors."""
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"sentence_embedding": features["vectors"]}
@@ -22,23 +22,23 @@ def assert_equals_reference(
     ranks: Callable[..., list],
     config: LossConfig,
     batch: GlobalVectors,
-    theirs: Callable[..., nn.Module],
+    reference: Callable[..., nn.Module],
     labels: Tensor | None,
     *,
     as_pairs: bool = False,
     tolerance: float = 1e-8,
     **arguments: Any,
 ) -> None:
-    """`theirs(model, **arguments)` on the batch's columns, or on its (query, document) pairs, is `config`'s loss.
+    """`reference(model, **arguments)` of the batch's columns, or of its pairs, equals the loss of `config`.
 
-    Rows have equally many documents. Where theirs is a dict of losses, their sum is meant.
+    Rows have the same number of documents. A dict of losses is summed.
     """
     queries, documents = batch.queries.clone().requires_grad_(), batch.documents.clone().requires_grad_()
     (size,) = set(batch.sizes)
-    columns: Sequence[Tensor] = [queries, *(documents[place::size] for place in range(size))]
+    columns: Sequence[Tensor] = [queries, *(documents[position::size] for position in range(size))]
     if as_pairs:
         columns = [queries.repeat_interleave(size, dim=0), documents]
-    loss = theirs(SentenceTransformer(modules=[Given()], device="cpu"), **arguments)
+    loss = reference(SentenceTransformer(modules=[PrecomputedVectors()], device="cpu"), **arguments)
     expected = loss([{"vectors": column} for column in columns], labels)
     if isinstance(expected, dict):
         expected = sum(expected.values())
@@ -52,6 +52,6 @@ def assert_equals_reference(
         rtol=tolerance,
         atol=tolerance,
     )
-    for name, given in (("queries", queries), ("documents", documents)):
-        if given.grad is not None:
-            torch.testing.assert_close(answer[name], given.grad, rtol=tolerance, atol=tolerance, msg=name)
+    for name, vectors in (("queries", queries), ("documents", documents)):
+        if vectors.grad is not None:
+            torch.testing.assert_close(answer[name], vectors.grad, rtol=tolerance, atol=tolerance, msg=name)

@@ -1,4 +1,4 @@
-"""Figures of how vectors lie: the plain computation over the global batch, on any number of ranks."""
+"""Statistics of a batch's embeddings equal a plain computation over the global batch on any number of ranks."""
 
 import math
 from dataclasses import replace
@@ -18,32 +18,32 @@ ALL = RowSpec()
 
 
 def textbook(batch: GlobalVectors, row_spec: RowSpec = ALL, *, rows: int | None = None) -> dict[str, float]:
-    """One cell after another, from the definitions."""
+    """From the definitions, pair by pair."""
     queries, documents = F.normalize(batch.queries, dim=1), F.normalize(batch.documents, dim=1)
     measured = range(len(batch.sizes) if rows is None else rows)
-    places = {row: batch.documents_of(row)[: module.MAX_DOCUMENTS] for row in measured}
-    positives = {row: places[row][0] for row in measured if places[row]}
+    documents_of = {row: batch.documents_of(row)[: module.MAX_DOCUMENTS] for row in measured}
+    positives = {row: documents_of[row][0] for row in measured if documents_of[row]}
     ids = batch.document_keys if batch.document_ids is None else batch.document_ids
     hardest, positive, suspected, negatives = [], [], 0, 0
     for row, own in positives.items():
-        right = float(queries[row] @ documents[own])
-        positive.append(right)
+        own_similarity = float(queries[row] @ documents[own])
+        positive.append(own_similarity)
         answers = [positives[r] for r in positives if batch.query_keys[r] == batch.query_keys[row]]
-        found = []
+        similarities = []
         for other in measured:
-            for place in places[other]:
-                same = any(of[place] == of[a] for a in answers for of in (batch.document_keys, ids))
+            for index in documents_of[other]:
+                same = any(keys[index] == keys[a] for a in answers for keys in (batch.document_keys, ids))
                 if not same and (row_spec.in_batch_negatives or other == row):
-                    found.append(float(queries[row] @ documents[place]))
-        hardest += [max(found)] if found else []
-        suspected += sum(score > right - 0.05 * abs(right) for score in found)
-        negatives += len(found)
+                    similarities.append(float(queries[row] @ documents[index]))
+        hardest += [max(similarities)] if similarities else []
+        suspected += sum(score > own_similarity - 0.05 * abs(own_similarity) for score in similarities)
+        negatives += len(similarities)
     sides = queries[list(measured)], documents[list(positives.values())]
     spread = [torch.pdist(x).pow(2).mul(-2).exp().mean().log().item() for x in sides if len(x) > 1]
-    told = {"uniformity": sum(spread) / len(spread) if spread else math.nan}
+    statistics = {"uniformity": sum(spread) / len(spread) if spread else math.nan}
     if not row_spec.has_positive:
-        return told
-    return told | {
+        return statistics
+    return statistics | {
         "positive_similarity": sum(positive) / len(positive),
         "hardest_negative_similarity": sum(hardest) / len(hardest) if hardest else math.nan,
         "false_negatives": suspected / negatives if negatives else math.nan,
@@ -51,14 +51,14 @@ def textbook(batch: GlobalVectors, row_spec: RowSpec = ALL, *, rows: int | None 
     }
 
 
-def metrics(world, batch, deal, dtype, row_spec, rows=None, cells=None):
+def local_statistics(world, batch, deal, dtype, row_spec, rows=None, cells=None):
     before, module.TILE_CELLS = module.TILE_CELLS, cells or module.TILE_CELLS
     try:
-        mine = deal[world.rank]
-        queries, documents, batch_info = batch.of_rank(mine, dtype)
-        measured = [row for row in mine if rows is None or row < rows]
-        room = max(1, *(sum(rows is None or row < rows for row in part) for part in deal))
-        sample = MeasuredRows(len(measured), room, max(1, min(max(batch.sizes), module.MAX_DOCUMENTS)))
+        local_rows = deal[world.rank]
+        queries, documents, batch_info = batch.of_rank(local_rows, dtype)
+        measured = [row for row in local_rows if rows is None or row < rows]
+        max_rows = max(1, *(sum(rows is None or row < rows for row in part) for part in deal))
+        sample = MeasuredRows(len(measured), max_rows, max(1, min(max(batch.sizes), module.MAX_DOCUMENTS)))
         return {
             name: float(v) for name, v in batch_statistics(queries, documents, batch_info, sample, row_spec).items()
         }
@@ -67,11 +67,11 @@ def metrics(world, batch, deal, dtype, row_spec, rows=None, cells=None):
 
 
 def check(ranks, batch, deal, row_spec=ALL, dtype=torch.float64, rows=None, cells=None):
-    answers = ranks(len(deal), metrics, batch, deal, dtype, row_spec, rows, cells)
-    found = {name: sum(answer[name] for answer in answers) for name in answers[0]}
+    answers = ranks(len(deal), local_statistics, batch, deal, dtype, row_spec, rows, cells)
+    statistics = {name: sum(answer[name] for answer in answers) for name in answers[0]}
     expected = textbook(batch, row_spec, rows=rows)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    assert found == pytest.approx(expected, rel=tolerance, abs=tolerance, nan_ok=True), deal
+    assert statistics == pytest.approx(expected, rel=tolerance, abs=tolerance, nan_ok=True), deal
 
 
 BATCHES = {
@@ -79,14 +79,14 @@ BATCHES = {
     "unequal": vectors([3, 1, 2, 1, 1, 4, 1, 2, 1]),
     "not of length 1": vectors([3, 1, 2, 1, 1, 4, 1, 2, 1], normalised=False),
     "duplicates": duplicates(),
-    "documents left out": vectors([12, 1, 9, 2]),
+    "more documents than measured": vectors([12, 1, 9, 2]),
     "rows without documents": vectors([0, 2, 0, 1, 3]),
-    "one row alone": vectors([1]),
+    "one row": vectors([1]),
 }
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_figures_are_those_of_the_global_batch(ranks, name):
+def test_statistics_are_those_of_the_global_batch(ranks, name):
     batch = BATCHES[name]
     rows = list(range(len(batch.sizes)))
     for deal in ([rows], [rows[rank::2] for rank in range(2)], [rows[:1], [], rows[1:]]):
@@ -94,7 +94,7 @@ def test_figures_are_those_of_the_global_batch(ranks, name):
     check(ranks, batch, [[], rows], dtype=torch.float32)
 
 
-def test_tiles_the_first_rows_and_own_negatives_alone(ranks):
+def test_tiles_first_rows_and_row_specs(ranks):
     batch = BATCHES["unequal"]
     deal = [list(range(9))[rank::2] for rank in range(2)]
     check(ranks, batch, deal, cells=40)
@@ -103,14 +103,14 @@ def test_tiles_the_first_rows_and_own_negatives_alone(ranks):
     check(ranks, batch, deal, row_spec=RowSpec(has_positive=False))
 
 
-def test_ids_mark_documents_that_are_no_negatives(ranks):
+def test_documents_with_the_positives_id_are_no_negatives(ranks):
     batch = BATCHES["unequal"]
     ids = batch.document_keys.clone()
     ids[5] = ids[0]  # another row's document has the id of the first row's positive
     check(ranks, replace(batch, document_ids=ids), [[0, 2, 4], [1, 3, 5, 6, 7, 8]])
 
 
-def test_the_first_rows_are_those_of_the_global_batch():
+def test_measured_rows_are_the_first_of_the_global_batch():
     for size in (1, 2, 3, 5):
         samples = [MeasuredRows.of(10_000, 40, rank, size) for rank in range(size)]
         assert sum(sample.num_rows for sample in samples) == module.MAX_ROWS
@@ -118,6 +118,6 @@ def test_the_first_rows_are_those_of_the_global_batch():
     assert MeasuredRows.of(3, 0, 4, 5) == MeasuredRows(0, 1, 1)
 
 
-def test_what_losses_say_of_rows():
+def test_row_specs_of_losses():
     assert row_spec_of(InfoNCEConfig()) == RowSpec()
     assert row_spec_of(InfoNCEConfig(in_batch_negatives=False)) == RowSpec(in_batch_negatives=False)

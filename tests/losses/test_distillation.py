@@ -1,4 +1,4 @@
-"""Losses that follow a teacher against their formulas on any number of ranks, and sentence-transformers' classes."""
+"""Distillation losses equal their formulas on any number of ranks, and sentence-transformers' classes."""
 
 import itertools
 from dataclasses import replace
@@ -38,7 +38,7 @@ def similar(a: Tensor, b: Tensor, similarity: Similarity) -> Tensor:
 
 
 def of_rows(batch: GlobalVectors, similarity: Similarity) -> list[tuple[Tensor, Tensor]]:
-    """Each row's scores, the student's and the teacher's."""
+    """The scores of each row, by the student and by the teacher."""
     return [
         (
             torch.stack([similar(batch.queries[row], batch.documents[p], similarity) for p in places]),
@@ -82,7 +82,7 @@ def test_distill_few_scores(ranks, sizes):
 
 
 @pytest.mark.parametrize("config", DISTILL_SCORES, ids=["cosine", "temperatures", "dot"])
-def test_distill_scores_as_theirs(ranks, config):
+def test_distill_scores_equals_sentence_transformers(ranks, config):
     batch = scored((3,) * 5)
     assert_equals_reference(
         ranks,
@@ -96,8 +96,8 @@ def test_distill_scores_as_theirs(ranks, config):
     )
 
 
-def test_scores_far_apart(ranks):
-    """Differences of thousands neither overflow nor give NaN: the student's, the teacher's, and equal ones."""
+def test_large_score_differences(ranks):
+    """Differences of thousands of the student or the teacher, and equal scores, give neither overflow nor NaN."""
     batch = scored()
     batch = replace(batch, queries=100 * batch.queries, documents=100 * batch.documents, scores=1e4 * batch.scores)
     config = DistillScoresConfig(temperature=1.0, similarity=Similarity.dot)
@@ -132,8 +132,8 @@ def test_margin_mse(ranks, similarity):
         )
 
 
-def test_agreement_is_told(ranks):
-    """Documents at cosines 1, 0 and -1 of the query, in three rows that the teacher sees otherwise."""
+def test_agreement(ranks):
+    """Documents at cosines 1, 0 and -1 to the query, in three rows that the teacher ranks differently."""
     east = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     row = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
     batch = replace(
@@ -148,7 +148,7 @@ def test_agreement_is_told(ranks):
 
 
 def with_teacher(name: str, sizes: tuple[int, ...] = (2, 1, 3, 0, 2), *, width: int) -> GlobalVectors:
-    """Rows whose texts have a teacher's vectors too, of that many dimensions."""
+    """Rows whose texts also have a teacher's vectors of `width` dimensions."""
     batch, other = vectors(sizes, normalised=False), vectors(sizes, seed=1, dimension=width)
     return replace(batch, guides={name: Guide(other.queries.float().double(), other.documents.float().double())})
 
@@ -186,7 +186,7 @@ def test_distill_embeddings(ranks, distance, teacher, project):
 
 
 @pytest.mark.parametrize("distance", EmbeddingDistance)
-def test_distill_embeddings_as_theirs(ranks, distance):
+def test_distill_embeddings_equals_sentence_transformers(ranks, distance):
     batch = with_teacher(FROM_ROWS, (2,) * 4, width=8)
     guide = batch.guides[FROM_ROWS]
     labels = torch.cat([guide.queries.unsqueeze(1), guide.documents.view(4, 2, 8)], dim=1)
@@ -230,7 +230,7 @@ def test_different_dimensions_need_a_projection(ranks):
         build_loss(DistillEmbeddingsConfig(project=True), dimension=8, seed=0)
 
 
-def test_the_projection_is_a_function_of_the_seed():
+def test_projection_is_a_function_of_the_seed():
     def make(seed: int) -> Tensor:
         config = DistillEmbeddingsConfig(project=True)
         return build_loss(config, dimension=8, guide_dimensions={FROM_ROWS: 11}, seed=seed).projection.weight

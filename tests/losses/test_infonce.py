@@ -1,4 +1,4 @@
-"""InfoNCE against its textbook form, whatever its options: value and gradient on any number of ranks, three ways."""
+"""InfoNCE equals its textbook form: value and gradient, for all options, implementations and numbers of ranks."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
-from torch import Tensor, nn
+from torch import Tensor
 
 from embedtrain.config.losses import (
     Hardness,
@@ -26,10 +26,11 @@ from embedtrain.losses.scores import Counts
 from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, placeholder_tokenizer
 from embedtrain.losses.types import BatchInfo, Guide
 from tests.losses.global_batch import GlobalVectors, check, vectors
+from tests.losses.reference_loss import PrecomputedVectors
 
 TEMPERATURE = 0.1
-ALL_SIDES = list(LossDirection)
-WAYS = [Implementation.plain, Implementation.tiled, Implementation.ring]
+ALL_DIRECTIONS = list(LossDirection)
+IMPLEMENTATIONS = [Implementation.plain, Implementation.tiled, Implementation.ring]
 
 
 def config(**options) -> InfoNCEConfig:
@@ -39,7 +40,7 @@ def config(**options) -> InfoNCEConfig:
 def textbook(options: InfoNCEConfig):
     """-log softmax at the positive, row by row and candidate by candidate."""
 
-    def compare(a: Tensor, b: Tensor) -> Tensor:
+    def similarity_of(a: Tensor, b: Tensor) -> Tensor:
         return a @ b if options.similarity is Similarity.dot else a @ b / (a.norm() * b.norm())
 
     def loss(batch: GlobalVectors, own: dict[str, Tensor]) -> Tensor:
@@ -56,25 +57,25 @@ def textbook(options: InfoNCEConfig):
             alike = [other for other in range(len(answers)) if batch.query_keys[other] == batch.query_keys[row]]
             return any(same(document, answers[other]) for other in alike)
 
-        def candidates(side: LossDirection, row: int) -> list[tuple[Tensor, Tensor, float, float]]:
-            """(anchor, candidate, the guide's similarity of them, strength of its hardness)."""
-            found = []
-            by_document = side in (LossDirection.query_document, LossDirection.document_document)
+        def negatives(direction: LossDirection, row: int) -> list[Tensor]:
+            """The scores of the negatives of a row."""
+            scores = []
+            by_document = direction in (LossDirection.query_document, LossDirection.document_document)
             for j in range(len(owner) if by_document else len(answers)):
                 own_row = owner[j] == row if by_document else j == row
                 is_self = {
                     LossDirection.query_document: j == answers[row],
-                    # GTE's joint softmax has the positive pair on this side as well.
+                    # GTE's joint softmax has the positive pair in this direction as well.
                     LossDirection.document_query: j == row and options.partition_mode is PartitionMode.separate,
                     LossDirection.query_query: j == row,
                     LossDirection.document_document: own_row,
-                }[side]
+                }[direction]
                 duplicate = {
                     LossDirection.query_document: lambda j=j: answers_query(j, row),
                     LossDirection.document_document: lambda j=j: answers_query(j, row),
                     LossDirection.query_query: lambda j=j: answers_query(answers[j], row),
                     LossDirection.document_query: lambda j=j: j != row and answers_query(answers[row], j),
-                }[side]()
+                }[direction]()
                 if is_self or (options.mask_duplicates and duplicate):
                     continue
                 if not options.in_batch_negatives and not own_row:
@@ -84,11 +85,11 @@ def textbook(options: InfoNCEConfig):
                     Hardness.in_batch: not own_row,
                     Hardness.hard: own_row,
                     Hardness.all: True,
-                }[options.hardness] and side is LossDirection.query_document
-                of_query = side in (LossDirection.query_document, LossDirection.query_query)
+                }[options.hardness] and direction is LossDirection.query_document
+                of_query = direction in (LossDirection.query_document, LossDirection.query_query)
                 anchor = batch.queries[row] if of_query else batch.documents[answers[row]]
                 column = batch.documents[j] if by_document else batch.queries[j]
-                itself = side is LossDirection.document_query and j == row
+                itself = direction is LossDirection.document_query and j == row
                 if guide is not None and not itself:
                     unit = torch.nn.functional.normalize
                     g, d = unit(guide.queries, dim=1), unit(guide.documents, dim=1)
@@ -98,23 +99,23 @@ def textbook(options: InfoNCEConfig):
                     )
                     if (g[row] if of_query else d[answers[row]]) @ (d[j] if by_document else g[j]) > best - slack:
                         continue
-                similarity = compare(anchor, column)
-                right = compare(batch.queries[row], batch.documents[answers[row]])
+                similarity = similarity_of(anchor, column)
+                right = similarity_of(batch.queries[row], batch.documents[answers[row]])
                 if (
                     options.false_negative_margin is not None
                     and not itself
                     and similarity > right + options.false_negative_margin
                 ):
                     continue
-                found.append(similarity * scale + hard * options.hardness_strength * similarity.detach())
-            return found
+                scores.append(similarity * scale + hard * options.hardness_strength * similarity.detach())
+            return scores
 
         total = batch.queries.new_zeros(())
         for row in range(len(answers)):
-            right = (compare(batch.queries[row], batch.documents[answers[row]]) - options.margin) * scale
-            scored = [candidates(side, row) for side in options.directions]
+            right = (similarity_of(batch.queries[row], batch.documents[answers[row]]) - options.margin) * scale
+            scored = [negatives(direction, row) for direction in options.directions]
             if options.partition_mode is PartitionMode.joint:
-                scored = [[one for side in scored for one in side]]
+                scored = [[score for scores in scored for score in scores]]
             for part in scored:
                 total = total - torch.log_softmax(torch.stack([right, *part]), dim=0)[0] / len(scored)
         return total / len(answers)
@@ -126,7 +127,7 @@ SIZES = (1, 3, 2, 1, 4, 2, 1)
 
 
 def duplicates() -> GlobalVectors:
-    """Equal queries, equal documents, an answer that is somebody's hard negative; equal texts have equal vectors."""
+    """Equal queries, equal documents, positives that are hard negatives elsewhere; equal texts have equal vectors."""
     batch = vectors(SIZES)
     queries, documents = batch.queries.clone(), batch.documents.clone()
     query_keys, document_keys = batch.query_keys.clone(), batch.document_keys.clone()
@@ -139,7 +140,7 @@ def duplicates() -> GlobalVectors:
 
 
 def with_ids() -> GlobalVectors:
-    """Documents 1 and 6, 4 and 8 are the same by id but not by text."""
+    """Documents 1 and 6, and 4 and 8, have the same id but different texts."""
     batch = vectors(SIZES)
     ids = batch.document_keys + 100
     ids[6], ids[8] = ids[1], ids[4]
@@ -154,8 +155,8 @@ PROBLEMS = {
     "cosine of any vectors": (vectors(SIZES, normalised=False), {}),
     "duplicates": (duplicates(), {}),
     "duplicates, not masked": (duplicates(), {"mask_duplicates": False}),
-    "duplicates, all sides": (duplicates(), {"directions": ALL_SIDES}),
-    "ids": (with_ids(), {"directions": ALL_SIDES}),
+    "duplicates, all directions": (duplicates(), {"directions": ALL_DIRECTIONS}),
+    "ids": (with_ids(), {"directions": ALL_DIRECTIONS}),
     "symmetric": (
         SIZES,
         {
@@ -163,25 +164,30 @@ PROBLEMS = {
             "partition_mode": PartitionMode.separate,
         },
     ),
-    "all sides": (SIZES, {"directions": ALL_SIDES, "mask_duplicates": False}),
+    "all directions": (SIZES, {"directions": ALL_DIRECTIONS, "mask_duplicates": False}),
     "margin": (SIZES, {"margin": 0.2}),
-    "drop above": (SIZES, {"false_negative_margin": 0.1, "directions": ALL_SIDES}),
-    "drop below the positive": (SIZES, {"false_negative_margin": -0.3}),
-    "guide": (vectors(SIZES, guides=["big"]), {"guide": "big", "directions": ALL_SIDES}),
+    "false negative margin": (SIZES, {"false_negative_margin": 0.1, "directions": ALL_DIRECTIONS}),
+    "negative false negative margin": (SIZES, {"false_negative_margin": -0.3}),
+    "guide": (vectors(SIZES, guides=["big"]), {"guide": "big", "directions": ALL_DIRECTIONS}),
     "guide, margin": (vectors(SIZES, guides=["big"]), {"guide": "big", "guide_margin": 0.2}),
     "guide, relative margin": (
         vectors(SIZES, guides=["big"]),
-        {"guide": "big", "guide_margin": 0.3, "guide_margin_kind": MarginKind.relative, "directions": ALL_SIDES},
+        {"guide": "big", "guide_margin": 0.3, "guide_margin_kind": MarginKind.relative, "directions": ALL_DIRECTIONS},
     ),
     "hardness of in-batch negatives": (SIZES, {"hardness": Hardness.in_batch, "hardness_strength": 3.0}),
     "hardness of hard negatives": (SIZES, {"hardness": Hardness.hard, "hardness_strength": 3.0}),
     "hardness of all": (
         SIZES,
-        {"hardness": Hardness.all, "hardness_strength": 3.0, "directions": ALL_SIDES, "false_negative_margin": 0.2},
+        {
+            "hardness": Hardness.all,
+            "hardness_strength": 3.0,
+            "directions": ALL_DIRECTIONS,
+            "false_negative_margin": 0.2,
+        },
     ),
     "trained temperature": (
         SIZES,
-        {"learn_temperature": True, "margin": 0.1, "directions": ALL_SIDES, "hardness": Hardness.all}
+        {"learn_temperature": True, "margin": 0.1, "directions": ALL_DIRECTIONS, "hardness": Hardness.all}
         | {"hardness_strength": 2.0},
     ),
     "trained temperature, separate": (
@@ -189,30 +195,30 @@ PROBLEMS = {
         {
             "learn_temperature": True,
             "margin": 0.1,
-            "directions": ALL_SIDES[:2],
+            "directions": ALL_DIRECTIONS[:2],
             "partition_mode": PartitionMode.separate,
         },
     ),
-    "no negatives at all": ((1,), {}),
+    "no negatives": ((1,), {}),
     "one row": ((3,), {}),
     "fewer rows than ranks": ((2, 1), {}),
-    "all drop out": (SIZES, {"false_negative_margin": -2.5}),
+    "all negatives excluded": (SIZES, {"false_negative_margin": -2.5}),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_textbook(ranks, name, way):
+def test_textbook(ranks, name, implementation):
     sizes, options = PROBLEMS[name]
     batch = sizes if isinstance(sizes, GlobalVectors) else vectors(sizes)
-    chosen = config(implementation=way, **options)
-    # What ranks can do differently shows in the even deal over 3, the uneven one over 2, and with empty ranks.
+    chosen = config(implementation=implementation, **options)
+    # Even on 1 and 3 ranks, uneven on 2, and with empty ranks.
     check(ranks, chosen, batch, textbook(chosen), only=[0, 2, 4, 7])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_deal(ranks, way):
-    chosen = config(implementation=way, directions=ALL_SIDES, learn_temperature=True)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_distribution_of_rows(ranks, implementation):
+    chosen = config(implementation=implementation, directions=ALL_DIRECTIONS, learn_temperature=True)
     check(ranks, chosen, duplicates(), textbook(chosen))
 
 
@@ -226,25 +232,25 @@ def test_every_deal(ranks, way):
         {"guide": "big"},
     ],
 )
-def test_own_negatives_alone(ranks, options):
+def test_only_own_negatives(ranks, options):
     chosen = config(in_batch_negatives=False, learn_temperature=True, **options)
     check(ranks, chosen, vectors(SIZES, guides=["big"]), textbook(chosen), only=[0, 2, 4, 7])
 
 
-def tiles_of_a_few_rows(world: World, way: Implementation) -> None:
-    """With tiles of 2 rows, and more rows than tiles, nothing changes."""
+def tiles_of_a_few_rows(world: World, implementation: Implementation) -> None:
+    """Tiles of 2 rows give the same result as one tile."""
     torch.manual_seed(world.rank)
-    batch_info, least, cells = _random_input(9), softmax.MIN_TILE_ROWS, softmax.TILE_CELLS
+    batch_info, min_rows, cells = _random_input(9), softmax.MIN_TILE_ROWS, softmax.TILE_CELLS
     answers = []
     for height in (64, 2):
         softmax.MIN_TILE_ROWS, softmax.TILE_CELLS = height, 1
         torch.manual_seed(7 + world.rank)
         queries, documents = (torch.randn(9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        loss = InfoNCE(config(implementation=way, directions=ALL_SIDES))
+        loss = InfoNCE(config(implementation=implementation, directions=ALL_DIRECTIONS))
         output = loss(queries, documents, batch_info)
         output.local_loss.backward()
         answers.append((output.local_loss.detach(), queries.grad, documents.grad))
-    softmax.MIN_TILE_ROWS, softmax.TILE_CELLS = least, cells
+    softmax.MIN_TILE_ROWS, softmax.TILE_CELLS = min_rows, cells
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-12, atol=1e-14)
 
 
@@ -254,62 +260,66 @@ def _random_input(rows: int) -> BatchInfo:
     )
 
 
-@pytest.mark.parametrize("way", [Implementation.tiled, Implementation.ring])
-def test_height_of_tiles(ranks, way):
-    ranks(2, tiles_of_a_few_rows, way)
+@pytest.mark.parametrize("implementation", [Implementation.tiled, Implementation.ring])
+def test_height_of_tiles(ranks, implementation):
+    ranks(2, tiles_of_a_few_rows, implementation)
 
 
-def lists_and_masks(world: World, way: Implementation) -> None:
-    """What is no negative is listed where it is little, and masked where it is much: the same."""
+def lists_and_masks(world: World, implementation: Implementation) -> None:
+    """Listing and masking excluded candidates give the same result."""
     batch, rows = duplicates(), list(range(world.rank, len(SIZES), world.size))
-    local_batch, listed = batch.of_rank(rows, torch.float64), scores.MAX_LISTED
+    local_batch, default = batch.of_rank(rows, torch.float64), scores.MAX_LISTED
     answers = []
-    for at_most in (listed, 1e9, -1e9):
-        scores.MAX_LISTED = at_most
+    for limit in (default, 1e9, -1e9):
+        scores.MAX_LISTED = limit
         queries, documents = (vectors_.clone().requires_grad_() for vectors_ in local_batch[:2])
-        output = InfoNCE(config(implementation=way, directions=ALL_SIDES))(queries, documents, local_batch[2])
+        output = InfoNCE(config(implementation=implementation, directions=ALL_DIRECTIONS))(
+            queries, documents, local_batch[2]
+        )
         output.local_loss.backward()
         answers.append((output.local_loss.detach(), queries.grad, documents.grad))
-    scores.MAX_LISTED = listed
-    for other in answers[1:]:
-        torch.testing.assert_close(answers[0], other, rtol=1e-12, atol=1e-14)
+    scores.MAX_LISTED = default
+    for answer in answers[1:]:
+        torch.testing.assert_close(answers[0], answer, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_lists_and_masks_of_no_negatives(ranks, way):
-    ranks(2, lists_and_masks, way)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_listed_and_masked_candidates(ranks, implementation):
+    ranks(2, lists_and_masks, implementation)
 
 
-def equal_vectors(world: World, way: Implementation, options: dict, dtype: torch.dtype) -> tuple[float, float]:
-    """Texts that differ, but not to the model (their letters' case): documents 2 i and 2 i + 1 have one vector."""
+def equal_vectors(
+    world: World, implementation: Implementation, options: dict, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Different texts with equal vectors (such as different case): documents 2 i and 2 i + 1."""
     torch.manual_seed(0)
     pairs = torch.nn.functional.normalize(torch.randn(6, 384, dtype=dtype), dim=1).repeat_interleave(2, dim=0)
-    mine = slice(world.rank, None, world.size)
-    rows = pairs[mine].clone().requires_grad_()
+    local = slice(world.rank, None, world.size)
+    rows = pairs[local].clone().requires_grad_()
     batch_info = BatchInfo(
         owners=torch.arange(len(rows)),
-        query_keys=torch.arange(12)[mine],
-        document_keys=torch.arange(12)[mine],
-        guides={"big": Guide(pairs[mine].float(), pairs[mine].float())} if "guide" in options else {},
+        query_keys=torch.arange(12)[local],
+        document_keys=torch.arange(12)[local],
+        guides={"big": Guide(pairs[local].float(), pairs[local].float())} if "guide" in options else {},
     )
-    loss = InfoNCE(InfoNCEConfig(temperature=0.05, implementation=way, **options))
-    output = loss(rows, pairs[mine], batch_info)
+    loss = InfoNCE(InfoNCEConfig(temperature=0.05, implementation=implementation, **options))
+    output = loss(rows, pairs[local], batch_info)
     return output.local_loss.item(), output.metrics["accuracy"].item()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("options", [{"false_negative_margin": 0.0}, {"guide": "big"}])
-def test_equal_similarities_are_not_judged_by_rounding_errors(ranks, way, options):
-    """A document as similar as the positive is not above it: it stays, and the loss is log 2 on any number of ranks."""
+def test_equal_similarities_do_not_depend_on_rounding(ranks, implementation, options):
+    """A document as similar as the positive is not excluded: the loss is log 2 on any number of ranks."""
     for size in (1, 2, 3):
         for dtype in (torch.float32, torch.float64):
-            found = ranks(size, equal_vectors, way, options, dtype)
-            assert sum(local_loss for local_loss, _ in found) == pytest.approx(math.log(2), rel=1e-4)
-            assert sum(right for _, right in found) == 0, "a positive that is equalled does not beat"
+            answers = ranks(size, equal_vectors, implementation, options, dtype)
+            assert sum(local_loss for local_loss, _ in answers) == pytest.approx(math.log(2), rel=1e-4)
+            assert sum(accuracy for _, accuracy in answers) == 0, "a tie is not correct"
 
 
-def equal_queries_apart(world: World) -> float:
-    """Two rows of one query; the hard negative of the first is the second one's positive."""
+def equal_queries_on_two_rows(world: World) -> float:
+    """Two rows with the same query; the hard negative of the first is the positive of the second."""
     torch.manual_seed(0)
     queries, documents = torch.randn(2, 8)[[0, 0]], torch.randn(3, 8)
     rows = [[0, 1], [2]]  # documents of the rows
@@ -323,34 +333,34 @@ def equal_queries_apart(world: World) -> float:
     return InfoNCE(config(in_batch_negatives=False))(queries[mine], documents[places], batch_info).local_loss.item()
 
 
-def test_without_in_batch_negatives_an_equal_querys_answer_is_no_negative_either(ranks):
+def test_own_negatives_exclude_positives_of_equal_queries(ranks):
     for size in (1, 2):
-        assert sum(ranks(size, equal_queries_apart)) == 0.0
+        assert sum(ranks(size, equal_queries_on_two_rows)) == 0.0
 
 
-def small_losses(world: World, way: Implementation) -> None:
-    """At a loss of 1e-7 and less logsumexp(all) - positive is a multiple of fp32's rounding, or zero."""
+def small_losses(world: World, implementation: Implementation) -> None:
+    """For losses below 1e-7, logsumexp(all) - positive would be a multiple of fp32's rounding, or zero."""
     for gap in (5.0, 10.0, 17.0, 25.0):
         queries = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
         documents = torch.tensor([[gap, 0.0], [0.0, gap]])
         batch_info = BatchInfo(
             owners=torch.tensor([0, 1]), query_keys=torch.tensor([1, 2]), document_keys=torch.tensor([1, 2])
         )
-        options = InfoNCEConfig(temperature=1.0, similarity=Similarity.dot, implementation=way)
+        options = InfoNCEConfig(temperature=1.0, similarity=Similarity.dot, implementation=implementation)
         output = InfoNCE(options)(queries, documents, batch_info)
         output.local_loss.backward()
         exact = torch.tensor(-gap, dtype=torch.float64).exp()
         assert output.local_loss.item() == pytest.approx(torch.log1p(exact).item(), rel=1e-5)
-        slope = (exact / (1 + exact)).item() * gap / 2
-        assert queries.grad[0].tolist() == pytest.approx([-slope, slope], rel=1e-4)
+        grad = (exact / (1 + exact)).item() * gap / 2
+        assert queries.grad[0].tolist() == pytest.approx([-grad, grad], rel=1e-4)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_small_losses_are_exact(ranks, way):
-    ranks(1, small_losses, way)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_small_losses_are_exact(ranks, implementation):
+    ranks(1, small_losses, implementation)
 
 
-def accuracy(world: World, way: Implementation) -> float:
+def accuracy(world: World, implementation: Implementation) -> float:
     queries = torch.eye(4)[world.rank :: world.size]
     documents = torch.tensor([[1.0, 0, 0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 0.9, 0, 0.1]])[
         world.rank :: world.size
@@ -360,27 +370,27 @@ def accuracy(world: World, way: Implementation) -> float:
         query_keys=torch.arange(4)[world.rank :: world.size],
         document_keys=torch.tensor([0, 1, 2, 3])[world.rank :: world.size],
     )
-    options = config(implementation=way, mask_duplicates=False)
+    options = config(implementation=implementation, mask_duplicates=False)
     return InfoNCE(options)(queries, documents, batch_info).metrics["accuracy"].item()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_accuracy_counts_ties_as_beaten(ranks, way):
-    """Row 0 is right, row 1 beaten, row 2 has a negative that scores as high, row 3 is right."""
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_accuracy_counts_ties_as_wrong(ranks, implementation):
+    """Rows 0 and 3 are correct, row 1 is not, and row 2 has a negative with the positive's score."""
     for size in (1, 3):
-        assert sum(ranks(size, accuracy, way)) == pytest.approx(0.5)
+        assert sum(ranks(size, accuracy, implementation)) == pytest.approx(0.5)
 
 
 def bounded(world: World) -> None:
-    """A temperature that an optimiser pushed out of its bounds is used at the bound, and can come back."""
+    """A temperature out of its bounds is clamped to the bound and still has a gradient."""
     options = InfoNCEConfig(temperature=0.05, learn_temperature=True, temperature_bounds=[0.02, 0.1])
     loss = InfoNCE(options)
-    for pushed, at in ((9.0, 0.02), (-9.0, 0.1)):
+    for log_scale, expected in ((9.0, 0.02), (-9.0, 0.1)):
         with torch.no_grad():
-            loss.temperature.log_scale.fill_(pushed)
+            loss.temperature.log_scale.fill_(log_scale)
         output = loss(torch.randn(6, 8), torch.randn(6, 8), _random_input(6))
         output.local_loss.backward()
-        assert output.metrics["temperature"].item() == pytest.approx(at, rel=1e-5)
+        assert output.metrics["temperature"].item() == pytest.approx(expected, rel=1e-5)
         assert loss.temperature.log_scale.grad.abs() > 0
         loss.zero_grad()
 
@@ -389,17 +399,10 @@ def test_bounds_of_the_temperature(ranks):
     ranks(1, bounded)
 
 
-class Given(nn.Module):
-    """Stands in for a SentenceTransformer: its texts are vectors already."""
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"sentence_embedding": features["vectors"]}
-
-
-THEIRS = [
+SENTENCE_TRANSFORMERS = [
     ({}, {}),
     (
-        {"directions": ALL_SIDES, "mask_duplicates": False},
+        {"directions": ALL_DIRECTIONS, "mask_duplicates": False},
         {"directions": ("query_to_doc", "doc_to_query", "query_to_query", "doc_to_doc")},
     ),
     (
@@ -420,10 +423,10 @@ THEIRS = [
 ]
 
 
-def theirs(world: World, ours: dict, options: dict) -> None:
+def compare_with_sentence_transformers(world: World, ours: dict, options: dict) -> None:
     torch.manual_seed(0)
     columns = [torch.nn.functional.normalize(torch.randn(6, 8), dim=1) for _ in range(3)]
-    model = SentenceTransformer(modules=[Given()], device="cpu")
+    model = SentenceTransformer(modules=[PrecomputedVectors()], device="cpu")
     expected = MultipleNegativesRankingLoss(model, scale=1 / TEMPERATURE, **options)(
         [{"vectors": column} for column in columns], labels=torch.empty(0)
     )
@@ -435,19 +438,19 @@ def theirs(world: World, ours: dict, options: dict) -> None:
     assert output.local_loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("ours", "options"), THEIRS)
-def test_as_sentence_transformers(ranks, ours, options):
-    ranks(1, theirs, ours, options)
+@pytest.mark.parametrize(("ours", "options"), SENTENCE_TRANSFORMERS)
+def test_equals_sentence_transformers(ranks, ours, options):
+    ranks(1, compare_with_sentence_transformers, ours, options)
 
 
 def gist(world: World, margin: float, kind: str) -> None:
     torch.manual_seed(0)
-    (queries, documents), (seen, others) = (torch.randn(2, 9, width) for width in (8, 5))
+    (queries, documents), (guide_queries, guide_documents) = (torch.randn(2, 9, width) for width in (8, 5))
     tokenizer = placeholder_tokenizer()
     model, guide = PlaceholderModel("vectors", 8, tokenizer), PlaceholderModel("guide", 5, tokenizer)
-    features = [{"vectors": queries, "guide": seen}, {"vectors": documents, "guide": others}]
-    theirs_ = GISTEmbedLoss(model, guide, temperature=TEMPERATURE, margin_strategy=kind, margin=margin)
-    batch_info = replace(_random_input(9), guides={"big": Guide(seen, others)})
+    features = [{"vectors": queries, "guide": guide_queries}, {"vectors": documents, "guide": guide_documents}]
+    reference = GISTEmbedLoss(model, guide, temperature=TEMPERATURE, margin_strategy=kind, margin=margin)
+    batch_info = replace(_random_input(9), guides={"big": Guide(guide_queries, guide_documents)})
     ours = InfoNCE(
         config(
             directions=[LossDirection.query_document, LossDirection.query_query, LossDirection.document_document],
@@ -457,13 +460,13 @@ def gist(world: World, margin: float, kind: str) -> None:
             mask_duplicates=False,
         )
     )
-    found = ours(queries, documents, batch_info).local_loss.item()
-    assert found == pytest.approx(theirs_(features, torch.empty(0)).item(), rel=1e-5)
+    value = ours(queries, documents, batch_info).local_loss.item()
+    assert value == pytest.approx(reference(features, torch.empty(0)).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("margin", "kind"), [(0.0, "absolute"), (0.3, "absolute"), (0.2, "relative")])
-def test_as_gist_embed(ranks, margin, kind):
-    """Without in-batch hard negatives; with some, `document_document` compares with those too, theirs does not."""
+def test_equals_gist_embed(ranks, margin, kind):
+    """Without hard negatives: `document_document` compares with them, GISTEmbedLoss does not."""
     ranks(1, gist, margin, kind)
 
 
@@ -483,7 +486,7 @@ def test_implementation_is_chosen_by_size(queries, documents, expected):
     assert choose_implementation(forced, Counts(queries, documents), like) is Implementation.ring
 
 
-def test_choosing():
+def test_fixed_temperature_has_no_parameters():
     loss = build_loss(InfoNCEConfig(temperature=0.3, mask_duplicates=False), dimension=8, seed=0)
     assert isinstance(loss, InfoNCE)
     assert not list(loss.parameters())

@@ -1,4 +1,4 @@
-"""Orthogonal regularisation against its formula on any number of ranks, and against sentence-transformers' class."""
+"""Orthogonal regularisation equals its formula on any number of ranks, and sentence-transformers' class."""
 
 from dataclasses import replace
 
@@ -7,9 +7,8 @@ import torch
 from sentence_transformers.losses import GlobalOrthogonalRegularizationLoss
 from torch import Tensor
 
-from embedtrain.config.losses import LossConfig, OrthogonalConfig, Reduction
-from embedtrain.distributed.world import World
-from tests.losses.global_batch import GlobalVectors, check, run, vectors
+from embedtrain.config.losses import OrthogonalConfig, Reduction
+from tests.losses.global_batch import GlobalVectors, check, run, run_under_autocast, vectors
 from tests.losses.reference_loss import assert_equals_reference
 
 # Nine rows: more than the dimensions (4) among queries, positives; fewer among negatives; one third negative.
@@ -17,7 +16,7 @@ SIZES = (1, 2, 1, 4, 2, 1, 3, 1, 1)
 
 
 def terms(batch: GlobalVectors) -> list[tuple[Tensor, Tensor]]:
-    """Both terms of each column that counts, from its cosines one by one."""
+    """Both terms of each column with at least two rows, from single cosines."""
     columns = [list(batch.queries)]
     for place in range(max(batch.sizes, default=0)):
         rows = [batch.documents_of(row) for row in range(len(batch.sizes))]
@@ -49,8 +48,8 @@ CONFIGS = [
 ]
 
 
-def crowded(sizes: tuple[int, ...], dimension: int) -> GlobalVectors:
-    """Vectors that lean to one side, so that no term is 0; not of length 1."""
+def clustered(sizes: tuple[int, ...], dimension: int) -> GlobalVectors:
+    """Vectors with a common direction, so that no term is 0; not of length 1."""
     batch = vectors(sizes, normalised=False, dimension=dimension)
     return replace(batch, queries=batch.queries + 0.5, documents=batch.documents + 0.7)
 
@@ -58,34 +57,34 @@ def crowded(sizes: tuple[int, ...], dimension: int) -> GlobalVectors:
 @pytest.mark.parametrize("dimension", [4, 32], ids=["from the Gram matrix", "from the rows"])
 @pytest.mark.parametrize("config", CONFIGS, ids=["mean", "sum", "no mean term", "no second moment"])
 def test_value_and_gradient(ranks, config, dimension):
-    batch = crowded(SIZES, dimension)
+    batch = clustered(SIZES, dimension)
     assert all(first > 0 for first, _ in terms(batch))
     check(ranks, config, batch, regularised(config), only=[0, 2, 5, 7])
 
 
 def test_rows_of_one_text(ranks):
-    check(ranks, OrthogonalConfig(), crowded((0,) * 6, 4), regularised(OrthogonalConfig()))
+    check(ranks, OrthogonalConfig(), clustered((0,) * 6, 4), regularised(OrthogonalConfig()))
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (0,)])
-def test_nothing_counts(ranks, sizes):
+def test_columns_of_one_row(ranks, sizes):
     """No column has two rows: loss and gradient are 0."""
-    check(ranks, OrthogonalConfig(), crowded(sizes, 4), regularised(OrthogonalConfig()), only=[0, 1, 2, 5])
+    check(ranks, OrthogonalConfig(), clustered(sizes, 4), regularised(OrthogonalConfig()), only=[0, 1, 2, 5])
 
 
 def test_many_rows(ranks):
-    """Nearly independent vectors: means near 0, as differences of large sums."""
+    """Nearly independent vectors: means close to 0, computed as differences of large sums."""
     batch = vectors((1,) * 200, dimension=16)
     check(ranks, OrthogonalConfig(), batch, regularised(OrthogonalConfig()), fp32=2e-5, only=[2])
 
 
 @pytest.mark.parametrize("dimension", [4, 32])
 @pytest.mark.parametrize("config", CONFIGS, ids=["mean", "sum", "no mean term", "no second moment"])
-def test_as_theirs(ranks, config, dimension):
+def test_equals_sentence_transformers(ranks, config, dimension):
     assert_equals_reference(
         ranks,
         config,
-        crowded((2,) * 6, dimension),
+        clustered((2,) * 6, dimension),
         GlobalOrthogonalRegularizationLoss,
         None,
         mean_weight=config.mean_weight,
@@ -96,7 +95,7 @@ def test_as_theirs(ranks, config, dimension):
 
 @pytest.mark.parametrize("dimension", [4, 32])
 def test_equal_vectors(ranks, dimension):
-    batch = crowded((1,) * 6, dimension)
+    batch = clustered((1,) * 6, dimension)
     batch = replace(batch, queries=batch.queries[:1].expand(6, dimension).contiguous(), documents=batch.queries)
     answers = ranks(2, run, OrthogonalConfig(), batch, [[0, 1], [2, 3, 4, 5]], torch.float64, dimension)
     assert all(answer["queries"].isfinite().all() for answer in answers)
@@ -107,14 +106,7 @@ def test_equal_vectors(ranks, dimension):
     assert second == pytest.approx((1 - 1 / dimension + others[1].item()) / 2)
 
 
-def under_autocast(world: World, config: LossConfig, batch: GlobalVectors) -> list[float]:
-    rows, dimension = [list(range(len(batch.sizes)))], batch.queries.shape[1]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = run(world, config, batch, rows, torch.float32, dimension)
-    return [inside["local_loss"], run(world, config, batch, rows, torch.float32, dimension)["local_loss"]]
-
-
 @pytest.mark.parametrize("dimension", [4, 32])
-def test_autocast_rounds_nothing(ranks, dimension):
-    ((inside, outside),) = ranks(1, under_autocast, OrthogonalConfig(), crowded(SIZES, dimension))
+def test_autocast_has_no_effect(ranks, dimension):
+    ((inside, outside),) = ranks(1, run_under_autocast, OrthogonalConfig(), clustered(SIZES, dimension))
     assert inside == outside

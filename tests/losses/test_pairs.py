@@ -1,4 +1,4 @@
-"""Losses of scored pairs against their formulas on any number of ranks, and against sentence-transformers' classes."""
+"""Losses of scored pairs equal their formulas on any number of ranks, and sentence-transformers' classes."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ SIAMESE = {
 
 
 def scored(sizes: tuple[int, ...] = SIZES, *, levels: int = 0, dimension: int = 8) -> GlobalVectors:
-    """Pairs with random scores, or with scores of that many levels from 0 to 1; vectors not of length 1."""
+    """Pairs with random scores, or with `levels` different scores from 0 to 1; vectors not of length 1."""
     batch = vectors(sizes, scores=True, normalised=False, dimension=dimension)
     if levels:
         return replace(batch, scores=(batch.scores * levels).floor() / (levels - 1))
@@ -42,14 +42,14 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def angle(a: Tensor, b: Tensor) -> Tensor:
-    """Of complex vectors, as the paper has it: |Re + Im| of the sum over all of them of a conj(b)."""
+    """Of complex vectors, as in the paper: |Re + Im| of the sum of a conj(b)."""
     half = len(a) // 2
     left, right = torch.complex(a[:half], a[half:]), torch.complex(b[:half], b[half:])
     product = (left * right.conj()).sum() / (a.norm() * b.norm())
     return (product.real + product.imag).abs()
 
 
-def apart(a: Tensor, b: Tensor, distance: Distance) -> Tensor:
+def distance_of(a: Tensor, b: Tensor, distance: Distance) -> Tensor:
     match distance:
         case Distance.cosine:
             return 1 - cosine(a, b)
@@ -84,8 +84,8 @@ def test_ordered_pairs(ranks, config, levels):
 
 
 @pytest.mark.parametrize("config", [CoSENTConfig(), AnglEConfig()], ids=lambda c: c.name)
-def test_nothing_is_ordered(ranks, config):
-    """One score, one pair, or pairs of one row: loss and gradient are 0."""
+def test_no_ordered_pairs(ranks, config):
+    """Equal scores, one pair, or pairs of one row: loss and gradient are 0."""
     check(ranks, config, replace(scored(), scores=torch.ones(sum(SIZES), dtype=torch.float64)), ordered(config))
     check(ranks, config, scored((1,)), ordered(config), only=[0, 1, 5])
 
@@ -97,13 +97,13 @@ def test_one_row(ranks):
 @pytest.mark.parametrize("dimension", [8, 7])
 @pytest.mark.parametrize("levels", [0, 3])
 @pytest.mark.parametrize(("config", "theirs"), [(CoSENTConfig(), losses.CoSENTLoss), (AnglEConfig(), losses.AnglELoss)])
-def test_ordered_pairs_as_theirs(ranks, config, theirs, levels, dimension):
+def test_ordered_pairs_equals_sentence_transformers(ranks, config, theirs, levels, dimension):
     batch = scored((2,) * 6, levels=levels, dimension=dimension)
     assert_equals_reference(ranks, config, batch, theirs, batch.scores, as_pairs=True)
 
 
 def test_many_ordered_pairs(ranks):
-    """Cosines and scores the wrong way round at a temperature of 0.01: terms up to exp(200) do not overflow."""
+    """Cosines in the reverse order of the scores at a temperature of 0.01: terms up to exp(200) do not overflow."""
     batch = scored((1,) * 40)
     found = torch.stack([cosine(a, b) for a, b, _ in pairs(batch)])
     batch = replace(batch, scores=-found.float().double())
@@ -119,7 +119,7 @@ def test_cosine_mse(ranks):
 
     check(ranks, CosineMSEConfig(), scored(), textbook)
     batch = scored((2,) * 5)
-    # Their labels are made float32, ours are already.
+    # CosineSimilarityLoss converts labels to float32.
     assert_equals_reference(
         ranks, CosineMSEConfig(), batch, losses.CosineSimilarityLoss, batch.scores, as_pairs=True, tolerance=1e-6
     )
@@ -133,7 +133,7 @@ def test_contrastive(ranks, distance, levels):
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
         terms = []
         for a, b, score in pairs(batch):
-            d = apart(a, b, distance)
+            d = distance_of(a, b, distance)
             terms.append((score * d**2 + (1 - score) * (margin - d).clamp(min=0) ** 2) / 2)
         return sum(terms) / len(terms)
 
@@ -156,7 +156,7 @@ def test_contrastive(ranks, distance, levels):
 
 def hard_pairs(config: OnlineContrastiveConfig):
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
-        found = [(apart(a, b, config.distance), score) for a, b, score in pairs(batch)]
+        found = [(distance_of(a, b, config.distance), score) for a, b, score in pairs(batch)]
         good, bad = [d for d, score in found if score == 1], [d for d, score in found if score == 0]
         zero = batch.queries.sum() * 0
         farthest = max(good) if good else sum(bad) / max(1, len(bad))
@@ -192,13 +192,13 @@ def test_online_contrastive(ranks, distance, reduction):
 
 
 @pytest.mark.parametrize("score", [0.0, 1.0, 0.5], ids=["negatives only", "positives only", "neither"])
-def test_online_contrastive_without_one_kind(ranks, score):
+def test_online_contrastive_with_only_positives_or_negatives(ranks, score):
     batch = replace(scored(), scores=torch.full((sum(SIZES),), score, dtype=torch.float64))
     config = OnlineContrastiveConfig(margin=1.0)
     check(ranks, config, batch, hard_pairs(config), only=[0, 2, 5])
 
 
-def test_hard_pairs_are_told(ranks):
+def test_hard_pairs(ranks):
     batch = replace(
         vectors((1, 1, 1, 1)),
         queries=torch.eye(2, dtype=torch.float64)[[0, 0, 0, 0]],

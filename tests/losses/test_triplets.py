@@ -1,4 +1,4 @@
-"""Triplet losses against their formulas on any number of ranks, and against sentence-transformers' classes."""
+"""Triplet losses equal their formulas on any number of ranks, and sentence-transformers' classes."""
 
 from dataclasses import replace
 from itertools import product
@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from embedtrain.config.losses import BatchTripletConfig, Distance, LossConfig, TripletConfig, TripletMining
-from embedtrain.distributed.world import World
-from embedtrain.losses import similarity
-from tests.losses.global_batch import GlobalVectors, check, run, vectors
+from tests.losses.global_batch import GlobalVectors, check, run, run_in_chunks, run_under_autocast, vectors
 from tests.losses.reference_loss import assert_equals_reference
 
 MARGIN = {Distance.cosine: 0.3, Distance.euclidean: 0.8, Distance.manhattan: 2.0}
@@ -31,7 +29,7 @@ THEIRS = {
 }
 
 
-def apart(a: Tensor, b: Tensor, distance: Distance) -> Tensor:
+def distance_of(a: Tensor, b: Tensor, distance: Distance) -> Tensor:
     match distance:
         case Distance.cosine:
             return 1 - (a * b).sum() / (a.norm() * b.norm())
@@ -46,7 +44,8 @@ def triplets(batch: GlobalVectors, config: TripletConfig) -> list[tuple[Tensor, 
     found = []
     for row in range(len(batch.sizes)):
         positive, *negatives = [
-            apart(batch.queries[row], batch.documents[place], config.distance) for place in batch.documents_of(row)
+            distance_of(batch.queries[row], batch.documents[place], config.distance)
+            for place in batch.documents_of(row)
         ]
         found += [(positive, negative) for negative in negatives]
     return found
@@ -65,8 +64,8 @@ def test_triplet(ranks, distance, sizes):
     check(ranks, config, batch, textbook)
     found = triplets(batch, config)
     answers = ranks(2, run, config, batch, [[0], list(range(1, len(sizes)))], torch.float64, 8)
-    right = sum(answer["metrics"]["accuracy"] for answer in answers)
-    assert right == pytest.approx(sum(bool(far > near) for near, far in found) / max(1, len(found)))
+    accuracy = sum(answer["metrics"]["accuracy"] for answer in answers)
+    assert accuracy == pytest.approx(sum(bool(far > near) for near, far in found) / max(1, len(found)))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_triplet(ranks, distance, sizes):
         (Distance.manhattan, TripletDistanceMetric.MANHATTAN),
     ],
 )
-def test_triplet_as_theirs(ranks, distance, metric):
+def test_triplet_equals_sentence_transformers(ranks, distance, metric):
     config = TripletConfig(margin=MARGIN[distance], distance=distance)
     batch = vectors((2,) * 6, normalised=False)
     arguments = {"distance_metric": metric, "triplet_margin": config.margin}
@@ -90,13 +89,13 @@ def texts(labels: list[int], *, normalised: bool = False) -> GlobalVectors:
 
 
 def mined(config: BatchTripletConfig):
-    """The mean of what counts, anchor by anchor, as the docstring of BatchTriplet has it."""
+    """The formula in the docstring of BatchTriplet, anchor by anchor."""
 
     def textbook(batch: GlobalVectors, _: dict[str, Tensor]) -> Tensor:
         terms = []
         labels = batch.labels.tolist()
         for anchor, label in enumerate(labels):
-            d = {o: apart(batch.queries[anchor], batch.queries[o], config.distance) for o in range(len(labels))}
+            d = {o: distance_of(batch.queries[anchor], batch.queries[o], config.distance) for o in range(len(labels))}
             near = [d[o] for o in d if labels[o] == label and o != anchor]
             far = [d[o] for o in d if labels[o] != label]
             if near and far:
@@ -148,7 +147,7 @@ def test_no_margin_is_violated(ranks, mining):
 
 @pytest.mark.parametrize("distance", Distance)
 @pytest.mark.parametrize("mining", TripletMining)
-def test_batch_triplet_as_theirs(ranks, mining, distance):
+def test_batch_triplet_equals_sentence_transformers(ranks, mining, distance):
     config = BatchTripletConfig(mining=mining, distance=distance, margin=MARGIN[distance])
     batch = texts([0, 1, 0, 2, 1, 0, 2, 2, 0, 1])
     arguments = {"distance_metric": ALL_PAIRS[distance]}
@@ -177,28 +176,15 @@ def test_equal_vectors_of_a_row(ranks):
         assert answer["local_loss"] == pytest.approx(0.3)
 
 
-def in_small_chunks(world: World, config: LossConfig, batch: GlobalVectors, deal: list[list[int]]) -> list[dict]:
-    """With all of a rank's rows in one chunk, and with one row in each."""
-    usual = similarity.MAX_CHUNK_BYTES
-    try:
-        found = []
-        for size in (usual, 1):
-            similarity.MAX_CHUNK_BYTES = size
-            found.append(run(world, config, batch, deal, torch.float64, 8))
-        return found
-    finally:
-        similarity.MAX_CHUNK_BYTES = usual
-
-
 @pytest.mark.parametrize("mining", TripletMining)
 def test_chunks(ranks, mining):
-    for answer in ranks(2, in_small_chunks, BatchTripletConfig(mining=mining), texts(CLASSES), [[0, 1, 2, 3, 4], []]):
-        whole, chunked = answer
-        assert chunked["local_loss"] == pytest.approx(whole["local_loss"], rel=1e-12)
-        torch.testing.assert_close(chunked["queries"], whole["queries"], rtol=1e-10, atol=1e-14)
+    for answer in ranks(2, run_in_chunks, BatchTripletConfig(mining=mining), texts(CLASSES), [[0, 1, 2, 3, 4], []]):
+        single, chunked = answer
+        assert chunked["local_loss"] == pytest.approx(single["local_loss"], rel=1e-12)
+        torch.testing.assert_close(chunked["queries"], single["queries"], rtol=1e-10, atol=1e-14)
 
 
-def test_active_triplets_are_told(ranks):
+def test_active_triplets(ranks):
     """Distances of points on a line: anchors at 0 and 1 of one class, a negative at 3."""
     rows = torch.tensor([[0.0], [1.0], [3.0]], dtype=torch.float64)
     batch = replace(texts([0, 0, 1]), queries=rows, documents=torch.empty(0, 1, dtype=torch.float64))
@@ -210,13 +196,6 @@ def test_active_triplets_are_told(ranks):
             assert sum(answer["metrics"]["active"] for answer in answers) == active
 
 
-def under_autocast(world: World, config: LossConfig, batch: GlobalVectors) -> list[float]:
-    rows = [list(range(len(batch.sizes)))]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = run(world, config, batch, rows, torch.float32, 8)
-    return [inside["local_loss"], run(world, config, batch, rows, torch.float32, 8)["local_loss"]]
-
-
-def test_autocast_rounds_nothing(ranks):
-    ((inside, outside),) = ranks(1, under_autocast, BatchTripletConfig(), texts(CLASSES))
+def test_autocast_has_no_effect(ranks):
+    ((inside, outside),) = ranks(1, run_under_autocast, BatchTripletConfig(), texts(CLASSES))
     assert inside == outside

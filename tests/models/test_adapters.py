@@ -25,7 +25,7 @@ from embedtrain.models.adapters import without_adapters
 from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import batch, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
@@ -102,7 +102,7 @@ def sharded_gradient(
     backward = Backward(
         loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy(), reduce_per_step=loaded.reduce_per_step
     )
-    output, finite = backward(cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, cutting))
+    output, finite = backward(make_rank_batch(batch(num_rows), world.rank, world.size, loaded.tokenizer, cutting))
     assert finite
     assert sum(isinstance(part, FSDPModule) for part in loaded.encoder.modules()) == 2 + 1
     parameters = dict(loaded.encoder.named_parameters())

@@ -1,4 +1,4 @@
-"""The blocks are found in the model, whatever it says or leaves unsaid of itself."""
+"""Transformer blocks are detected in the model, whatever it declares."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ BLOCKS = {
 }
 
 
-def test_no_architecture_is_forgotten():
+def test_all_architectures_are_tested():
     assert BLOCKS.keys() == ARCHITECTURES.keys() | MORE_ARCHITECTURES.keys()
 
 
@@ -44,7 +44,7 @@ def names(blocks: list[nn.Module]) -> list[str]:
 
 
 @pytest.mark.parametrize("architecture", BLOCKS)
-def test_exactly_the_layers(architecture):
+def test_blocks_are_the_layers(architecture):
     for num_layers in (1, 3):
         encoder = encoder_of(architecture, num_layers)
         blocks = find_blocks(encoder)
@@ -60,7 +60,7 @@ def any_holds(blocks: list[nn.Module], encoder: nn.Module, name: str) -> bool:
 
 
 @pytest.mark.parametrize("architecture", BLOCKS)
-def test_under_peft(architecture):
+def test_with_peft(architecture):
     backbone = encoder_of(architecture).backbone
     wrapped = get_peft_model(backbone, LoraConfig(target_modules="all-linear", r=2))
     assert names(find_blocks(wrapped)) == [BLOCKS[architecture]] * 3
@@ -68,7 +68,7 @@ def test_under_peft(architecture):
 
 @pytest.mark.parametrize("architecture", BLOCKS)
 def test_inside_a_sentence_transformer(architecture, tmp_path):
-    """Without adapters and with them, which stand between it and the model that knows its layers."""
+    """With and without adapters, which wrap the model that declares its layers."""
     transformer = Transformer(str(save_small(small_model(architecture), tmp_path)))
     model = SentenceTransformer(modules=[transformer, PoolingModule(32)], device="cpu")
     assert names(find_blocks(model)) == [BLOCKS[architecture]] * 2
@@ -76,8 +76,8 @@ def test_inside_a_sentence_transformer(architecture, tmp_path):
     assert names(find_blocks(model)) == [BLOCKS[architecture]] * 2
 
 
-def test_declared_classes_that_are_not_there():
-    """A model cut out of a larger one still names that one's layers, such as a vision tower's."""
+def test_declared_classes_that_do_not_occur():
+    """A part of a larger model still declares the layers of that model, such as a vision tower's."""
     encoder = encoder_of("llama")
     for part in encoder.modules():
         if hasattr(type(part), "_no_split_modules"):
@@ -87,8 +87,8 @@ def test_declared_classes_that_are_not_there():
 
 @pytest.mark.parametrize("declared", [None, [""], [], ["BertLayre"], "BertLayer", {"BertEmbeddings"}])
 @pytest.mark.parametrize("asked", [None, "", "  ", ", ,"])
-def test_useless_declarations_end_in_the_layers_all_the_same(declared, asked):
-    """`_no_split_modules` that is absent, empty or stale has meant root-only sharding elsewhere."""
+def test_useless_declarations(declared, asked):
+    """An absent, empty or stale `_no_split_modules` must not lead to sharding only the root."""
     encoder = encoder_of("bert")
     for part in encoder.modules():
         if hasattr(type(part), "_no_split_modules"):
@@ -103,7 +103,7 @@ class Block(nn.Module):
 
 
 class Mine(nn.Module):
-    """A model of somebody's own: no attribute, and lists of other things beside the layers."""
+    """A custom model: no declaration, and lists of other modules besides the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,25 +112,25 @@ class Mine(nn.Module):
         self.layers = nn.ModuleList([*[Block() for _ in range(4)], nn.LayerNorm(4)])
 
 
-def test_a_model_of_ones_own():
+def test_custom_model():
     model = Mine()
     assert find_blocks(model) == list(model.layers)[:4]
     assert find_blocks(model, "Linear, Block") == [*model.heads, *list(model.layers)[:4]]
 
 
-def test_a_layer_that_stands_in_two_lists_is_one_block():
+def test_layer_in_two_lists_is_one_block():
     model = Mine()
     model.again = nn.ModuleList(model.layers)
     assert find_blocks(model, "Block") == list(model.layers)[:4]
 
 
-def test_no_layer_at_all():
+def test_no_layers():
     with pytest.raises(ConfigError, match=r"parallel\.strategy=ddp"):
         find_blocks(nn.Linear(2, 2))
     assert find_blocks(nn.Linear(2, 2), required=False) == []
 
 
-def test_a_wrong_class_is_answered_with_what_there_is():
+def test_wrong_class_lists_the_existing_ones():
     encoder = encoder_of("xlm-roberta")
     for asked in ("BertLayer", "XLMRobertaLayer,BertLayer", " BertLayer ,"):
         with pytest.raises(ConfigError) as caught:
@@ -147,7 +147,7 @@ def test_a_wrong_class_is_answered_with_what_there_is():
 
 
 def test_parts_of_a_layer_are_no_blocks():
-    """What accelerate takes as "A,B" is read with its blanks; a class that is no repeated layer is refused."""
+    """accelerate's "A,B" is read with blanks; a class that is not a repeated layer is rejected."""
     encoder = encoder_of("llama")
     for asked in ("LlamaDecoderLayer", " LlamaDecoderLayer , ", ",LlamaDecoderLayer"):
         assert names(find_blocks(encoder, asked)) == ["LlamaDecoderLayer"] * 3
@@ -155,7 +155,7 @@ def test_parts_of_a_layer_are_no_blocks():
         find_blocks(encoder, "LlamaDecoderLayer, LlamaMLP")
 
 
-def test_nested_layers_are_found_once():
+def test_nested_layers():
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -168,7 +168,7 @@ def test_nested_layers_are_found_once():
     assert len(find_blocks(model, "Block")) == 6
 
 
-def test_blocks_are_found_on_the_meta_device():
+def test_blocks_on_the_meta_device():
     assert all(p.is_meta for p in encoder_of("bert").parameters())
     with torch.device("meta"):
         assert len(find_blocks(Mine())) == 4

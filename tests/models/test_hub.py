@@ -1,4 +1,4 @@
-"""A revision pins a model of the Hub in every role, and what was used is written down: two snapshots, offline."""
+"""A revision pins a model of the Hub in every role, and a run records the commit: two snapshots, offline."""
 
 import io
 import shutil
@@ -30,7 +30,7 @@ OLD, NEW = "a" * 40, "b" * 40
 
 
 def publish(cache: Path, repository: str, commit: str, directory: Path) -> None:
-    """A snapshot as huggingface_hub keeps it; the newest is what `main` means."""
+    """A snapshot in huggingface_hub's cache; the newest is `main`."""
     folder = cache / f"models--{repository.replace('/', '--')}"
     shutil.copytree(directory, folder / "snapshots" / commit)
     (folder / "refs").mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ def cached(cache: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
-    """Models of two commits that say other prompts and have another number of tokens."""
+    """Models of two commits with different prompts and maximal lengths."""
     root = tmp_path_factory.mktemp("published")
     directory, cross = save_guide(small_model("bert"), root), save_cross_encoder(root / "cross")
     for commit, prompt, length in ((OLD, "old: ", 12), (NEW, "new: ", 24)):
@@ -73,19 +73,19 @@ def hub(published) -> Iterator[Path]:
     ("revision", "prompt", "commit"),
     [(None, "new: ", NEW), (OLD, "old: ", OLD), ("v-a", "old: ", OLD), (NEW, "new: ", NEW)],
 )
-def test_a_model(hub, revision, prompt, commit):
+def test_model(hub, revision, prompt, commit):
     source = open_model_source(ModelConfig(path="org/model", revision=revision))
     assert source.prompts["query"] == prompt
     assert source.commit == commit
 
 
-def test_a_revision_that_is_not_there(hub):
+def test_missing_revision(hub):
     with pytest.raises(ModelError) as caught:
         open_model_source(ModelConfig(path="org/model", revision="c" * 40))
     assert str(caught.value).startswith(f"model.path=org/model at model.revision={'c' * 40} is neither a directory nor")
 
 
-def test_a_tokenizer(hub):
+def test_tokenizer(hub):
     source = open_model_source(ModelConfig(path="org/model"))
     assert load_tokenizer(source).model_max_length == 24
     assert load_tokenizer(source, "org/model").model_max_length == 24
@@ -94,7 +94,7 @@ def test_a_tokenizer(hub):
         load_tokenizer(source, str(hub / "guide"), "main")
 
 
-def test_a_teacher(hub):
+def test_teacher(hub):
     for revision, prompt, dropout in ((OLD, "old: ", 0.12), (None, "new: ", 0.24)):
         bi = open_teacher(MineOptions(model="m", teacher="org/model", teacher_revision=revision))
         assert bi.source.prompts["query"] == prompt
@@ -111,7 +111,7 @@ def test_a_directory_has_no_revision(hub):
     assert open_model_source(ModelConfig(path=str(hub / "guide"))).commit is None
 
 
-def test_options_of_the_doors():
+def test_options_of_commands():
     recipe, _ = compose_inspect(["data=x.jsonl", "model=org/model", f"revision={OLD}"])
     assert recipe.model.revision == OLD
     (pinned,) = compose_recipes(["name=t", "model.path=m", "data.train=[{path: o/n, revision: v1}]", "train.steps=1"])
@@ -122,7 +122,7 @@ def test_options_of_the_doors():
     assert (mine.data[0].revision, mine.teacher_revision) == ("v1", "v2")
 
 
-def test_a_revision_behind_an_id(tmp_path, monkeypatch):
+def test_revision_after_an_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert split_revision(f"org/model@{OLD}") == ("org/model", OLD)
     assert split_revision("model@refs/pr/1") == ("model", "refs/pr/1")
@@ -153,7 +153,7 @@ def trained(world: World, root: Path, name: str, *more: str) -> None:
         train(recipe, world)
 
 
-def test_a_run_writes_down_the_commit_that_it_used(ranks, published):
+def test_run_records_the_commit(ranks, published):
     for name, options, commit in (("newest", [], NEW), ("pinned", [f"model.revision={OLD}"], OLD)):
         ranks(1, trained, published, name, *options)
         recipe = yaml.safe_load((published / name / "recipe.yaml").read_text())

@@ -1,4 +1,4 @@
-"""A text's vector is the same alone and beside any other, padded left or right."""
+"""A text has the same vector alone and in any batch, with padding on the left or on the right."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_pool_is_float32_and_finite_for_a_text_without_tokens():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_alone_as_in_a_batch(architecture):
+def test_single_texts_equal_batches(architecture):
     torch.manual_seed(1)
     encoder = assemble_encoder(open_model_source(small_model(architecture))).eval()
     # BERT and DistilBERT number positions from the left whatever is padding: this is why padding stands on the right.
@@ -62,7 +62,7 @@ def test_alone_as_in_a_batch(architecture):
                     torch.testing.assert_close(together[i], alone, atol=1e-5, rtol=0)
 
 
-def test_tokens_that_do_not_count_are_seen_and_left_out():
+def test_tokens_outside_the_pooling_mask_are_attended_to():
     torch.manual_seed(0)
     encoder = assemble_encoder(open_model_source(small_model("bert", normalize=False))).eval()
     ids, mask = padded(left=False)

@@ -1,4 +1,4 @@
-"""Positions beyond those a model was trained with: as transformers computes them, and as an export carries them."""
+"""Positions beyond the trained length equal those of transformers, also in an export."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def opened(architecture: str, scaling: object, **options: object):
 
 
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3, {"rope_type": "linear", "factor": 4}], ids=lambda s: s["rope_type"])
-def test_a_text_beyond_the_models_positions(scaling, tmp_path):
+def test_text_beyond_the_models_positions(scaling, tmp_path):
     directory = save_small(small_model("llama"), tmp_path / "llama")
     plain = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200)
     options = ModelConfig(path=str(directory), pooling=Pooling.mean, max_length=200, rope_scaling=scaling)
@@ -51,7 +51,7 @@ def test_a_text_beyond_the_models_positions(scaling, tmp_path):
     assert twice.config.max_position_embeddings == expected
 
 
-def test_layers_with_a_window_keep_their_positions():
+def test_layers_with_a_window_are_not_scaled():
     for architecture in ("gemma3_text", "modernbert"):
         before = open_model_source(small_model(architecture)).config.rope_parameters
         small = small_model(architecture, rope_scaling=YARN)
@@ -68,16 +68,16 @@ def test_layers_with_a_window_keep_their_positions():
 @pytest.mark.parametrize(
     ("scaling", "pattern"),
     [
-        (4, r"model\.rope_scaling=4: a mapping with rope_type and factor"),
-        ({"factor": 4}, "rope_type=None is not one of yarn, linear, llama3"),
-        ({"rope_type": "yran", "factor": 4}, "rope_type=yran is not one of"),
+        (4, r"model\.rope_scaling=4: .* rope_type and factor"),
+        ({"factor": 4}, "rope_type=None: .* yarn, linear, llama3"),
+        ({"rope_type": "yran", "factor": 4}, "rope_type=yran: .* yarn, linear, llama3"),
         ({"rope_type": "dynamic", "factor": 4}, "by the longest text of a batch"),
         ({"rope_type": "longrope", "factor": 4}, "by the longest text of a batch"),
-        ({"rope_type": "yarn"}, "factor=None is how many times"),
+        ({"rope_type": "yarn"}, "factor=None"),
         ({"rope_type": "yarn", "factor": 1}, "a number above 1"),
         ({"rope_type": "yarn", "factor": float("nan")}, "a number above 1"),
         ({"rope_type": "yarn", "factor": True}, "a number above 1"),
-        (YARN | {"original_max_position_embeddings": 0}, "is a number of positions"),
+        (YARN | {"original_max_position_embeddings": 0}, "original_max_position_embeddings=0"),
         ({"rope_type": "llama3", "factor": 4}, "low_freq_factor"),
         (YARN | {"beta_fast": "fast"}, "beta_fast"),
         (YARN | {"beta_fats": 3}, "beta_fats"),
@@ -94,7 +94,7 @@ def test_valid_mappings():
         check_rope_scaling(scaling)
 
 
-def test_a_model_without_rotary_positions():
+def test_model_without_rotary_positions():
     for architecture in ("bert", "xlm-roberta", "mpnet", "distilbert"):
         with pytest.raises(ConfigError, match=r"model\.rope_scaling=.* no rotary positions"):
             opened(architecture, YARN)

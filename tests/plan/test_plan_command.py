@@ -16,7 +16,7 @@ from embedtrain.plan.compute import plan
 from embedtrain.plan.options import PlanOptions, compose_plan
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE
 from tests.small import save_small, small_model
-from tests.test_doors import call
+from tests.test_commands import call
 
 
 def shape(config):

@@ -16,7 +16,7 @@ from embedtrain.planning.traffic import step_traffic
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import build_optimizer
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.planning.models import LLAMA_3_8B, built, spec_of
 from tests.small import batch, parallel, small_model, small_tokenizer
 
@@ -53,10 +53,10 @@ def count_collectives(
     backward = Backward(
         encoder, InfoNCE(InfoNCEConfig()), world, seed=0, dummy=tokenizer.dummy(), reduce_per_step=reduce_per_step
     )
-    local_batch = cut(batch(24), world.rank, world.size, tokenizer, ChunkOptions(96, activation_tokens, 1))
+    local_batch = make_rank_batch(batch(24), world.rank, world.size, tokenizer, ChunkOptions(96, activation_tokens, 1))
     with CollectiveCounter() as counter:
         backward(local_batch)
-    chunks, cached = len(local_batch.chunks), local_batch.kept
+    chunks, cached = len(local_batch.chunks), local_batch.num_cached_graphs
     # The same number of chunks, each with one text.
     work = StepWorkload(
         rows=chunks * world.size, texts_per_row=1, tokens_per_text=16, chunk_tokens=16, activation_tokens=16 * cached

@@ -22,7 +22,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 NODES = ("n1", "n2")
 
-# `low` gives its nodes to `high`: its jobs are asked to end, and requeued after the grace time.
+# `high` preempts `low`: jobs of `low` get a signal and are requeued after the grace time.
 _CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -75,9 +75,9 @@ PartitionName=high Nodes=n[1-2] MaxTime=60 State=UP PriorityTier=10 PreemptMode=
 
 
 def why_not() -> str | None:
-    """Why no cluster can be started here; None: it can. What is missing is installed where that is possible."""
+    """Why no cluster can be started here, or None; installs missing packages if possible."""
     if getpass.getuser() != "root":
-        return "a SLURM cluster of one's own needs root"
+        return "starting a SLURM cluster needs root"
     if all(map(shutil.which, PROGRAMS)):
         return None
     if shutil.which("apt-get") is None:
@@ -139,7 +139,7 @@ class Cluster:
         self._daemon("slurmd", "-N", node, "-f", str(self.conf))
 
     def power_off(self, node: str) -> None:
-        """As if the cable were pulled: its daemon, the daemons of its jobs, and all they had started."""
+        """Kill everything on a node, as if it lost power: its daemon, the daemons of its jobs, and their processes."""
         gone = {self._pid(f"slurmd-{node}")}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -153,18 +153,18 @@ class Cluster:
         (self.folder / f"slurmd-{node}.pid").unlink(missing_ok=True)
 
     def call(self, *words: str, code: int | None = 0) -> str:
-        """What a command of SLURM's prints."""
+        """The output of a SLURM command."""
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, check=False, timeout=120)
         assert code is None or done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` knows of it; empty: nothing any more."""
+        """The fields of `scontrol show job`; empty if SLURM has forgotten the job."""
         output = self.call("scontrol", "--oneliner", "show", "job", number, code=None)
         return dict(each.split("=", 1) for each in output.split() if "=" in each)
 
     def wait(self, number: str, seconds: float = 300) -> dict[str, str]:
-        """A job once it has ended and is not to start again."""
+        """Wait until a job has ended and will not restart."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         self.until(lambda: self.job(number).get("JobState") in over, seconds, f"job {number} ends")
         return self.job(number)
@@ -179,7 +179,7 @@ class Cluster:
             time.sleep(0.3)
 
     def calm(self) -> None:
-        """No job left, all nodes up: what the next test wants."""
+        """Wait until no job is left and all nodes are up, for the next test."""
         self.call("scancel", f"--user={getpass.getuser()}", code=None)
         for node in NODES:
             if not self._alive(f"slurmd-{node}"):

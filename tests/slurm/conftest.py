@@ -1,4 +1,4 @@
-"""Clusters that stay up for all tests, what is trained there, and what an uninterrupted run makes of it."""
+"""Clusters that run for all tests of a module, the training data, and the result of an uninterrupted run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +22,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(folder):
-    """Final weights and rows of two ranks that nothing happens to, without SLURM."""
+    """Final weights and rows of an uninterrupted run on two ranks, without SLURM."""
     torchrun(folder, 2, *OPTIONS, "output_dir=uninterrupted")
     return training_result(folder / "uninterrupted")
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Signals reach every process of a step, and jobs are sent theirs before they are preempted."""
+    """Signals reach every process of a step, and jobs get their signal before a preemption."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with running(proctrack="linuxproc", sends_user_signal=True, patience=15) as started:
@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def plain_cluster() -> Iterator[Cluster]:
-    """Signals reach a step's tasks alone, as with cgroups; preemption begins with SIGTERM; lost nodes show late."""
+    """Signals reach only the tasks of a step, as with cgroups; preemption starts with SIGTERM; lost nodes show late."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with running(proctrack="pgid", sends_user_signal=False, patience=900) as started:

@@ -1,4 +1,4 @@
-"""Jobs as a user makes them: `python -m embedtrain.submit`, from a shell on the login node."""
+"""Jobs submitted as a user does, with `python -m embedtrain.submit` on the login node."""
 
 import os
 import re
@@ -15,20 +15,20 @@ OPTIONS = [
     "train.log_every=1", "parallel.strategy=fsdp", "parallel.precision=fp32", "evaluation.sets=[dev]",
     "train.steps=60", "checkpoint.every=25", "evaluation.every=20", "optim.lr=1e-3", "parallel.timeout=120",
 ]  # fmt: skip
-# Two nodes of one rank each, on the CPU, with room for a checkpoint before the end.
+# Two nodes with one rank each, on the CPU, with time for a checkpoint before the limit.
 TWO = ["slurm.nodes=2", "slurm.gpus_per_node=0", "slurm.signal_seconds=60", "slurm.time=10"]
 _PACE = str(Path(__file__).parent / "pace")
 
 
 def own_environment() -> dict[str, str]:
-    """Of a user: nothing that the tests set so that gloo finds its way."""
+    """The environment of a user, without variables that the tests set for gloo."""
     environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     path = os.pathsep.join(each for each in (_PACE, str(ROOT), os.environ.get("PYTHONPATH")) if each)
     return environment | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
 
 
 def torchrun(folder: Path, ranks: int, *arguments: str) -> None:
-    """Train without SLURM, to the end."""
+    """Train to the end without SLURM."""
     program = [str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*program, "-m", "embedtrain", *arguments],
@@ -38,7 +38,7 @@ def torchrun(folder: Path, ranks: int, *arguments: str) -> None:
 
 
 class Jobs:
-    """What one test does on a cluster."""
+    """Jobs of one test on a cluster."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -47,7 +47,7 @@ class Jobs:
         self.environment = own_environment() | {"SLURM_CONF": str(cluster.conf), "SLOW_WHILE": str(self.slow)}
 
     def run_submit(self, *arguments: str, code: int = 0, **more: str) -> str:
-        """`python -m embedtrain.submit`; all that it printed."""
+        """The output of `python -m embedtrain.submit`."""
         done = subprocess.run(
             [sys.executable, "-m", "embedtrain.submit", *arguments],
             cwd=self.folder, env=self.environment | more, capture_output=True, text=True, timeout=120, check=False,
@@ -56,14 +56,14 @@ class Jobs:
         return done.stdout + done.stderr
 
     def submit(self, output_dir: str, *arguments: str) -> str:
-        """A job's number."""
+        """Submit a job; its number."""
         output = self.run_submit(*OPTIONS, f"output_dir={output_dir}", *arguments)
         match = re.search(r"^job (\d+): ", output, re.MULTILINE)
         assert match, output
         return match[1]
 
     def slowly(self, seconds: float) -> None:
-        """From now on every training step takes so much longer; 0: no more."""
+        """Delay every training step by `seconds` from now on; 0 removes the delay."""
         if seconds:
             self.slow.write_text(str(seconds))
         else:
@@ -91,7 +91,7 @@ class Jobs:
         self._until(lambda: text in self.log(output_dir, number), output_dir, number, seconds, text)
 
     def done(self, output_dir: str, number: str, state: str = "COMPLETED", seconds: float = 300) -> str:
-        """The job's log, once it has ended as expected."""
+        """The log of a job after it has ended as expected."""
         ended = self.cluster.wait(number, seconds)["JobState"]
         log = self.log(output_dir, number)
         assert ended == state, log

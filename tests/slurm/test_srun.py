@@ -1,4 +1,4 @@
-"""`srun python -m embedtrain`, without torchrun: every task a rank; and where a process must stay alone."""
+"""`srun python -m embedtrain` without torchrun: every task is a rank, and other processes stay alone."""
 
 import json
 import subprocess
@@ -32,8 +32,8 @@ def ranks_of(output: str) -> list[list[str]]:
     return sorted(line.split()[1:] for line in output.splitlines() if line.startswith("rank "))
 
 
-def test_two_nodes_of_two_tasks_learn_what_torchrun_s_four_ranks_learn(jobs, folder):
-    """Even where srun deals tasks out to nodes in turn, and a signal comes between, whose exit code comes through."""
+def test_four_tasks_on_two_nodes_equal_four_ranks_of_torchrun(jobs, folder):
+    """Also with a cyclic distribution and an interruption by a signal, whose exit code srun returns."""
     options = [*OPTIONS, "train.steps=12", "evaluation.every=0"]
     train = [*_FOUR, "--distribution=cyclic", sys.executable, "-m", "embedtrain", *options, "output_dir=tasks"]
     jobs.slowly(4)
@@ -63,7 +63,7 @@ def test_other_commands_have_ranks_as_well(jobs, folder):
     assert len(rows(folder / "evaluated")) == 1, "one rank writes"
 
 
-def test_every_task_knows_its_place(jobs):
+def test_the_rank_of_every_task(jobs):
     output = start(jobs, *_FOUR, "--distribution=cyclic", sys.executable, "-c", _PRINT_RANK).communicate(timeout=120)[0]
     assert ranks_of(output) == [
         ["0", "4", "0", "2", "127.0.0.1", "lo", "n1"],
@@ -77,16 +77,16 @@ def test_every_task_knows_its_place(jobs):
     assert [rank[:4] for rank in ranks_of(uneven)] == [["0", "3", "0", "2"], ["1", "3", "1", "2"], ["2", "3", "0", "1"]]
 
 
-def test_a_process_that_srun_did_not_multiply_stays_alone(jobs, folder):
-    """In the shells of a batch script and of salloc, which have SLURM's variables too, and in a step of one task."""
-    path = folder / "place.py"
+def test_single_processes_stay_alone(jobs, folder):
+    """In the shells of a batch script and of salloc, which have variables of SLURM too, and in a step with one task."""
+    path = folder / "rank.py"
     path.write_text(_PRINT_RANK)
     alone = [["None"] * 5]
     jobs.cluster.call(
-        "sbatch", "--wait", "--nodes=2", "--ntasks=4", f"--chdir={folder}", "--output=place.log", "--export=ALL",
-        f"--wrap=PYTHONPATH={jobs.environment['PYTHONPATH']} {sys.executable} place.py",
+        "sbatch", "--wait", "--nodes=2", "--ntasks=4", f"--chdir={folder}", "--output=rank.log", "--export=ALL",
+        f"--wrap=PYTHONPATH={jobs.environment['PYTHONPATH']} {sys.executable} rank.py",
     )  # fmt: skip
-    assert [rank[:5] for rank in ranks_of((folder / "place.log").read_text())] == alone
+    assert [rank[:5] for rank in ranks_of((folder / "rank.log").read_text())] == alone
     for words in (["salloc", "--nodes=2", "--ntasks=4"], ["srun", "--ntasks=1"]):
         output = start(jobs, *words, sys.executable, str(path)).communicate(timeout=120)[0]
         assert [rank[:5] for rank in ranks_of(output)] == alone, output

@@ -1,4 +1,4 @@
-"""The script that submit writes, on a real SLURM with two nodes: limits, preemption, lost nodes, arrays, errors."""
+"""The script of submit on a real SLURM with two nodes: time limits, preemption, lost nodes, arrays, errors."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from tests.slurm.jobs import TWO, Jobs
 pytestmark = pytest.mark.slurm
 
 
-def test_two_nodes_learn_what_two_local_ranks_learn(jobs, folder, uninterrupted):
+def test_two_nodes_equal_two_local_ranks(jobs, folder, uninterrupted):
     number = jobs.submit("two", *TWO)
     log = jobs.done("two", number)
     assert "on 2 ranks (cpu)" in log, log
@@ -22,7 +22,7 @@ def test_two_nodes_learn_what_two_local_ranks_learn(jobs, folder, uninterrupted)
 
 
 def reach_the_limit(jobs: Jobs, output_dir: str, number: str) -> None:
-    """Shorten a job's time so that its signal is due, and the limit itself a minute later."""
+    """Shorten the time limit of a job so that its signal is due now, and the limit a minute later."""
     began = time.mktime(time.strptime(jobs.cluster.job(number)["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     minutes = math.ceil((time.time() - began) / 60) + 1
     jobs.cluster.call("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
@@ -41,7 +41,7 @@ def resumed(jobs: Jobs, output_dir: str, number: str, uninterrupted) -> str:
     return log
 
 
-def test_a_time_limit_is_survived(jobs, uninterrupted):
+def test_a_time_limit(jobs, uninterrupted):
     jobs.slowly(4)
     number = jobs.submit("limit", *TWO, "slurm.max_restarts=3")
     jobs.until_step("limit", 3, number)
@@ -51,7 +51,7 @@ def test_a_time_limit_is_survived(jobs, uninterrupted):
     assert "stopped by SIGUSR1" in log, log
 
 
-def test_a_time_limit_is_survived_where_signals_reach_torchrun_alone(plain_jobs, uninterrupted):
+def test_a_time_limit_if_signals_reach_only_torchrun(plain_jobs, uninterrupted):
     plain_jobs.slowly(4)
     number = plain_jobs.submit("limit-plain", *TWO, "slurm.max_restarts=3")
     plain_jobs.until_step("limit-plain", 3, number)
@@ -61,7 +61,7 @@ def test_a_time_limit_is_survived_where_signals_reach_torchrun_alone(plain_jobs,
 
 
 def preempt(jobs: Jobs, output_dir: str, number: str) -> None:
-    """Have a job of the partition above want all nodes, until that has run."""
+    """Run a job of the partition with priority on all nodes."""
     above = jobs.cluster.call(
         "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"
     ).strip()
@@ -70,7 +70,7 @@ def preempt(jobs: Jobs, output_dir: str, number: str) -> None:
     assert jobs.cluster.wait(above)["JobState"] == "COMPLETED"
 
 
-def test_a_preemption_is_survived(jobs, uninterrupted):
+def test_a_preemption(jobs, uninterrupted):
     jobs.slowly(4)
     number = jobs.submit("preempted", *TWO, "slurm.partition=low")
     jobs.until_step("preempted", 3, number)
@@ -78,7 +78,7 @@ def test_a_preemption_is_survived(jobs, uninterrupted):
     resumed(jobs, "preempted", number, uninterrupted)
 
 
-def test_a_preemption_that_begins_with_sigterm_is_survived_without_torchrun(plain_jobs, uninterrupted):
+def test_a_preemption_with_sigterm_without_torchrun(plain_jobs, uninterrupted):
     plain_jobs.slowly(4)
     number = plain_jobs.submit("preempted-plain", *TWO, "slurm.partition=low", "slurm.launcher=srun")
     plain_jobs.until_step("preempted-plain", 3, number)
@@ -87,7 +87,7 @@ def test_a_preemption_that_begins_with_sigterm_is_survived_without_torchrun(plai
     assert "stopped by SIGTERM" in log, log
 
 
-def test_a_node_that_is_lost_costs_the_steps_since_the_last_checkpoint(jobs, folder, uninterrupted):
+def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(jobs, folder, uninterrupted):
     jobs.slowly(1)
     number = jobs.submit("lost", *TWO, "checkpoint.every=5", "checkpoint.keep=100")
     jobs.until_step("lost", 7, number)
@@ -100,8 +100,8 @@ def test_a_node_that_is_lost_costs_the_steps_since_the_last_checkpoint(jobs, fol
     assert training_result(folder / "lost") == uninterrupted
 
 
-def test_a_node_is_missed_before_slurm_notices(plain_jobs):
-    """SLURM takes minutes to find a node dead, the other ranks seconds: a step that does nothing tells.
+def test_a_lost_node_is_detected_before_slurm_notices(plain_jobs):
+    """SLURM detects a dead node after minutes, the other ranks after seconds: an empty step finds it.
 
     The job is not started again here: the controller still has a kill for the silent node in its queue, and delivers
     it to the job's next start where the same node comes back for it.
@@ -111,7 +111,7 @@ def test_a_node_is_missed_before_slurm_notices(plain_jobs):
     plain_jobs.until_step("missed", 7, number)
     plain_jobs.cluster.power_off("n2")
     plain_jobs.until_said("missed", number, "a node does not answer; the job is requeued")
-    # What SLURM does at last by itself; until then the job waits for a node that cannot say that it is done.
+    # SLURM does this itself eventually; until then the job waits for a node that cannot report its end.
     plain_jobs.cluster.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=silent")
     plain_jobs.cluster.until(lambda: plain_jobs.cluster.job(number)["JobState"] == "PENDING", 60, "the job waits")
     assert plain_jobs.cluster.job(number)["Restarts"] == "1"
@@ -128,8 +128,8 @@ def test_an_error_is_not_requeued(jobs, folder):
     assert jobs.cluster.job(number)["Restarts"] == "0"
 
 
-def test_what_a_user_cancels_stays_cancelled(jobs, folder):
-    """And a signal to the ranks alone stops them after a checkpoint, for good as well."""
+def test_a_cancelled_job_is_not_requeued(jobs, folder):
+    """A signal to the ranks only stops them after a checkpoint, also without a requeue."""
     jobs.slowly(4)
     number = jobs.submit("cancelled", *TWO)
     jobs.until_step("cancelled", 2, number)
@@ -149,29 +149,29 @@ def test_what_a_user_cancels_stays_cancelled(jobs, folder):
 
 
 def test_an_array_of_seeds(jobs, folder):
-    """Each trains in a directory of its own, and what befalls one of them is not the others' concern."""
+    """Each trains in its own directory, and interrupting one does not affect the others."""
     jobs.slowly(3)
     number = jobs.submit("seeds", *TWO, "slurm.seeds=[7,8]", "train.steps=12", "slurm.nodes=1", "evaluation.every=0")
     for seed in (7, 8):
         jobs.until_step(f"seeds/seed-{seed}", 1, number)
     jobs.cluster.call("scancel", "--batch", "--signal=USR1", f"{number}_1")
-    asked = folder / "seeds" / f"slurm-{number}_1.log"
-    jobs.cluster.until(lambda: "the job is requeued" in asked.read_text(), 120, "the second is requeued")
+    path = folder / "seeds" / f"slurm-{number}_1.log"
+    jobs.cluster.until(lambda: "the job is requeued" in path.read_text(), 120, "the second is requeued")
     jobs.slowly(0)
     jobs.cluster.until(lambda: not jobs.cluster.call("squeue", "--noheader").strip(), 300, "both jobs end")
-    assert "start 2" in asked.read_text()
+    assert "start 2" in path.read_text()
     assert "start 2" not in (folder / "seeds" / f"slurm-{number}_0.log").read_text()
     losses = []
-    for place, seed in enumerate((7, 8)):
-        log = (folder / "seeds" / f"slurm-{number}_{place}.log").read_text()
+    for index, seed in enumerate((7, 8)):
+        log = (folder / "seeds" / f"slurm-{number}_{index}.log").read_text()
         assert "submit: done" in log, log
         assert f"seed: {seed}\n" in (folder / "seeds" / f"seed-{seed}" / "recipe.yaml").read_text()
         losses.append([row["loss"] for row in rows(folder / "seeds" / f"seed-{seed}") if "loss" in row])
     assert losses[0] != losses[1]
 
 
-def test_odd_names_stay_what_they_are(jobs, folder):
-    """In a path: blanks, quotes that the shell knows, its $, %, signs that are no ASCII; and in the environment."""
+def test_unusual_names_are_kept(jobs, folder):
+    """Paths and variables with blanks, quotes, $, % and characters outside ASCII."""
     odd = 'odd 名 $HOME "x" 100% #1'
     number = jobs.submit(
         odd.replace('"', '\\"').join('""'), "slurm.nodes=1", "slurm.gpus_per_node=0", "train.steps=2", "name='a b; c'",
@@ -184,7 +184,7 @@ def test_odd_names_stay_what_they_are(jobs, folder):
     assert (folder / odd / "submit.sbatch").is_file()
 
 
-def test_sbatch_refuses_in_one_sentence(jobs):
+def test_the_message_of_sbatch_is_one_sentence(jobs):
     output = jobs.run_submit("name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=1", *TWO,
                      "slurm.partition=none", "output_dir=refused", code=1)  # fmt: skip
     assert "error: sbatch rejects refused/submit.sbatch: " in output

@@ -21,7 +21,7 @@ from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import clip_grad_norm
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import batch, parallel, save_small, small_model, small_tokenizer
 
 TEMPERATURE = 0.2
@@ -84,7 +84,7 @@ def sharded_gradient(
     backward = Backward(
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=TEMPERATURE)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    mine = cut(batch(num_rows), world.rank, world.size, loaded.tokenizer, cutting)
+    mine = make_rank_batch(batch(num_rows), world.rank, world.size, loaded.tokenizer, cutting)
     output, finite = backward(mine)
     assert finite
     assert loaded.tokenizer.packed is (model.attention is Attention.auto)
@@ -98,7 +98,7 @@ def sharded_gradient(
         gradients if world.is_main else {},
         norm,
         len(mine.chunks),
-        mine.kept == len(mine.chunks),
+        mine.num_cached_graphs == len(mine.chunks),
     )
 
 

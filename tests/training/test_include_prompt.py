@@ -26,7 +26,7 @@ from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import GuideModel
-from embedtrain.training.rank_batch import ChunkOptions, GuideTokenizer, cut
+from embedtrain.training.rank_batch import ChunkOptions, GuideTokenizer, make_rank_batch
 from tests.checkpoint.exporting import architecture_of, export_model
 from tests.small import WORDS, parallel, save_small, small_model, small_tokenizer
 
@@ -97,7 +97,7 @@ def gradient(world: World, folder: Path, model: ModelConfig, cutting: ChunkOptio
     data.prepare(loaded.tokenizer, Cache(directory=folder / "cache"))
     loss = InfoNCE(InfoNCEConfig(temperature=TEMPERATURE))
     backward = Backward(loaded.encoder, loss, world, seed=0, dummy=loaded.tokenizer.dummy())
-    output, _ = backward(cut(data.batch(0), world.rank, world.size, loaded.tokenizer, cutting))
+    output, _ = backward(make_rank_batch(data.batch(0), world.rank, world.size, loaded.tokenizer, cutting))
     found = {n: p.grad.full_tensor() for n, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)}
     return output.local_loss.item(), found if world.is_main else {}
 

@@ -53,7 +53,7 @@ from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import load_guides
 from embedtrain.training.optimizer import build_optimizer, clip_grad_norm
-from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from tests.small import batch, parallel, save_guide, save_small, small_model, small_tokenizer, text, tokenised
 
 TOLERANCE = 1e-5
@@ -209,7 +209,7 @@ def cut_for(
 ) -> RankBatch:
     width = len(rows.rows[0].vectors[0]) if rows.rows[0].vectors else None
     cutting = ChunkOptions(chunk_tokens, activation_tokens, pass_overhead_tokens=8)
-    return cut(rows, world.rank, world.size, tokenizer, cutting, teacher_dimension=width)
+    return make_rank_batch(rows, world.rank, world.size, tokenizer, cutting, teacher_dimension=width)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -399,7 +399,9 @@ def guided(world: World, path: str, num_rows: int) -> list[list[Tensor]]:
     guide = guides[path]
     assert "guide" in notes[0]
     texts = {path: guide.texts}
-    mine = cut(batch(num_rows), world.rank, world.size, load_tokenizer(), ChunkOptions(10_000), guides=texts)
+    mine = make_rank_batch(
+        batch(num_rows), world.rank, world.size, load_tokenizer(), ChunkOptions(10_000), guides=texts
+    )
     assert not any(p.requires_grad for p in guide.encoder.parameters())
     seen = guide(mine.guides[path], mine.num_queries)
     assert not seen.queries.requires_grad

@@ -11,7 +11,7 @@ from embedtrain.loading.load import load_model
 from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import batch, parallel, small_model, small_tokenizer
 
 NAMES = ["positive_similarity", "hardest_negative_similarity", "false_negatives", "alignment", "uniformity"]
@@ -30,7 +30,8 @@ def measure(
     )
     rows = [batch(size, first=100 * number) for number, size in enumerate(sizes)]
     output, _ = backward(
-        *(cut(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60)) for one in rows), measured=True
+        *(make_rank_batch(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60)) for one in rows),
+        measured=True,
     )
     gradients = {
         name: p.grad.to_local() for name, p in loaded.encoder.named_parameters() if isinstance(p.grad, DTensor)

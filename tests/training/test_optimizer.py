@@ -15,7 +15,7 @@ from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.training.backward import Backward, chunk_seed
 from embedtrain.training.optimizer import Schedule, build_optimizer, clip_grad_norm
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import ARCHITECTURES, batch, parallel, small_model, small_tokenizer, tokenised
 
 
@@ -55,7 +55,7 @@ def compute_gradient(world: World, model: LoadedModel, step: int = 0, num_rows: 
     backward = Backward(
         model.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=model.tokenizer.dummy()
     )
-    backward(cut(batch(num_rows, step), world.rank, world.size, model.tokenizer, ChunkOptions(10_000)))
+    backward(make_rank_batch(batch(num_rows, step), world.rank, world.size, model.tokenizer, ChunkOptions(10_000)))
 
 
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,14 +147,14 @@ def replay_dropout(world: World, model: ModelConfig) -> None:
     backward = Backward(
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
-    mine = cut(batch(7), world.rank, world.size, loaded.tokenizer, ChunkOptions(24, 10_000))
-    assert mine.kept == len(mine.chunks)
+    mine = make_rank_batch(batch(7), world.rank, world.size, loaded.tokenizer, ChunkOptions(24, 10_000))
+    assert mine.num_cached_graphs == len(mine.chunks)
     mine = replace(mine, num_passes=mine.num_passes + 1)  # a dummy on every rank
     results = []
     for kept in (9, 0, 9, 1):
         torch.manual_seed(world.rank * 100 + len(results))  # a different state of the generator
         loaded.encoder.zero_grad()
-        output, _ = backward(replace(mine, kept=kept))
+        output, _ = backward(replace(mine, num_cached_graphs=kept))
         gradients = {n: unsharded(p.grad) for n, p in loaded.encoder.named_parameters() if p.grad is not None}
         results.append((output.local_loss.item(), gradients))
     (kept, first), (cached, second), (again, third), (partly, fourth) = results
@@ -165,7 +165,7 @@ def replay_dropout(world: World, model: ModelConfig) -> None:
         for other in (second, fourth):
             assert (other[name] - expected).norm() <= 1e-6 * max(expected.norm(), torch.tensor(1.0)), name
     # Dropout is active: the masks of another step give another loss.
-    other, _ = backward(replace(mine, step=1, kept=0))
+    other, _ = backward(replace(mine, step=1, num_cached_graphs=0))
     assert other.local_loss.item() != pytest.approx(cached, rel=1e-4)
 
 
@@ -188,7 +188,7 @@ def outputs_of_equal_chunks(world: World, model: ModelConfig, dropout: bool) -> 
         loaded.encoder, InfoNCE(InfoNCEConfig(temperature=0.1)), world, seed=0, dummy=loaded.tokenizer.dummy()
     )
     rows = tuple(Row("alpha beta gamma", ("alpha beta gamma",)) for _ in range(2 * world.size))
-    rank_batch = cut(
+    rank_batch = make_rank_batch(
         tokenised(GlobalBatch(0, rows), loaded.tokenizer),
         world.rank,
         world.size,

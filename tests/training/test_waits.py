@@ -16,7 +16,7 @@ from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 from embedtrain.training.backward import Backward
-from embedtrain.training.rank_batch import ChunkOptions, cut
+from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from tests.small import batch, parallel, small_model, small_tokenizer
 
 # A value of a tensor becomes one of Python's, or a size depends on values.
@@ -49,7 +49,7 @@ def reads(
     backward = Backward(
         loaded.encoder, loss.to(world.device), world, seed=0, dummy=loaded.tokenizer.dummy(), row_specs=[RowSpec()]
     )
-    made = cut(batch(9), world.rank, world.size, loaded.tokenizer, ChunkOptions(40, activation_tokens))
+    made = make_rank_batch(batch(9), world.rank, world.size, loaded.tokenizer, ChunkOptions(40, activation_tokens))
     on_gpu = world.device.type == "cuda"
     made = (made.pinned() if on_gpu else made).to(world.device)
     with Reads() as seen:

@@ -80,7 +80,7 @@ class CachedRows:
             files=[part.name for part in self._reading.parts],
             row_ranges=row_ranges,
             rows=ArrowRows(self.directory, files),
-            beside=frozenset(facts["beside"]),
+            extra_columns=frozenset(facts["beside"]),
             num_positives=self._array("num_positives", np.int32),
             num_negatives=self._array("num_negatives", np.int32),
             most_negatives=self._array("most_negatives", np.int32) if has_limits else None,

@@ -150,7 +150,7 @@ class RowStore(Sequence[Example]):
     files: Sequence[str]
     row_ranges: Sequence[RowRange]
     rows: ArrowRows
-    beside: frozenset[str]
+    extra_columns: frozenset[str]
     num_positives: NDArray[np.int32]
     num_negatives: NDArray[np.int32]
     most_negatives: NDArray[np.int32] | None
@@ -171,7 +171,7 @@ class RowStore(Sequence[Example]):
             source=self.source,
             file=self.files[stretch.part],
             line=stretch.lines_before + line,
-            **{name: getattr(texts, name) for name in self.beside},
+            **{name: getattr(texts, name) for name in self.extra_columns},
         )
 
     @property

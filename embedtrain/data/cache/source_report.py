@@ -84,7 +84,7 @@ class RowCheck:
             raise BadRow(f"loss={self._needs.loss} needs a hard negative in every row, and this one has none{dropped}")
         for score in (*texts.positive_scores, *texts.negative_scores):
             if score not in self._needs.range:
-                hint = "" if self._needs.range.whole else "; `score_scale` of a source divides its scores"
+                hint = "" if self._needs.range.integers else "; `score_scale` of a source divides its scores"
                 raise BadRow(f"loss={self._needs.loss} needs scores that are {self._needs.range}, not {score:g}{hint}")
         self._check_width(texts)
         if self._needs.scores == ScoreRequirement.pairs and not texts.positive_scores:

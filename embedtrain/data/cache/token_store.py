@@ -299,7 +299,7 @@ class _Tokens:
             "rows": self._source.key,
             "tokenizer": tokenizer.fingerprint,
         }
-        if not self._source.beside & {"instruction", "document_instruction"}:
+        if not self._source.extra_columns & {"instruction", "document_instruction"}:
             del decides["instruction_format"]
         self.directory = cache.directory / f"tokens-{json_digest([FORMAT, decides])}"
         self._names: list[str] = []

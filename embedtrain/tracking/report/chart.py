@@ -26,7 +26,7 @@ class NumberFormat(str, Enum):
     """How a value is written."""
 
     plain = "plain"  # four significant digits
-    share = "share"  # a fraction of 1, as a percentage
+    fraction = "fraction"  # of 1, as a percentage
     rate = "rate"  # large numbers with commas
     small = "small"  # such as a learning rate: 2.0e-05
 
@@ -36,7 +36,7 @@ def format_value(value: float | None, form: NumberFormat = NumberFormat.plain) -
     if value is None or not math.isfinite(value):
         return "—"
     match form:
-        case NumberFormat.share:
+        case NumberFormat.fraction:
             return f"{value:.1%}"
         case NumberFormat.small:
             return "0" if value == 0 else f"{value:.1e}"
@@ -135,7 +135,7 @@ def round_numbers(low: float, high: float, count: int) -> tuple[float, ...]:
 
 def tick_labels(axis: Axis, form: NumberFormat) -> list[str]:
     """The labels of the ticks, with enough digits to distinguish neighbours."""
-    if form is NumberFormat.share:
+    if form is NumberFormat.fraction:
         return [f"{text}%" for text in _numbers([tick * 100 for tick in axis.ticks])]
     return _numbers(axis.ticks)
 

@@ -35,18 +35,21 @@ class MetricInfo:
     form: NumberFormat = NumberFormat.plain
 
 
-_TRAINING, _SPEED, _SHARE, _RATE = Group.training, Group.speed, NumberFormat.share, NumberFormat.rate
+_TRAINING, _SPEED, _FRACTION, _RATE = Group.training, Group.speed, NumberFormat.fraction, NumberFormat.rate
 METRICS = {
     "loss": MetricInfo("Loss", "mean over the global batch", _TRAINING),
     "accuracy": MetricInfo(
-        "In-batch accuracy", "fraction of queries whose own document scores best", _TRAINING, _SHARE
+        "In-batch accuracy", "fraction of queries whose own document scores best", _TRAINING, _FRACTION
     ),
     "positive_similarity": MetricInfo("Similarity to the positive", "mean cosine of query and positive", _TRAINING),
     "hardest_negative_similarity": MetricInfo(
         "Similarity to the hardest negative", "mean over queries of the highest cosine to a negative", _TRAINING
     ),
     "false_negatives": MetricInfo(
-        "Suspected false negatives", "fraction of negatives above 95 % of the positive's similarity", _TRAINING, _SHARE
+        "Suspected false negatives",
+        "fraction of negatives above 95 % of the positive's similarity",
+        _TRAINING,
+        _FRACTION,
     ),
     "alignment": MetricInfo("Alignment", "mean squared distance of query and positive; lower is closer", _TRAINING),
     "uniformity": MetricInfo("Uniformity", "how evenly vectors fill the sphere; lower is more evenly", _TRAINING),
@@ -55,11 +58,11 @@ METRICS = {
     "temperature": MetricInfo("Temperature", "divides similarities", _TRAINING),
     "samples_per_s": MetricInfo("Rows per second", "training rows, over all ranks", _SPEED, _RATE),
     "tokens_per_s": MetricInfo("Tokens per second", "without padding, over all ranks", _SPEED, _RATE),
-    "mfu": MetricInfo("Model FLOPs utilisation", "fraction of the devices' rate in matrix products", _SPEED, _SHARE),
+    "mfu": MetricInfo("Model FLOPs utilisation", "fraction of the devices' rate in matrix products", _SPEED, _FRACTION),
     "model_tflops": MetricInfo("TFLOP/s per rank", "10^12 operations per second of the model itself", _SPEED),
-    "data_wait": MetricInfo("Waiting for data", "fraction of step time", _SPEED, _SHARE),
-    "communication": MetricInfo("Communication", "fraction of step time", _SPEED, _SHARE),
-    "padding": MetricInfo("Padding", "fraction of computed tokens", _SPEED, _SHARE),
+    "data_wait": MetricInfo("Waiting for data", "fraction of step time", _SPEED, _FRACTION),
+    "communication": MetricInfo("Communication", "fraction of step time", _SPEED, _FRACTION),
+    "padding": MetricInfo("Padding", "fraction of computed tokens", _SPEED, _FRACTION),
     "memory_gib": MetricInfo("Peak memory", "GiB, of the first rank", _SPEED, _RATE),
 }
 _ORDER = {name: index for index, name in enumerate(METRICS)}

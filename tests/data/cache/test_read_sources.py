@@ -196,7 +196,7 @@ def test_vectors_are_as_wide_in_all_pieces(tmp_path: Path, small_pieces: None) -
 def test_what_lies_beside_the_texts_of_some_rows(tmp_path: Path) -> None:
     rows = [row(i) | ({"pos_id": ["x", "y"]} if i > 5000 else {}) for i in range(9000)]
     store = store_of(write(tmp_path / "a.jsonl", *rows))
-    assert store.beside == {"positive_ids"}
+    assert store.extra_columns == {"positive_ids"}
     assert [e.positive_ids for e in store] == [("x", "y") if i > 5000 else () for i in range(9000)]
     assert {e.instruction for e in store} == {None}
     assert store.most_negatives is None

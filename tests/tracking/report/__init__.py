@@ -1,1 +1,1 @@
-"""The report: read back as HTML, computed anew, and looked at in a real browser."""
+"""The report: parsed as HTML, recomputed, and opened in a real browser."""

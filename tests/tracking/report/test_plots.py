@@ -90,9 +90,9 @@ def test_thinned_series_keep_spikes_and_holes():
     ("values", "form", "expected"),
     [
         ([0.0, 0.93], NumberFormat.plain, ["0.00", "0.25", "0.50", "0.75", "1.00"]),
-        ([0.3, 0.7], NumberFormat.share, ["30%", "40%", "50%", "60%", "70%"]),
+        ([0.3, 0.7], NumberFormat.fraction, ["30%", "40%", "50%", "60%", "70%"]),
         ([5.0], NumberFormat.plain, ["0", "2", "4", "6", "8"]),
-        ([0.0], NumberFormat.share, ["0%", "25%", "50%", "75%", "100%"]),
+        ([0.0], NumberFormat.fraction, ["0%", "25%", "50%", "75%", "100%"]),
         ([-2.0], NumberFormat.plain, ["-3", "-2", "-1", "0"]),
         ([1.0, 1.0, 2.0, 1e6], NumberFormat.plain, ["1", "100", "10k", "1M"]),
         ([0.0, 2e-5], NumberFormat.small, ["0", "5e-6", "1e-5", "1.5e-5", "2e-5"]),

@@ -6,7 +6,7 @@
   const SVG = "http://www.w3.org/2000/svg";
 
   const formatValue = (value, form) => {
-    if (form === "share") return (value * 100).toFixed(1) + "%";
+    if (form === "fraction") return (value * 100).toFixed(1) + "%";
     if (form === "small") return value === 0 ? "0" : value.toExponential(1);
     if (form === "rate") return value >= 100 ? Math.round(value).toLocaleString("en") : value.toFixed(1);
     const size = Math.abs(value);

@@ -1,0 +1,78 @@
+"""The entry of commands: threads per rank, in real processes in which OpenMP reads its environment; late imports."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from embedtrain.cli import num_usable_cores, set_threads
+
+SCRIPT = """
+from embedtrain.cli import run_command
+
+def main(options):
+    import torch
+    print("threads", torch.get_num_threads())
+
+run_command(lambda arguments: None, main)
+"""
+
+
+NO_SPINNING = 0
+
+
+def threads_of_command(**environment: str) -> tuple[int, int]:
+    """The number of torch's threads in the process of a command, and the spin count that OpenMP reports."""
+    replaced = ("OMP_", "LOCAL_WORLD_SIZE", "GOMP_", "MKL_")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(replaced)}
+    variables |= {"OMP_DISPLAY_ENV": "VERBOSE", **environment}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, check=True)
+    spin_count = next(line for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line)
+    return int(done.stdout.split()[1]), int(spin_count.split("'")[1])
+
+
+def test_ranks_share_the_cores_and_do_not_spin():
+    assert threads_of_command(LOCAL_WORLD_SIZE=str(max(2, num_usable_cores()))) == (1, NO_SPINNING)
+
+
+def test_settings_of_the_user_stay():
+    threads = min(2, num_usable_cores())
+    given = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "ACTIVE"}
+    num_threads, spin_count = threads_of_command(LOCAL_WORLD_SIZE=str(max(2, num_usable_cores())), **given)
+    assert num_threads == threads
+    assert spin_count > 1e6
+
+
+@pytest.mark.skipif(num_usable_cores() < 2, reason="one core has one thread")
+def test_a_single_process_uses_all_cores():
+    threads, spin_count = threads_of_command(LOCAL_WORLD_SIZE="1")
+    assert threads > 1
+    assert spin_count > NO_SPINNING
+    assert threads_of_command() == (threads, spin_count)
+
+
+@pytest.mark.parametrize(
+    ("given", "threads", "policy"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2"}, str(max(1, num_usable_cores() // 2)), "PASSIVE"),
+        ({"LOCAL_WORLD_SIZE": "4096"}, "1", "PASSIVE"),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "7"}, "7", "PASSIVE"),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_WAIT_POLICY": "active"}, str(max(1, num_usable_cores() // 2)), "active"),
+        ({"LOCAL_WORLD_SIZE": "1"}, None, None),
+        ({"LOCAL_WORLD_SIZE": "two"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_only_unset_variables_are_set(given, threads, policy):
+    environment = dict(given)
+    set_threads(environment)
+    assert (environment.get("OMP_NUM_THREADS"), environment.get("OMP_WAIT_POLICY")) == (threads, policy)
+    assert {name: environment[name] for name in given} == given
+
+
+@pytest.mark.parametrize("command", ["", "evaluate.", "mine.", "export.", "search.", "plan.", "inspect."])
+def test_a_command_imports_torch_only_after_setting_threads(command):
+    script = f"import sys, embedtrain.{command}__main__; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

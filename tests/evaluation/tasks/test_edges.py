@@ -21,7 +21,7 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
-from tests.evaluation.tasks.theirs import on_any_ranks
+from tests.evaluation.tasks.mteb_reference import on_any_ranks
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import text
 

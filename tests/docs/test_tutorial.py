@@ -55,7 +55,7 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
     assert re.search(r"packages/train\.jsonl:13201", output("a query without an answer"))
     assert "exit code 1" in output("a query without an answer")
     assert "exit code 1" in output("loss.tempature")
-    assert "it fits on every rank" in output("embedtrain.plan")
+    assert "fits on every rank" in output("embedtrain.plan")
     assert (clone / "packages/mined/train.jsonl").stat().st_size > 1_000_000
 
     rows = [

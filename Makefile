@@ -1,11 +1,14 @@
-# Everything runs in .venv, which is made when it is missing. Nothing else needs to be installed by hand.
+# Everything runs in .venv, which is created if it does not exist. Nothing else has to be installed by hand.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Two ranks share this machine's cores; without this each would start a thread per core and wait for the other's.
+# Ranks share the cores of this machine: without this, each would start one thread per core.
 RANKS ?= 2
 export OMP_NUM_THREADS ?= 1
 RUN := runs/quickstart
+# Test files run side by side in this many processes; each starts ranks of its own.
+TEST_WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 .PHONY: demo test test-all test-slurm test-hosts test-browser image-test docs docs-serve reference lint format bench clean
 
@@ -17,22 +20,22 @@ demo: .venv  ## train, evaluate, export and search on Debian package description
 	@echo 'Search yourself:'
 	@echo '  $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-en query="edit photos"'
 
-test: .venv  ## all tests but those marked slow
-	$(BIN)/python -m pytest -m 'not slow and not gpu and not slurm and not hosts and not image and not browser'
+test: .venv  ## all tests except those marked slow
+	$(PYTEST) -m 'not slow and not gpu and not slurm and not hosts and not image and not browser'
 
-test-all: .venv  ## the slow ones as well
-	$(BIN)/python -m pytest -m 'not slurm and not hosts and not image and not browser'
+test-all: .venv  ## slow tests as well
+	$(PYTEST) -m 'not slurm and not hosts and not image and not browser'
 
-test-slurm: .venv  ## on a SLURM cluster of two virtual nodes that the tests start on this machine (as root)
+test-slurm: .venv  ## on a SLURM cluster of two virtual nodes, which the tests start (as root)
 	$(BIN)/python -m pytest tests/slurm -m slurm -rs
 
-test-hosts: .venv  ## on two hosts that are network namespaces of this machine (as root)
+test-hosts: .venv  ## on two hosts, which are network namespaces of this machine (as root)
 	$(BIN)/python -m pytest tests/hosts -m hosts -rs
 
-test-browser: .venv  ## the report and the documentation in a real Chromium, at desk and phone width
+test-browser: .venv  ## the report and the documentation in Chromium, at desktop and phone width
 	$(BIN)/python -m pytest tests/tracking/report tests/docs -m browser -rs
 
-image-test: .venv  ## build the CPU image with whatever builder is there, and run the quickstart in it
+image-test: .venv  ## build the CPU image and run the quickstart in it
 	$(BIN)/python -m pytest tests/docker -m image -rs
 
 docs: .venv  ## the documentation site, into site/
@@ -53,10 +56,10 @@ format: .venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv  ## side-by-side measurements, printed as tables: about forty minutes
+bench: .venv  ## side-by-side measurements as tables: about forty minutes
 	$(BIN)/python -m benchmarks
 
-# Dated back until all is installed, so that an installation cut off in the middle is not taken for a whole one.
+# The time stamp stays at 0 until the installation succeeds, so that an interrupted one is repeated.
 .venv: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@touch -d @0 $(VENV)

@@ -30,7 +30,7 @@ from embedtrain.models.build import build_encoder
 from embedtrain.models.packing import enable_packing
 from embedtrain.models.source import open_model_source
 from embedtrain.planning.model_costs import model_spec
-from embedtrain.planning.strategy import choose
+from embedtrain.planning.strategy import choose_layout
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
@@ -153,7 +153,7 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
     work = StepWorkload(rows=rows, tokens_per_text=case.length, chunk_tokens=case.chunk_tokens)
     left_open = {"reshard_after_forward": parallel.reshard_after_forward is not False}
     left_open["activation_checkpointing"] = bool(parallel.activation_checkpointing)
-    choice = choose(replace(parallel, **left_open), machines, facts, work, measured=True)
+    choice = choose_layout(replace(parallel, **left_open), machines, facts, work, always_measure=True)
     assert choice.best is not None
     shard_(encoder, blocks, choice.layout, parallel, world.device)
     with torch.no_grad():
@@ -168,7 +168,9 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
         module=EncoderWithLoss(encoder, loss),
         optimizer=optimizer,
         schedule=Schedule(optimizer, optim, total_steps=STEPS),
-        backward=Backward(encoder, loss, world, seed=0, dummy=Tokens(ones, ones, (-1,)), reduce_per_step=choice.whole),
+        backward=Backward(
+            encoder, loss, world, seed=0, dummy=Tokens(ones, ones, (-1,)), reduce_per_step=choice.reduce_per_step
+        ),
         optim=optim,
         state=TrainState(),
     )
@@ -177,7 +179,7 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
     tokenizer: Any = SimpleNamespace(packed=True, make_chunk=packed)
     for _ in range(STEPS):
         train_step(run, make_rank_batch(batch, world.rank, world.size, tokenizer, ChunkOptions(case.chunk_tokens)))
-    return choice.best.memory.total, choice.best.name, choice.best.memory.moment
+    return choice.best.memory.total, choice.best.name, choice.best.memory.phase
 
 
 class _Texts:

@@ -17,8 +17,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-# Prepared data goes to a temporary folder, also on ranks, which inherit the variable.
-if "EMBEDTRAIN_CACHE" not in os.environ:
+# Prepared data goes into a temporary folder, one for each process of pytest-xdist; ranks that tests start inherit it.
+if "EMBEDTRAIN_CACHE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["EMBEDTRAIN_CACHE"] = tempfile.mkdtemp(prefix="embedtrain-tests-")
     atexit.register(shutil.rmtree, os.environ["EMBEDTRAIN_CACHE"], ignore_errors=True)
 

@@ -37,7 +37,7 @@ def test_two_processes_train_as_under_torchrun(tmp_path):
     assert "t on 2 ranks (cpu)" in output
     assert output.count("ignored in the environment: ACCELERATE_") == 1
     assert "fsdp.yaml: mixed_precision=no -> parallel.precision=fp32" in output
-    layout = r"^fsdp: 1 x 2 ranks .* 2 XLMRobertaLayer \+ root, activations recomputed; asked for; "
+    layout = r"^fsdp: 1 x 2 ranks .* 2 XLMRobertaLayer \+ root, activations recomputed; requested: "
     assert re.search(layout, output, re.MULTILINE)
     assert (tmp_path / "run" / "model" / "modules.json").is_file()
     resolved = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())

@@ -18,7 +18,7 @@ from embedtrain.data.train_data import load_train_data
 from embedtrain.inspect.costs import batch_cost
 from embedtrain.inspect.rows import Repetition, RowKeys, duplicates_in, summarise_extra_columns
 from embedtrain.inspect.sources import first_bad_rows
-from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, joined, measure, seen
+from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, joined, measure, shown_texts
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.data.files import write
 from tests.small import save_small, small_model, small_tokenizer, text
@@ -126,7 +126,7 @@ def test_what_lies_beside_texts_is_counted(tmp_path):
     found = summarise_extra_columns(data.stores[0])
     assert found.scores == (10, -5.0, 5.0, 0.0)
     assert dict(found.instructions) == {"do 1": 3, "do 0": 2}
-    (query, positive, negative) = seen(
+    (query, positive, negative) = shown_texts(
         data.stores[0][0], data.settings[0].text_format, UntruncatedTokenizer(TextTokenizer(small_tokenizer(), 6)), 4
     )
     assert (query.num_tokens, positive.score, negative.score) == (6, 1.0, -1.0)
@@ -176,7 +176,7 @@ def test_texts_are_shortened_in_their_middle_and_hold_no_codes():
     assert escape_control("a\nb\tc\x1b[31m\u202e\r\u3000") == "a↵b⇥c\\x1b[31m\\u202e\u3000"
 
 
-def test_the_door_tells_what_a_file_holds(tmp_path):
+def test_inspect_of_a_file(tmp_path):
     good = [{"query": "如何安装？", "pos": ["用 apt。" * 500], "neg": ["别的\n东西"]}] * 2
     path = write(tmp_path / "rows.jsonl.gz", *good[:1], *BAD[:2], *good[1:], BAD[3])
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()) + BAD[2]))
@@ -195,7 +195,7 @@ def test_the_door_tells_what_a_file_holds(tmp_path):
     assert not any(line.endswith(" ") for line in told.splitlines())
 
 
-def test_the_door_tells_what_a_recipe_trains_on(tmp_path):
+def test_inspect_of_a_recipe(tmp_path):
     write(tmp_path / "one.jsonl", *rows(60))
     write(tmp_path / "two.jsonl", *rows(20))
     save_small(small_model("xlm-roberta"), tmp_path / "model")
@@ -231,7 +231,7 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     assert "1 row that cannot be used\n" in one
     assert "✗  sts.csv: column 'score' makes these scored pairs, which loss=infonce does not use: " in sts
     assert "losses that use scores: cosent, " in sts
-    assert "as for_loss=cosent reads it" in sts
+    assert "for_loss=cosent" in sts
     assert re.search(r"^  recognised as +columns a = query, b = positive, score = score$", sts, re.M)
     assert re.search(r"^  queries +2 +1 ", sts, re.M)
     assert re.search(r"^  positive 1 \(4\.5\) +1  y$", sts, re.M)
@@ -239,7 +239,7 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     assert "as the model sees it: list.json: element 1\n" in listed
     assert "✗  sts, missing cannot be trained on" in whole
     alone = call("embedtrain.inspect", "data.train=[sts.csv]", "data.cache_dir=cache", cwd=tmp_path, code=1)
-    assert "as loss=cosent reads it" in alone
+    assert "loss=cosent" in alone
     assert "recognised as" in call("embedtrain.inspect", "data=sts.csv", "for_loss=cosent", "cache_dir=c", cwd=tmp_path)
 
 
@@ -268,7 +268,7 @@ def test_empty_files_and_equal_names(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "environment", "sentence"),
     [
-        (["data=rows.jsonl"], {"WORLD_SIZE": "2"}, "inspect looks at data in one process"),
+        (["data=rows.jsonl"], {"WORLD_SIZE": "2"}, "single process"),
         (
             ["data=rows.jsonl", "for_loss=triplet"],
             {},
@@ -276,7 +276,7 @@ def test_empty_files_and_equal_names(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_inspected_is_one_sentence(tmp_path, monkeypatch, arguments, environment, sentence):
+def test_errors_are_one_sentence(tmp_path, monkeypatch, arguments, environment, sentence):
     write(tmp_path / "rows.jsonl", {"query": "a", "pos": ["b"]})
     for name, value in environment.items():
         monkeypatch.setitem(ENVIRONMENT, name, value)

@@ -96,7 +96,7 @@ def test_a_recipe_is_planned(name):
     arguments += [f"model.vocab_size={config['vocab_size']}", "model.pooling=mean"]
     planned = plan(*compose_plan(arguments))
     assert planned.best.fits
-    assert planned.facts.parameters == pytest.approx(billions * 1e9, rel=0.02)
+    assert planned.model.weights.parameters == pytest.approx(billions * 1e9, rel=0.02)
     assert planned.largest_chunk is not None
 
 

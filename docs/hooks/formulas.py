@@ -1,6 +1,6 @@
-"""mkdocs hook: formulas become MathML while the site is built, which browsers show without a script or a font.
+"""mkdocs hook: renders formulas as MathML, which browsers display without scripts or fonts.
 
-They are written as GitHub reads them, $...$ and $$...$$.
+They are written in the syntax of GitHub, $...$ and $$...$$.
 """
 
 import html
@@ -12,7 +12,7 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """Every formula of a page as MathML."""
+    """The page with MathML for every formula."""
     return _FORMULA.sub(_mathml, content)
 
 

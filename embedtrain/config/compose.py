@@ -104,6 +104,8 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
     """
     command_line = _parse(arguments)
     _refuse_multirun(command_line)
+    if command_line.config_dir is not None:
+        raise ConfigError(f"--config-dir {command_line.config_dir}: {name} takes no recipe; leave it out")
     ConfigStore.instance().store(name=name, node=kind)
     config = _compose(name, command_line.overrides, groups=False)
     _print_if_asked(command_line, config, help_text)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from embedtrain.data.types import Packing, Tokens
 
-# Both ways must agree on these before the short one is taken.
+# The copy must agree with the tokenizer on these texts before it is used.
 _PROBES = [
     "",
     "a",
@@ -28,20 +28,20 @@ _PROBES = [
     "so many words " * 20,
 ]
 _LENGTHS = (5, 9, 512)
-# `transformers` sets truncation on the one Rust tokenizer that all threads share, which raises "Already borrowed" where
-# another thread is tokenising with it.
+# `transformers` sets truncation on the Rust tokenizer that all threads share, which raises "Already borrowed" while
+# another thread tokenises with it.
 _LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of a Rust tokenizer that is asked without special tokens and without a limit; both are applied here.
+    """A copy of a Rust tokenizer without special tokens and truncation, which are applied here.
 
     Attributes:
         backend: the copy.
         before: special tokens before every text.
-        after: those behind.
-        from_left: a text that is too long loses its beginning.
+        after: special tokens after every text.
+        from_left: whether truncation removes the beginning of a text.
     """
 
     backend: Tokenizer
@@ -49,40 +49,40 @@ class _Copy:
     after: list[int]
     from_left: bool
 
-    def room(self, max_length: int) -> int:
-        """Tokens of a text that fit beside the special ones."""
+    def max_text_tokens(self, max_length: int) -> int:
+        """Tokens of a text that fit besides the special tokens."""
         return max_length - len(self.before) - len(self.after)
 
     def ids(self, texts: list[str], max_length: int) -> list[list[int]]:
-        found = (one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False))
-        room, before, after = self.room(max_length), self.before, self.after
+        encodings = (encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False))
+        limit, before, after = self.max_text_tokens(max_length), self.before, self.after
         if self.from_left:
-            return [before + ids[-room:] + after for ids in found]
-        return [before + ids[:room] + after for ids in found]
+            return [before + ids[-limit:] + after for ids in encodings]
+        return [before + ids[:limit] + after for ids in encodings]
 
 
 class FastTokenizer:
     """Token ids of texts as `tokenizer(texts, truncation=True, max_length=...)` gives them.
 
-    A fast one's Rust tokenizer is copied and asked directly, where that gives the same: it leaves out what nobody
-    reads (offsets, words, masks), and no setting is ever changed while another thread works.
+    Calls a copy of the Rust tokenizer directly if that gives the same ids: no offsets, words and masks are computed,
+    and no setting changes while another thread tokenises.
 
     Args:
-        tokenizer: any fast or slow Hugging Face tokenizer.
+        tokenizer: a fast or slow Hugging Face tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     def ids(self, texts: list[str], max_length: int) -> list[list[int]]:
-        """The ids of each text, special tokens included, at most `max_length`; none for a text without tokens."""
+        """The ids of each text, including special tokens, at most `max_length`; may be empty."""
         copy = self._copy
-        if copy is not None and copy.room(max_length) > 0:
+        if copy is not None and copy.max_text_tokens(max_length) > 0:
             return copy.ids(texts, max_length)
-        return self._asked(texts, max_length)
+        return self._tokenizer_ids(texts, max_length)
 
     def fingerprint(self, *more: Any) -> str:
-        """A digest of all that decides which ids a text has, and of `more`."""
+        """A digest of everything that determines the ids of a text, and of `more`."""
         tokenizer = self._tokenizer
         settings = {
             "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
@@ -94,15 +94,15 @@ class FastTokenizer:
             with _LOCK:
                 rules = json.loads(tokenizer.backend_tokenizer.to_str())
             settings["rules"] = {key: rules[key] for key in rules if key not in ("truncation", "padding")}
-        except Exception:  # a slow one, or one with parts in Python, which cannot be told as JSON
+        except Exception:  # a slow tokenizer, or one with parts in Python, which has no JSON
             settings["vocabulary"] = tokenizer.get_vocab()
             settings["special"] = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
             settings["added"] = {number: repr(token) for number, token in tokenizer.added_tokens_decoder.items()}
             settings["options"] = {name: repr(value) for name, value in tokenizer.init_kwargs.items()}
-        told = json.dumps(settings, sort_keys=True, default=repr)
-        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        text = json.dumps(settings, sort_keys=True, default=repr)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _asked(self, texts: list[str], max_length: int) -> list[list[int]]:
+    def _tokenizer_ids(self, texts: list[str], max_length: int) -> list[list[int]]:
         with _LOCK:
             encoded = self._tokenizer(
                 texts,
@@ -117,9 +117,9 @@ class FastTokenizer:
 
     @cached_property
     def _copy(self) -> _Copy | None:
-        """None where it would give other ids."""
+        """None if a copy would give other ids."""
         tokenizer = self._tokenizer
-        # A subclass may do more to a text than the Rust tokenizer does (names of transformers 5.17 to 5.23).
+        # A subclass may change texts before the Rust tokenizer does (private names of transformers 5.17 to 5.23).
         for name in ("_encode_plus", "__call__"):
             if getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name):
                 return None
@@ -138,61 +138,60 @@ class FastTokenizer:
         num_before, num_after = special.index(0), special[::-1].index(0)
         before, after = probe.ids[:num_before], probe.ids[len(special) - num_after :]
         copy = _Copy(backend, before, after, tokenizer.truncation_side == "left")
-        lengths = [length for length in _LENGTHS if copy.room(length) > 0]
-        return copy if all(copy.ids(_PROBES, n) == self._asked(_PROBES, n) for n in lengths) else None
+        lengths = [length for length in _LENGTHS if copy.max_text_tokens(length) > 0]
+        return copy if all(copy.ids(_PROBES, n) == self._tokenizer_ids(_PROBES, n) for n in lengths) else None
 
 
 def padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int], padding: int) -> Tokens:
-    """Texts as one chunk, N texts padded to the longest of them.
+    """N texts as one chunk, padded to the longest.
 
-    Padding stands on the right whatever the tokenizer prefers: pooling reads the mask, and models with learned
-    positions count them from the left.
+    Padding is on the right, whatever the tokenizer's setting: pooling reads the mask, and models with learned positions
+    count from the left.
 
     Args:
-        ids: the tokens of all texts, one text after the other: int [sum of lengths]. One that does not count in its
-            text's vector is its complement, `~id`, and so negative: it needs no room of its own on the way here.
+        ids: the concatenated tokens of all texts: int [sum of lengths]. The complement `~id`, a negative number, marks
+            a token that is not pooled.
         lengths: of each text, int64 [N].
-        rows: where each text stands in the list it is from, [N].
-        padding: the id that is put where no token is.
+        rows: index of each text in the list it is from, [N].
+        padding: id of the padding token.
     """
     mask = np.arange(max(1, int(lengths.max(initial=0)))) < lengths[:, None]
     filled = np.full(mask.shape, padding, dtype=np.int64)
     filled[mask] = ids
-    left_out = filled < 0
-    pooled = torch.from_numpy((mask & ~left_out).astype(np.int64)) if left_out.any() else None
-    filled[left_out] = ~filled[left_out]
+    not_pooled = filled < 0
+    pooled = torch.from_numpy((mask & ~not_pooled).astype(np.int64)) if not_pooled.any() else None
+    filled[not_pooled] = ~filled[not_pooled]
     return Tokens(torch.from_numpy(filled), torch.from_numpy(mask.astype(np.int64)), tuple(rows), pooled)
 
 
 def packed(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
-    """Texts as one chunk, one after another in one row [1, T]: not a token more than they have.
+    """Texts as one chunk, concatenated into one row [1, T] without padding.
 
     Args:
         ids: as for `padded`.
-        lengths: of each text, at least one token; like lengths side by side, for they are computed together.
+        lengths: of each text, at least one token; equal lengths adjacent, because they are computed together.
         rows: as for `padded`.
     """
     flat = ids.astype(np.int64)[None, :]
-    left_out = flat < 0
-    pooled = torch.from_numpy((~left_out).astype(np.int64)) if left_out.any() else None
+    not_pooled = flat < 0
+    pooled = torch.from_numpy((~not_pooled).astype(np.int64)) if not_pooled.any() else None
     starts = np.concatenate([[0], np.cumsum(lengths)])
     positions = np.arange(flat.shape[1]) - np.repeat(starts[:-1], lengths)
     packing = Packing(
         tuple(lengths.tolist()), torch.from_numpy(starts.astype(np.int32)), torch.from_numpy(positions[None, :])
     )
-    tokens = torch.from_numpy(np.where(left_out, ~flat, flat))
+    tokens = torch.from_numpy(np.where(not_pooled, ~flat, flat))
     return Tokens(tokens, torch.ones_like(tokens), tuple(rows), pooled, packing)
 
 
 class TextTokenizer:
-    """A Hugging Face tokenizer bound to the length that the model takes. Threads may share one.
+    """A Hugging Face tokenizer bound to the maximal length of a model. Threads may share it.
 
     Args:
-        tokenizer: any fast or slow Hugging Face tokenizer that has a padding token. It must not change once texts
-            have been tokenised.
-        max_length: tokens of a text that are kept, special tokens included.
-        include_prompt: whether the tokens of prompts count in a text's vector.
-        packed: whether a chunk's texts stand one after another; else they are padded to the longest.
+        tokenizer: a fast or slow Hugging Face tokenizer with a padding token. It must not change afterwards.
+        max_length: maximal tokens of a text, including special tokens.
+        include_prompt: whether the tokens of prompts are pooled.
+        packed: whether the texts of a chunk are concatenated; else they are padded to the longest.
     """
 
     def __init__(
@@ -207,56 +206,55 @@ class TextTokenizer:
         self.max_length = max_length
         self.include_prompt = include_prompt
         self.packed = packed
-        # What stands for a text without tokens (an empty document, and no special tokens, as with Qwen): a row
-        # whose mask is all 0 has no mean and no last token, and would turn into NaN.
+        # The token of a text without tokens (an empty document and no special tokens, as with Qwen): a mask of zeros
+        # has no mean and no last token, and would give NaN.
         self.nothing = int(tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id)
         self._fast = FastTokenizer(tokenizer)
 
     def ids(
         self, texts: Sequence[str], max_length: int | None = None, prompts: str | Sequence[str] = ""
     ) -> list[list[int]]:
-        """Token ids of each text, special tokens included, truncated, not padded; at least one token each.
+        """Token ids of each text, including special tokens, truncated but not padded; at least one token.
 
-        Where prompts do not count, theirs are given as `~id`, which `padded` turns back; one token always counts.
+        If prompts are not pooled, their tokens are marked as `~id`, which `padded` reverts; one token is always pooled.
 
         Args:
-            texts: any number of texts, with their prompts.
-            max_length: tokens of a text that are kept, where that is less than the model takes.
-            prompts: what each text begins with that is a prompt, or what all of them do.
+            texts: with their prompts.
+            max_length: maximal tokens of a text, if less than the model's.
+            prompts: the prompt that each text begins with, or all texts do.
         """
         if not texts:
             return []
-        most = self.max_length if max_length is None else min(max_length, self.max_length)
-        found = [ids or [self.nothing] for ids in self._fast.ids(list(texts), most)]
+        limit = self.max_length if max_length is None else min(max_length, self.max_length)
+        token_ids = [ids or [self.nothing] for ids in self._fast.ids(list(texts), limit)]
         if self.include_prompt or not prompts:
-            return found
-        each = [prompts] * len(texts) if isinstance(prompts, str) else prompts
-        lengths = self._prompt_lengths(each, most)
-        return [_without(ids, lengths[prompt]) for ids, prompt in zip(found, each, strict=True)]
+            return token_ids
+        text_prompts = [prompts] * len(texts) if isinstance(prompts, str) else prompts
+        lengths = self._prompt_lengths(text_prompts, limit)
+        return [_mark_prompt(ids, lengths[prompt]) for ids, prompt in zip(token_ids, text_prompts, strict=True)]
 
-    def _prompt_lengths(self, prompts: Sequence[str], most: int) -> dict[str, int]:
-        """How many tokens of a text its prompt is, counted as sentence-transformers (6.2) does.
+    def _prompt_lengths(self, prompts: Sequence[str], limit: int) -> dict[str, int]:
+        """The number of tokens of each prompt, counted as sentence-transformers (6.2) does.
 
-        That is of the prompt alone, special tokens before it included, and without one that ends it. Where a text's
-        first word melts into the prompt's last token that may be one too many or too few, there as here.
+        The prompt is tokenised alone, and a special token at its end is not counted. If the first word of a text merges
+        with the last token of the prompt, the number may be off by one, as in sentence-transformers.
         """
         distinct = [prompt for prompt in dict.fromkeys(prompts) if prompt]
         special = set(self.tokenizer.all_special_ids)
-        found = self._fast.ids(distinct, most) if distinct else []
-        lengths = [len(ids) - (bool(ids) and ids[-1] in special) for ids in found]
+        token_ids = self._fast.ids(distinct, limit) if distinct else []
+        lengths = [len(ids) - (bool(ids) and ids[-1] in special) for ids in token_ids]
         return {"": 0, **dict(zip(distinct, lengths, strict=True))}
 
     def chunks(self, texts: Sequence[str], chunk_tokens: int, prompts: str | Sequence[str] = "") -> list[Tokens]:
-        """All texts as chunks of at most `chunk_tokens` tokens each, padding included.
+        """All texts as chunks of at most `chunk_tokens` tokens including padding; a longer text is a chunk of its own.
 
-        Texts are sorted by length first, so little padding is computed, or none; `Tokens.rows` leads back.
-        A text longer than the budget gets a chunk of its own.
+        Texts are sorted by length; `Tokens.rows` has their original indices.
         """
         return self.cut(self.ids(texts, prompts=prompts), chunk_tokens)
 
     def cut(self, ids: Sequence[Sequence[int]], chunk_tokens: int) -> list[Tokens]:
-        """The same of texts that are tokenised already."""
-        lengths = [len(one) for one in ids]
+        """`chunks` of texts that are already tokenised."""
+        lengths = [len(text) for text in ids]
         return [self.chunk(ids, rows) for rows in cut_by_length(lengths, chunk_tokens, packed=self.packed)]
 
     def chunk(self, ids: Sequence[Sequence[int]] | Sequence[NDArray[np.int32]], rows: Sequence[int]) -> Tokens:
@@ -270,53 +268,53 @@ class TextTokenizer:
         return self.make_chunk(flat, lengths, rows)
 
     def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
-        """The same of tokens that stand one text after the other; see `packed` and `padded`."""
+        """The same from concatenated tokens, as in `packed` and `padded`."""
         if self.packed:
             return packed(flat, lengths, rows)
         return padded(flat, lengths, rows, int(self.tokenizer.pad_token_id or 0))
 
     def dummy(self) -> Tokens:
-        """A chunk that stands for no text: for a rank that has run out of chunks while others go on.
+        """A chunk for a rank that has fewer chunks than others.
 
-        Every forward pass of a sharded model is a collective, so all ranks must run the same number.
+        A forward pass of a sharded model is a collective, so all ranks run the same number of passes.
         """
         return replace(self.chunk(self.ids(["a"]), [0]), rows=(-1,))
 
     @cached_property
     def max_token_id(self) -> int:
-        """No text has a token with a higher number."""
+        """The largest token id."""
         return max(self.nothing, *map(int, self.tokenizer.get_vocab().values()))
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all that decides which tokens a text has, but for lengths: equal for equal tokenizers."""
+        """A digest of everything that determines the tokens of a text, except lengths."""
         return self._fast.fingerprint(self.nothing, *([] if self.include_prompt else ["prompts do not count"]))
 
 
-def _without(ids: list[int], num_prompt: int) -> list[int]:
-    """The same ids, those of the prompt marked; see `padded`."""
-    left_out = min(num_prompt, len(ids) - 1)
-    return [~token for token in ids[:left_out]] + ids[left_out:]
+def _mark_prompt(ids: list[int], num_prompt: int) -> list[int]:
+    """The same ids, with those of the prompt marked as not pooled."""
+    num_marked = min(num_prompt, len(ids) - 1)
+    return [~token for token in ids[:num_marked]] + ids[num_marked:]
 
 
 def restore_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor:
-    """The vectors of chunks, a matrix each, as one matrix in the texts' order; dummies' vectors are left out."""
-    places = torch.tensor([row for chunk in chunks for row in chunk.rows])
-    order = places.argsort()[int((places < 0).sum()) :]
+    """The embeddings of all chunks as one matrix in the order of the texts, without those of dummies."""
+    rows = torch.tensor([row for chunk in chunks for row in chunk.rows])
+    order = rows.argsort()[int((rows < 0).sum()) :]
     return torch.cat(list(vectors))[order.to(vectors[0].device)]
 
 
 def cut_by_length(lengths: Sequence[int], chunk_tokens: int, *, packed: bool = False) -> list[list[int]]:
-    """Cut texts into chunks of like length, the longest first, of at most `chunk_tokens`: rows x longest, or their sum.
+    """Cut texts into chunks of similar length of at most `chunk_tokens`: rows x longest, or their sum if packed.
 
-    A function of the lengths alone, so it can be cut alike on any rank. The longest come first so that
-    memory runs out in the first chunk or never.
+    A pure function of the lengths, so every rank gets the same chunks. The longest come first, so that memory runs out
+    in the first chunk or never.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     chunks: list[list[int]] = []
     tokens = 0
     for row in order:
-        # Padded, a text takes as much as the first and longest of its chunk.
+        # With padding a text takes as many tokens as the first and longest text of its chunk.
         tokens += max(1, lengths[row] if packed or not chunks else lengths[chunks[-1][0]])
         if not chunks or tokens > chunk_tokens:
             chunks.append([])

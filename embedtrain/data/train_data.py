@@ -43,25 +43,24 @@ class SourceSettings:
     negatives: int | None = None
 
     def row(self, example: Example, positive: int, negatives: Sequence[int]) -> Row:
-        """One positive and some hard negatives of `example`, by their numbers.
+        """The query of `example` with one positive and some hard negatives, by their indices.
 
-        A row with fewer negatives has fewer documents: none is repeated and nothing is padded, since a
-        negative given twice would weigh twice in the loss.
+        A row with fewer negatives has fewer documents: a repeated negative would count twice in the loss.
         """
 
-        def drawn(of_positives: Sequence[T], of_negatives: Sequence[T]) -> tuple[T, ...]:
+        def select(of_positives: Sequence[T], of_negatives: Sequence[T]) -> tuple[T, ...]:
             return (of_positives[positive], *[of_negatives[i] for i in negatives]) if of_positives else ()
 
-        documents = drawn(example.positives, example.negatives)
-        vectors = example.vectors * (1 + len(documents))  # where one stands for all texts
+        documents = select(example.positives, example.negatives)
+        vectors = example.vectors * (1 + len(documents))  # if one stands for all texts
         if len(example.vectors) > 1:
             first_negative = 1 + len(example.positives)
-            vectors = example.vectors[:1] + drawn(example.vectors[1:first_negative], example.vectors[first_negative:])
+            vectors = example.vectors[:1] + select(example.vectors[1:first_negative], example.vectors[first_negative:])
         return Row(
             example.query,
             documents,
-            scores=drawn(example.positive_scores, example.negative_scores),
-            ids=drawn(*_all_ids(example)),
+            scores=select(example.positive_scores, example.negative_scores),
+            ids=select(*_all_ids(example)),
             label=example.label,
             vectors=vectors,
             source=example.source,
@@ -76,92 +75,104 @@ def _all_ids(example: Example) -> tuple[Sequence[str], Sequence[str]]:
 
 
 class SelectedRows(Sequence[Row]):
-    """The rows of a global batch, each made when it is asked for."""
+    """The rows of a global batch, each read when it is accessed."""
 
     def __init__(
-        self, stores: Sequence[RowStore], settings: Sequence[SourceSettings], planned: PlannedBatch, drawn: Selection
+        self,
+        stores: Sequence[RowStore],
+        settings: Sequence[SourceSettings],
+        planned: PlannedBatch,
+        selection: Selection,
     ) -> None:
-        self._stores, self._settings, self._planned, self._drawn = stores, settings, planned, drawn
-        self._starts = np.cumsum(drawn.counts) - drawn.counts
+        self._stores, self._settings, self._planned, self._selection = stores, settings, planned, selection
+        self._starts = np.cumsum(selection.counts) - selection.counts
 
     def __len__(self) -> int:
         return len(self._planned.rows)
 
     @overload
-    def __getitem__(self, place: int) -> Row: ...
+    def __getitem__(self, index: int) -> Row: ...
     @overload
-    def __getitem__(self, place: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, place: int | slice) -> Row | tuple[Row, ...]:
-        if isinstance(place, slice):
-            return tuple(self._row(i) for i in range(len(self))[place])
-        return self._row(range(len(self))[place])
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        if isinstance(index, slice):
+            return tuple(self._row(i) for i in range(len(self))[index])
+        return self._row(range(len(self))[index])
 
-    def _row(self, place: int) -> Row:
-        source = int(self._planned.sources[place])
-        start, count = self._starts[place], self._drawn.counts[place]
+    def _row(self, index: int) -> Row:
+        source = int(self._planned.sources[index])
+        start, count = self._starts[index], self._selection.counts[index]
         return self._settings[source].row(
-            self._stores[source][int(self._planned.rows[place])],
-            int(self._drawn.positive[place]),
-            self._drawn.negatives[start : start + count].tolist(),
+            self._stores[source][int(self._planned.rows[index])],
+            int(self._selection.positive[index]),
+            self._selection.negatives[start : start + count].tolist(),
         )
 
 
 class SelectedTokens:
-    """The tokens of a global batch's texts; see BatchTokens.
+    """The tokens of a global batch from the stores of its sources: implements BatchTokens.
 
     Args:
-        stores: of each source.
+        stores: tokens of each source.
         planned: the rows.
-        drawn: which positive and negatives of each.
-        num_positives: int64 [B], that each row has.
+        selection: which positive and negatives of each row.
+        num_positives: int64 [B], of each row.
     """
 
     def __init__(
-        self, stores: Sequence[TokenStore], planned: PlannedBatch, drawn: Selection, num_positives: NDArray[np.int64]
+        self,
+        stores: Sequence[TokenStore],
+        planned: PlannedBatch,
+        selection: Selection,
+        num_positives: NDArray[np.int64],
     ) -> None:
         self._stores = stores
         firsts = np.empty(len(planned.rows), dtype=np.int64)
         for source in np.unique(planned.sources):
-            here = planned.sources == source
-            firsts[here] = stores[source].first[planned.rows[here]]
-        answered = drawn.positive >= 0
-        self.num_documents = answered + drawn.counts
-        # The places of documents among all documents: each row's positive, then its negatives.
+            of_source = planned.sources == source
+            firsts[of_source] = stores[source].first[planned.rows[of_source]]
+        has_positive = selection.positive >= 0
+        self.num_documents = has_positive + selection.counts
+        # For each document the index of its text in the store: each row's positive, then its negatives.
         starts = np.cumsum(self.num_documents) - self.num_documents
         documents = np.empty(int(self.num_documents.sum()), dtype=np.int64)
-        documents[starts[answered]] = (firsts + 1 + drawn.positive)[answered]
-        within = np.arange(len(drawn.negatives)) - (np.cumsum(drawn.counts) - drawn.counts)[drawn.owners]
-        documents[(starts + answered)[drawn.owners] + within] = (firsts + 1 + num_positives)[
-            drawn.owners
-        ] + drawn.negatives
+        documents[starts[has_positive]] = (firsts + 1 + selection.positive)[has_positive]
+        within = (
+            np.arange(len(selection.negatives)) - (np.cumsum(selection.counts) - selection.counts)[selection.owners]
+        )
+        documents[(starts + has_positive)[selection.owners] + within] = (firsts + 1 + num_positives)[
+            selection.owners
+        ] + selection.negatives
         self._texts = np.concatenate([firsts, documents])
         self._sources = np.concatenate([planned.sources, np.repeat(planned.sources, self.num_documents)])
         self.lengths, self.keys = (np.empty(len(self._texts), dtype=np.int64) for _ in range(2))
         for source in np.unique(planned.sources):
-            here = self._sources == source
-            self.lengths[here] = stores[source].lengths(self._texts[here])
-            self.keys[here] = stores[source].keys[self._texts[here]]
+            of_source = self._sources == source
+            self.lengths[of_source] = stores[source].lengths(self._texts[of_source])
+            self.keys[of_source] = stores[source].keys[self._texts[of_source]]
 
     def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tokens of these texts, one after the other."""
+        """The concatenated tokens of these texts."""
         sources = np.unique(self._sources[texts])
         if len(sources) == 1:
             return self._stores[int(sources[0])].ids(self._texts[texts])
         lengths = self.lengths[texts]
         owners = np.repeat(self._sources[texts], lengths)
-        found: NDArray[np.int32] = np.empty(int(lengths.sum()), dtype=np.int32)
+        token_ids: NDArray[np.int32] = np.empty(int(lengths.sum()), dtype=np.int32)
         for source in sources:
-            found[owners == source] = self._stores[int(source)].ids(self._texts[texts[self._sources[texts] == source]])
-        return found
+            token_ids[owners == source] = self._stores[int(source)].ids(
+                self._texts[texts[self._sources[texts] == source]]
+            )
+        return token_ids
 
 
-# What lies beside the texts of a row and goes into a loss.
+# Extra columns of rows that losses use.
 LOSS_COLUMNS = frozenset({"positive_scores", "negative_scores", "positive_ids", "negative_ids", "label", "vectors"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """How sources are mixed; see DataConfig."""
+    """How sources are mixed, as the options of DataConfig."""
 
     by_source: bool = False
     weights: WeightMode = WeightMode.epochs
@@ -169,13 +180,13 @@ class Mixing:
 
 
 class TrainData:
-    """All training rows and the order they are seen in.
+    """All training rows and their order.
 
     Args:
         stores: the rows of each source.
         plan: the global order.
         settings: of each source.
-        notes: lines for the user about what was found.
+        notes: lines for the user.
     """
 
     def __init__(
@@ -193,7 +204,7 @@ class TrainData:
         return [store.report.name for store in self.stores]
 
     def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> list[str]:
-        """Have every text tokenised, as far as that has not been done before; batches hold tokens from here on.
+        """Tokenise all texts that are not in the cache; batches have tokens afterwards.
 
         Processes that call this at the same time share the work.
 
@@ -203,38 +214,38 @@ class TrainData:
         Raises:
             DataError: the tokens cannot be written.
         """
-        wanted = [
+        requests = [
             TokenRequest(store, settings.text_format)
             for store, settings in zip(self.stores, self.settings, strict=True)
         ]
-        self.tokens = prepare_all(wanted, tokenizer, cache)
-        return [note for one in wanted for note in one.notes(tokenizer)]
+        self.tokens = prepare_all(requests, tokenizer, cache)
+        return [note for request in requests for note in request.notes(tokenizer)]
 
     def batch(self, k: int) -> GlobalBatch:
-        """Global batch k, counted from 0: the same on every rank, whatever was asked for before.
+        """Global batch k, counted from 0: a function of k, the same on every rank.
 
-        Its rows are made when they are asked for: a rank pays for its share alone.
+        Its rows are read when they are accessed: a rank reads only its own.
         """
         planned = self.plan.batch(k)
-        positives, negatives, most = (np.empty(len(planned.rows), dtype=np.int64) for _ in range(3))
+        positives, negatives, limits = (np.empty(len(planned.rows), dtype=np.int64) for _ in range(3))
         for source in np.unique(planned.sources):
-            store, here = self.stores[source], planned.sources == source
-            rows = planned.rows[here]
-            positives[here], negatives[here] = store.num_positives[rows], store.num_negatives[rows]
-            most[here] = self._most(int(source), rows)
-        places = planned.first + np.arange(len(planned.rows))
-        drawn = draw(positives, negatives, most, places, self.plan.seed)
+            store, of_source = self.stores[source], planned.sources == source
+            rows = planned.rows[of_source]
+            positives[of_source], negatives[of_source] = store.num_positives[rows], store.num_negatives[rows]
+            limits[of_source] = self._max_negatives(int(source), rows)
+        positions = planned.first + np.arange(len(planned.rows))
+        selection = draw(positives, negatives, limits, positions, self.plan.seed)
         sources = [planned.source] if planned.source is not None else range(len(self.stores))
         return GlobalBatch(
             k,
-            SelectedRows(self.stores, self.settings, planned, drawn),
+            SelectedRows(self.stores, self.settings, planned, selection),
             source=planned.source,
-            tokens=None if self.tokens is None else SelectedTokens(self.tokens, planned, drawn, positives),
+            tokens=None if self.tokens is None else SelectedTokens(self.tokens, planned, selection, positives),
             has_loss_columns=any(self.stores[source].extra_columns & LOSS_COLUMNS for source in sources),
         )
 
     def teacher_dimension(self, source: int) -> int | None:
-        """How many dimensions the teacher's vectors have that rows of a source hold; None where they hold none."""
+        """The dimension of the teacher's vectors in the rows of a source; None if there are none."""
         vectors = self.stores[source][0].vectors
         return len(vectors[0]) if vectors else None
 
@@ -243,13 +254,13 @@ class TrainData:
         for store in self.stores:
             yield from store.texts()
 
-    def _most(self, source: int, rows: np.ndarray) -> np.ndarray:
-        """How many hard negatives may be used of each row, -1 for all."""
-        option, own = self.settings[source].negatives, self.stores[source].most_negatives
+    def _max_negatives(self, source: int, rows: np.ndarray) -> np.ndarray:
+        """The maximal number of hard negatives of each row, -1 for all."""
+        option, row_limits = self.settings[source].negatives, self.stores[source].most_negatives
         limit = np.full(len(rows), -1 if option is None else option, dtype=np.int64)
-        if own is None:
+        if row_limits is None:
             return limit
-        limits = own[rows]
+        limits = row_limits[rows]
         return np.where(limits < 0, limit, np.where(limit < 0, limits, np.minimum(limit, limits)))
 
 
@@ -269,18 +280,18 @@ def load_train_data(
 
     Args:
         sources: `data.train`.
-        on_error: stop at the first bad row, or skip bad rows and say so in the notes.
+        on_error: stop at the first invalid row, or skip invalid rows and report them in the notes.
         text_format: prompts and instruction format of sources without their own; default: no prompts.
-        seed: the run's seed: rows, positives and negatives are drawn with it.
-        global_batch_size: rows of a step over all ranks.
-        needs: what the loss asks of every row, of all sources or of each; default: a query and a positive.
-        losses: which loss each source has, by any numbers; default: all one. Only rows of one loss must agree.
-        mixing: how sources are mixed; default: by their sizes, into each batch.
-        cache: where checked rows are kept; default: a folder that goes with the data.
+        seed: determines the order of rows and the selection of positives and negatives.
+        global_batch_size: rows of a batch over all ranks.
+        needs: what the loss requires of rows, for all sources or per source; default: a query and a positive.
+        losses: a number per source, equal for sources with the same loss; default: one loss.
+        mixing: how sources are mixed; default: in proportion to their sizes, in every batch.
+        cache: the cache of checked rows; default: a temporary directory.
 
     Raises:
-        DataError: a row or file that cannot be used; the text names file and line.
-        ConfigError: options of a source, or the batch size, that cannot work, or not with this loss.
+        DataError: an invalid row or file, with file and line.
+        ConfigError: invalid options of a source or batch size, or options that do not fit the loss.
     """
     mixing = mixing or Mixing()
     stores = read_sources(sources, on_error, needs, cache, losses=losses)
@@ -302,11 +313,11 @@ def load_train_data(
 
 
 def _instructions(stores: Sequence[RowStore], settings: Sequence[SourceSettings]) -> list[str]:
-    """How sources' own instructions stand around their texts."""
+    """Notes on the format of instructions in rows."""
     sources: dict[str, list[str]] = {}
-    for store, its_settings in zip(stores, settings, strict=True):
+    for store, source_settings in zip(stores, settings, strict=True):
         if {"instruction", "document_instruction"} & store.extra_columns:
-            sources.setdefault(its_settings.text_format.instruction_format, []).append(store.report.name)
+            sources.setdefault(source_settings.text_format.instruction_format, []).append(store.report.name)
     return [
         f"{', '.join(names)}: instructions of {'its' if len(names) == 1 else 'their'} rows go before texts as {form!r}"
         for form, names in sources.items()
@@ -314,15 +325,15 @@ def _instructions(stores: Sequence[RowStore], settings: Sequence[SourceSettings]
 
 
 def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mixing: Mixing) -> str:
-    told = f"an epoch: {plan.rows_per_epoch:,} rows in {_counted(plan.steps_per_epoch, 'step')} of "
+    note = f"an epoch: {plan.rows_per_epoch:,} rows in {_counted(plan.steps_per_epoch, 'step')} of "
     if mixing.by_source and len(stores) > 1:
-        told += f"up to {plan.global_batch_size:,}, each of one source"
+        note += f"up to {plan.global_batch_size:,}, each of one source"
     else:
-        told += f"{-(-plan.rows_per_epoch // plan.steps_per_epoch):,}"  # all are as large, or smaller by one
+        note += f"{-(-plan.rows_per_epoch // plan.steps_per_epoch):,}"  # the others are equal or smaller by one
     if any(count != len(store) for store, count in zip(stores, rows, strict=True)):
-        shares = (f"{store.report.name} {count:,}" for store, count in zip(stores, rows, strict=True))
-        told += f" ({', '.join(list(shares)[:8])}{', ...' * (len(stores) > 8)})"
-    return told
+        counts = (f"{store.report.name} {count:,}" for store, count in zip(stores, rows, strict=True))
+        note += f" ({', '.join(list(counts)[:8])}{', ...' * (len(stores) > 8)})"
+    return note
 
 
 def _counted(count: int, what: str) -> str:
@@ -330,11 +341,11 @@ def _counted(count: int, what: str) -> str:
 
 
 def resolve_sources(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]]:
-    """The sources of `data.train`, file by file where that is asked for, and the loss of each.
+    """The sources of `data.train`, split into files if requested, and the loss of each.
 
     Raises:
-        DataError: a source is not there, or only some of its files are to have in-batch negatives.
-        ConfigError: a source's own options do not go with its loss.
+        DataError: a source does not exist, or its files disagree on in-batch negatives.
+        ConfigError: options of a source that do not fit its loss.
     """
     sources = [
         replace(source, in_batch_negatives=False)
@@ -348,16 +359,14 @@ def resolve_sources(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]
 def load_recipe_data(
     recipe: Recipe, prompts: Mapping[str, str], cache: Cache, on_error: OnError | None = None
 ) -> tuple[TrainData, list[LossConfig]]:
-    """All rows of a recipe, checked, and the loss of each source.
+    """The checked rows of a recipe, and the loss of each source.
 
     Args:
-        recipe: what is asked for.
-        prompts: the model's, by name: `query` and `document`.
-        cache: where rows are kept.
-        on_error: instead of the recipe's.
+        prompts: the model's prompts by name, `query` and `document`.
+        on_error: overrides the recipe's.
 
     Raises:
-        DataError, ConfigError: see `load_train_data`.
+        DataError, ConfigError: as `load_train_data`.
     """
     sources, losses = resolve_sources(recipe)
     data = load_train_data(
@@ -379,11 +388,11 @@ def load_recipe_data(
         ),
         cache=cache,
     )
-    alone = [
+    without_in_batch = [
         name
         for name, source in zip(data.names, sources, strict=True)
         if source.in_batch_negatives is False and no_in_batch_negatives(source)
     ]
-    if alone:
-        data.notes.append(f"{', '.join(alone)}: no in-batch negatives, as no_in_batch_neg in the path says")
+    if without_in_batch:
+        data.notes.append(f"{', '.join(without_in_batch)}: no in-batch negatives, as no_in_batch_neg in the path says")
     return data, losses

@@ -1,4 +1,4 @@
-"""The types that flow from files to the encoder: Texts, Example, Row, GlobalBatch, Tokens."""
+"""The types from files to the encoder: Texts, Example, Row, GlobalBatch, Tokens."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """One row as a layout reads it, checked: no text is empty, no negative is a positive or repeated.
+    """One checked row of a file: no text is empty, and no negative is repeated or equal to a positive.
 
-    What lies beside the texts is as in Example.
+    The other fields are those of Example.
     """
 
     query: str
     positives: tuple[str, ...]
     negatives: tuple[str, ...]
-    num_dropped: int  # negatives left out because they equal a positive or another negative
+    num_dropped: int  # negatives left out, equal to a positive or to another negative
     positive_scores: tuple[float, ...] = ()
     negative_scores: tuple[float, ...] = ()
     positive_ids: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Texts:
     most_negatives: int | None = None
 
     def scaled(self, by: float) -> "Texts":
-        """The same with its scores divided by `by`."""
+        """The same row with scores divided by `by`."""
         if by == 1.0 or not self.positive_scores:
             return self
         positives, negatives = (
@@ -44,26 +44,25 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training row as every reader yields it: texts without prompts.
+    """One training row, with texts without prompts.
 
     Attributes:
         query: the query, or the only text of a row that has no documents.
         positives: at least one, unless the loss needs no documents.
         negatives: hard negatives.
-        source: the index in `data.train` of where it came from.
-        file: the file's path or the Hub id.
-        line: its line or row number there, counted from 1.
-        positive_scores: one for each positive, in float32; empty where the row has no scores.
-        negative_scores: likewise; a row has both or neither.
-        positive_ids: one for each positive, "" for one that has none; empty where the row names none.
-        negative_ids: likewise, of its own.
-        label: the row's class.
-        vectors: a teacher's, in float32: one that stands for all texts, or one for each in the order query,
-            positives, negatives; empty where the row has none.
-        instruction: the row's own for its query, instead of the source's prompt; "" is none; None where the row
-            says nothing.
-        document_instruction: likewise, for all its documents.
-        most_negatives: hard negatives that may be used of the row at a time, if it says so.
+        source: index in `data.train`.
+        file: path of the file or id on the Hub.
+        line: line or row number in the file, from 1.
+        positive_scores: one per positive, in float32; empty if the row has no scores.
+        negative_scores: one per negative, if there are positive scores.
+        positive_ids: one per positive, "" for a document without an id; empty if the row has no ids.
+        negative_ids: one per negative.
+        label: the class of the row.
+        vectors: of a teacher, in float32: one for all texts, or one per text in the order query, positives, negatives;
+            empty if there are none.
+        instruction: replaces the prompt of the query; "" for no prompt, None to keep the source's.
+        document_instruction: replaces the prompt of all documents.
+        most_negatives: maximal number of hard negatives that a step uses; None: all.
     """
 
     query: str
@@ -85,24 +84,24 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one step uses of an Example: texts without prompts, one positive, and the negatives that are drawn."""
+    """What one step uses of an Example: the query, one positive, and some hard negatives, without prompts."""
 
     query: str
-    documents: tuple[str, ...]  # the positive first, then the hard negatives; none in a row of one text
-    scores: tuple[float, ...] = ()  # one for each document, or empty
-    ids: tuple[str, ...] = ()  # one for each document, "" for one that has none; or empty
+    documents: tuple[str, ...]  # the positive, then the hard negatives; empty in a row of one text
+    scores: tuple[float, ...] = ()  # one per document, or empty
+    ids: tuple[str, ...] = ()  # one per document, "" for a document without an id; or empty
     label: int | None = None
-    vectors: tuple[Sequence[float], ...] = ()  # a teacher's: the query's, then each document's; or empty
-    source: int = 0  # which of `data.train`
+    vectors: tuple[Sequence[float], ...] = ()  # of a teacher: of the query, then of each document; or empty
+    source: int = 0  # index in `data.train`
 
 
 class BatchTokens(Protocol):
-    """The tokens of a global batch's texts, where they are kept: all B queries, then all documents, row by row.
+    """The tokens of the T texts of a global batch: all B queries, then all documents, row by row.
 
     Attributes:
         num_documents: int64 [B], of each row.
         lengths: int64 [T], tokens of each text.
-        keys: int64 [T], equal exactly where two texts without prompts are equal, in any process.
+        keys: int64 [T], hashes of the texts without prompts, the same in every process.
     """
 
     num_documents: NDArray[np.int64]
@@ -116,12 +115,12 @@ class BatchTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The rows of one step over all ranks, in an order that does not depend on the number of ranks.
+    """The rows of one batch over all ranks, in an order that does not depend on the number of ranks.
 
     Attributes:
         step: counted from 0.
-        rows: may make its elements when they are asked for, so that a rank pays for its share alone.
-        source: the source that all rows are of, where batches are made so.
+        rows: may read its elements lazily, so that a rank reads only its own.
+        source: index of the source of all rows, if every batch has rows of one source.
         tokens: of all texts; None until the data is tokenised.
         has_loss_columns: whether rows hold scores, ids, labels or vectors besides texts.
     """
@@ -133,19 +132,19 @@ class GlobalBatch:
     has_loss_columns: bool = True
 
     def rows_of_rank(self, rank: int, size: int) -> tuple[Row, ...]:
-        """The rows that rank `rank` of `size` works on: every `size`-th, so shares differ by one at most."""
+        """The rows of rank `rank` of `size`: every `size`-th row, so that ranks differ by at most one."""
         return tuple(self.rows[rank::size])
 
 
 class Packing:
-    """Where texts lie that stand one after another in one row, without padding. N texts, T tokens.
+    """Offsets of N texts that are concatenated into one row of T tokens, without padding.
 
-    Not a dataclass: what is compiled looks into those, and would be compiled anew for every batch.
+    Not a dataclass: torch.compile guards the fields of a dataclass and would recompile for every batch.
 
     Attributes:
         lengths: tokens of each text, at least one: [N].
-        starts: int32 [N + 1], where each begins, and the end.
-        positions: int64 [1, T], each token's place in its own text, from 0.
+        starts: int32 [N + 1], the offset of each text, and the end.
+        positions: int64 [1, T], position of each token in its text, from 0.
     """
 
     __slots__ = ("lengths", "positions", "starts")
@@ -155,7 +154,7 @@ class Packing:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Neighbours of equal length: how many texts, and their length."""
+        """Runs of consecutive texts of equal length: (number of texts, length)."""
         return [(len(list(run)), length) for length, run in itertools.groupby(self.lengths)]
 
     @property
@@ -164,20 +163,20 @@ class Packing:
         return max(self.lengths)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Packing":
-        """The same with its tensors changed."""
+        """The same with `change` applied to all tensors."""
         return Packing(self.lengths, change(self.starts), change(self.positions))
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Texts ready for the encoder: N texts padded to L tokens, or packed into one row of T = L tokens.
+    """The input of the encoder: N texts padded to L tokens, or packed into one row of T tokens.
 
     Attributes:
         ids: int64 [N, L], or [1, T].
         mask: the same shape, 1 where a token is real. Padding may be on either side.
-        rows: where each text stood in the list it was made from; -1 is a dummy whose vector is dropped.
-        pooled: the same shape, 1 where a token counts in its text's vector; None: all real ones do.
-        packing: where the texts of a packed chunk lie; None: they are padded.
+        rows: index of each text in the list it is from; -1 for a dummy, whose embedding is dropped.
+        pooled: the same shape, 1 where a token is pooled; None: all real tokens are.
+        packing: offsets of packed texts; None: the texts are padded.
     """
 
     ids: Tensor
@@ -188,7 +187,7 @@ class Tokens:
 
     @property
     def inputs(self) -> tuple[Tensor | Packing | None, ...]:
-        """What the encoder is called with: ids, mask and pooled, and the packing of a packed chunk."""
+        """The arguments of the encoder: ids, mask, pooled, and the packing of a packed chunk."""
         padded = (self.ids, self.mask, self.pooled)
         return padded if self.packing is None else (*padded, self.packing)
 
@@ -197,7 +196,7 @@ class Tokens:
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
-        """The same with its tensors changed."""
+        """The same with `change` applied to all tensors."""
         pooled = None if self.pooled is None else change(self.pooled)
         packing = None if self.packing is None else self.packing.map_tensors(change)
         return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing)

@@ -1,25 +1,31 @@
-"""The evaluation of a live model on its sets, all ranks together."""
+"""Evaluates a live model on its sets, on all ranks."""
 
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, EvaluationInterrupted
-from embedtrain.evaluation.metrics import DEFAULT_RUN_DEPTH, MEAN, check_retrieval_metrics
-from embedtrain.evaluation.tasks import (
-    bitext,
-    classification,
-    clustering,
-    pair_classification,
-    reranking,
-    retrieval,
-    sts,
+from embedtrain.evaluation.metrics import DEFAULT_RUN_DEPTH, MEAN, RETRIEVAL_METRICS, check_retrieval_metrics
+from embedtrain.evaluation.tasks.context import EvaluationContext
+from embedtrain.evaluation.tasks.labels import (
+    CLUSTERING_METRICS,
+    classification_metrics,
+    measure_classification,
+    measure_clustering,
 )
-from embedtrain.evaluation.tasks.measuring import EvaluationContext
+from embedtrain.evaluation.tasks.pairs import (
+    BITEXT_METRICS,
+    PAIR_CLASSIFICATION_METRICS,
+    STS_METRICS,
+    measure_bitext,
+    measure_pair_classification,
+    measure_sts,
+)
+from embedtrain.evaluation.tasks.rankings import RERANKING_METRICS, measure_reranking, measure_retrieval
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
@@ -35,17 +41,17 @@ from embedtrain.inference.vector_cache import VectorCache
 
 
 class Evaluator:
-    """Measures the model as it is now, as often as asked, on sets that were read once.
+    """Measures the model in its current state, any number of times, on sets that were read once.
 
-    Similarity is the cosine, as in sentence-transformers and MTEB, also where the model does not normalise.
+    Similarity is the cosine, as in sentence-transformers and MTEB, even if the model does not normalize.
 
     Args:
         sets: from `load_sets`, the same on every rank.
-        encoder: the live model; its prompts hold where a set has none of its own.
+        encoder: of the live model; its prompts are used for sets without their own.
         world: the ranks.
-        run_depth: documents of each query in a run file. Figures do not depend on it.
-        index: how documents' vectors are kept while they are searched.
-        vector_cache: where they are kept on disk, so that an evaluation that was stopped goes on.
+        run_depth: documents per query in run files. Metrics do not depend on it.
+        index: data type and placement of document vectors.
+        vector_cache: stores document vectors on disk, so that an interrupted evaluation resumes.
     """
 
     def __init__(
@@ -72,38 +78,43 @@ class Evaluator:
         progress: ProgressCallback | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> dict[str, dict[str, float]]:
-        """Figures by set and metric, the same floats on every rank. A collective.
+        """Metrics by set and name, identical on every rank. A collective.
 
-        `mean` has the means of the metrics that two sets or more have, over these sets.
+        The set `mean` holds the means of the metrics that several sets have, over these sets.
 
         Args:
-            save_runs: a folder; the ranking and judgements of each set with queries and documents are written there
-                by rank 0 as TREC files.
-            progress: called as `SentenceEncoder.progress` is, with the name of the set before what is being encoded.
-            stop: asked before each set whether to leave it at that; the same on every rank.
+            save_runs: a directory; rank 0 writes the rankings and judgements of each retrieval and reranking set there
+                as TREC files.
+            progress: called with the name of the set before the description.
+            stop: called before each set; True interrupts the evaluation. The same on every rank.
 
         Raises:
-            EvaluationInterrupted: `stop` said so.
-            TrainingError: on every rank, if the model gives vectors that are not finite.
+            EvaluationInterrupted: `stop` returned True.
+            TrainingError: on every rank, if a vector is not finite.
             DataError: a set cannot be measured.
         """
-        figures: dict[str, dict[str, float]] = {}
+        results: dict[str, dict[str, float]] = {}
         for loaded in self.sets:
             if stop is not None and stop():
                 raise EvaluationInterrupted
-            with (
-                explain_lost_contact(f"evaluating {loaded.data.name}"),
-                _progress_prefix(self.encoder, loaded.data.name, progress),
-            ):
-                figures[loaded.data.name] = self._measure(loaded, save_runs)
-        shared = _shared_metrics(metrics_of_each(self.sets))
+            name = loaded.data.name
+            with explain_lost_contact(f"evaluating {name}"), self._report_progress(name, progress):
+                results[name] = self._measure(loaded, save_runs)
+        shared = _shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets})
         if shared:
-            values = {metric: [of[metric] for of in figures.values() if metric in of] for metric in shared}
-            figures[MEAN] = {metric: math.fsum(each) / len(each) for metric, each in values.items()}
-        return figures
+            values = {metric: [each[metric] for each in results.values() if metric in each] for metric in shared}
+            results[MEAN] = {metric: math.fsum(each) / len(each) for metric, each in values.items()}
+        return results
+
+    def _report_progress(self, name: str, progress: ProgressCallback | None) -> contextlib.AbstractContextManager[None]:
+        if progress is None:
+            return contextlib.nullcontext()
+        return self.encoder.report_progress(
+            lambda description, done, total: progress(f"{name}: {description}", done, total)
+        )
 
     def _measure(self, loaded: LoadedSet, save_runs: Path | None) -> dict[str, float]:
-        measuring = EvaluationContext(
+        context = EvaluationContext(
             self.encoder,
             self.world,
             loaded,
@@ -115,95 +126,73 @@ class Evaluator:
         )
         match loaded.data:
             case RetrievalSet(candidates=None) as data:
-                figures = retrieval.measure(data, measuring)
+                metrics = measure_retrieval(data, context)
             case RetrievalSet() as data:
-                figures = reranking.measure(data, measuring)
+                metrics = measure_reranking(data, context)
             case ScoredPairs() as data:
-                figures = sts.measure(data, measuring)
+                metrics = measure_sts(data, context)
             case LabelledPairs() as data:
-                figures = pair_classification.measure(data, measuring)
+                metrics = measure_pair_classification(data, context)
             case Bitext() as data:
-                figures = bitext.measure(data, measuring)
+                metrics = measure_bitext(data, context)
             case ClassificationSet() as data:
-                figures = classification.measure(data, measuring)
+                metrics = measure_classification(data, context)
             case ClusteringSet() as data:
-                figures = clustering.measure(data, measuring)
-        return {metric: figures[metric] for metric in measuring.metrics}
-
-
-@contextlib.contextmanager
-def _progress_prefix(encoder: SentenceEncoder, name: str, progress: ProgressCallback | None) -> Iterator[None]:
-    """Tell of the encoding of one set; afterwards the encoder tells whom it told before."""
-    before = encoder.progress
-    if progress is not None:
-        encoder.progress = lambda what, done, total: progress(f"{name}: {what}", done, total)
-    try:
-        yield
-    finally:
-        encoder.progress = before
+                metrics = measure_clustering(data, context)
+        return {metric: metrics[metric] for metric in context.metrics}
 
 
 def metric_names_of_set(loaded: LoadedSet) -> tuple[str, ...]:
-    """Which metrics a set is measured by, the main one first."""
+    """The metrics of a set, the main one first."""
     return _kind_and_metrics(loaded.data)[1] if loaded.metrics is None else loaded.metrics
 
 
-def metrics_of_each(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
-    """Which metrics each set has, by the set's name."""
-    return {loaded.data.name: metric_names_of_set(loaded) for loaded in sets}
-
-
 def metric_names(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
-    """Which figures an evaluation has: the metrics of each set by its name, and of `mean` those that several have."""
-    each = metrics_of_each(sets)
-    shared = _shared_metrics(each)
-    return each | {MEAN: shared} if shared else each
+    """The metrics of an evaluation by the name of the set; `mean` has those that several sets have."""
+    by_set = {loaded.data.name: metric_names_of_set(loaded) for loaded in sets}
+    shared = _shared_metrics(by_set)
+    return by_set | {MEAN: shared} if shared else by_set
 
 
 def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> None:
-    """Refuse metrics that a set does not have.
-
-    Args:
-        data: the set.
-        metrics: what is wanted.
-        option: the name of the option that says so.
+    """Reject metrics that a set does not have; `option` is the name of the option for the message.
 
     Raises:
         ConfigError: with the option, its value and what is allowed.
     """
     kind, allowed = _kind_and_metrics(data)
     if not metrics:
-        raise ConfigError(f"{option}=[] asks for nothing: name metrics, or write null for those of {kind}")
+        raise ConfigError(f"{option}=[] is empty: name metrics, or write null for those of {kind}")
     if isinstance(data, RetrievalSet):
         check_retrieval_metrics(metrics, option)
         return
     for metric in metrics:
         if metric not in allowed:
-            raise ConfigError(f"{option}: {metric!r} is no metric of {kind}: allowed are {', '.join(allowed)}")
+            raise ConfigError(f"{option}: {metric!r} is not a metric of {kind}: allowed are {', '.join(allowed)}")
 
 
 def _kind_and_metrics(data: EvaluationData) -> tuple[str, tuple[str, ...]]:
-    """What a kind of set is called, and its metrics, the main one first."""
+    """The name of a kind of set, and its metrics, the main one first."""
     match data:
         case RetrievalSet(candidates=None):
-            return "retrieval", retrieval.METRICS
+            return "retrieval", RETRIEVAL_METRICS
         case RetrievalSet():
-            return "reranking", reranking.METRICS
+            return "reranking", RERANKING_METRICS
         case ScoredPairs():
-            return "semantic textual similarity", sts.METRICS
+            return "semantic textual similarity", STS_METRICS
         case LabelledPairs():
-            return "pair classification", pair_classification.METRICS
+            return "pair classification", PAIR_CLASSIFICATION_METRICS
         case Bitext():
-            return "bitext mining", bitext.METRICS
+            return "bitext mining", BITEXT_METRICS
         case ClassificationSet():
-            return "classification", classification.metrics_of_classes(data)
+            return "classification", classification_metrics(data)
         case ClusteringSet():
-            return "clustering", clustering.METRICS
+            return "clustering", CLUSTERING_METRICS
 
 
-def _shared_metrics(metrics: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The metrics that several sets have; none where a set is itself called `mean`."""
-    if MEAN in metrics:
+def _shared_metrics(metrics_by_set: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The metrics that several sets have; none if a set has the name `mean` itself."""
+    if MEAN in metrics_by_set:
         return ()
-    times = Counter(metric for each in metrics.values() for metric in each)
-    return tuple(metric for metric, count in times.items() if count > 1)
+    counts = Counter(metric for metrics in metrics_by_set.values() for metric in metrics)
+    return tuple(metric for metric, count in counts.items() if count > 1)

@@ -1,4 +1,4 @@
-"""Figures from rankings and from similarities; trec_eval and scipy compute them."""
+"""Metrics of rankings and of similarities, computed by trec_eval and scipy."""
 
 import math
 import warnings
@@ -12,15 +12,14 @@ from scipy import stats
 from embedtrain.errors import ConfigError
 
 RETRIEVAL_METRICS = ("ndcg@10", "mrr@10", "map@100", "recall@10", "recall@100", "ndcg@3")
-# Families of metrics, written as `ndcg@10` (of the first 10) or `map` (of all that is ranked), and trec_eval's names.
+# trec_eval's names of the families, written as `ndcg@10` (of the first 10 documents) or `ndcg` (of the whole ranking).
 _CUTOFF_METRICS = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P", "hit": "success"}
 _UNCUT_METRICS = {"ndcg": "ndcg", "map": "map", "mrr": "recip_rank"}
-_OWN_METRICS = ("mrr", "hole")  # trec_eval knows no cut of the first, and does not know the second
-# What means over several sets are reported under.
+_OWN_METRICS = ("mrr", "hole")  # trec_eval has no cutoff for the first, and does not have the second
+# The name under which means over several sets are reported.
 MEAN = "mean"
-# How deep a ranking goes at least.
 DEFAULT_RUN_DEPTH = 100
-# And where a metric looks at all of it: as deep as trec_eval's own runs.
+# Depth of rankings for metrics without a cutoff: that of trec_eval's own runs.
 _UNCUT_DEPTH = 1000
 
 Run = Mapping[str, Mapping[str, float]]
@@ -29,81 +28,86 @@ Run = Mapping[str, Mapping[str, float]]
 def retrieval_metrics(
     judgements: Mapping[str, Mapping[str, int]], run: Run, metrics: Sequence[str] = RETRIEVAL_METRICS
 ) -> dict[str, float]:
-    """Mean figures over all queries that have judgements; one that is missing in the run counts as 0.
+    """Means over all queries that have judgements; a query that is missing in the run counts as 0.
 
     Args:
-        judgements: by query id the gain of each judged document.
-        run: by query id the score of each document found; as deep as `depth_of(metrics)` where there are as many.
-        metrics: which figures.
+        judgements: by query id, the gain of each judged document.
+        run: by query id, the scores of the best documents; `required_depth(metrics)` of them, if there are as many.
+        metrics: their names.
     """
     return mean_metrics(metrics_per_query(judgements, run, metrics, judged_documents(judgements)), metrics)
 
 
 def metrics_per_query(
-    judgements: Mapping[str, Mapping[str, int]], run: Run, metrics: Sequence[str], known: Set[str]
+    judgements: Mapping[str, Mapping[str, int]], run: Run, metrics: Sequence[str], judged: Set[str]
 ) -> NDArray[np.float64]:
-    """Figures of each query that has judgements, in their order: float64 [Q, M].
+    """Metrics of each query that has judgements, in their order: float64 [Q, M].
 
     Args:
         judgements: as for `retrieval_metrics`.
         run: as for `retrieval_metrics`.
-        metrics: the M figures; `hole@k` is the share of the first k that nobody has judged for any query, as in MTEB.
-        known: all documents that somebody has judged.
+        metrics: M names; `hole@k` is the fraction of the first k documents that are not judged for any query, as in
+            MTEB.
+        judged: all documents that are judged for any query.
     """
-    judged = {query: dict(gains) for query, gains in judgements.items() if gains}
-    cuts = [_parse_metric(metric) for metric in metrics]
-    asked = {
+    gains_by_query = {query: dict(gains) for query, gains in judgements.items() if gains}
+    parsed = [_parse_metric(metric) for metric in metrics]
+    trec_names = {
         _UNCUT_METRICS[family] if k is None or family == "mrr" else f"{_CUTOFF_METRICS[family]}.{k}"
-        for family, k in cuts
+        for family, k in parsed
         if family != "hole"
     }
-    each = pytrec_eval.RelevanceEvaluator(judged, asked).evaluate({query: dict(run.get(query, {})) for query in judged})
-    figures = np.empty((len(judged), len(cuts)))
-    for column, (family, k) in enumerate(cuts):
+    evaluator = pytrec_eval.RelevanceEvaluator(gains_by_query, trec_names)
+    by_query = evaluator.evaluate({query: dict(run.get(query, {})) for query in gains_by_query})
+    results = np.empty((len(gains_by_query), len(parsed)))
+    for column, (family, k) in enumerate(parsed):
         if family == "hole":
-            values = [_holes(run.get(query, {}), known, k or 1) for query in judged]
+            values = [_hole(run.get(query, {}), judged, k or 1) for query in gains_by_query]
         elif family == "mrr":
-            values = [each[query]["recip_rank"] for query in judged]
-            # What was found below rank k counts as not found.
+            values = [by_query[query]["recip_rank"] for query in gains_by_query]
+            # Documents below rank k count as not found.
             values = [value if k is None or value >= 1 / k else 0.0 for value in values]
         else:
             name = _UNCUT_METRICS[family] if k is None else f"{_CUTOFF_METRICS[family]}_{k}"
-            values = [each[query][name] for query in judged]
-        figures[:, column] = values
-    return figures
+            values = [by_query[query][name] for query in gains_by_query]
+        results[:, column] = values
+    return results
 
 
-def mean_metrics(each: NDArray[np.float64], metrics: Sequence[str]) -> dict[str, float]:
-    """Means over queries of figures [Q, M]: the same floats however the queries were dealt to ranks; 0 of none."""
-    return {
-        metric: math.fsum(values) / max(1, len(values)) for metric, values in zip(metrics, each.T.tolist(), strict=True)
-    }
+def mean_metrics(per_query: NDArray[np.float64], metrics: Sequence[str]) -> dict[str, float]:
+    """Means over queries of [Q, M]; 0 without queries. Independent of the order of the queries, bit by bit."""
+    columns = zip(metrics, per_query.T.tolist(), strict=True)
+    return {metric: math.fsum(values) / max(1, len(values)) for metric, values in columns}
 
 
 def judged_documents(judgements: Mapping[str, Mapping[str, int]]) -> set[str]:
-    """All documents that somebody has judged for any query."""
+    """All documents that are judged for any query."""
     return {document for gains in judgements.values() for document in gains}
 
 
 def required_depth(metrics: Sequence[str]) -> int:
-    """How many documents of each query these metrics look at."""
+    """The number of documents per query that these metrics need."""
     return max(_UNCUT_DEPTH if k is None else k for _, k in map(_parse_metric, metrics))
 
 
 def check_retrieval_metrics(metrics: Sequence[str], option: str) -> None:
-    """Refuse names of which no metric is known.
+    """Reject unknown names.
 
     Raises:
         ConfigError: with the option and what is allowed.
     """
     for metric in metrics:
-        family, _, cut = metric.partition("@")
-        known = family in _UNCUT_METRICS if not cut else family in (*_CUTOFF_METRICS, *_OWN_METRICS) and _is_cutoff(cut)
-        if not known:
+        family, _, cutoff = metric.partition("@")
+        is_known = family in _UNCUT_METRICS
+        if cutoff:
+            is_known = family in (*_CUTOFF_METRICS, *_OWN_METRICS) and _is_cutoff(cutoff)
+        if not is_known:
             allowed = ", ".join(
                 [*(f"{name}@K" for name in dict.fromkeys((*_CUTOFF_METRICS, *_OWN_METRICS))), *_UNCUT_METRICS]
             )
-            raise ConfigError(f"{option}: {metric!r} is no metric of rankings: allowed are {allowed}, such as ndcg@10")
+            raise ConfigError(
+                f"{option}: {metric!r} is not a metric of rankings: allowed are {allowed}, such as ndcg@10"
+            )
 
 
 def _is_cutoff(text: str) -> bool:
@@ -111,29 +115,28 @@ def _is_cutoff(text: str) -> bool:
 
 
 def _parse_metric(metric: str) -> tuple[str, int | None]:
-    family, _, cut = metric.partition("@")
-    return family, int(cut) if cut else None
+    family, _, cutoff = metric.partition("@")
+    return family, int(cutoff) if cutoff else None
 
 
-def _holes(found: Mapping[str, float], known: Set[str], k: int) -> float:
-    first = sorted(found.items(), key=lambda item: (item[1], item[0]), reverse=True)[:k]
-    return sum(document not in known for document, _ in first) / k
+def _hole(scores: Mapping[str, float], judged: Set[str], k: int) -> float:
+    top = sorted(scores.items(), key=lambda item: (item[1], item[0]), reverse=True)[:k]
+    return sum(document not in judged for document, _ in top) / k
 
 
 def sts_metrics(cosines: Sequence[float], gold: Sequence[float]) -> dict[str, float]:
     """Rank and linear correlation of similarities with gold scores; 0 where all similarities are equal.
 
-    A model that gives every text the same vector has no correlation in scipy's eyes but NaN, which no
-    comparison of checkpoints survives; it knows nothing, and so it gets 0.
+    For a model that gives every text the same vector, scipy returns NaN, which would break comparisons of checkpoints.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.ConstantInputWarning)
         warnings.simplefilter("ignore", stats.NearConstantInputWarning)
-        figures = {
+        metrics = {
             "spearman": float(stats.spearmanr(cosines, gold).statistic),
             "pearson": float(stats.pearsonr(cosines, gold).statistic),
         }
-    return {name: value if math.isfinite(value) else 0.0 for name, value in figures.items()}
+    return {name: value if math.isfinite(value) else 0.0 for name, value in metrics.items()}
 
 
 def parse_best_metric(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, str]:

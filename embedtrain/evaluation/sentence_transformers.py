@@ -1,6 +1,6 @@
-"""What sentence-transformers' evaluators ask of a model, answered by the sharded one.
+"""Adapts the sharded model to the evaluators of sentence-transformers.
 
-Checked on sentence-transformers 6.2, whose evaluators pass texts by place and all else by name.
+Checked on sentence-transformers 6.2, whose evaluators pass texts by position and everything else by keyword.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from embedtrain.inference.encode import SentenceEncoder
 
 
 class SentenceTransformersAdapter:
-    """A SentenceEncoder that can be handed to any evaluator that calls `model.encode` and its relatives.
+    """A SentenceEncoder for evaluators that call `model.encode` and similar methods.
 
         EmbeddingSimilarityEvaluator(...)(SentenceTransformersAdapter(encoder))
 
-    Every rank must run the evaluator, with the same data; every rank gets all vectors and the same figures.
-    Give `output_path` on rank 0 only, or all ranks write the same file. `encode` holds all vectors on every
-    rank: for a corpus that does not fit, `Evaluator` keeps them sharded.
+    Every rank must run the evaluator with the same data; every rank gets all vectors and the same metrics. Pass
+    `output_path` on rank 0 only, or all ranks write the same file. `encode` returns all vectors on every rank; for a
+    corpus that does not fit, use `Evaluator`, which keeps them sharded.
     """
 
     similarity_fn_name = "cosine"
@@ -48,13 +48,13 @@ class SentenceTransformersAdapter:
     ) -> Any:
         """Vectors of one text, [D], or of several, [n, D]; a collective.
 
-        `batch_size`, `device` and the like have no effect: chunks are cut by tokens, on the encoder's device.
+        Other options of sentence-transformers, such as `batch_size` and `device`, have no effect.
 
         Returns:
             A tensor on the encoder's device with `convert_to_tensor`, else a numpy array, else a list of tensors.
 
         Raises:
-            ConfigError: an unknown prompt name, or token vectors were asked for.
+            ConfigError: the prompt name is unknown, or token vectors are requested.
         """
         if output_value != "sentence_embedding":
             raise ConfigError(f"output_value={output_value} is not supported: only sentence_embedding is")
@@ -75,13 +75,13 @@ class SentenceTransformersAdapter:
     def encode_query(
         self, inputs: str | Sequence[str], prompt_name: str | None = None, prompt: str | None = None, **options: Any
     ) -> Any:
-        """`encode`, with the query prompt unless another is given."""
+        """`encode` with the query prompt as the default."""
         return self.encode(inputs, prompt_name or (None if prompt is not None else "query"), prompt, **options)
 
     def encode_document(
         self, inputs: str | Sequence[str], prompt_name: str | None = None, prompt: str | None = None, **options: Any
     ) -> Any:
-        """`encode`, with the document prompt unless another is given."""
+        """`encode` with the document prompt as the default."""
         return self.encode(inputs, prompt_name or (None if prompt is not None else "document"), prompt, **options)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
@@ -94,16 +94,16 @@ class SentenceTransformersAdapter:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self.encoder.world.device
 
     @property
     def max_seq_length(self) -> int:
-        """Tokens of a text that are kept."""
+        """Maximum number of tokens of a text."""
         return self.encoder.tokenizer.max_length
 
     def get_embedding_dimension(self) -> int:
-        """D. A collective, since only a forward pass tells."""
+        """D, from a forward pass. A collective."""
         return self.encoder.encode_all([]).shape[1]
 
     get_sentence_embedding_dimension = get_embedding_dimension
@@ -117,7 +117,7 @@ class SentenceTransformersAdapter:
 
 
 class _NoModelCard:
-    """Takes what evaluators would write into a model card, and drops it: the export writes its own."""
+    """Ignores what evaluators write to the model card: the export writes its own."""
 
     def set_evaluation_metrics(self, *_args: Any, **_kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""

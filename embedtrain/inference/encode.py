@@ -1,4 +1,4 @@
-"""Texts to vectors over all ranks, with weights that may be sharded.
+"""Encodes texts on all ranks, with weights that may be sharded.
 
 Shapes: n texts, n_r of them on rank r, W ranks, D dimensions.
 """
@@ -6,7 +6,7 @@ Shapes: n texts, n_r of them on rank r, W ranks, D dimensions.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import torch
@@ -19,25 +19,28 @@ from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.sharding import reshard, unsharded_weights
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
-from embedtrain.inference.passes import EncodingPlan, PromptedTexts, plan_encoding
+from embedtrain.inference.encoding_plan import EncodingPlan, PromptedTexts, plan_encoding
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.loading.load import LoadedModel
 
-# Passes of a rank between two looks at what came out: progress is told, and vectors are stored where that is asked for.
+# Chunks of a rank between two reports of progress; vectors are checked, and cached on disk, after each such block.
 CHUNKS_PER_BLOCK = 16
 
+# Called with a description of the work, the number of items done, and their total.
 ProgressCallback = Callable[[str, int, int], None]
-# Texts as the model sees them, and what each begins with that is a prompt.
+# Texts as the model sees them, and the prompt that each starts with.
 _Chunk: TypeAlias = tuple[list[str], list[str]]
 _EMPTY_CHUNK: _Chunk = ([], [])
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedShard:
-    """Vectors that lie on this rank.
+    """The vectors on this rank.
 
     Attributes:
-        vectors: [n_r, D] on this rank's device; float32, unless they were finished otherwise.
-        rows: int64 [n_r] on the CPU: for each vector, which of the n texts it is of. Every text is on exactly one rank.
+        vectors: [n_r, D] on this rank's device; float32, unless `transform` returned another type.
+        rows: int64 [n_r] on the CPU, the index of each vector's text among the n texts. Each text is on exactly one
+            rank.
     """
 
     vectors: Tensor
@@ -45,30 +48,29 @@ class EncodedShard:
 
 
 class SentenceEncoder:
-    """Encodes texts with the live model, all ranks together.
+    """Encodes texts with the live model on all ranks.
 
-    Every forward pass of a sharded model is a collective. Texts are therefore cut into one list of chunks,
-    the same on every rank, and chunk i is rank i % W's; who has run out of chunks runs dummies. A chunk's
-    composition does not depend on W, and so neither does a single bit of any vector.
+    Every forward pass of a sharded model is a collective. The texts are therefore cut into one list of chunks, the same
+    on every rank, and rank i % W encodes chunk i; ranks without chunks left run dummy passes. The composition of a
+    chunk does not depend on W, so vectors are bit-identical on any number of ranks.
 
-    With `unshard=model` all weights are gathered before a set of texts is encoded, and between two looks at what came
-    out each rank goes through its own chunks without waiting for another: faster for a model that fits, the same bits.
+    With `unshard=model`, all weights are gathered before a set of texts is encoded, and each rank encodes its chunks
+    without waiting for the others until the end of a block: faster for a model that fits, with the same bits.
 
     All methods are collectives: every rank calls them with the same texts.
 
     Args:
-        encoder: token ids and mask [N, L], and the mask of those that count or None, to float32 [N, D]; it is called,
-            never its `forward`.
-        tokenizer: bound to the length that the model takes.
+        encoder: maps token ids and mask [N, L], and the mask of tokens to pool or None, to float32 [N, D]; it is called
+            directly, never its `forward`.
+        tokenizer: bound to a maximum length.
         world: the ranks.
-        chunk_tokens: tokens, padding included, that one forward pass may hold.
-        query_prompt: what the model wants before queries.
-        document_prompt: what the model wants before documents.
-        unshard: how much of sharded weights is whole at a time.
+        chunk_tokens: maximum number of tokens, including padding, of one forward pass.
+        query_prompt: default prompt of queries, for callers that have no other.
+        document_prompt: default prompt of documents.
+        unshard: how much of the sharded weights is gathered at a time.
 
     Attributes:
-        progress: called with what is being encoded, how many chunks are done, and of how many; whoever shows progress
-            sets it.
+        progress: called after each block.
     """
 
     def __init__(
@@ -89,25 +91,32 @@ class SentenceEncoder:
         self.query_prompt = query_prompt
         self.document_prompt = document_prompt
         self.unshard = unshard
-        self.progress: ProgressCallback = lambda _what, _done, _total: None
+        self.progress: ProgressCallback = lambda _description, _done, _total: None
 
-    def encode_sharded(self, texts: Sequence[str], prompt: str = "", *, max_length: int | None = None) -> EncodedShard:
-        """Encode n texts and leave each vector on the rank that made it.
+    @classmethod
+    def from_model(
+        cls, model: LoadedModel, world: World, *, chunk_tokens: int, unshard: Unshard = Unshard.layer
+    ) -> Self:
+        """The encoder of a loaded model, with the model's prompts."""
+        prompts = model.source.prompts
+        return cls(
+            model.encoder,
+            model.tokenizer,
+            world,
+            chunk_tokens=chunk_tokens,
+            query_prompt=prompts.get("query", ""),
+            document_prompt=prompts.get("document", ""),
+            unshard=unshard,
+        )
 
-        Equal texts are encoded once, so their vectors, and with them their scores, are equal to the bit.
-
-        Args:
-            texts: any number of texts.
-            prompt: put before each.
-            max_length: tokens of a text that are kept, where that is less than the model takes.
-
-        Raises:
-            TrainingError: on every rank, if a vector is not finite on any.
-        """
-        blocks = list(self.encode_blocks(texts, prompt, max_length=max_length))
-        with torch.inference_mode(False):
-            vectors = torch.cat([block.vectors for block in blocks])
-        return EncodedShard(vectors, torch.cat([block.rows for block in blocks]))
+    @contextlib.contextmanager
+    def report_progress(self, progress: ProgressCallback) -> Iterator[None]:
+        """Call `progress` instead of `self.progress` within the block."""
+        before, self.progress = self.progress, progress
+        try:
+            yield
+        finally:
+            self.progress = before
 
     def encode_all(
         self,
@@ -115,31 +124,32 @@ class SentenceEncoder:
         prompt: str = "",
         *,
         max_length: int | None = None,
-        what: str = "queries",
+        label: str = "queries",
         existing_prompt: str | Sequence[str] = "",
     ) -> Tensor:
-        """Encode n texts; every rank gets all vectors, float32 [n, D], in the order of the texts.
+        """Encode n texts; returns all vectors on every rank, float32 [n, D], in the order of the texts.
 
         Args:
-            texts: any number of texts.
-            prompt: put before each.
-            max_length: tokens of a text that are kept, where that is less than the model takes.
-            what: what the texts are, for progress.
-            existing_prompt: a prompt that texts begin with already, or that each does, where it differs.
+            texts: may contain duplicates, which are encoded once.
+            prompt: prepended to each text.
+            max_length: in tokens, if less than the model's maximum.
+            label: what the texts are, for progress.
+            existing_prompt: a prompt that all texts already start with, or one per text.
 
         Raises:
             TrainingError: on every rank, if a vector is not finite on any.
         """
         prompted = self._with_prompt(texts, prompt, existing_prompt)
-        passes = self._plan(prompted, max_length)
-        blocks = list(self._encode(prompted, max_length, passes, None, what))
+        plan = self._plan(prompted, max_length)
+        blocks = list(self._encode(prompted, max_length, plan, None, label))
         with torch.inference_mode(False), torch.no_grad():
-            mine = torch.cat([vectors for vectors, _ in blocks])
-            everything = gather_rows(mine)
-            kinds = torch.from_numpy(np.concatenate([kinds for _, kinds in blocks])).to(mine.device)
-            rows, counts = passes.expand(gather_rows(kinds).cpu().numpy())
-            ordered = everything.new_empty((len(rows), everything.shape[1]))
-            ordered[rows.to(mine.device)] = everything.repeat_interleave(counts.to(mine.device), dim=0)
+            local_vectors = torch.cat([vectors for vectors, _ in blocks])
+            vectors = gather_rows(local_vectors)
+            local_distinct = torch.from_numpy(np.concatenate([distinct for _, distinct in blocks]))
+            distinct = gather_rows(local_distinct.to(local_vectors.device)).cpu().numpy()
+            rows, counts = plan.expand(distinct)
+            ordered = vectors.new_empty((len(rows), vectors.shape[1]))
+            ordered[rows.to(vectors.device)] = vectors.repeat_interleave(counts.to(vectors.device), dim=0)
             return ordered
 
     def encode_blocks(
@@ -149,39 +159,41 @@ class SentenceEncoder:
         *,
         max_length: int | None = None,
         vector_cache: VectorCache | None = None,
-        finish: Callable[[Tensor], Tensor] = lambda vectors: vectors,
-        what: str = "documents",
+        transform: Callable[[Tensor], Tensor] = lambda vectors: vectors,
+        label: str = "documents",
         existing_prompt: str = "",
     ) -> Iterator[EncodedShard]:
-        """The same as `encode_sharded`, a block at a time: at least one, and as many on every rank.
+        """Encode n texts and leave each vector on the rank that encoded it; yields blocks.
+
+        There is at least one block, and the same number on every rank. Equal texts are encoded once, so their vectors
+        are bit-identical.
 
         Args:
-            texts: any number of texts.
-            prompt: put before each.
-            max_length: tokens of a text that are kept, where that is less than the model takes.
-            vector_cache: where vectors are kept on disk, so that encoding that was stopped goes on.
-            finish: what is made of [m, D] vectors, row by row, before they are stored and given out.
-            what: what the texts are, for progress.
-            existing_prompt: a prompt that texts begin with already.
+            texts: may contain duplicates.
+            prompt: prepended to each text.
+            max_length: in tokens, if less than the model's maximum.
+            vector_cache: stores vectors on disk, so that interrupted encoding resumes.
+            transform: applied row by row to vectors [m, D] before they are stored and yielded.
+            label: what the texts are, for progress.
+            existing_prompt: a prompt that all texts already start with.
 
         Raises:
             TrainingError: on every rank, if a vector is not finite on any.
             DataError: stored vectors cannot be written or read.
         """
         prompted = self._with_prompt(texts, prompt, existing_prompt)
-        passes = self._plan(prompted, max_length)
+        plan = self._plan(prompted, max_length)
         if vector_cache is not None:
-            vector_cache = vector_cache.of(
-                texts, prompt, self.tokenizer, max_length, passes.limit, prompted.existing_prompt
-            )
-        for raw, kinds in self._encode(prompted, max_length, passes, vector_cache, what, finish):
-            rows, counts = passes.expand(kinds)
+            vector_cache = vector_cache.for_texts(prompted, self.tokenizer, max_length, plan.chunk_tokens)
+        for encoded, distinct in self._encode(prompted, max_length, plan, vector_cache, label, transform):
+            rows, counts = plan.expand(distinct)
             with torch.inference_mode(False), torch.no_grad():
-                vectors = raw if len(rows) == len(kinds) else raw.repeat_interleave(counts.to(raw.device), dim=0)
+                has_duplicates = len(rows) != len(distinct)
+                vectors = encoded.repeat_interleave(counts.to(encoded.device), dim=0) if has_duplicates else encoded
             yield EncodedShard(vectors, rows)
 
     def _with_prompt(self, texts: Sequence[str], prompt: str, existing_prompt: str | Sequence[str]) -> PromptedTexts:
-        # Where prompts count like any text, what is one does not matter.
+        # Existing prompts only matter if prompt tokens are excluded from pooling.
         return PromptedTexts(texts, prompt, "" if self.tokenizer.include_prompt else existing_prompt)
 
     def _plan(self, texts: PromptedTexts, max_length: int | None) -> EncodingPlan:
@@ -191,56 +203,56 @@ class SentenceEncoder:
         self,
         texts: PromptedTexts,
         max_length: int | None,
-        passes: EncodingPlan,
+        plan: EncodingPlan,
         vector_cache: VectorCache | None,
-        what: str,
-        finish: Callable[[Tensor], Tensor] = lambda vectors: vectors,
+        label: str,
+        transform: Callable[[Tensor], Tensor] = lambda vectors: vectors,
     ) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
-        """Vectors of this rank's chunks, [m, D], and the kinds of text that they are of; a block at a time."""
-        left = list(range(len(passes)))
+        """Yield vectors [m, D] of this rank's chunks, block by block, and the numbers of their distinct texts."""
+        remaining = list(range(len(plan)))
         if vector_cache is not None:
-            files = vector_cache.files(self.world)
-            done = {number for _, numbers in files for number in numbers}
-            left = [number for number in left if number not in done]
-            for vectors, kinds in vector_cache.share(files, self.world):
-                yield vectors.to(self.world.device), kinds
-            if not left:
+            files = vector_cache.list_files(self.world)
+            cached_chunks = {number for _, numbers in files for number in numbers}
+            remaining = [number for number in remaining if number not in cached_chunks]
+            for vectors, distinct in vector_cache.read_local(files, self.world):
+                yield vectors.to(self.world.device), distinct
+            if not remaining:
                 return
-        total, size = len(passes), self.world.size
-        # At least one pass even without texts: only a pass tells how many dimensions there are.
+        total, size = len(plan), self.world.size
+        # At least one pass even without texts: only a forward pass shows the number of dimensions.
         with self._unsharded():
-            for start in range(0, len(left) or 1, CHUNKS_PER_BLOCK * size):
-                block = left[start : start + CHUNKS_PER_BLOCK * size]
-                mine = [passes.chunk(number) for number in block[self.world.rank :: size]]
-                rows = [passes.first[kinds].tolist() for kinds in mine]
-                vectors = self._encode_block(
-                    [(texts.with_prompt(some), texts.prompts(some)) for some in rows], block, max_length
-                )
-                self._require_finite(vectors, [texts.texts[row] for some in rows for row in some])
-                kinds = np.concatenate([np.empty(0, dtype=np.int64), *mine])
+            for start in range(0, len(remaining) or 1, CHUNKS_PER_BLOCK * size):
+                block = remaining[start : start + CHUNKS_PER_BLOCK * size]
+                local_chunks = block[self.world.rank :: size]
+                local_distinct = [plan.chunk(number) for number in local_chunks]
+                rows = [plan.first[distinct].tolist() for distinct in local_distinct]
+                chunks = [(texts.with_prompt(chunk_rows), texts.prompts(chunk_rows)) for chunk_rows in rows]
+                vectors = self._encode_block(chunks, block, max_length)
+                self._require_finite(vectors, [texts.texts[row] for chunk_rows in rows for row in chunk_rows])
+                distinct = np.concatenate([np.empty(0, dtype=np.int64), *local_distinct])
                 with torch.inference_mode(False), torch.no_grad():
-                    vectors = finish(vectors)
+                    vectors = transform(vectors)
                 if vector_cache is not None:
-                    vector_cache.write(vectors, kinds, block[self.world.rank :: size], self.world)
-                self.progress(f"encoding {what}", total - len(left) + start + len(block), total)
-                yield vectors, kinds
+                    vector_cache.write(vectors, distinct, local_chunks, self.world)
+                self.progress(f"encoding {label}", total - len(remaining) + start + len(block), total)
+                yield vectors, distinct
 
     def _encode_block(self, chunks: list[_Chunk], block: Sequence[int], max_length: int | None) -> Tensor:
-        """One pass over each of this rank's chunks, and over dummies while other ranks have more."""
-        turns = max(1, -(-len(block) // self.world.size))
+        """One forward pass per chunk of this rank, and dummy passes while other ranks have more."""
+        num_passes = max(1, -(-len(block) // self.world.size))
         with _eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
-            # Where weights are whole nobody waits for anybody; one pass is still needed to know D.
-            dummies = turns - len(chunks) if self.unshard is Unshard.layer or not chunks else 0
-            return torch.cat([self._forward(chunk, max_length) for chunk in [*chunks, *([_EMPTY_CHUNK] * dummies)]])
+            # With gathered weights, ranks do not wait for each other; one pass is still needed to know D.
+            num_dummies = num_passes - len(chunks) if self.unshard is Unshard.layer or not chunks else 0
+            return torch.cat([self._forward(chunk, max_length) for chunk in [*chunks, *([_EMPTY_CHUNK] * num_dummies)]])
 
     def _unsharded(self) -> contextlib.AbstractContextManager[None]:
-        """All weights, where that was asked for."""
+        """Gather all weights, if that is configured."""
         if self.unshard is Unshard.layer:
             return contextlib.nullcontext()
         return unsharded_weights(self.encoder, lambda: self._encode_block([_EMPTY_CHUNK], [0] * self.world.size, None))
 
     def _forward(self, chunk: _Chunk, max_length: int | None) -> Tensor:
-        """One pass over one chunk; over a dummy whose vector is dropped where there are no texts."""
+        """One forward pass; an empty chunk runs a dummy text, whose vector is dropped."""
         texts, prompts = chunk
         ids = self.tokenizer.ids(texts, max_length, prompts)
         tokens = self.tokenizer.chunk(ids, range(len(ids))) if ids else self.tokenizer.dummy()
@@ -249,11 +261,11 @@ class SentenceEncoder:
         return vectors.float()[: len(texts)]
 
     def _require_finite(self, vectors: Tensor, texts: list[str]) -> None:
-        bad = (~torch.isfinite(vectors).all(dim=1)).nonzero().flatten().tolist()
-        found = self.world.gather((len(bad), texts[bad[0]][:60]) if bad else None)
-        failed = [(rank, *what) for rank, what in enumerate(found) if what is not None]
-        if failed:
-            rank, count, text = failed[0]
+        bad_rows = (~torch.isfinite(vectors).all(dim=1)).nonzero().flatten().tolist()
+        reports = self.world.gather((len(bad_rows), texts[bad_rows[0]][:60]) if bad_rows else None)
+        failures = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
+        if failures:
+            rank, count, text = failures[0]
             raise TrainingError(
                 f"{count} vectors on rank {rank} are not finite, the first of the text {text!r}: "
                 f"the weights hold NaN or infinity, or overflow in this precision"
@@ -262,11 +274,11 @@ class SentenceEncoder:
 
 @contextlib.contextmanager
 def _eval_mode(encoder: nn.Module, *, reshard_after: bool) -> Iterator[None]:
-    """Without gradient and dropout; afterwards every module's mode is as before, and weights are sharded if asked for.
+    """Disable gradients and dropout; afterwards restore each module's mode, and reshard the weights if asked to.
 
-    Not under inference mode, and out of it where the caller is in it: what FSDP gathers weights into is made
-    once, and made there it could never be trained with ("Inplace update to inference tensor").
-    An error within a forward pass leaves FSDP in the midst of it; nothing here can mend that.
+    Inference mode is switched off, even if the caller has it on: FSDP allocates the buffers that it gathers weights
+    into once, and buffers allocated in inference mode can never be trained with ("Inplace update to inference tensor").
+    An error within a forward pass leaves FSDP in the middle of it, which cannot be repaired here.
     """
     modes = [(module, module.training) for module in encoder.modules()]
     try:

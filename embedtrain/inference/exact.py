@@ -1,4 +1,4 @@
-"""Inner products whose bits depend on the two vectors alone, and keys that order scores with their ties.
+"""Inner products whose bits depend on the two vectors alone, and integer keys that sort by score, then by priority.
 
 Shapes: n vectors, P pairs, D dimensions.
 """
@@ -6,25 +6,25 @@ Shapes: n vectors, P pairs, D dimensions.
 import torch
 from torch import Tensor
 
-# Numbers of float64 in one block of pair scores, of which a few are held at a time: on a CPU what its caches hold (four
-# times as fast as 128 MiB), on a GPU what keeps it busy.
+# Float64 numbers in one block of pair scores, of which a few exist at a time: on a CPU what fits its caches (four times
+# as fast as 128 MiB), on a GPU enough to keep it busy.
 _BLOCK_NUMEL_CPU, _BLOCK_NUMEL_GPU = 1 << 18, 1 << 24
-# Below every key of a document.
+# Less than the key of any document.
 NO_DOCUMENT = torch.iinfo(torch.int64).min
 _VECTOR_BATCH_SIZE = 16384
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
-    """Vectors [n, D] scaled to length 1, float32; a zero vector stays. The same bits however they are batched."""
+    """Scale vectors [n, D] to unit length, float32; zero vectors stay zero. Independent of batching, bit by bit."""
     parts = torch.split(vectors, _VECTOR_BATCH_SIZE)
     return torch.cat([(part / norms(part).clamp(min=1e-12).unsqueeze(1)).float() for part in parts])
 
 
 def cosines(first: Tensor, second: Tensor) -> Tensor:
-    """Cosine of each row of two [P, D], float64 [P]; 0 where a vector is zero."""
-    block = pair_batch_size(first)
-    pairs = zip(torch.split(first, block), torch.split(second, block), strict=True)
-    products = torch.cat([pairwise_dot(one, other) for one, other in pairs])
+    """Cosine of each pair of rows of two [P, D], float64 [P]; 0 for a zero vector."""
+    batch_size = pair_batch_size(first)
+    pairs = zip(torch.split(first, batch_size), torch.split(second, batch_size), strict=True)
+    products = torch.cat([pairwise_dot(left, right) for left, right in pairs])
     return products / (norms(first) * norms(second)).clamp(min=1e-24)
 
 
@@ -35,16 +35,16 @@ def norms(vectors: Tensor) -> Tensor:
 
 
 def pair_batch_size(vectors: Tensor) -> int:
-    """How many pairs of vectors like these [n, D] to multiply at a time."""
-    numbers = _BLOCK_NUMEL_CPU if vectors.device.type == "cpu" else _BLOCK_NUMEL_GPU
-    return max(1, numbers // max(1, vectors.shape[1]))
+    """The number of pairs of such vectors [n, D] to multiply at a time."""
+    numel = _BLOCK_NUMEL_CPU if vectors.device.type == "cpu" else _BLOCK_NUMEL_GPU
+    return max(1, numel // max(1, vectors.shape[1]))
 
 
 def pairwise_dot(left: Tensor, right: Tensor) -> Tensor:
-    """Inner product of each row of two [P, D], float64 [P].
+    """Inner product of each pair of rows of two [P, D], float64 [P].
 
-    The products of float32 are exact in float64, and halves are added to halves: a library's sum may add in
-    another order for another P, on another device or with another number of threads.
+    The products of float32 are exact in float64, and halves are added to halves: a library's sum may add in another
+    order for another P, on another device or with another number of threads.
     """
     terms = left.double() * right.double()
     while terms.shape[1] > 1:
@@ -55,18 +55,18 @@ def pairwise_dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def pack_keys(scores: Tensor, priorities: Tensor) -> Tensor:
-    """A float32 score and a document's place among equal scores as one integer of the same order.
+    """Combine float32 scores and tie priorities into integers of the same order.
 
-    The largest keys are then the best documents, ties and all, and one topk finds them.
+    The largest keys are then the best documents, with ties resolved, and one topk finds them.
     """
-    # Adding 0 turns -0.0 into 0.0. The bits of a negative float count the wrong way round.
+    # Adding 0 turns -0.0 into 0.0. The bits of negative floats sort in reverse.
     bits = (scores + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     return (ordered << 32) + priorities
 
 
 def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores and the places of keys."""
+    """The scores and the priorities of keys."""
     ordered = (keys >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), keys & 0xFFFFFFFF

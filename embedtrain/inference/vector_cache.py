@@ -1,9 +1,9 @@
-"""Vectors kept on disk while a large set of texts is encoded, so that encoding that was stopped goes on.
+"""A cache on disk for the vectors of a large set of texts, so that interrupted encoding resumes.
 
-    DIR/<digest>/00000012-00000140-….safetensors     the vectors of some chunks, by the rank that made them
+    DIR/<digest>/00000012-00000140-….safetensors     the vectors of some chunks, written by the rank that encoded them
 
-What is kept is named by a digest of all that decides about it: the model, the texts, the prompt, lengths, precision. A
-file is whole or not there. It says which chunks it holds, so that any number of ranks can go on.
+The digest covers everything that the vectors depend on: model, texts, prompt, maximum length, precision. Files appear
+atomically, and each lists its chunks, so that any number of ranks can resume.
 """
 
 import hashlib
@@ -28,114 +28,112 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write
+from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.models.source import ModelSource
 
 
 @dataclass(frozen=True)
 class VectorCache:
-    """Where vectors are kept.
+    """Vectors in a directory that all ranks share.
 
     Attributes:
-        directory: seen by all ranks.
-        identity: what decides about vectors besides the texts: model, precision, what is made of them.
+        directory: for all sets of texts, or that of one set (from `for_texts`).
+        identity: what the vectors depend on besides the texts: model, precision, data type.
     """
 
     directory: Path
     identity: Mapping[str, Any]
 
-    def of(
-        self,
-        texts: Sequence[str],
-        prompt: str,
-        tokenizer: TextTokenizer,
-        max_length: int | None,
-        limit: int,
-        existing_prompt: str | Sequence[str] = "",
+    def for_texts(
+        self, texts: PromptedTexts, tokenizer: TextTokenizer, max_length: int | None, chunk_tokens: int
     ) -> "VectorCache":
-        """The place of one set of texts; `existing_prompt` is a prompt that they begin with already."""
-        told = {
+        """The cache of one set of texts, cut into chunks of at most `chunk_tokens` tokens."""
+        identity = {
             **self.identity,
-            "prompt": prompt,
+            "prompt": texts.prompt,
             "tokenizer": tokenizer.fingerprint,
             "max_length": min(max_length or tokenizer.max_length, tokenizer.max_length),
-            "limit": limit,
+            "limit": chunk_tokens,
             "packed": tokenizer.packed,
         }
-        if existing_prompt:
-            told["prompt within"] = existing_prompt if isinstance(existing_prompt, str) else list(existing_prompt)
-        digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16)
-        digest.update(text_keys(texts).numpy().tobytes())
-        return VectorCache(self.directory / digest.hexdigest(), told)
+        if texts.existing_prompt:
+            existing = texts.existing_prompt
+            identity["prompt within"] = existing if isinstance(existing, str) else list(existing)
+        digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16)
+        digest.update(text_keys(texts.texts).numpy().tobytes())
+        return VectorCache(self.directory / digest.hexdigest(), identity)
 
-    def files(self, world: World) -> list[tuple[str, list[int]]]:
-        """What is there: files, and which chunks each holds. A collective; the same on every rank.
+    def list_files(self, world: World) -> list[tuple[str, list[int]]]:
+        """The names of the files and the chunks in each, the same on every rank. A collective.
 
         Raises:
-            DataError: a file is not what was stored.
+            DataError: a file holds something else.
         """
-        found: list[tuple[str, list[int]]] = []
+        files: list[tuple[str, list[int]]] = []
         with world.fail_together("looking for stored vectors"):
             if world.is_main and self.directory.is_dir():
-                seen: set[int] = set()
+                listed: set[int] = set()
                 for path in sorted(self.directory.glob("*.safetensors")):
-                    chunks = _chunks_of(path)
-                    if not seen & set(chunks):  # two runs side by side may have made the same
-                        seen |= set(chunks)
-                        found.append((path.name, chunks))
-        return world.broadcast(found)
+                    chunks = _read_chunk_numbers(path)
+                    if not listed & set(chunks):  # two concurrent runs may have encoded the same chunks
+                        listed |= set(chunks)
+                        files.append((path.name, chunks))
+        return world.broadcast(files)
 
-    def share(self, files: Sequence[tuple[str, list[int]]], world: World) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
-        """Of `files` this rank's share: vectors [m, D] on the CPU, and kinds of text. A collective.
+    def read_local(
+        self, files: Sequence[tuple[str, list[int]]], world: World
+    ) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
+        """Yield vectors [m, D] of every W-th file, on the CPU, and the numbers of their distinct texts. A collective.
 
-        Every rank gets as many, the last of them perhaps empty.
+        The number of items is the same on every rank; the last may be empty.
         """
         for start in range(0, len(files), world.size):
-            at = start + world.rank
+            index = start + world.rank
             with world.fail_together("reading stored vectors"):
-                # Who has none reads the last and takes no row: its width is all it needs.
-                vectors, kinds = _read(self.directory / files[min(at, len(files) - 1)][0])
-            yield (vectors, kinds) if at < len(files) else (vectors[:0], kinds[:0])
+                # Ranks without a file read the last one and drop its rows: they only need the width.
+                vectors, distinct = _read(self.directory / files[min(index, len(files) - 1)][0])
+            yield (vectors, distinct) if index < len(files) else (vectors[:0], distinct[:0])
 
-    def write(self, vectors: Tensor, kinds: NDArray[np.int64], chunks: Sequence[int], world: World) -> None:
-        """Keep this rank's vectors of some chunks. A collective."""
+    def write(self, vectors: Tensor, distinct: NDArray[np.int64], chunks: Sequence[int], world: World) -> None:
+        """Store this rank's vectors of some chunks. A collective."""
         with world.fail_together("storing vectors"):
             if chunks:
                 path = self.directory / f"{chunks[0]:08}-{chunks[-1]:08}-{uuid.uuid4().hex[:8]}.safetensors"
-                tensors = {"vectors": vectors.cpu().contiguous(), "kinds": from_numpy(kinds)}
+                tensors = {"vectors": vectors.cpu().contiguous(), "kinds": from_numpy(distinct)}
                 try:
-                    with atomic_write(path) as file:
-                        save_file(tensors, file, metadata={"chunks": json.dumps(list(chunks))})
+                    with atomic_write(path) as unfinished:
+                        save_file(tensors, unfinished, metadata={"chunks": json.dumps(list(chunks))})
                 except (SafetensorError, OSError) as error:
                     raise DataError(f"vectors cannot be stored in {self.directory}: {error}") from error
 
 
-def _chunks_of(path: Path) -> list[int]:
+def _read_chunk_numbers(path: Path) -> list[int]:
     try:
         with safe_open(path, framework="pt") as file:
             return [int(chunk) for chunk in json.loads(file.metadata()["chunks"])]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not the vectors that were stored ({error}): delete {path.parent}") from error
+        raise DataError(f"{path}: not a file of stored vectors ({error}): delete {path.parent}") from error
 
 
 def _read(path: Path) -> tuple[Tensor, NDArray[np.int64]]:
     try:
         with safe_open(path, framework="pt") as file:
-            vectors, kinds = file.get_tensor("vectors"), file.get_tensor("kinds")
+            vectors, distinct = file.get_tensor("vectors"), file.get_tensor("kinds")
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: stored vectors cannot be read ({error}): delete {path.parent}") from error
-    if vectors.dim() != 2 or kinds.shape != vectors.shape[:1] or kinds.dtype != torch.int64:
-        raise DataError(f"{path}: not the vectors that were stored: delete {path.parent}")
-    return vectors, kinds.numpy()
+    if vectors.dim() != 2 or distinct.shape != vectors.shape[:1] or distinct.dtype != torch.int64:
+        raise DataError(f"{path}: not a file of stored vectors: delete {path.parent}")
+    return vectors, distinct.numpy()
 
 
-# Weights, configuration, tokenizer, and the code of a model that brings its own.
-_ENDINGS = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"}
+# Weights, configuration, tokenizer, and custom code.
+_MODEL_FILE_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"}
 
 
 def model_identity(source: ModelSource, precision: Precision, world: World) -> dict[str, Any]:
-    """Digests of the model's files by name, and how they are used; the same on every rank. A collective.
+    """What a model's vectors depend on: digests of its files, and how they are used. A collective.
 
-    Two models of one identity give the same vectors; what is kept under it can be used again.
+    Two models with the same identity give the same vectors.
 
     Raises:
         DataError: a file cannot be read.
@@ -145,10 +143,10 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
         if world.is_main:
             for number, directory in enumerate(_directories(source)):
                 for path in sorted(directory.iterdir()):
-                    if path.is_file() and path.suffix in _ENDINGS:
+                    if path.is_file() and path.suffix in _MODEL_FILE_SUFFIXES:
                         files[f"{number}/{path.name}"] = file_digest(str(path))
-    told: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
-    return told | {
+    pooling_options: dict[str, Any] = {} if source.include_prompt else {"include_prompt": False}
+    return pooling_options | {
         "files": world.broadcast(files),
         "pooling": source.pooling.value,
         "normalize": source.normalize,

@@ -1,4 +1,4 @@
-"""The model that a door is to load, as its options say it."""
+"""The model of a command: from its options to those of a recipe, and back in errors."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ from embedtrain.errors import ConfigError, ModelError
 
 
 class ModelOptions(Protocol):
-    """Options that commands which load a model have in common."""
+    """The options of commands that load a model."""
 
     model: str
     adapter: str | None
@@ -24,7 +24,7 @@ class ModelOptions(Protocol):
 
 
 def command_model_config(options: ModelOptions) -> ModelConfig:
-    """Directory or Hub id, with what differs from what it says itself."""
+    """The options of the model, as a recipe has them."""
     return ModelConfig(
         path=options.model,
         lora=LoraConfig(path=options.adapter),
@@ -53,16 +53,16 @@ TEACHER_OPTION_NAMES = {
 
 @contextlib.contextmanager
 def command_option_names(options: Mapping[str, str]) -> Iterator[None]:
-    """Call options of `model` in errors as they are called here.
+    """Replace names of options of `model` in errors by those of a command.
 
     Args:
-        options: by their names in a recipe, without `model.`.
+        options: names of the command, by names of a recipe without `model.`.
     """
 
-    def here(found: re.Match[str]) -> str:
-        return options.get(found[1], found[0])
+    def own_name(match: re.Match[str]) -> str:
+        return options.get(match[1], match[0])
 
     try:
         yield
     except (ConfigError, ModelError) as error:
-        raise type(error)(re.sub(r"\bmodel\.((?:lora\.)?\w+)", here, str(error))) from error.__cause__
+        raise type(error)(re.sub(r"\bmodel\.((?:lora\.)?\w+)", own_name, str(error))) from error.__cause__

@@ -34,9 +34,9 @@ from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
-from embedtrain.planning.memory import activation_tokens
+from embedtrain.planning.memory import fit_activation_tokens
 from embedtrain.planning.model_costs import model_spec
-from embedtrain.planning.strategy import choose, choose_encoding_layout
+from embedtrain.planning.strategy import choose_encoding_layout, choose_layout
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 # The variable that accelerate and transformers read the layer class from.
@@ -126,13 +126,15 @@ def load_model(
             choice = choose_encoding_layout(parallel, machines, costs)
         else:
             work = replace(work, tokens_per_text=max_length)
-            choice = choose(parallel, machines, costs, work)
-            kept_tokens = activation_tokens(costs, choice.layout, machines, work, whole=choice.whole, free=free)
+            choice = choose_layout(parallel, machines, costs, work)
+            kept_tokens = fit_activation_tokens(
+                costs, choice.layout, machines, work, reduce_per_step=choice.reduce_per_step, free=free
+            )
         layout = choice.layout
         if layout.strategy is not Strategy.ddp and not blocks:
             _blocks(encoder, parallel, required=True)
     notes += [
-        f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {costs.parameters:,} parameters, "
+        f"{type(encoder.backbone).__name__.removeprefix('FSDP')}, {costs.weights.parameters:,} parameters, "
         f"{source.pooling.value} pooling{', normalised' if source.normalize else ''}, {max_length} tokens",
         _layout_note(layout, blocks),
     ]
@@ -146,8 +148,8 @@ def load_model(
     warm_up(encoder, world.device)
     if model.bidirectional is not None and (read_weights or adapted is not None):
         _check_attention_direction(encoder, model.bidirectional, world)
-    if work is not None and not choice.whole:
-        size = 4 * costs.trained / 2**30
+    if work is not None and not choice.reduce_per_step:
+        size = 4 * costs.weights.trained / 2**30
         notes.append(f"gradients are reduced after every chunk: full ones would take {size:.1f} GiB on every rank")
     notes += packing_notes(packing, model.attention, world, trains=work is not None)
     loaded = LoadedModel(
@@ -156,7 +158,7 @@ def load_model(
         tokenizer=TextTokenizer(tokenizer, max_length, include_prompt=source.include_prompt, packed=packed),
         layout=layout,
         notes=tuple(notes),
-        reduce_per_step=choice.whole,
+        reduce_per_step=choice.reduce_per_step,
         activation_tokens=kept_tokens,
         adapted=adapted,
     )

@@ -1,6 +1,7 @@
-"""The pool: every distinct document that may become a negative, on disk and mapped into memory.
+"""The distinct documents that negatives are chosen from, and their ids: on disk and memory-mapped.
 
-N documents, numbered in the order in which they were first met.
+T is the number of documents with duplicates, N of distinct ones (numbered in the order of their first occurrence), I of
+documents with an id.
 """
 
 import functools
@@ -10,26 +11,23 @@ from typing import overload
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import mapped, write_array
 from embedtrain.data.keys import text_keys
-from embedtrain.mine.documents import DocumentBatch
+from embedtrain.mine.multimap import IntArray
+from embedtrain.mine.sources import NO_SOURCE, DocumentBatch
 
-_BATCHES_AT_HAND = 4096  # their places in the map, not their texts
-_DOCUMENTS_A_BATCH = 1024
+_CACHED_BATCHES = 4096  # views of the memory map, no copies of texts
+_DOCUMENTS_PER_BATCH = 1024
 _SCHEMA = pa.schema([("text", pa.large_string())])
 
 
 class DocumentPool(Sequence[str]):
-    """Texts by their numbers, and numbers by the keys of texts.
-
-    Args:
-        directory: what `write_pool` wrote.
+    """Texts by document number, and document numbers by text key; reads what `write_pool` wrote.
 
     Attributes:
-        keys: int64 [N], of each text; see `text_keys`.
-        stripped_keys: int64 [N], of each text without blanks at its ends; see `stripped_keys`.
+        keys: int64 [N], `text_keys` of the documents.
+        stripped_keys: int64 [N], `stripped_keys` of the documents.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -38,8 +36,8 @@ class DocumentPool(Sequence[str]):
         self.stripped_keys = mapped(directory / "bare-keys.bin", np.int64)
         self._order = mapped(directory / "order.bin", np.int64)
         self._sorted = mapped(directory / "sorted.bin", np.int64)
-        # Looking up a batch takes ten times as long as a text of it.
-        self._batch = functools.lru_cache(_BATCHES_AT_HAND)(lambda number: self._reader.get_batch(number).column(0))
+        # Looking up a batch takes ten times as long as reading one of its texts.
+        self._batch = functools.lru_cache(_CACHED_BATCHES)(lambda number: self._reader.get_batch(number).column(0))
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -50,24 +48,24 @@ class DocumentPool(Sequence[str]):
     def __getitem__(self, number: slice) -> list[str]: ...
     def __getitem__(self, number: int | slice) -> str | list[str]:
         if isinstance(number, slice):
-            return [self[each] for each in range(len(self))[number]]
-        batch, row = divmod(range(len(self))[number], _DOCUMENTS_A_BATCH)
+            return [self[index] for index in range(len(self))[number]]
+        batch, row = divmod(range(len(self))[number], _DOCUMENTS_PER_BATCH)
         text: str = self._batch(batch)[row].as_py()
         return text
 
-    def numbers(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the document of each key, -1 where there is none: int64 [n]."""
+    def numbers(self, keys: IntArray) -> IntArray:
+        """The document number of each key, -1 for an unknown key: int64 [n]."""
         at = np.minimum(self._sorted.searchsorted(keys), max(0, len(self) - 1))
         return np.where(self._sorted[at] == keys, self._order[at], -1)
 
-    def formatted(self, wording: Callable[[str], str]) -> Sequence[str]:
-        """All texts as a model sees them, made when they are asked for."""
-        return _FormattedTexts(self, wording)
+    def formatted(self, document_format: Callable[[str], str]) -> Sequence[str]:
+        """All texts as the model sees them, formatted on access."""
+        return _FormattedTexts(self, document_format)
 
 
 class _FormattedTexts(Sequence[str]):
-    def __init__(self, pool: DocumentPool, wording: Callable[[str], str]) -> None:
-        self._pool, self._wording = pool, wording
+    def __init__(self, pool: DocumentPool, document_format: Callable[[str], str]) -> None:
+        self._pool, self._format = pool, document_format
 
     def __len__(self) -> int:
         return len(self._pool)
@@ -78,70 +76,136 @@ class _FormattedTexts(Sequence[str]):
     def __getitem__(self, number: slice) -> list[str]: ...
     def __getitem__(self, number: int | slice) -> str | list[str]:
         if isinstance(number, slice):
-            return [self._wording(text) for text in self._pool[number]]
-        return self._wording(self._pool[number])
+            return [self._format(text) for text in self._pool[number]]
+        return self._format(self._pool[number])
 
     def __iter__(self) -> Iterator[str]:
-        for start in range(0, len(self), _DOCUMENTS_A_BATCH):
-            yield from self[start : start + _DOCUMENTS_A_BATCH]
+        for start in range(0, len(self), _DOCUMENTS_PER_BATCH):
+            yield from self[start : start + _DOCUMENTS_PER_BATCH]
 
 
-def stripped_keys(texts: Iterable[str]) -> NDArray[np.int64]:
-    """The key of each text without blanks at its ends, int64 [n]: those are no difference that a reader would see."""
+def stripped_keys(texts: Iterable[str]) -> IntArray:
+    """Keys, int64 [n], that are equal for texts that differ in leading and trailing whitespace only."""
     return text_keys([text.strip() for text in texts]).numpy()
 
 
-def number_documents(documents: Iterable[DocumentBatch]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number distinct texts as they come.
+def number_documents(batches: Iterable[DocumentBatch]) -> tuple[IntArray, IntArray]:
+    """Number distinct texts in the order of their first occurrence.
 
     Returns:
-        int64 [T], the number of each of the T texts; and int64 [N], which of the T is the first of each.
+        int64 [T], the number of each document; and int64 [N], the index of the first occurrence of each number.
     """
-    keys = np.concatenate([np.empty(0, dtype=np.int64), *(text_keys(some.texts).numpy() for some in documents)])
-    _, first, kinds = np.unique(keys, return_index=True, return_inverse=True)
+    keys = np.concatenate([np.empty(0, dtype=np.int64), *(text_keys(batch.texts).numpy() for batch in batches)])
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(first)
     number = np.empty_like(order)
     number[order] = np.arange(len(order))
-    return number[kinds], first[order]
+    return number[inverse], first[order]
 
 
-def write_pool(directory: Path, documents: Iterable[DocumentBatch], first: NDArray[np.int64]) -> None:
-    """Write the distinct texts.
+def write_pool(directory: Path, batches: Iterable[DocumentBatch], first: IntArray) -> None:
+    """Write the distinct texts to an existing, empty directory.
 
     Args:
-        directory: an empty folder.
-        documents: those that `number_documents` saw, once more.
-        first: what it returned.
+        directory: for the files of the pool.
+        batches: the documents that `number_documents` saw, in a second pass.
+        first: int64 [N], from `number_documents`.
     """
-    keys: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
-    bare: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
+    keys: list[IntArray] = [np.empty(0, dtype=np.int64)]
+    stripped: list[IntArray] = [np.empty(0, dtype=np.int64)]
     with pa.OSFile(str(directory / "documents.arrow"), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-        for texts in _batches(_firsts(documents, first)):
+        for texts in _rebatch(_first_occurrences(batches, first)):
             writer.write_batch(pa.RecordBatch.from_arrays([pa.array(texts, pa.large_string())], schema=_SCHEMA))
             keys.append(text_keys(texts).numpy())
-            bare.append(stripped_keys(texts))
-    whole = np.concatenate(keys)
-    order = np.argsort(whole, kind="stable")
-    write_array(directory / "keys.bin", whole)
-    write_array(directory / "bare-keys.bin", np.concatenate(bare))
+            stripped.append(stripped_keys(texts))
+    all_keys = np.concatenate(keys)
+    order = np.argsort(all_keys, kind="stable")
+    write_array(directory / "keys.bin", all_keys)
+    write_array(directory / "bare-keys.bin", np.concatenate(stripped))
     write_array(directory / "order.bin", order)
-    write_array(directory / "sorted.bin", whole[order])
+    write_array(directory / "sorted.bin", all_keys[order])
 
 
-def _firsts(documents: Iterable[DocumentBatch], first: NDArray[np.int64]) -> Iterator[str]:
+def _first_occurrences(batches: Iterable[DocumentBatch], first: IntArray) -> Iterator[str]:
     start = 0
-    for some in documents:
-        left, right = np.searchsorted(first, [start, start + len(some.texts)])
-        yield from (some.texts[place - start] for place in first[left:right].tolist())
-        start += len(some.texts)
+    for batch in batches:
+        left, right = np.searchsorted(first, [start, start + len(batch.texts)])
+        yield from (batch.texts[index - start] for index in first[left:right].tolist())
+        start += len(batch.texts)
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+def _rebatch(texts: Iterator[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     for text in texts:
         batch.append(text)
-        if len(batch) == _DOCUMENTS_A_BATCH:
+        if len(batch) == _DOCUMENTS_PER_BATCH:
             yield batch
             batch = []
     if batch:
         yield batch
+
+
+class DocumentIdCollector:
+    """Collects the ids of documents while they are read.
+
+    As Arrow arrays: millions of Python strings and integers would take ten times the memory.
+    """
+
+    def __init__(self) -> None:
+        self._indices: list[IntArray] = [np.empty(0, dtype=np.int64)]
+        self._keys: list[IntArray] = [np.empty(0, dtype=np.int64)]
+        self._ids_by_source: dict[int, list[pa.Array]] = {}
+        self._indices_by_source: dict[int, list[IntArray]] = {}
+
+    def collect(self, batches: Iterator[DocumentBatch]) -> Iterator[DocumentBatch]:
+        """Pass the documents on, and record their ids."""
+        start = 0
+        for batch in batches:
+            if batch.source != NO_SOURCE:
+                self._record(batch, start)
+            start += len(batch.texts)
+            yield batch
+
+    def _record(self, batch: DocumentBatch, start: int) -> None:
+        with_id = [index for index, document_id in enumerate(batch.ids) if document_id]
+        if not with_id:
+            return
+        ids = [batch.ids[index] for index in with_id]
+        indices: IntArray = start + np.array(with_id, dtype=np.int64)
+        self._indices.append(indices)
+        # Ids are local to a source: "7" of another source is another document.
+        self._keys.append(text_keys([f"{batch.source} {document_id}" for document_id in ids]).numpy())
+        self._ids_by_source.setdefault(batch.source, []).append(pa.array(ids, pa.large_string()))
+        self._indices_by_source.setdefault(batch.source, []).append(indices)
+
+    def indices(self) -> IntArray:
+        """Which of the T documents have an id, ascending: int64 [I]."""
+        return np.concatenate(self._indices)
+
+    def keys(self) -> IntArray:
+        """The key of each document's source and id: int64 [I]."""
+        return np.concatenate(self._keys)
+
+    def write(self, directory: Path, numbers: IntArray) -> None:
+        """Write, for each source with ids, the first id of each distinct document; `numbers` is int64 [T]."""
+        for source, ids in self._ids_by_source.items():
+            distinct, first = np.unique(numbers[np.concatenate(self._indices_by_source[source])], return_index=True)
+            table = pa.table({"number": distinct, "id": pa.chunked_array(ids).take(pa.array(first))})
+            path = str(directory / f"ids-{source}.arrow")
+            with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+
+
+class SourceDocumentIds:
+    """The ids that one source has for documents of the pool."""
+
+    def __init__(self, path: Path) -> None:
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        self._numbers = table.column("number").to_numpy()
+        self._ids = table.column("id")
+
+    def get(self, number: int) -> str:
+        """The id of a document, "" for a document without one."""
+        at = int(self._numbers.searchsorted(number))
+        has_id = at < len(self._numbers) and self._numbers[at] == number
+        return str(self._ids[at].as_py()) if has_id else ""

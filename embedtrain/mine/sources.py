@@ -1,51 +1,61 @@
-"""What is mined: training sources as they are read, and what stands around their texts."""
+"""The training sources to mine, and the documents that their negatives are searched among."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.data.cache.row_store import RowStore
+from embedtrain.data.cache.row_store import ArrowRows, RowStore
+from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.layouts import TEXTS_ONLY
+from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.resolve import (
     NO_IN_BATCH_NEGATIVES,
     expand_sources,
     find_parts,
     no_in_batch_negatives,
+    resolve_parts,
     source_names,
 )
+from embedtrain.data.sources.values import BadRow
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.types import Example
 from embedtrain.errors import DataError
+from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mine.options import MineOptions
+from embedtrain.models.hub import split_revision
+
+_BATCH_SIZE = 4096
+NO_SOURCE = -1
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class DocumentFormat:
-    """How documents are seen: what stands before and after each, and how many tokens of it are kept."""
+    """The text around a document, and the number of its tokens that are kept (None: the model's maximum)."""
 
     before: str
     after: str
     max_length: int | None
 
     def __call__(self, text: str) -> str:
-        """The text as the model sees it."""
+        """The document as the model sees it."""
         return f"{self.before}{text}{self.after}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiningSource:
-    """One source: its rows, and what holds for all of them.
+    """The rows of one source and the options that hold for all of them.
 
     Attributes:
         name: of the source, and of the file that is written for it.
         store: its rows.
-        document_parts: the corpus that its rows name documents of, if they do: all of it is searched.
-        text_format: prompts, instruction format and maximal lengths.
+        document_parts: the corpus that its rows refer to by id, if any; all of it is searched.
+        text_format: prompts, instruction format and maximum lengths.
     """
 
     name: str
@@ -53,18 +63,18 @@ class MiningSource:
     document_parts: Sequence[Part]
     text_format: TextFormat
 
-    def query(self, row: Example) -> tuple[str, str]:
-        """A row's query as the model sees it, and what it begins with that is a prompt."""
+    def format_query(self, row: Example) -> tuple[str, str]:
+        """A row's query as the model sees it, and the prompt that it starts with."""
         prompt = self.text_format.query(row.instruction)
         return prompt(row.query), prompt.prefix
 
-    def wording(self, document_instruction: str | None) -> DocumentFormat:
-        """How the documents of a row with this instruction are seen."""
-        prompt = self.text_format.document(document_instruction)
+    def document_format(self, instruction: str | None) -> DocumentFormat:
+        """The format of the documents of rows with this document instruction."""
+        prompt = self.text_format.document(instruction)
         return DocumentFormat(prompt.prefix, prompt.suffix, self.text_format.document_max_length)
 
     def identity(self) -> dict[str, Any]:
-        """What decides about what is found for it."""
+        """Everything about this source that the mined rows depend on, as JSON."""
         return {"rows": self.store.key, **asdict(self.text_format)}
 
 
@@ -72,19 +82,19 @@ def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache:
     """Read and check every row of every source.
 
     Args:
-        options: of the door.
-        prompts: the model's, by name: `query` and `document`.
-        cache: where rows are kept.
+        options: of the command.
+        prompts: of the model; `query` and `document` are used.
+        cache: of rows on disk.
 
     Raises:
-        DataError: a row that cannot be used, with file and line, or a file that cannot be read.
-        ConfigError: options of a source that contradict each other.
+        DataError: a row cannot be used (with file and line), or a file cannot be read.
+        ConfigError: options of a source contradict each other.
     """
-    # What a step draws of a row's negatives does not matter here, and would only be told.
+    # The number of negatives that a training step draws does not matter here, and would only be reported.
     try:
         sources = [replace(source, negatives=None) for source in expand_sources(options.data)]
     except DataError as error:
-        raise _with_split(error, options.data) from error.__cause__
+        raise _suggest_split(error, options.data) from error.__cause__
     stores = read_sources(sources, OnError.stop, TEXTS_ONLY, cache)
 
     default = TextFormat(
@@ -99,23 +109,23 @@ def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache:
             document_parts=find_parts(source).document_parts,
             text_format=TextFormat.of(source, default),
         )
-        for name, source, store in zip(_names(sources), sources, stores, strict=True)
+        for name, source, store in zip(_unique_names(sources), sources, stores, strict=True)
     ]
 
 
-def _with_split(error: DataError, sources: Sequence[TrainSource]) -> DataError:
-    """The error, and what to write where only the split of a BEIR folder is another than `train`."""
-    other = re.search(r"holds no judgements of split=\S+, only of (\w+)", str(error))
+def _suggest_split(error: DataError, sources: Sequence[TrainSource]) -> DataError:
+    """The error, with the option to write if a BEIR folder only lacks the split `train`."""
+    other_split = re.search(r"holds no judgements of split=\S+, only of (\w+)", str(error))
     path = next((source.path for source in sources if str(error).startswith(f"{source.path}: ")), None)
-    if other is None or path is None:
+    if other_split is None or path is None:
         return error
-    return DataError(f"{error}; write data=[{{path: {path}, split: {other[1]}}}]")
+    return DataError(f"{error}; write data=[{{path: {path}, split: {other_split[1]}}}]")
 
 
-def _names(sources: Sequence[TrainSource]) -> list[str]:
-    """A distinct name for each source, which says so if its rows may not serve as each other's negatives.
+def _unique_names(sources: Sequence[TrainSource]) -> list[str]:
+    """A distinct name for each source, with a suffix if its rows may not be used as in-batch negatives.
 
-    The folder that said so is not the one that mined rows lie in, and training reads it off the path.
+    Training reads that suffix from the path, and the mined files do not lie in the folder that had it.
     """
     named = [
         replace(source, name=f"{name}-{NO_IN_BATCH_NEGATIVES}")
@@ -125,3 +135,107 @@ def _names(sources: Sequence[TrainSource]) -> list[str]:
         for name, source in zip(source_names(sources), sources, strict=True)
     ]
     return source_names(named)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentBatch:
+    """Documents in the order in which they are read.
+
+    Attributes:
+        texts: may contain duplicates.
+        ids: one per text, "" for none; an empty list if no document has one.
+        source: number of the source whose rows refer to documents by these ids; NO_SOURCE if none does.
+    """
+
+    texts: list[str]
+    ids: list[str]
+    source: int
+
+
+def all_documents(
+    sources: Sequence[MiningSource], corpus: Sequence[Part], progress: ProgressCallback
+) -> Iterator[DocumentBatch]:
+    """The documents of all rows (positives before negatives), then of the sources' corpora, then of `corpus`.
+
+    Blank documents of corpora are skipped: no row may contain one.
+
+    Raises:
+        DataError: a document cannot be read; with its file and line.
+    """
+    total = sum(len(source.store) for source in sources)
+    done = 0
+    for number, source in enumerate(sources):
+        for num_rows, documents in _row_documents(source.store, number):
+            yield documents
+            done += num_rows
+            progress("collecting documents of rows", done, total)
+    for number, source in enumerate(sources):
+        for part in source.document_parts:
+            yield from _corpus_documents(part, number, progress)
+    for part in corpus:
+        yield from _corpus_documents(part, NO_SOURCE, progress)
+
+
+def corpus_parts(paths: Sequence[str]) -> list[Part]:
+    """The files that the option `corpus` refers to: the corpus of a BEIR folder, all tables of any other folder.
+
+    Raises:
+        DataError: a path does not exist or holds no documents.
+        ConfigError: as `resolve_parts`.
+    """
+    parts: list[Part] = []
+    for path in paths:
+        corpus_files = sorted(Path(path).expanduser().glob("corpus.*")) if Path(path).expanduser().is_dir() else []
+        name, revision = split_revision(path)
+        parts += resolve_parts(TrainSource(path=str(corpus_files[0]) if corpus_files else name, revision=revision))
+    return parts
+
+
+def corpus_digests(parts: Sequence[Part]) -> list[list[str]]:
+    """Digests of the contents of corpus files.
+
+    Raises:
+        DataError: a file is gone or cannot be read.
+    """
+    reader = PartReader()
+    return [reader.digests(part) for part in parts]
+
+
+def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, DocumentBatch]]:
+    assert isinstance(store.rows, ArrowRows)
+    has_ids = bool({"positive_ids", "negative_ids"} & store.extra_columns)
+    for batch_index in range(len(store.rows.batch_starts) - 1):
+        batch = store.rows.batch(batch_index)
+        missing: list[Any] = [None] * batch.num_rows
+        columns = (
+            batch.column(name).to_pylist() if name in batch.schema.names else missing
+            for name in ("positives", "negatives", "positive_ids", "negative_ids")
+        )
+        texts: list[str] = []
+        ids: list[str] = []
+        for positives, negatives, positive_ids, negative_ids in zip(*columns, strict=True):
+            texts += positives
+            texts += negatives
+            if has_ids:
+                ids += positive_ids or [""] * len(positives)
+                ids += negative_ids or [""] * len(negatives)
+        yield batch.num_rows, DocumentBatch(texts, ids, source)
+
+
+def _corpus_documents(part: Part, source: int, progress: ProgressCallback) -> Iterator[DocumentBatch]:
+    texts: list[str] = []
+    ids: list[str] = []
+    reader = DocumentReader([part], part.name, ids_required=False)
+    for line, document in reader.documents(Piece(part)):
+        if isinstance(document, BadRow):
+            raise DataError(f"{part.location(line)}: {document}")
+        # Whitespace around a text without a title is kept, so that it equals the same text in a row.
+        text = document.text if source == NO_SOURCE and not document.title else document.full_text
+        if text.strip():
+            texts.append(text)
+            ids.append(document.id)
+        if len(texts) == _BATCH_SIZE:
+            progress(f"collecting documents of {part.name}", line, line)
+            yield DocumentBatch(texts, ids, source)
+            texts, ids = [], []
+    yield DocumentBatch(texts, ids, source)

@@ -1,4 +1,4 @@
-"""A teacher: another model whose scores are written, and margins taken by; a bi-encoder or a cross-encoder.
+"""The teacher: another model, a bi-encoder or a cross-encoder, whose scores are written and used for margins.
 
 Q queries, P pairs.
 """
@@ -16,42 +16,34 @@ from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Preci
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, ModelError, TrainingError
-from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.exact import unit_vectors
-from embedtrain.inference.index import ShardedIndex
+from embedtrain.inference.index import ShardedIndex, first_added_order
 from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
 from embedtrain.loading.load import load_model
-from embedtrain.mine.documents import ProgressCallback
-from embedtrain.mine.indexed import indexed
+from embedtrain.mine.candidates import FloatArray, QueryDocumentPairs, scores_of
+from embedtrain.mine.multimap import positions_within
 from embedtrain.mine.options import MineOptions
 from embedtrain.mine.pool import DocumentPool
-from embedtrain.mine.relation import positions_within
-from embedtrain.mine.window import FloatArray, QueryDocumentPairs, scores_of
 from embedtrain.models.hub import one_line
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import resolve_max_length
 
-# sentence-transformers calls whatever of torch has the name that a cross-encoder's config.json gives.
+# sentence-transformers calls any function of torch that the config.json of a cross-encoder names.
 _ACTIVATIONS = (
     "torch.nn.modules.activation.Sigmoid",
     "torch.nn.modules.activation.Tanh",
     "torch.nn.modules.linear.Identity",
 )
-_PAIRS_PER_PREDICT = 256  # of one query, that a cross-encoder sorts by length; progress is told after them
+_PAIRS_PER_PREDICT = 256  # of one query; the cross-encoder sorts them by length, and progress is reported after them
 
 
 class Teacher(Protocol):
-    """What scores pairs of queries and documents of the pool."""
+    """Scores pairs of queries and documents of the pool."""
 
     def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
-        """Do what is to be done once. A collective.
-
-        Args:
-            pool: the documents.
-            directory: where vectors are kept on disk.
-            progress: called with what is done, how far it has come, and of how much.
-        """
+        """Get ready to score documents of `pool`; vectors are stored in `directory`. A collective."""
         ...
 
     def scores(self, queries: Sequence[str], pairs: QueryDocumentPairs, progress: ProgressCallback) -> FloatArray:
@@ -60,7 +52,7 @@ class Teacher(Protocol):
         Args:
             queries: Q texts without prompts.
             pairs: the same on every rank.
-            progress: called with what is done, how far it has come, and of how much.
+            progress: called between batches.
 
         Raises:
             TrainingError: on every rank, if a score is not finite.
@@ -70,12 +62,12 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class TeacherSpec:
-    """A teacher that was found, but not loaded yet.
+    """A teacher whose directory was read, but whose weights are not loaded yet.
 
     Attributes:
-        source: what its directory says.
+        source: the contents of its directory.
         is_cross_encoder: whether it reads query and document together.
-        model: how it is loaded.
+        model: the options to load it with.
     """
 
     source: ModelSource
@@ -84,10 +76,10 @@ class TeacherSpec:
 
 
 def open_teacher(options: MineOptions) -> TeacherSpec:
-    """Tell what `options.teacher` is by its files.
+    """Detect by its files whether `options.teacher` is a bi-encoder or a cross-encoder.
 
     Raises:
-        ConfigError: it is not there, or is neither a bi-encoder nor a cross-encoder of one score.
+        ConfigError: it does not exist, or is neither a bi-encoder nor a cross-encoder with a single score.
     """
     model = ModelConfig(
         path=options.teacher,
@@ -100,7 +92,7 @@ def open_teacher(options: MineOptions) -> TeacherSpec:
         with command_option_names(TEACHER_OPTION_NAMES):
             try:
                 return TeacherSpec(open_model_source(model), False, model)
-            except ConfigError:  # nothing says how it pools
+            except ConfigError:  # its files do not define the pooling
                 model.pooling = Pooling.mean
                 source = open_model_source(model)
     except ModelError as error:
@@ -112,130 +104,119 @@ def open_teacher(options: MineOptions) -> TeacherSpec:
         activation = _activation(source)
         if activation not in (None, *_ACTIVATIONS) and not options.trust_remote_code:
             raise ConfigError(
-                f"teacher={path}: its config.json asks for the activation {activation}, which would be called by that "
-                f"name; those that are known are {', '.join(_ACTIVATIONS)}"
+                f"teacher={path}: config.json names the activation {activation}, which sentence-transformers would "
+                f"call; allowed are {', '.join(_ACTIVATIONS)}"
             )
         return TeacherSpec(source, True, model)
     classes = f" of {num_labels} classes" if is_classifier else ""
     raise ConfigError(
         f"teacher={path}: it is a {', '.join(kinds)}{classes}; a teacher is a sentence-transformers "
-        "directory that says how it pools, or a cross-encoder, a "
-        "...ForSequenceClassification with num_labels 1"
+        "directory that defines its pooling, or a cross-encoder, which is a ...ForSequenceClassification with "
+        "num_labels 1"
     )
 
 
 def _activation(source: ModelSource) -> Any:
-    """What sentence-transformers is told to put scores through, under its name of today or that before version 4."""
-    said = source.config.to_dict()
-    today = said.get("sentence_transformers")
-    name = today.get("activation_fn") if isinstance(today, dict) else today
-    return name if name is not None else said.get("sbert_ce_default_activation_function")
+    """The name of the activation in config.json, under its current name or the one before sentence-transformers 4."""
+    config = source.config.to_dict()
+    settings = config.get("sentence_transformers")
+    name = settings.get("activation_fn") if isinstance(settings, dict) else settings
+    return name if name is not None else config.get("sbert_ce_default_activation_function")
 
 
 def load_teacher(
-    found: TeacherSpec, options: MineOptions, precision: Precision, world: World
+    spec: TeacherSpec, options: MineOptions, precision: Precision, world: World
 ) -> tuple[Teacher, tuple[str, ...]]:
-    """Load it; and lines for the user about it. A collective.
+    """Load the weights; also returns lines for the user. A collective.
 
     Raises:
         ConfigError, ModelError: on every rank alike.
     """
-    if not found.is_cross_encoder:
-        loaded = load_model(found.model, ParallelConfig(precision=precision), world, seed=0, work=None)
-        encoder = SentenceEncoder(
-            loaded.encoder,
-            loaded.tokenizer,
-            world,
-            chunk_tokens=options.chunk_tokens,
-            query_prompt=loaded.source.prompts.get("query", ""),
-            document_prompt=loaded.source.prompts.get("document", ""),
-            unshard=options.unshard,
-        )
-        identity = model_identity(loaded.source, precision, world)
-        return _BiEncoder(encoder, options, identity), loaded.notes[:1]
+    if not spec.is_cross_encoder:
+        model = load_model(spec.model, ParallelConfig(precision=precision), world, seed=0, work=None)
+        encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
+        identity = model_identity(model.source, precision, world)
+        return _BiEncoder(encoder, options, identity), model.notes[:1]
     with world.fail_together("loading the teacher"):
         try:
-            cross = CrossEncoder(
-                str(found.source.directory),
+            cross_encoder = CrossEncoder(
+                str(spec.source.directory),
                 device=str(world.device),
                 trust_remote_code=options.trust_remote_code,
                 local_files_only=True,
                 max_length=options.teacher_max_length,
                 model_kwargs={"weights_only": True},
             )
-        except Exception as error:  # of files that make no sense the libraries raise nearly anything
+        except Exception as error:  # for damaged files the libraries raise nearly anything
             raise ModelError(f"teacher={options.teacher} cannot be loaded: {one_line(error)}") from error
-        resolve_max_length(found.source, cross.tokenizer)  # a length beyond its positions is refused
-    length = cross.max_seq_length
-    return _CrossEncoder(cross, options, world), (f"a cross-encoder, {length} tokens",)
+        resolve_max_length(spec.source, cross_encoder.tokenizer)  # rejects a length beyond its positions
+    note = f"a cross-encoder, {cross_encoder.max_seq_length} tokens"
+    return _CrossEncoder(cross_encoder, options, world), (note,)
 
 
 class _BiEncoder:
-    """Cosines, exact. Texts have the teacher's own prompts, as those that a loss's teacher sees have."""
+    """Exact cosines. Texts get the teacher's own prompts, as they do for a teacher in a loss."""
 
     def __init__(self, encoder: SentenceEncoder, options: MineOptions, identity: dict[str, Any]) -> None:
         self._encoder, self._options, self._identity = encoder, options, identity
         self._index: ShardedIndex | None = None
 
     def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
-        """See Teacher."""
+        """Encode all documents."""
         prompt = self._encoder.document_prompt
-        vector_cache = VectorCache(directory, {**self._identity, "dtype": self._options.index.dtype.value})
-        texts = pool.formatted(lambda text: prompt + text)
-        self._index = indexed(
-            self._encoder,
-            texts,
-            None,
-            self._options.index,
-            vector_cache,
-            progress,
-            what="documents by the teacher",
-            prompt=prompt,
-        )
+        self._index = ShardedIndex(first_added_order(len(pool)), self._encoder.world, self._options.index)
+        with self._encoder.report_progress(progress):
+            self._index.add_texts(
+                self._encoder,
+                pool.formatted(lambda text: prompt + text),
+                vector_cache=VectorCache(directory, {**self._identity, "dtype": self._options.index.dtype.value}),
+                label="documents with the teacher",
+                existing_prompt=prompt,
+            )
 
     def scores(self, queries: Sequence[str], pairs: QueryDocumentPairs, progress: ProgressCallback) -> FloatArray:
-        """See Teacher."""
+        """Encode the queries and score the pairs."""
         assert self._index is not None
-        vectors = self._encoder.encode_all(queries, self._encoder.query_prompt, what="queries by the teacher")
+        vectors = self._encoder.encode_all(queries, self._encoder.query_prompt, label="queries with the teacher")
         return scores_of(self._index, unit_vectors(vectors), pairs)
 
 
 class _CrossEncoder:
-    """A cross-encoder's scores, through its own activation; each rank reads its share of the pairs.
+    """The scores of a cross-encoder after its activation; each rank scores a part of the pairs.
 
-    It computes in the precision that its weights are stored in: margins are finer than what bf16 can tell.
+    It computes in the precision of the stored weights: bf16 is too coarse for margins.
     """
 
-    def __init__(self, cross: CrossEncoder, options: MineOptions, world: World) -> None:
-        self._cross, self._batch_size, self._world = cross, options.teacher_batch_size, world
+    def __init__(self, cross_encoder: CrossEncoder, options: MineOptions, world: World) -> None:
+        self._cross_encoder, self._batch_size, self._world = cross_encoder, options.teacher_batch_size, world
         self._pool: DocumentPool | None = None
 
     def prepare(self, pool: DocumentPool, directory: Path, progress: ProgressCallback) -> None:
-        """See Teacher."""
+        """Only needs the texts."""
         self._pool = pool
 
     def scores(self, queries: Sequence[str], pairs: QueryDocumentPairs, progress: ProgressCallback) -> FloatArray:
-        """See Teacher."""
+        """Score the pairs in pieces of one query each."""
         assert self._pool is not None
         world, num_pairs = self._world, len(pairs.owners)
-        # What is padded together, and with it a score's last bit, is the same on any number of ranks: pieces of one
-        # query's pairs, dealt so that every rank has about as many pairs.
+        # The last bit of a score depends on the pairs that are padded together. So that it does not depend on the
+        # number of ranks, the pieces are fixed, and each rank gets about the same number of pairs.
         starts = np.flatnonzero(positions_within(pairs.counts(len(queries))) % _PAIRS_PER_PREDICT == 0)
         ends = np.append(starts[1:], num_pairs)
         edges = np.searchsorted(starts, num_pairs * np.arange(world.size + 1) // world.size)
         bounds = np.append(starts, num_pairs)[edges]
         scores: FloatArray = np.empty(bounds[world.rank + 1] - bounds[world.rank], dtype=np.float32)
         done = 0
-        with world.fail_together("scoring by the teacher"):
+        with world.fail_together("scoring with the teacher"):
             for piece in range(edges[world.rank], edges[world.rank + 1]):
-                some = slice(starts[piece], ends[piece])
+                documents = pairs.documents[starts[piece] : ends[piece]].tolist()
                 query = queries[pairs.owners[starts[piece]]]
-                both = [(query, self._pool[number]) for number in pairs.documents[some].tolist()]
-                scores[done : done + len(both)] = self._cross.predict(
-                    both, batch_size=self._batch_size, show_progress_bar=False
+                texts = [(query, self._pool[number]) for number in documents]
+                scores[done : done + len(texts)] = self._cross_encoder.predict(
+                    texts, batch_size=self._batch_size, show_progress_bar=False
                 )
-                done += len(both)
-                progress("scoring this rank's pairs by the teacher", done, len(scores))
+                done += len(texts)
+                progress("scoring this rank's pairs with the teacher", done, len(scores))
             if not np.isfinite(scores).all():
                 raise TrainingError("the teacher's scores are not finite: its weights hold NaN or infinity")
         return gather_rows(torch.from_numpy(scores).to(world.device), np.diff(bounds).tolist()).cpu().numpy()

@@ -1,6 +1,6 @@
 """`python -m embedtrain.plan recipe=NAME gpus=64 gpu_memory=80`: memory, strategy and time, before a GPU is booked.
 
-The exit code is 0 where the training fits, and 1 where it does not.
+The exit code is 0 if the training fits in memory, and 1 if it does not.
 """
 
 from embedtrain.cli import run_command
@@ -9,8 +9,8 @@ from embedtrain.config.recipe import Recipe
 from embedtrain.plan.options import PlanOptions, compose_plan
 
 
-def act(asked: tuple[Recipe, PlanOptions]) -> None:
-    """Look at the model's configuration, choose, and tell; as JSON nothing else is on standard output."""
+def main(options: tuple[Recipe, PlanOptions]) -> None:
+    """Plan a training and print the plan; with `json`, nothing else is written to standard output."""
     import json
 
     from embedtrain.loading.load import quiet_libraries
@@ -18,19 +18,19 @@ def act(asked: tuple[Recipe, PlanOptions]) -> None:
     from embedtrain.plan.printing import print_plan
     from embedtrain.tracking.pages import Page
 
-    recipe, options = asked
+    recipe, plan_options = options
     quiet_libraries()
-    planned = plan(recipe, options)
-    if options.json:
-        print(json.dumps(planned.as_json(), indent=2))
+    result = plan(recipe, plan_options)
+    if plan_options.json:
+        print(json.dumps(result.as_json(), indent=2))
     else:
         page = Page()
-        print_plan(page, planned)
+        print_plan(page, result)
         for line in describe_accelerate_config(recipe):
             page.note(line, "dim")
-    if not planned.best.fits:
+    if not result.best.fits:
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    run_command(compose_plan, act)
+    run_command(compose_plan, main)

@@ -1,4 +1,4 @@
-"""A recipe and machines -> what the plan door tells."""
+"""The plan of a training: the chosen layout and its costs, the largest chunk, and how to make it fit."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Recipe
+from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Recipe, Strategy
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import add_adapters, frozen_dtype
@@ -18,204 +18,13 @@ from embedtrain.models.hub import resolve_directory
 from embedtrain.models.packing import check_packing
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.plan.options import PlanOptions
-from embedtrain.planning.memory import activation_tokens, step_memory
+from embedtrain.planning.memory import fit_activation_tokens, step_memory
 from embedtrain.planning.model_costs import ModelSpec, model_spec
-from embedtrain.planning.strategy import LayoutCandidate, choose, layout_candidates
+from embedtrain.planning.strategy import LayoutCandidate, choose_layout, layout_candidates
 from embedtrain.planning.workload import ClusterSpec, RankWorkload, StepWorkload
 
-_MOST_RANKS = 4096
-
-
-def largest_chunk(
-    facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool
-) -> int | None:
-    """The largest `train.chunk_tokens` of whole texts with which the layout fits; None: not even one text.
-
-    It is no larger than what a rank has to encode in a step.
-    """
-    most = max(1, work.passes(machines.ranks).texts)
-
-    def fits(texts: int) -> bool:
-        tried = replace(work, chunk_tokens=texts * work.tokens_per_text)
-        return step_memory(facts, layout, machines, tried, whole=whole).total <= machines.usable
-
-    if not fits(1):
-        return None
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low * work.tokens_per_text
-
-
-def changes(
-    parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload, best: LayoutCandidate
-) -> list[str]:
-    """What would make it fit, each as a sentence that says what to write; empty where it fits."""
-    if best.fits:
-        return []
-    told = []
-    chunk = largest_chunk(facts, best.layout, machines, work, whole=best.whole)
-    if chunk is not None:
-        told.append(f"train.chunk_tokens={chunk}: the largest with which {best.name} fits")
-    freed = _set_free(parallel)
-    if freed is not None:
-        fitting = [one for one in layout_candidates(freed, machines, facts, work) if one.fits]
-        if fitting:
-            quickest = min(fitting, key=lambda one: one.traffic.step)
-            told.append(f"leave parallel.* open: {quickest.name} fits")
-    ranks = machines.ranks * 2
-    while ranks <= _MOST_RANKS:
-        more = replace(machines, ranks=ranks)
-        if any(one.fits for one in layout_candidates(replace(parallel, shard_size=None), more, facts, work)):
-            told.append(f"gpus={ranks}: so many ranks have room for it")
-            break
-        ranks *= 2
-    if facts.trained > 0.5 * facts.parameters:
-        told.append("model.lora.rank=16: adapters alone have gradients and Adam's moments")
-    if work.tokens_per_text > 128:
-        told.append("model.max_length=...: shorter texts, where yours are")
-    return told
-
-
-def _set_free(parallel: ParallelConfig) -> ParallelConfig | None:
-    """The options with everything open; None if they are."""
-    free = replace(
-        parallel,
-        strategy=type(parallel.strategy).auto,
-        shard_size=None,
-        reshard_after_forward=None,
-        activation_checkpointing=None,
-        cpu_offload=None,
-    )
-    return None if free == parallel else free
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
-    """A plan.
-
-    Attributes:
-        name: the recipe's.
-        facts: the model.
-        machines: where.
-        work: what a step does.
-        best: the layout that is chosen.
-        next_best: the one that would be taken without it.
-        activation_tokens: tokens whose graphs are kept: the recipe's value, or what fits in memory beside `best`.
-        largest_chunk: the largest `train.chunk_tokens` with which `best` fits; None: none does.
-        changes: what to write where it does not fit.
-    """
-
-    name: str
-    facts: ModelSpec
-    machines: ClusterSpec
-    work: StepWorkload
-    best: LayoutCandidate
-    next_best: LayoutCandidate | None
-    activation_tokens: int
-    largest_chunk: int | None
-    changes: list[str]
-
-    @property
-    def passes(self) -> RankWorkload:
-        """One rank's part of a global batch."""
-        return replace(self.work, activation_tokens=self.activation_tokens).passes(self.machines.ranks)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values. Bytes, seconds and elements are numbers of one.
-
-        `recipe`; `model`: parameters, trained, frozen_bytes by type, and elements of a block, of the root and of a
-        large embedding; `machines` and `work` as asked for, with one rank's `passes`; `chosen` and `next_best` (or
-        null): the layout, `why`, `fits`, `memory` by kind at its largest `moment`, `traffic`; `largest_chunk` (or
-        null); `changes`: sentences.
-        """
-        facts = self.facts
-        return {
-            "recipe": self.name,
-            "model": {
-                "name": facts.name,
-                "parameters": facts.parameters,
-                "trained": facts.trained,
-                "frozen_bytes": facts.frozen_by_dtype,
-                "blocks": len(facts.blocks),
-                "block_parameters": facts.block.elements,
-                "root_parameters": facts.root.elements,
-                "embedding_parameters": facts.embedding.elements,
-                "hidden": facts.hidden,
-                "dimension": facts.dimension,
-                "precision": facts.precision.value,
-            },
-            "machines": {**asdict(self.machines), "usable": self.machines.usable},
-            "work": {
-                "rows": self.work.rows,
-                "texts_per_row": self.work.texts_per_row,
-                "tokens_per_text": self.work.tokens_per_text,
-                "chunk_tokens": self.work.chunk_tokens,
-                "activation_tokens": self.activation_tokens,
-                "passes": asdict(self.passes),
-            },
-            "chosen": _told(self.best),
-            "next_best": None if self.next_best is None else _told(self.next_best),
-            "largest_chunk": self.largest_chunk,
-            "changes": self.changes,
-        }
-
-
-def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
-    """Plan a training without a GPU and without weights.
-
-    Raises:
-        ConfigError, ModelError: as in training.
-    """
-    described = describe(recipe)
-    length = options.tokens_per_text or described.max_length
-    precision = recipe.parallel.precision
-    packs = recipe.model.attention is not Attention.padded
-    packed = packs and check_packing(described.encoder, precision=precision, gpu=True).padding_reason is None
-    facts = model_spec(
-        described.encoder, described.blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed
-    )
-    machines = ClusterSpec(
-        ranks=options.gpus,
-        per_node=min(options.gpus, options.gpus_per_node),
-        memory=int(options.gpu_memory * 2**30),
-        bandwidth_node=options.bandwidth_node * 1e9,
-        bandwidth_network=options.bandwidth_network * 1e9,
-        flops=options.tflops * 1e12,
-    )
-    work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=options.texts_per_row)
-    choice = choose(recipe.parallel, machines, facts, work, measured=True)
-    assert choice.best is not None
-    best = choice.best
-    return TrainingPlan(
-        name=recipe.name,
-        facts=facts,
-        machines=machines,
-        work=work,
-        best=best,
-        next_best=choice.next_best,
-        activation_tokens=activation_tokens(facts, best.layout, machines, work, whole=best.whole, free=machines.memory),
-        largest_chunk=largest_chunk(facts, best.layout, machines, work, whole=best.whole),
-        changes=changes(recipe.parallel, machines, facts, work, best),
-    )
-
-
-def _told(one: LayoutCandidate) -> dict[str, Any]:
-    layout = asdict(one.layout)
-    return {
-        "name": one.name,
-        "strategy": layout.pop("strategy").value,
-        "why": layout.pop("reason"),
-        **layout,
-        "whole_gradients": one.whole,
-        "fits": one.fits,
-        "memory": {**one.memory.kinds, "total": one.memory.total, "moment": one.memory.moment},
-        "traffic": {**asdict(one.traffic), "bytes": one.traffic.bytes, "step": one.traffic.step},
-    }
-
-
-# Of a Hub repository: how a model is built, not its weights, and not its tokenizer.
+_MAX_RANKS = 4096
+# Files of a Hub repository that describe a model, without weights and tokenizer.
 _CONFIGURATION = [
     "config.json",
     "modules.json",
@@ -224,57 +33,225 @@ _CONFIGURATION = [
     "*/config.json",
     "*/sentence_*_config.json",
 ]
-# Length of texts where neither the recipe nor the model's directory says one.
-_USUAL_LENGTH = 512
+# Length of texts if neither the recipe nor the model directory sets one.
+_DEFAULT_LENGTH = 512
 
 
-@dataclass(frozen=True, slots=True)
-class MetaEncoder:
-    """An encoder without weights.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """A plan.
 
     Attributes:
-        encoder: parameters on the meta device, adapters in place, `requires_grad` as it is trained.
-        blocks: the modules inside that become groups of their own.
-        max_length: tokens of a text that are kept.
+        name: name of the recipe.
+        model: costs of the model.
+        cluster: the ranks.
+        work: workload of a step.
+        best: the chosen layout.
+        next_best: the second choice.
+        activation_tokens: tokens with cached graphs: the recipe's value, or what fits in memory with `best`.
+        largest_chunk: largest `train.chunk_tokens` with which `best` fits; None: not even one text.
+        changes: options to change if it does not fit.
     """
 
-    encoder: Encoder
-    blocks: list[nn.Module]
-    max_length: int
+    name: str
+    model: ModelSpec
+    cluster: ClusterSpec
+    work: StepWorkload
+    best: LayoutCandidate
+    next_best: LayoutCandidate | None
+    activation_tokens: int
+    largest_chunk: int | None
+    changes: list[str]
+
+    @property
+    def local(self) -> RankWorkload:
+        """One rank's part of a global batch."""
+        return replace(self.work, activation_tokens=self.activation_tokens).per_rank(self.cluster.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values; sizes in bytes, times in seconds.
+
+        `recipe`; `model`: elements of all, trained, block, root and embedding weights, bytes of frozen weights by type;
+        `cluster`; `work`, with one rank's part as `per_rank`; `chosen` and `next_best` (or null): layout, `reason`,
+        `fits`, `memory` by kind in the peak `phase`, `traffic`; `largest_chunk` (or null); `changes`: sentences.
+        """
+        model, weights = self.model, self.model.weights
+        return {
+            "recipe": self.name,
+            "model": {
+                "name": model.name,
+                "parameters": weights.parameters,
+                "trained": weights.trained,
+                "frozen_bytes": weights.frozen_by_dtype,
+                "blocks": len(weights.blocks),
+                "block_parameters": weights.largest_block.elements,
+                "root_parameters": weights.root.elements,
+                "embedding_parameters": weights.embedding.elements,
+                "hidden": model.hidden,
+                "dimension": model.dimension,
+                "precision": model.precision.value,
+            },
+            "cluster": {**asdict(self.cluster), "usable": self.cluster.usable},
+            "work": {
+                "rows": self.work.rows,
+                "texts_per_row": self.work.texts_per_row,
+                "tokens_per_text": self.work.tokens_per_text,
+                "chunk_tokens": self.work.chunk_tokens,
+                "activation_tokens": self.activation_tokens,
+                "per_rank": asdict(self.local),
+            },
+            "chosen": _candidate_json(self.best),
+            "next_best": None if self.next_best is None else _candidate_json(self.next_best),
+            "largest_chunk": self.largest_chunk,
+            "changes": self.changes,
+        }
 
 
-def describe(recipe: Recipe) -> MetaEncoder:
-    """Build what the recipe trains.
+def _candidate_json(candidate: LayoutCandidate) -> dict[str, Any]:
+    memory, traffic = candidate.memory, candidate.traffic
+    return {
+        "name": candidate.name,
+        **asdict(candidate.layout),
+        "strategy": candidate.layout.strategy.value,
+        "reduce_per_step": candidate.reduce_per_step,
+        "fits": candidate.fits,
+        "memory": {**memory.by_kind, "total": memory.total, "phase": memory.phase},
+        "traffic": {**asdict(traffic), "bytes": traffic.bytes, "seconds": traffic.seconds},
+    }
+
+
+def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
+    """Plan a training without a GPU and without weights.
+
+    Raises:
+        ConfigError, ModelError: as in training.
+    """
+    encoder, blocks, max_length = build_meta_encoder(recipe)
+    length = options.tokens_per_text or max_length
+    precision, parallel = recipe.parallel.precision, recipe.parallel
+    packable = recipe.model.attention is not Attention.padded
+    packed = packable and check_packing(encoder, precision=precision, gpu=True).padding_reason is None
+    model = model_spec(encoder, blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed)
+    cluster = ClusterSpec(
+        ranks=options.gpus,
+        per_node=min(options.gpus, options.gpus_per_node),
+        memory=int(options.gpu_memory * 2**30),
+        bandwidth_node=options.bandwidth_node * 1e9,
+        bandwidth_network=options.bandwidth_network * 1e9,
+        flops=options.tflops * 1e12,
+    )
+    work = StepWorkload.of(recipe, tokens_per_text=length, texts_per_row=options.texts_per_row)
+    choice = choose_layout(parallel, cluster, model, work, always_measure=True)
+    assert choice.best is not None
+    layout, reduce_per_step = choice.best.layout, choice.best.reduce_per_step
+    return TrainingPlan(
+        name=recipe.name,
+        model=model,
+        cluster=cluster,
+        work=work,
+        best=choice.best,
+        next_best=choice.next_best,
+        activation_tokens=fit_activation_tokens(
+            model, layout, cluster, work, reduce_per_step=reduce_per_step, free=cluster.memory
+        ),
+        largest_chunk=largest_chunk(model, layout, cluster, work, reduce_per_step=reduce_per_step),
+        changes=changes(parallel, cluster, model, work, choice.best),
+    )
+
+
+def largest_chunk(
+    model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, work: StepWorkload, *, reduce_per_step: bool
+) -> int | None:
+    """The largest `train.chunk_tokens`, in whole texts, with which the layout fits; None: not even one text.
+
+    It is at most the number of tokens that a rank encodes in a step.
+    """
+
+    def fits(texts: int) -> bool:
+        resized = replace(work, chunk_tokens=texts * work.tokens_per_text)
+        return step_memory(model, layout, cluster, resized, reduce_per_step=reduce_per_step).total <= cluster.usable
+
+    if not fits(1):
+        return None
+    low, high = 1, max(1, work.per_rank(cluster.ranks).texts)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * work.tokens_per_text
+
+
+def changes(
+    parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload, best: LayoutCandidate
+) -> list[str]:
+    """Changes with which the training would fit, each with the option to write; empty if it fits."""
+    if best.fits:
+        return []
+    sentences = []
+    chunk = largest_chunk(model, best.layout, cluster, work, reduce_per_step=best.reduce_per_step)
+    if chunk is not None:
+        sentences.append(f"train.chunk_tokens={chunk}: the largest with which {best.name} fits")
+    automatic = replace(
+        parallel,
+        strategy=Strategy.auto,
+        shard_size=None,
+        reshard_after_forward=None,
+        activation_checkpointing=None,
+        cpu_offload=None,
+    )
+    if automatic != parallel:
+        fitting = [c for c in layout_candidates(automatic, cluster, model, work) if c.fits]
+        if fitting:
+            fastest = min(fitting, key=lambda candidate: candidate.traffic.seconds)
+            sentences.append(f"leave parallel.* unset: {fastest.name} fits")
+    ranks = cluster.ranks * 2
+    while ranks <= _MAX_RANKS:
+        larger = replace(cluster, ranks=ranks)
+        if any(c.fits for c in layout_candidates(replace(parallel, shard_size=None), larger, model, work)):
+            sentences.append(f"gpus={ranks}: fits on this number of ranks")
+            break
+        ranks *= 2
+    if model.weights.trained > 0.5 * model.weights.parameters:
+        sentences.append("model.lora.rank=16: only adapters need gradients and Adam's moments")
+    if work.tokens_per_text > 128:
+        sentences.append("model.max_length=...: if your texts are shorter")
+    return sentences
+
+
+def build_meta_encoder(recipe: Recipe) -> tuple[Encoder, list[nn.Module], int]:
+    """The encoder that a recipe trains, on the meta device, from configuration files alone.
+
+    Returns:
+        Encoder with adapters and `requires_grad` as in training, its blocks, and the maximum length of texts in tokens.
 
     Raises:
         ConfigError, ModelError: as in training.
     """
     model = recipe.model
-    source = open_model_source(_fetched(model))
-    given = model.config if isinstance(model.config, dict) else {}
-    if model.config is not None and model.tokenizer is None and "vocab_size" not in given:
-        source.config.get_text_config().vocab_size = model.vocab_size  # one that is trained on the data
+    source = open_model_source(_download_configuration(model))
+    settings = model.config if isinstance(model.config, dict) else {}
+    if model.config is not None and model.tokenizer is None and "vocab_size" not in settings:
+        source.config.get_text_config().vocab_size = model.vocab_size  # of the tokenizer that is trained on the data
     files = open_adapter(model.lora)
     encoder = build_encoder(source)
     if model.lora.on:
-        frozen = frozen_dtype(model.lora.base_dtype, recipe.parallel.precision, _stored(source))
+        frozen = frozen_dtype(model.lora.base_dtype, recipe.parallel.precision, _stored_dtype(source))
         add_adapters(encoder, model.lora, files, frozen)
-    positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _USUAL_LENGTH
-    length = source.tokenization.max_length or min(_USUAL_LENGTH, positions)
-    return MetaEncoder(encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length)
+    positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or _DEFAULT_LENGTH
+    length = source.tokenization.max_length or min(_DEFAULT_LENGTH, positions)
+    return encoder, find_blocks(encoder, recipe.parallel.block_class, required=False), length
 
 
-def _fetched(model: ModelConfig) -> ModelConfig:
-    """The model with a directory for its Hub id; the repository's configuration files are in it, and nothing else."""
+def _download_configuration(model: ModelConfig) -> ModelConfig:
+    """Replace a Hub id by a directory with the configuration files of its repository."""
     if model.path is None or model.config is not None or Path(model.path).expanduser().is_dir():
         return model
-    only = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
-    directory = resolve_directory(model.path, model.revision, "model.path", "model.revision", only)
+    patterns = [*_CONFIGURATION, *(["*.py"] if model.trust_remote_code else [])]
+    directory = resolve_directory(model.path, model.revision, "model.path", "model.revision", patterns)
     return replace(model, path=str(directory), revision=None)
 
 
-def _stored(source: ModelSource) -> torch.dtype:
-    """What its weights are stored in; where only its configuration is here, what that says."""
+def _stored_dtype(source: ModelSource) -> torch.dtype:
+    """Type of the stored weights; without weights, the type in the configuration."""
     if source.directory is None or any(source.directory.glob("*.safetensors")):
         return stored_dtype(source)
     return source.config.dtype if isinstance(source.config.dtype, torch.dtype) else torch.float32

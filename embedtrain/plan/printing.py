@@ -1,112 +1,111 @@
-"""A plan as a page: the model, memory by kind, what is sent and how long a step takes, and what to change."""
+"""Print a plan: model, layout, memory, traffic and duration of a step, and what to change if it does not fit."""
 
 from embedtrain.plan.compute import TrainingPlan
 from embedtrain.planning.strategy import LayoutCandidate
 from embedtrain.tracking.pages import Page
 
-_KINDS = {
+_MEMORY = {
     "parameters": "parameters",
     "gradients": "gradients",
-    "optimizer": "optimiser",
+    "optimizer": "optimizer",
     "activations": "activations",
-    "loss": "vectors and loss",
-    "gathered": "gathered weights",
-    "reducing": "gradients in transit",
+    "loss": "embeddings and loss",
+    "gathered": "unsharded weights",
+    "reducing": "gradients being reduced",
 }
-_SENT = {
-    "gathers": "all-gathers of weights",
-    "reduces": "reduce-scatters of gradients",
-    "replicas": "all-reduces over copies",
-    "vectors": "vectors of the loss",
+_TRAFFIC = {
+    "all_gather": "all-gathers of weights",
+    "reduce_scatter": "reduce-scatters of gradients",
+    "all_reduce": "all-reduces over replicas",
+    "embeddings": "embeddings",
 }
 
 
-def print_plan(page: Page, planned: TrainingPlan) -> None:
-    """Tell it."""
-    others = [planned.best] + [one for one in [planned.next_best] if one is not None]
-    names = ["", "chosen", "next best"][: 1 + len(others)]
-    page.heading(f"plan of {planned.name}")
-    page.facts(_model(planned))
+def print_plan(page: Page, plan: TrainingPlan) -> None:
+    """Print the plan to the page."""
+    candidates = [plan.best] if plan.next_best is None else [plan.best, plan.next_best]
+    header = ["", "chosen", "next best"][: 1 + len(candidates)]
+    page.heading(f"plan of {plan.name}")
+    page.facts(_model(plan))
     page.subheading("strategy")
-    facts = [("chosen", f"{planned.best.name}: {planned.best.layout.reason}")]
-    if planned.next_best is not None:
-        short = "" if planned.next_best.fits else ", which does not fit"
-        facts.append(("next best", f"{planned.next_best.name}{short}"))
-    page.facts(facts)
-    page.subheading("memory of one GPU, GiB")
-    rows = [[label, *(_gib(one.memory.kinds[kind]) for one in others)] for kind, label in _KINDS.items()]
-    rows.append(["all of it", *(_gib(one.memory.total) for one in others)])
-    page.table(names, [*rows, ["most when", *(one.memory.moment for one in others)]])
+    layouts = [("chosen", f"{plan.best.name}: {plan.best.layout.reason}")]
+    if plan.next_best is not None:
+        layouts.append(("next best", f"{plan.next_best.name}{'' if plan.next_best.fits else ', which does not fit'}"))
+    page.facts(layouts)
+    page.subheading("memory per GPU, GiB")
+    rows = [[label, *(_gib(c.memory.by_kind[kind]) for c in candidates)] for kind, label in _MEMORY.items()]
+    rows.append(["total", *(_gib(c.memory.total) for c in candidates)])
+    page.table(header, [*rows, ["peak in", *(c.memory.phase for c in candidates)]])
     page.note(
-        f"{planned.machines.memory / 2**30:.1f} GiB a GPU, of which {planned.machines.usable / 2**30:.1f} are planned "
-        "with: the rest is the driver's and the communication library's",
+        f"{plan.cluster.memory / 2**30:.1f} GiB per GPU, of which {plan.cluster.usable / 2**30:.1f} are usable: the "
+        "rest is reserved for the driver and the communication library",
         "dim",
     )
-    page.subheading("what one GPU sends in a step, GB")
-    rows = [[label, *(_gb(getattr(one.traffic, kind)) for one in others)] for kind, label in _SENT.items()]
-    page.table(names, [*rows, ["all of it", *(_gb(one.traffic.bytes) for one in others)]])
-    page.subheading("a step, seconds")
-    page.table(names, _seconds(others))
-    page.note(_assumed(planned), "dim")
+    page.subheading("traffic sent per GPU and step, GB")
+    rows = [[label, *(_gb(getattr(c.traffic, kind)) for c in candidates)] for kind, label in _TRAFFIC.items()]
+    page.table(header, [*rows, ["total", *(_gb(c.traffic.bytes) for c in candidates)]])
+    page.subheading("duration of a step, seconds")
+    page.table(header, _durations(candidates))
+    page.note(_assumptions(plan), "dim")
     page.subheading("chunks")
-    page.facts(_chunks(planned))
-    if planned.changes:
-        page.subheading("it does not fit; what would make room")
-        for line in planned.changes:
+    page.facts(_chunks(plan))
+    if plan.changes:
+        page.subheading("it does not fit; changes with which it would")
+        for line in plan.changes:
             page.note(line)
 
 
-def _model(planned: TrainingPlan) -> list[tuple[str, str]]:
-    facts, machines, work = planned.facts, planned.machines, planned.work
-    weights = f"{facts.parameters:,} parameters"
-    if facts.trained < facts.parameters:
-        frozen = ", ".join(f"{size / 2**30:.2f} GiB in {name}" for name, size in facts.frozen_by_dtype.items())
-        weights += f", {facts.trained:,} of them trained; frozen: {frozen}"
-    inside = f"{len(facts.blocks)} layers of {facts.block.elements:,}, {facts.root.elements:,} besides"
-    if facts.embedding.elements:
-        inside += f", an embedding of {facts.embedding.elements:,}"
+def _model(plan: TrainingPlan) -> list[tuple[str, str]]:
+    model, weights, cluster, work = plan.model, plan.model.weights, plan.cluster, plan.work
+    parameters = f"{weights.parameters:,} parameters"
+    if weights.trained < weights.parameters:
+        frozen = ", ".join(f"{size / 2**30:.2f} GiB in {name}" for name, size in weights.frozen_by_dtype.items())
+        parameters += f", {weights.trained:,} of them trained; frozen: {frozen}"
+    groups = f"{len(weights.blocks)} layers of {weights.largest_block.elements:,}, root of {weights.root.elements:,}"
+    if weights.embedding.elements:
+        groups += f", embedding of {weights.embedding.elements:,}"
     texts = work.rows * work.texts_per_row
     return [
-        ("model", f"{facts.name}, {weights}"),
-        ("", f"{inside}; computed in {facts.precision.value}, vectors of {facts.dimension:,}"),
-        ("machines", f"{machines.ranks:,} GPUs, {machines.per_node} a node"),
+        ("model", f"{model.name}, {parameters}"),
+        ("", f"{groups}; computes in {model.precision.value}, embeddings of {model.dimension:,}"),
+        ("hardware", f"{cluster.ranks:,} GPUs, {cluster.per_node} per node"),
         (
-            "a batch",
-            f"{work.rows:,} rows, {texts:,} texts of {work.tokens_per_text:,} tokens; {planned.passes.texts:,} a GPU",
+            "batch",
+            f"{work.rows:,} rows, {texts:,} texts of {work.tokens_per_text:,} tokens; {plan.local.texts:,} per GPU",
         ),
     ]
 
 
-def _seconds(shown: list[LayoutCandidate]) -> list[list[str]]:
-    parts = [("computing", "compute"), ("sending that shows", "shown"), ("host memory", "host")]
-    if not any(one.traffic.host for one in shown):
+def _durations(candidates: list[LayoutCandidate]) -> list[list[str]]:
+    parts = [("computation", "compute"), ("exposed communication", "exposed"), ("CPU offload", "offload")]
+    if not any(candidate.traffic.offload for candidate in candidates):
         parts.pop()
-    rows = [[label, *(f"{getattr(one.traffic, name):.3f}" for one in shown)] for label, name in parts]
-    rows.append(["a step", *(f"{one.traffic.step:.3f}" for one in shown)])
-    return [*rows, ["sending, hidden or not", *(f"{one.traffic.seconds:.3f}" for one in shown)]]
+    parts += [("total", "seconds"), ("communication, overlapped or not", "communication")]
+    return [[label, *(f"{getattr(c.traffic, name):.3f}" for c in candidates)] for label, name in parts]
 
 
-def _assumed(planned: TrainingPlan) -> str:
-    machines = planned.machines
-    nodes = f"{machines.bandwidth_network / 1e9:g} GB/s between nodes (bandwidth_network=)"
+def _assumptions(plan: TrainingPlan) -> str:
+    cluster = plan.cluster
     return (
-        f"estimates, with a GPU's {machines.flops / 1e12:g} TFLOP/s (tflops=), {machines.bandwidth_node / 1e9:g} GB/s "
-        f"within a node (bandwidth_node=) and {nodes}"
+        f"estimates for {cluster.flops / 1e12:g} TFLOP/s per GPU (tflops=), {cluster.bandwidth_node / 1e9:g} GB/s "
+        f"within a node (bandwidth_node=) and {cluster.bandwidth_network / 1e9:g} GB/s between nodes "
+        "(bandwidth_network=)"
     )
 
 
-def _chunks(planned: TrainingPlan) -> list[tuple[str, str]]:
-    passes, largest = planned.passes, planned.largest_chunk
-    most = "none: not even one text" if largest is None else f"train.chunk_tokens={largest}"
-    if largest is not None and passes.texts * planned.work.tokens_per_text <= largest:
-        most += ", all that a GPU has in a step"
+def _chunks(plan: TrainingPlan) -> list[tuple[str, str]]:
+    local, largest = plan.local, plan.largest_chunk
+    text = "none: not even one text fits" if largest is None else f"train.chunk_tokens={largest}"
+    if largest is not None and local.texts * plan.work.tokens_per_text <= largest:
+        text += ", all tokens of a GPU in a step"
+    encoded_twice = ", the others are encoded twice" * (local.num_cached_graphs < local.chunks)
     return [
         (
             "of the recipe",
-            f"train.chunk_tokens={planned.work.chunk_tokens}: {passes.chunks:,} a step on each GPU, with room for the "
-            f"graphs of {passes.kept:,}{', the others encoded twice' * (passes.kept < passes.chunks)}",
+            f"train.chunk_tokens={plan.work.chunk_tokens}: {local.chunks:,} per step and GPU, memory for "
+            f"{local.num_cached_graphs:,} cached graphs{encoded_twice}",
         ),
-        ("largest that fits", most),
+        ("largest that fits", text),
     ]
 
 

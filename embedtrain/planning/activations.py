@@ -1,9 +1,9 @@
-"""What a forward and a backward pass hold per token: measured on the meta device, with one and with two blocks.
+"""Activation memory per token, measured on the meta device with one and with two transformer blocks.
 
-Nothing is guessed by architecture. The encoder's own code runs, on tensors without memory, and the bytes that are
-alive are counted; two blocks less one are a block's. Attention counts as a fused kernel does it: queries, keys,
-values, output, log-sum-exp and, where texts are padded, the mask's bias, never the matrix of weights. A model that
-computes attention by itself is counted as it computes.
+The encoder's own code runs on tensors without memory while live bytes are counted, so nothing depends on the
+architecture; two blocks minus one is a block. Attention is counted like a fused kernel: queries, keys, values, output,
+log-sum-exp and, with padding, the bias of the mask, but never the attention matrix. Models with an attention
+implementation of their own are counted as they compute.
 """
 
 import contextlib
@@ -23,88 +23,87 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from embedtrain.models.encoder import Encoder
 
-
-class LiveBytes(TorchDispatchMode):
-    """While it is entered, counts the storages that operations make, forward and backward, each once.
-
-    A storage is counted until its last tensor is gone, as an allocator would: what autograd keeps for the backward
-    pass is what is left after the forward pass.
-
-    Args:
-        known: tensors that were there before; their views make nothing new.
-    """
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
-        self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._seen: dict[int, Any] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the operation and look at what it made."""
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(made):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        return made
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known or key in self._seen:
-            return
-        size = storage.nbytes()
-        self._seen[key] = weakref.ref(storage, self._gone(key, size))
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-
-    def _gone(self, key: int, size: int) -> Callable[[object], None]:
-        def gone(_: object) -> None:
-            self._seen.pop(key, None)
-            self.bytes -= size
-
-        return gone
-
-
-# Tokens of the measured pass. On the meta device they cost nothing, and what does not grow with them (the gradient of
-# one weight) becomes too little to matter.
+# Tokens of the measured pass. They cost nothing on the meta device, and make constant sizes (the gradient of a weight)
+# negligible.
 _TOKENS = 1 << 17
-_SHAPES_ONLY = "embedtrain_shapes_only"
+_PADDED = "embedtrain_padded_shapes"
 _PACKED_ON_GPU, _PACKED_ON_CPU = "embedtrain_packed_shapes_on_gpu", "embedtrain_packed_shapes_on_cpu"
-# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): a block keeps 34 bytes a
-# token and hidden unit in 16 bits, without the matrices of attention.
+# Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): without attention matrices
+# a block keeps 34 bytes per token and hidden unit in 16 bits.
 _RULE_OF_THUMB = 34 / 2
-# No known architecture keeps more elements a token, a block and a hidden unit: Gemma 3 comes to 35. A head that
-# computes its weights one by one keeps a few for every token of the text; none has fewer than 16 units.
+# Elements per token, block and hidden unit: no known architecture keeps more, Gemma 3 keeps 35. And an attention that
+# computes its matrix keeps a few elements per head and token of the text; no head has fewer than 16 units.
 _BOUND, _BOUND_OF_HEADS = 80, 4 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes a token.
+    """Bytes per token.
 
     Attributes:
-        block: what a block's forward pass leaves for its backward pass.
-        rest: what everything else leaves: embeddings, final norm, pooling.
-        forward: what the forward pass takes at most above what it leaves.
-        backward: what the backward pass takes at most above what the forward pass left.
-        alone: what a forward pass without gradient takes at most.
+        block: that the forward pass of a block keeps for its backward pass.
+        rest: that everything else keeps: embeddings, final norm, pooling.
+        forward: peak of the forward pass above what it keeps.
+        backward: peak of the backward pass above what the forward pass kept.
+        no_grad: peak of a forward pass without gradients.
     """
 
     block: float
     rest: float
     forward: float
     backward: float
-    alone: float
+    no_grad: float
 
-    def kept(self, blocks: int) -> float:
-        """Bytes a token between the forward and the backward pass of a model of so many blocks."""
+    def cached(self, blocks: int) -> float:
+        """Bytes per token between the forward and the backward pass of a model with this number of blocks."""
         return self.rest + blocks * self.block
 
 
-def measure(
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations allocate while it is active, forward and backward, each once.
+
+    As with an allocator, a storage counts until its last tensor is freed. After the forward pass, what is left is what
+    autograd keeps for the backward pass.
+
+    Args:
+        existing: tensors that are not counted, and neither are their views.
+    """
+
+    def __init__(self, existing: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.peak = 0
+        self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
+        self._live: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and count its results."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._existing or key in self._live:
+            return
+        size = storage.nbytes()
+        self._live[key] = weakref.ref(storage, self._on_free(key, size))
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def _on_free(self, key: int, size: int) -> Callable[[object], None]:
+        def freed(_: object) -> None:
+            self._live.pop(key, None)
+            self.bytes -= size
+
+        return freed
+
+
+def measure_activations(
     encoder: Encoder,
     blocks: list[nn.Module],
     *,
@@ -114,74 +113,74 @@ def measure(
     gpu: bool,
     packed: bool = False,
 ) -> Activations:
-    """Run one and two blocks of the encoder forward and backward without memory.
+    """Run one and two blocks of the encoder forward and backward on the meta device.
 
     Args:
-        encoder: parameters on the meta device, `requires_grad` as it is trained; left as it is.
-        blocks: its blocks.
-        dtype: what is computed in.
+        encoder: parameters on the meta device, `requires_grad` as in training; not modified.
+        blocks: its transformer blocks.
+        dtype: compute type.
         tokens_per_text: length of the texts.
-        recompute: whether blocks' activations are recomputed.
-        gpu: whether dropout keeps a byte an element, as CUDA's does, or the type that is computed in.
+        recompute: whether blocks use activation checkpointing.
+        gpu: whether dropout keeps one byte per element, as on CUDA, or the compute type.
         packed: whether texts are packed.
 
     Raises:
-        Exception: whatever a model's own code raises on the meta device.
+        Exception: any that the model's own code raises on the meta device.
     """
-    found = []
-    attention = (_PACKED_ON_GPU if gpu else _PACKED_ON_CPU) if packed else _SHAPES_ONLY
+    passes = []
+    attention = (_PACKED_ON_GPU if gpu else _PACKED_ON_CPU) if packed else _PADDED
     for number in range(1, min(2, len(blocks)) + 1):
         with _first_blocks(encoder, blocks, number):
             part = copy.deepcopy(encoder)
-        found.append(_passes(_prepared(part, dtype, attention, recompute=recompute, gpu=gpu), tokens_per_text))
-    last = found[-1]
-    block = last[0] - found[0][0] if len(found) == 2 else 0.0
-    rest = max(0.0, found[0][0] - block) if blocks else last[0]
-    return Activations(block, rest, last[1] - last[0], last[2] - last[0], last[3])
+        passes.append(_measure_passes(_prepare(part, dtype, attention, recompute=recompute, gpu=gpu), tokens_per_text))
+    kept, forward, backward, no_grad = passes[-1]
+    block = kept - passes[0][0] if len(passes) == 2 else 0.0
+    rest = max(0.0, passes[0][0] - block) if blocks else kept
+    return Activations(block, rest, forward - kept, backward - kept, no_grad)
 
 
 def rule_of_thumb(hidden: int, dtype: torch.dtype, *, recompute: bool) -> Activations:
-    """What a model keeps whose code does not run on the meta device, by the rule of thumb."""
-    return _of_elements(hidden * dtype.itemsize, _RULE_OF_THUMB, recompute=recompute)
+    """Activations of a model whose code does not run on the meta device."""
+    return _from_elements(hidden * dtype.itemsize, _RULE_OF_THUMB, recompute=recompute)
 
 
 def upper_bound(hidden: int, dtype: torch.dtype, *, tokens_per_text: int, recompute: bool) -> Activations:
-    """More than a model keeps, without a look at it."""
-    return _of_elements(hidden * dtype.itemsize, _BOUND + _BOUND_OF_HEADS * tokens_per_text, recompute=recompute)
+    """An upper bound of the activations of any model, without a measurement."""
+    return _from_elements(hidden * dtype.itemsize, _BOUND + _BOUND_OF_HEADS * tokens_per_text, recompute=recompute)
 
 
-def _of_elements(each: int, block: float, *, recompute: bool) -> Activations:
+def _from_elements(size: int, block: float, *, recompute: bool) -> Activations:
     return Activations(
-        block=each * (2.0 if recompute else block),  # its input, and room for what a few models keep besides
-        rest=each * 4.0,
-        forward=each * block,
-        backward=each * block * (2.0 if recompute else 1.0),
-        alone=each * block,
+        block=size * (2.0 if recompute else block),  # the block's input, and a reserve for what a few models also keep
+        rest=size * 4.0,
+        forward=size * block,
+        backward=size * block * (2.0 if recompute else 1.0),
+        no_grad=size * block,
     )
 
 
-def _passes(encoder: Encoder, length: int) -> tuple[float, float, float, float]:
-    """Bytes a token: left by the forward pass, most of it, most of the backward pass, most without gradient."""
+def _measure_passes(encoder: Encoder, length: int) -> tuple[float, float, float, float]:
+    """Bytes per token: kept by the forward pass, peaks of forward pass, backward pass and pass without gradients."""
     texts = max(1, _TOKENS // length)
     ids = torch.empty((texts, length), dtype=torch.int64, device="meta")
     mask = torch.empty_like(ids)
-    known = [ids, mask, *encoder.parameters(), *encoder.buffers()]
-    with LiveBytes(known) as alive:
+    existing = [ids, mask, *encoder.parameters(), *encoder.buffers()]
+    with LiveBytes(existing) as live:
         vectors = encoder(ids, mask)
-        left, forward = alive.bytes, alive.peak
-        alive.peak = left
+        kept, forward = live.bytes, live.peak
+        live.peak = kept
         if vectors.requires_grad:
             vectors.sum().backward()
-        backward = alive.peak
+        backward = live.peak
     del vectors
-    with torch.no_grad(), LiveBytes(known) as alive:
+    with torch.no_grad(), LiveBytes(existing) as live:
         encoder(ids, mask)
-        alone = alive.peak
+        no_grad = live.peak
     tokens = texts * length
-    return left / tokens, forward / tokens, backward / tokens, alone / tokens
+    return kept / tokens, forward / tokens, backward / tokens, no_grad / tokens
 
 
-def _prepared(part: Encoder, dtype: torch.dtype, attention: str, *, recompute: bool, gpu: bool) -> Encoder:
+def _prepare(part: Encoder, dtype: torch.dtype, attention: str, *, recompute: bool, gpu: bool) -> Encoder:
     part.to("meta").to(dtype)
     for module in part.modules():
         config = getattr(module, "config", None)
@@ -196,34 +195,34 @@ def _prepared(part: Encoder, dtype: torch.dtype, attention: str, *, recompute: b
             part.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in part.parameters():
         if parameter.requires_grad:
-            # FSDP takes a gradient away as soon as its group has all of them; counted with the groups.
-            parameter.register_post_accumulate_grad_hook(_forget)
+            # FSDP takes gradients away as soon as a group is complete; they are counted with the groups.
+            parameter.register_post_accumulate_grad_hook(_drop_grad)
     return part
 
 
 @contextlib.contextmanager
 def _first_blocks(encoder: nn.Module, blocks: list[nn.Module], number: int) -> Iterator[None]:
-    """The encoder with its first blocks alone, while it is copied."""
-    wanted = {id(block) for block in blocks[:number]}
-    others = {id(block) for block in blocks[number:]}
-    held = [
-        (part, dict(part._modules))
-        for part in encoder.modules()
-        if isinstance(part, nn.ModuleList) and any(id(child) in wanted | others for child in part)
+    """Remove all but the first blocks of the encoder while it is copied."""
+    included = {id(block) for block in blocks[:number]}
+    excluded = {id(block) for block in blocks[number:]}
+    lists = [
+        (module, dict(module._modules))
+        for module in encoder.modules()
+        if isinstance(module, nn.ModuleList) and any(id(child) in included | excluded for child in module)
     ]
     try:
-        for part, children in held:
-            kept = [child for child in children.values() if id(child) not in others]
-            part._modules.clear()
-            part._modules.update({str(place): child for place, child in enumerate(kept)})
+        for module, children in lists:
+            first = [child for child in children.values() if id(child) not in excluded]
+            module._modules.clear()
+            module._modules.update({str(index): child for index, child in enumerate(first)})
         yield
     finally:
-        for part, children in held:
-            part._modules.clear()
-            part._modules.update(children)
+        for module, children in lists:
+            module._modules.clear()
+            module._modules.update(children)
 
 
-def _forget(parameter: Tensor) -> None:
+def _drop_grad(parameter: Tensor) -> None:
     parameter.grad = None
 
 
@@ -232,15 +231,15 @@ def _fused_dropout(p: float) -> Any:
 
 
 class _Attention(torch.autograd.Function):
-    """What a fused kernel makes and keeps, with a mask or without. q, k, v: [N, heads, L, size]."""
+    """Allocates and keeps what a fused kernel does, with or without a mask. q, k, v: [N, heads, L, size]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> Tensor:
         texts, heads, length, _ = q.shape
         out = q.new_empty(texts, length, heads, v.shape[-1])
-        sums = q.new_empty(texts, heads, length, dtype=torch.float32)
-        bias = q.new_empty(texts, 1, length, k.shape[2] if masked else 0)  # the mask as numbers that are added
-        ctx.save_for_backward(q, k, v, out, sums, bias)
+        log_sum_exp = q.new_empty(texts, heads, length, dtype=torch.float32)
+        bias = q.new_empty(texts, 1, length, k.shape[2] if masked else 0)  # the mask as an additive bias
+        ctx.save_for_backward(q, k, v, out, log_sum_exp, bias)
         return out
 
     @staticmethod
@@ -249,10 +248,10 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
-def _shapes_only(
+def _padded(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    # With a mask transformers repeats keys and values of grouped heads.
+    # With a mask transformers repeats the keys and values of grouped heads.
     groups = query.shape[1] // key.shape[1]
     return _fused(query, repeat_kv(key, groups), repeat_kv(value, groups), masked=True), None
 
@@ -267,18 +266,18 @@ def _packed_on_gpu(
 def _packed_on_cpu(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    """In fp32, and what comes of the runs is put together once more."""
+    """In fp32, and the outputs of the texts are concatenated again."""
     groups = query.shape[1] // key.shape[1]
     q, k, v = query.float(), repeat_kv(key.float(), groups), repeat_kv(value.float(), groups)
     return torch.cat([_fused(q, k, v, masked=False)]).to(value.dtype), None
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, *, masked: bool) -> Tensor:
-    made: Tensor = _Attention.apply(query, key, value, masked)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _Attention.apply(query, key, value, masked)  # type: ignore[no-untyped-call]
+    return out
 
 
-# Names without a mask function of their own: no mask is made.
-AttentionInterface.register(_SHAPES_ONLY, _shapes_only)
+# transformers has no mask function for these names, so it creates no mask.
+AttentionInterface.register(_PADDED, _padded)
 AttentionInterface.register(_PACKED_ON_GPU, _packed_on_gpu)
 AttentionInterface.register(_PACKED_ON_CPU, _packed_on_cpu)

@@ -1,9 +1,10 @@
-"""Bytes that a rank takes in a step, by kind, at the moment when it takes most.
+"""Memory of a training step: bytes of one rank by kind, at the phase of the step with the highest total.
 
-What is linear in the number of weights is counted, activations are measured (see `activations`), and a step is gone
-through moment by moment, for a sum over kinds would add what is never there together. FSDP2's own buffers are those of
-torch 2.13: gathered weights are copies in the type that is computed in, also where a rank has the whole model; a
-group's gradient is whole, in that type, until the group is through, then copied to fp32 and reduced.
+Costs that are linear in the number of weights are computed, activations are measured (see `activations`). A step is
+followed phase by phase, because the sum over kinds would add memory that is never held at the same time. FSDP2's own
+buffers are those of torch 2.13: unsharded weights are copies in the compute type, also on a rank that holds the whole
+model. The gradient of a group is unsharded, in that type, until the group's backward pass ends; then it is copied to
+fp32 and reduced.
 """
 
 from collections.abc import Iterator
@@ -19,23 +20,26 @@ from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 _FP32 = 4
 _ADAM = 8  # two moments in fp32
-# Unreduced gradients of the whole model, in fp32, may take this share of a rank's memory while chunks are to come.
-_WHOLE_GRADIENTS_SHARE = 0.1
+# Maximum fraction of a rank's memory for unreduced fp32 gradients of the whole model between chunks.
+_UNREDUCED_GRADIENTS_FRACTION = 0.1
+# Fraction of memory that cached graphs may fill. Less than for a layout: a layout that does not fit fails at once, too
+# many cached graphs only fail on the batch with the longest texts.
+_CACHED_GRAPHS_FRACTION = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes of one rank by kind; `total` is their sum.
+    """Bytes of one rank by kind.
 
     Attributes:
-        parameters: trained weights in fp32, others as they are stored, and buffers.
-        gradients: reduced or whole, as they lie between passes.
+        parameters: trained weights in fp32, frozen ones in their own type, and buffers.
+        gradients: between passes, reduced or unreduced.
         optimizer: Adam's moments.
-        activations: of the graphs that are kept and of the pass that runs.
-        loss: vectors, those of all ranks, their gradients, and scores.
-        gathered: weights as they are computed with.
+        activations: of cached graphs and of the running pass.
+        loss: embeddings of this rank and of all ranks, their gradients, and scores.
+        gathered: unsharded weights in the compute type.
         reducing: gradients on their way to be reduced.
-        moment: when this is.
+        phase: the phase of the step.
     """
 
     parameters: float = 0.0
@@ -45,231 +49,226 @@ class MemoryUse:
     loss: float = 0.0
     gathered: float = 0.0
     reducing: float = 0.0
-    moment: str = ""
+    phase: str = ""
 
     @property
-    def kinds(self) -> dict[str, float]:
+    def by_kind(self) -> dict[str, float]:
         """All kinds by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "phase"}
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return sum(self.kinds.values())
+        """Sum of all kinds."""
+        return sum(self.by_kind.values())
 
 
-def reduces_once_per_step(
-    gradient_reduction: GradientReduction, layout: ParallelLayout, trained: int, memory: int
-) -> bool:
-    """Turn `parallel.gradient_reduction` into whether a rank holds whole gradients between the chunks of a step.
+def reduces_once_per_step(option: GradientReduction, layout: ParallelLayout, trained: int, memory: int) -> bool:
+    """Whether gradients are reduced once per step; then a rank holds unreduced gradients between chunks.
 
-    Where weights are replicated its part is the whole in any case.
+    With replicated weights a rank holds all gradients in any case.
 
     Args:
-        gradient_reduction: the recipe's option.
-        layout: how the weights lie.
-        trained: elements of weights that have a gradient.
-        memory: bytes of the rank that has least.
+        option: `parallel.gradient_reduction`.
+        layout: of the weights.
+        trained: elements of weights with a gradient.
+        memory: bytes of the rank with the least memory.
     """
-    match gradient_reduction:
+    match option:
         case GradientReduction.per_step:
             return True
         case GradientReduction.per_chunk:
             return False
         case GradientReduction.auto:
-            return layout.shard == 1 or _FP32 * trained <= _WHOLE_GRADIENTS_SHARE * memory
+            return layout.shard == 1 or _FP32 * trained <= _UNREDUCED_GRADIENTS_FRACTION * memory
 
 
 def step_memory(
-    facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool
+    model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, work: StepWorkload, *, reduce_per_step: bool
 ) -> MemoryUse:
-    """What one rank takes at most in a step after the first.
-
-    Args:
-        facts: the model.
-        layout: how its weights lie.
-        machines: where.
-        work: what a step does.
-        whole: `reduces_once_per_step`.
-    """
-    step = _Step(facts, layout, machines, work, whole=whole)
-    return max(step.moments(), key=lambda moment: moment.total)
+    """Peak memory of one rank in a step after the first; `reduce_per_step` as by `reduces_once_per_step`."""
+    step = _Step(model, layout, cluster, work, reduce_per_step=reduce_per_step)
+    return max(step.phases(), key=lambda use: use.total)
 
 
-def encoding_memory(facts: ModelSpec, layout: ParallelLayout, tokens: int) -> MemoryUse:
-    """What one rank takes at most that only encodes: weights, copies to compute with, a pass without gradient."""
+def encoding_memory(model: ModelSpec, layout: ParallelLayout, tokens: int) -> MemoryUse:
+    """Peak memory of one rank that only encodes: weights, unsharded copies, and a forward pass of `tokens` tokens."""
     return MemoryUse(
-        parameters=_parameters(facts, layout),
-        gathered=_gathered(facts, layout),
-        activations=facts.keeps(False).alone * tokens,
-        moment="encoding",
+        parameters=_parameters(model, layout),
+        gathered=_gathered(model, layout),
+        activations=model.activations(False).no_grad * tokens,
+        phase="encoding",
     )
 
 
+def fit_activation_tokens(
+    model: ModelSpec,
+    layout: ParallelLayout,
+    cluster: ClusterSpec,
+    work: StepWorkload,
+    *,
+    reduce_per_step: bool,
+    free: int,
+) -> int:
+    """`train.activation_tokens` of the recipe, else as many as fit in memory, at least `train.chunk_tokens`.
+
+    Chunks with cached graphs are not encoded twice, which saves up to a quarter of the arithmetic of a step. The
+    gradients are the same. `free` is the number of bytes that are still available on the rank's device.
+    """
+    maximum = work.per_rank(cluster.ranks).texts * work.tokens_per_text
+    if work.activation_tokens is not None or maximum <= work.chunk_tokens:
+        return work.chunk_tokens if work.activation_tokens is None else work.activation_tokens
+    available = _CACHED_GRAPHS_FRACTION * min(free, cluster.memory)
+    one_chunk = replace(work, activation_tokens=work.chunk_tokens)
+    tokens = work.chunk_tokens
+    for spec in (model.bounded(), model):  # measured only if the upper bound does not suffice
+        per_token = spec.activations(layout.activation_checkpointing).cached(len(spec.weights.blocks))
+        used = step_memory(spec, layout, cluster, one_chunk, reduce_per_step=reduce_per_step).total
+        tokens = work.chunk_tokens + max(0, int((available - used) / per_token))
+        if tokens >= maximum:
+            return maximum
+    return tokens
+
+
 class _Step:
-    """A step, moment by moment."""
+    """The phases of a step."""
 
     def __init__(
-        self, facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool
+        self,
+        model: ModelSpec,
+        layout: ParallelLayout,
+        cluster: ClusterSpec,
+        work: StepWorkload,
+        *,
+        reduce_per_step: bool,
     ) -> None:
-        self.facts, self.layout, self.work, self.whole = facts, layout, work, whole
-        self.keeps = facts.keeps(layout.activation_checkpointing)
-        self.passes = work.passes(machines.ranks)
-        self.each = facts.compute_bytes
-        here = 0 if layout.cpu_offload else 1  # offloaded, all that is not in use lies in host memory
-        self.reduced = _FP32 * facts.trained / layout.shard * here
-        unreduced = whole or layout.shard == 1
-        self.between = _FP32 * facts.trained if unreduced else self.reduced  # held while there are passes to come
-        self.parameters = _parameters(facts, layout) * here + facts.buffers * (1 - here)
-        self.optimizer = _ADAM * facts.trained / layout.shard * here
-        self.loss = _loss(facts, machines, work, self.passes.texts)
-        self.vectors = 3.0 * _FP32 * self.passes.texts * facts.dimension
-        self.graph = self.keeps.kept(len(facts.blocks)) * self.passes.tokens
+        self.model, self.layout, self.work, self.reduce_per_step = model, layout, work, reduce_per_step
+        self.activations = model.activations(layout.activation_checkpointing)
+        self.local = work.per_rank(cluster.ranks)
+        on_device = 0 if layout.cpu_offload else 1  # offloaded weights are in host memory unless they are in use
+        trained = model.weights.trained
+        self.reduced = _FP32 * trained / layout.shard * on_device
+        unreduced = reduce_per_step or layout.shard == 1
+        self.between = _FP32 * trained if unreduced else self.reduced  # gradients held between the passes of a step
+        self.parameters = _parameters(model, layout) * on_device + model.weights.buffers * (1 - on_device)
+        self.optimizer = _ADAM * trained / layout.shard * on_device
+        self.loss = _loss(model, cluster, work, self.local.texts)
+        self.embeddings = 3.0 * _FP32 * self.local.texts * model.dimension
+        self.graph = self.activations.cached(len(model.weights.blocks)) * self.local.tokens
 
-    def moments(self) -> Iterator[MemoryUse]:
-        """All at which most may be taken."""
-        passes, several = self.passes, self.work.gradient_accumulation_steps > 1
-        yield self._at("the optimiser's step", gradients=self.reduced)
-        # Between batches of one step there are gradients already.
-        held = self.between if several else 0.0
-        graphs = passes.kept * self.graph
-        gathered = _gathered(self.facts, self.layout)
-        before = graphs if passes.kept < passes.chunks else graphs - self.graph  # the last chunk's lookup
-        looked_up = _looked_up(self.facts, self.layout)
-        yield self._at("the lookup of tokens", before, gradients=held, gathered=looked_up)
-        if passes.kept < passes.chunks:
-            yield self._at("a later lookup of tokens", gradients=self.between, gathered=looked_up)
-        yield self._at("the loss", graphs, gradients=held, gathered=gathered, loss=self.loss)
-        if passes.kept:
-            most = graphs + self.keeps.forward * passes.tokens
-            yield self._at("a forward pass", most, gradients=held, gathered=gathered, loss=self.vectors)
-        if passes.kept < passes.chunks:
-            most = graphs + self.keeps.alone * passes.tokens
-            yield self._at("a pass without graph", most, gradients=held, gathered=gathered, loss=self.vectors)
-        for number in {0, 1, passes.kept, passes.chunks - 1} & set(range(passes.chunks)):
-            last = number == passes.chunks - 1
-            for of_first_batch in (True, False) if several else (True,):
-                for of_last_batch in (False, True) if several else (True,):
-                    first = number == 0 and of_first_batch
-                    yield from self._backward(number, first=first, last=last and of_last_batch)
+    def phases(self) -> Iterator[MemoryUse]:
+        """The phases in which memory may peak."""
+        local, accumulates = self.local, self.work.gradient_accumulation_steps > 1
+        cached = local.num_cached_graphs
+        yield self._use("the optimizer step", gradients=self.reduced)
+        # From the second batch of a step on there are gradients already.
+        gradients = self.between if accumulates else 0.0
+        graphs = cached * self.graph
+        gathered = _gathered(self.model, self.layout)
+        before = graphs if cached < local.chunks else graphs - self.graph  # at the embedding lookup of the last chunk
+        at_lookup = _gathered_at_lookup(self.model, self.layout)
+        yield self._use("the embedding lookup", before, gradients=gradients, gathered=at_lookup)
+        if cached < local.chunks:
+            yield self._use("a later embedding lookup", gradients=self.between, gathered=at_lookup)
+        yield self._use("the loss", graphs, gradients=gradients, gathered=gathered, loss=self.loss)
+        if cached:
+            total = graphs + self.activations.forward * local.tokens
+            yield self._use("a forward pass", total, gradients=gradients, gathered=gathered, loss=self.embeddings)
+        if cached < local.chunks:
+            total = graphs + self.activations.no_grad * local.tokens
+            yield self._use(
+                "a forward pass without graph", total, gradients=gradients, gathered=gathered, loss=self.embeddings
+            )
+        for chunk in {0, 1, cached, local.chunks - 1} & set(range(local.chunks)):
+            last_chunk = chunk == local.chunks - 1
+            for first_batch in (True, False) if accumulates else (True,):
+                for last_batch in (False, True) if accumulates else (True,):
+                    first = chunk == 0 and first_batch
+                    yield from self._backward(chunk, first=first, last=last_chunk and last_batch)
 
-    def _backward(self, number: int, *, first: bool, last: bool) -> Iterator[MemoryUse]:
-        """One backward pass: where it begins, after its first block, and where it ends.
+    def _backward(self, chunk: int, *, first: bool, last: bool) -> Iterator[MemoryUse]:
+        """A backward pass: at its start, after its first block, and at its end.
 
         Args:
-            number: of it within its batch.
-            first: whether no gradient is there yet.
-            last: whether it is the step's last.
+            chunk: index within the batch.
+            first: whether there are no gradients yet.
+            last: whether it is the last of the step.
         """
-        facts, keeps, passes, each = self.facts, self.keeps, self.passes, self.each
-        block = facts.block.trained
-        graphs = max(1, passes.kept - number) * self.graph
+        weights, activations, local = self.model.weights, self.activations, self.local
+        size, block = self.model.compute_bytes, weights.largest_block.trained
+        graphs = max(1, local.num_cached_graphs - chunk) * self.graph
         gradients = 0.0 if first else self.between
-        stays = self.whole and not last and self.layout.shard > 1  # weights stay gathered for the next pass
-        everything = each * (facts.parameters - facts.embedding.elements)
-        gathered = _gathered(facts, self.layout)
-        if 0 < number < passes.kept and self.whole:
-            gathered = max(gathered, everything)
-        begin = {"gathered": gathered, "gradients": gradients, "loss": self.vectors}
+        # Weights stay unsharded for the next pass.
+        stays_gathered = self.reduce_per_step and not last and self.layout.shard > 1
+        all_gathered = size * (weights.parameters - weights.embedding.elements)
+        gathered = _gathered(self.model, self.layout)
+        if 0 < chunk < local.num_cached_graphs and self.reduce_per_step:
+            gathered = max(gathered, all_gathered)
+        start = {"gathered": gathered, "gradients": gradients, "loss": self.embeddings}
         name = "the backward pass" if first else "a later backward pass"
-        yield self._at(f"{name} begins", graphs + keeps.backward * passes.tokens, reducing=each * block, **begin)
-        # A block's gradient is whole in the type that is computed in, then on its way in fp32 while the next is made.
-        if len(facts.blocks) > 1:
-            left = graphs + (keeps.backward - keeps.block) * passes.tokens
-            yield self._at(name, left, reducing=(each + _FP32) * block, **begin)
-        # The root's and the embedding's are through at its end only.
-        ends = facts.root.trained + facts.embedding.trained
-        way = each * ends
-        if self.whole and last and not first:
-            way = _FP32 * ends
-        if not self.whole or last:
-            way += _FP32 * max(facts.root.trained, facts.embedding.trained, block)
-        yield self._at(
+        yield self._use(f"{name} begins", graphs + activations.backward * local.tokens, reducing=size * block, **start)
+        # The gradient of a block is unsharded in the compute type, then in fp32 while the next block runs.
+        if len(weights.blocks) > 1:
+            remaining = graphs + (activations.backward - activations.block) * local.tokens
+            yield self._use(name, remaining, reducing=(size + _FP32) * block, **start)
+        # Those of root and embedding are complete only at the end.
+        end = weights.root.trained + weights.embedding.trained
+        reducing = size * end
+        if self.reduce_per_step and last and not first:
+            reducing = _FP32 * end
+        if not self.reduce_per_step or last:
+            reducing += _FP32 * max(weights.root.trained, weights.embedding.trained, block)
+        yield self._use(
             f"{name} ends",
-            graphs - self.graph + keeps.rest * passes.tokens,
-            loss=self.vectors,
-            gathered=max(gathered, everything) if stays else each * facts.root.elements,
-            reducing=way,
+            graphs - self.graph + activations.rest * local.tokens,
+            loss=self.embeddings,
+            gathered=max(gathered, all_gathered) if stays_gathered else size * weights.root.elements,
+            reducing=reducing,
             gradients=self.reduced if last else self.between,
         )
 
-    def _at(self, moment: str, activations: float = 0.0, **others: float) -> MemoryUse:
+    def _use(self, phase: str, activations: float = 0.0, **kinds: float) -> MemoryUse:
         return MemoryUse(
-            parameters=self.parameters, optimizer=self.optimizer, activations=activations, moment=moment, **others
+            parameters=self.parameters, optimizer=self.optimizer, activations=activations, phase=phase, **kinds
         )
 
 
-def _parameters(facts: ModelSpec, layout: ParallelLayout) -> float:
-    return (_FP32 * facts.trained + facts.frozen_bytes) / layout.shard + facts.buffers
+def _parameters(model: ModelSpec, layout: ParallelLayout) -> float:
+    weights = model.weights
+    return (_FP32 * weights.trained + weights.frozen_bytes) / layout.shard + weights.buffers
 
 
-def _gathered(facts: ModelSpec, layout: ParallelLayout) -> float:
-    """Copies of weights to compute with: all, or, where they are given back, the root's, a block's, and the next."""
-    each, largest = facts.compute_bytes, facts.block.elements
-    if _gives_back(facts, layout):
-        return each * (facts.root.elements + min(2, len(facts.blocks)) * largest)
-    return each * (facts.parameters + (largest if layout.shard > 1 else 0))
+def _gathered(model: ModelSpec, layout: ParallelLayout) -> float:
+    """Unsharded weights: all, or with resharding those of the root, a block and the next one."""
+    weights, size, largest = model.weights, model.compute_bytes, model.weights.largest_block.elements
+    if _reshards(model, layout):
+        return size * (weights.root.elements + min(2, len(weights.blocks)) * largest)
+    return size * (weights.parameters + (largest if layout.shard > 1 else 0))
 
 
-def _looked_up(facts: ModelSpec, layout: ParallelLayout) -> float:
-    """The same where a forward pass begins: the embedding as it arrives, and its copy."""
-    if _gives_back(facts, layout):
-        return facts.compute_bytes * (facts.root.elements + 2 * facts.embedding.elements)
-    return _gathered(facts, layout)
+def _gathered_at_lookup(model: ModelSpec, layout: ParallelLayout) -> float:
+    """Unsharded weights at the start of a forward pass: the embedding as it was gathered, and its copy."""
+    if _reshards(model, layout):
+        return model.compute_bytes * (model.weights.root.elements + 2 * model.weights.embedding.elements)
+    return _gathered(model, layout)
 
 
-def _gives_back(facts: ModelSpec, layout: ParallelLayout) -> bool:
-    return layout.shard > 1 and layout.reshard_after_forward and bool(facts.blocks)
+def _reshards(model: ModelSpec, layout: ParallelLayout) -> bool:
+    return layout.shard > 1 and layout.reshard_after_forward and bool(model.weights.blocks)
 
 
-def _loss(facts: ModelSpec, machines: ClusterSpec, work: StepWorkload, texts: int) -> float:
-    """Vectors of this rank and of all, with their gradients, and scores. Other losses are taken for InfoNCE."""
-    all_rows = work.rows
-    candidates = all_rows * max(1, work.texts_per_row - 1)
-    rows = -(-all_rows // machines.ranks)
+def _loss(model: ModelSpec, cluster: ClusterSpec, work: StepWorkload, texts: int) -> float:
+    """Embeddings of this rank and of all, their gradients, and scores. Other losses are treated as InfoNCE."""
+    candidates = work.rows * max(1, work.texts_per_row - 1)
+    rows = -(-work.rows // cluster.ranks)
     directions = len(work.loss.directions) if isinstance(work.loss, InfoNCEConfig) else 1
-    own = 6.0 * _FP32 * texts * facts.dimension  # vectors, their copies at home, normalised, and gradients of each
-    gathered = 2.0 * _FP32 * candidates * facts.dimension
+    # Embeddings, their copies on the row's rank, normalised ones, and the gradients of each.
+    local = 6.0 * _FP32 * texts * model.dimension
+    gathered = 2.0 * _FP32 * candidates * model.dimension
     scores = _FP32 * rows * candidates * directions
-    way = work.loss.implementation if isinstance(work.loss, InfoNCEConfig) else Implementation.auto
-    if way is Implementation.plain or (way is Implementation.auto and scores <= MAX_PLAIN_BYTES):
-        return own + gathered + 4.0 * scores
-    if way is Implementation.ring or (
-        way is Implementation.auto and gathered * (1 - 1 / machines.ranks) > MAX_GATHERED_BYTES
-    ):
-        return own + 4.0 * gathered / machines.ranks + 2.0 * _FP32 * TILE_CELLS
-    return own + gathered + 2.0 * _FP32 * TILE_CELLS
-
-
-# Of memory, what may be planned with here. Less than for a layout: one that does not fit fails at once, this would
-# with the one batch whose texts are longest.
-_SHARE = 0.8
-
-
-def activation_tokens(
-    facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool, free: int
-) -> int:
-    """What `train.activation_tokens` is where the recipe leaves it open; at least `train.chunk_tokens`.
-
-    Args:
-        facts: the model.
-        layout: how its weights lie.
-        machines: where.
-        work: what a step does.
-        whole: whether whole gradients are kept between chunks.
-        free: bytes that a rank still has, of its GPU or of its part of the node.
-    """
-    most = work.passes(machines.ranks).texts * work.tokens_per_text
-    if work.activation_tokens is not None or most <= work.chunk_tokens:
-        return work.chunk_tokens if work.activation_tokens is None else work.activation_tokens
-    room = _SHARE * min(free, machines.memory)
-    found = work.chunk_tokens
-    for known in (facts.bounded(), facts):  # measured only where it has to be
-        each = known.keeps(layout.activation_checkpointing).kept(len(known.blocks))
-        taken = step_memory(
-            known, layout, machines, replace(work, activation_tokens=work.chunk_tokens), whole=whole
-        ).total
-        found = work.chunk_tokens + max(0, int((room - taken) / each))
-        if found >= most:
-            return most
-    return found
+    implementation = work.loss.implementation if isinstance(work.loss, InfoNCEConfig) else Implementation.auto
+    auto = implementation is Implementation.auto
+    if implementation is Implementation.plain or (auto and scores <= MAX_PLAIN_BYTES):
+        return local + gathered + 4.0 * scores
+    if implementation is Implementation.ring or (auto and gathered * (1 - 1 / cluster.ranks) > MAX_GATHERED_BYTES):
+        return local + 4.0 * gathered / cluster.ranks + 2.0 * _FP32 * TILE_CELLS
+    return local + gathered + 2.0 * _FP32 * TILE_CELLS

@@ -1,6 +1,6 @@
-"""What a model is to a plan: its groups of weights, what is trained of them, and what a token takes.
+"""Costs of a model: its FSDP parameter groups, trained weights, and activations per token.
 
-Read off an encoder on the meta device; no weight is ever there.
+Derived from an encoder on the meta device; no weights are loaded.
 """
 
 import functools
@@ -20,13 +20,13 @@ from embedtrain.planning.activations import Activations
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """Weights that FSDP gathers together.
 
     Attributes:
         trained: elements with a gradient.
-        frozen: elements without.
-        frozen_bytes: what these are stored in.
+        frozen: elements without a gradient.
+        frozen_bytes: storage of the frozen elements.
     """
 
     trained: int = 0
@@ -35,49 +35,33 @@ class Group:
 
     @property
     def elements(self) -> int:
-        """All of them."""
+        """Number of elements."""
         return self.trained + self.frozen
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """What is known of a model without its weights.
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """The weights of a model.
 
     Attributes:
-        name: the backbone's class.
-        blocks: groups of weights of the blocks, in order.
-        root: the weights outside of blocks and of `embedding`.
-        embedding: the vocabulary's embedding where it is large enough to be a group of its own.
-        looked_up: elements that are looked up and not multiplied with: embeddings.
-        frozen_by_dtype: bytes of what is not trained, by the type's name.
-        buffers: bytes that every rank holds.
-        hidden: size of a token's vector.
-        dimension: of a text's vector.
-        can_recompute: whether blocks' activations can be recomputed.
-        precision: what is computed in.
-        tokens_per_text: length that activations are those of.
-        keeps: Activations with recomputed blocks (True) or without, measured when asked for.
-        bound: the same, larger than measured and at once.
+        blocks: one group per transformer block, in order.
+        root: weights outside the blocks and `embedding`.
+        embedding: the vocabulary embedding if it is large enough to be a separate group.
+        lookup_elements: elements that are looked up instead of multiplied: embeddings.
+        frozen_by_dtype: bytes of frozen weights, by name of the type.
+        buffers: bytes of buffers, which every rank holds.
     """
 
-    name: str
-    blocks: tuple[Group, ...]
-    root: Group
-    embedding: Group
-    looked_up: int
+    blocks: tuple[ParameterGroup, ...]
+    root: ParameterGroup
+    embedding: ParameterGroup
+    lookup_elements: int
     frozen_by_dtype: dict[str, int]
     buffers: int
-    hidden: int
-    dimension: int
-    can_recompute: bool
-    precision: Precision
-    tokens_per_text: int
-    keeps: Callable[[bool], Activations] = field(repr=False, compare=False)
-    bound: Callable[[bool], Activations] = field(repr=False, compare=False)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        """All of them."""
+    def groups(self) -> tuple[ParameterGroup, ...]:
+        """All groups."""
         return (self.root, self.embedding, *self.blocks)
 
     @property
@@ -92,26 +76,49 @@ class ModelSpec:
 
     @property
     def frozen_bytes(self) -> int:
-        """What weights without a gradient are stored in."""
+        """Storage of the weights without a gradient."""
         return sum(group.frozen_bytes for group in self.groups)
 
     @property
-    def block(self) -> Group:
-        """The largest block."""
-        return max(self.blocks, key=lambda group: group.elements, default=Group())
+    def largest_block(self) -> ParameterGroup:
+        """The block with the most elements."""
+        return max(self.blocks, key=lambda group: group.elements, default=ParameterGroup())
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a plan needs of a model.
+
+    Attributes:
+        name: class of the backbone.
+        weights: parameter groups and buffers.
+        hidden: hidden size.
+        dimension: size of an embedding.
+        precision: in which the model computes.
+        activations: Activations with activation checkpointing (True) or without, measured on the first call.
+        activation_bound: an upper bound of `activations` that needs no measurement.
+    """
+
+    name: str
+    weights: WeightSpec
+    hidden: int
+    dimension: int
+    precision: Precision
+    activations: Callable[[bool], Activations] = field(repr=False, compare=False)
+    activation_bound: Callable[[bool], Activations] = field(repr=False, compare=False)
 
     @property
     def compute_bytes(self) -> int:
-        """Of an element that is computed with."""
+        """Bytes of an element in the compute type."""
         return compute_dtype(self.precision).itemsize
 
     def bounded(self) -> "ModelSpec":
-        """The same with activations that are not measured, but larger."""
-        return replace(self, keeps=self.bound)
+        """The same model with the upper bound of its activations instead of the measured ones."""
+        return replace(self, activations=self.activation_bound)
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """What `parallel.precision` computes in."""
+    """The torch type of `parallel.precision`."""
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
@@ -124,30 +131,40 @@ def model_spec(
     gpu: bool,
     packed: bool = False,
 ) -> ModelSpec:
-    """Look at an encoder on the meta device, its `requires_grad` and types as it will be trained.
+    """The costs of an encoder on the meta device.
 
     Args:
-        encoder: see there.
-        blocks: the modules inside that become groups of their own.
-        precision: what will be computed in.
+        encoder: with `requires_grad` and types as in training.
+        blocks: modules that become separate FSDP groups.
+        precision: in which it computes.
         tokens_per_text: length of its texts.
-        gpu: whether it will run on one.
-        packed: whether its texts will be packed.
+        gpu: whether it runs on a GPU.
+        packed: whether texts are packed.
     """
     embedding = large_embedding(encoder)
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    alone = [] if embedding is None else [p for p in embedding.parameters() if id(p) not in inside]
-    inside |= {id(p) for p in alone}
+    grouped = {id(p) for block in blocks for p in block.parameters()}
+    separate = [] if embedding is None else [p for p in embedding.parameters() if id(p) not in grouped]
+    grouped |= {id(p) for p in separate}
     frozen: Counter[str] = Counter()
     for parameter in encoder.parameters():
         if not parameter.requires_grad:
             frozen[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
     hidden, dtype = hidden_size(encoder.backbone.config), compute_dtype(precision)
+    lookups = (p.numel() for m in encoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
+    buffers = sum(buffer.nbytes for buffer in encoder.buffers())
+    weights = WeightSpec(
+        blocks=tuple(_group(block.parameters()) for block in blocks),
+        root=_group(p for p in encoder.parameters() if id(p) not in grouped),
+        embedding=_group(separate),
+        lookup_elements=sum(lookups),
+        frozen_by_dtype=dict(frozen),
+        buffers=buffers + sum(layer.num_bytes for _, layer in four_bit_layers(encoder)),
+    )
 
     @functools.cache
-    def keeps(recompute: bool) -> Activations:
+    def measure(recompute: bool) -> Activations:
         try:
-            return activations.measure(
+            return activations.measure_activations(
                 encoder,
                 blocks,
                 dtype=dtype,
@@ -156,33 +173,17 @@ def model_spec(
                 gpu=gpu,
                 packed=packed,
             )
-        except Exception:  # of a model's own code, which may do anything with a tensor that has no content
+        except Exception:  # a model's own code may do anything with tensors that have no content
             return activations.rule_of_thumb(hidden, dtype, recompute=recompute)
 
-    return ModelSpec(
-        name=type(encoder.backbone).__name__.removeprefix("FSDP"),
-        blocks=tuple(_group(block.parameters()) for block in blocks),
-        root=_group(p for p in encoder.parameters() if id(p) not in inside),
-        embedding=_group(alone),
-        looked_up=sum(p.numel() for m in encoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters()),
-        frozen_by_dtype=dict(frozen),
-        buffers=sum(buffer.nbytes for buffer in encoder.buffers())
-        + sum(layer.num_bytes for _, layer in four_bit_layers(encoder)),
-        hidden=hidden,
-        dimension=encoder.dimension,
-        can_recompute=bool(blocks),
-        precision=precision,
-        tokens_per_text=tokens_per_text,
-        keeps=keeps,
-        bound=functools.partial(_bound, hidden, dtype, tokens_per_text),
-    )
+    def bound(recompute: bool) -> Activations:
+        return activations.upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
+
+    name = type(encoder.backbone).__name__.removeprefix("FSDP")
+    return ModelSpec(name, weights, hidden, encoder.dimension, precision, measure, bound)
 
 
-def _bound(hidden: int, dtype: torch.dtype, tokens_per_text: int, recompute: bool) -> Activations:
-    return activations.upper_bound(hidden, dtype, tokens_per_text=tokens_per_text, recompute=recompute)
-
-
-def _group(parameters: Iterable[Tensor]) -> Group:
+def _group(parameters: Iterable[Tensor]) -> ParameterGroup:
     trained = frozen = size = 0
     for parameter in parameters:
         if parameter.requires_grad:
@@ -190,4 +191,4 @@ def _group(parameters: Iterable[Tensor]) -> Group:
         else:
             frozen += parameter.numel()
             size += parameter.nbytes
-    return Group(trained, frozen, size)
+    return ParameterGroup(trained, frozen, size)

@@ -1,7 +1,7 @@
-"""Which layout a training gets: of those that the recipe leaves open the fastest that fits, and one line why.
+"""Choice of the parallel layout: the fastest that fits among those that the recipe allows, with a one-line reason.
 
-The same on every rank: a function of the recipe, the model's configuration, the number of ranks, and the memory of the
-rank that has least.
+The choice is the same on every rank: it depends on the recipe, the model's configuration, the number of ranks, and the
+memory of the rank with the least memory.
 """
 
 from collections.abc import Iterator
@@ -12,135 +12,141 @@ from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.errors import ConfigError
 from embedtrain.planning.memory import MemoryUse, encoding_memory, reduces_once_per_step, step_memory
 from embedtrain.planning.model_costs import ModelSpec
-from embedtrain.planning.traffic import Traffic, step_traffic
+from embedtrain.planning.traffic import StepTraffic, step_traffic
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
-# A layout that is simpler is taken though another is faster by this share: figures are estimates.
-_AS_FAST = 0.03
-# Of a rank's memory, what weights may take that only encode; vectors and what is searched come beside them.
-_ENCODING_SHARE = 0.5
-# Bytes of all-gathers a step from which on it is worth a word that they could be saved.
-_WORTH_SAYING = 5e8
+# A simpler layout is preferred over one that is faster by less than this fraction, because times are estimates.
+_TIME_TOLERANCE = 0.03
+# Fraction of a rank's memory for the weights of a model that only encodes; the rest is for embeddings and search.
+_ENCODING_FRACTION = 0.5
+# All-gathers below this number of bytes per step are not worth a mention.
+_MIN_BYTES_SHOWN = 5e8
 _GIB, _GB = 2**30, 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutCandidate:
-    """A layout, and what it takes.
+    """A layout and its costs.
 
     Attributes:
-        layout: how weights lie.
-        memory: of one rank, at the moment when it takes most.
-        traffic: what a step sends, and its seconds.
-        fits: whether the memory is there.
-        whole: whether whole gradients are kept between chunks.
+        layout: of the weights.
+        memory: of one rank at its peak.
+        traffic: of a step, and its duration.
+        fits: whether the memory suffices.
+        reduce_per_step: whether gradients are reduced once per step; else after every chunk.
     """
 
     layout: ParallelLayout
     memory: MemoryUse
-    traffic: Traffic
+    traffic: StepTraffic
     fits: bool
-    whole: bool
+    reduce_per_step: bool
 
     @property
     def name(self) -> str:
-        """The layout in a few words."""
+        """Short description of the layout."""
         return layout_name(self.layout)
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """What is chosen.
+    """The chosen layout.
 
     Attributes:
         layout: with its `reason`.
-        whole: whether a rank holds whole gradients between the chunks of a step.
-        best: what it takes; None where nothing is trained.
-        next_best: the one that would be taken without it, if there is any.
+        reduce_per_step: whether gradients are reduced once per step; else after every chunk.
+        best: the layout with its costs; None for a model that only encodes.
+        next_best: the second choice, if there is any.
     """
 
     layout: ParallelLayout
-    whole: bool
+    reduce_per_step: bool
     best: LayoutCandidate | None = None
     next_best: LayoutCandidate | None = None
 
 
-def choose(
-    parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload, *, measured: bool = False
+def choose_layout(
+    parallel: ParallelConfig,
+    cluster: ClusterSpec,
+    model: ModelSpec,
+    work: StepWorkload,
+    *,
+    always_measure: bool = False,
 ) -> LayoutChoice:
     """The layout of a training.
 
-    What the recipe sets is obeyed. Replicated weights are taken wherever they fit as they are: no forward pass waits
-    for others then. Else the fastest of what fits, by `step_traffic`; if nothing does, what comes nearest.
+    Options of the recipe are obeyed. Replicated weights are preferred if they fit without further savings, because no
+    forward pass waits for communication then. Otherwise the fastest layout that fits is chosen, according to
+    `step_traffic`; if none fits, the one with the lowest memory.
 
     Args:
-        parallel: the recipe's options.
-        machines: the ranks; `memory` is that of the one that has least, so that all choose alike.
-        facts: the model.
-        work: what a step does.
-        measured: whether activations are measured also where a bound on them fits, which is had at once.
+        parallel: options of the recipe.
+        cluster: the ranks, with the memory of the rank that has the least.
+        model: costs of the model.
+        work: workload of a step.
+        always_measure: measure activations even if their upper bound, which needs no measurement, fits.
 
     Raises:
         ConfigError: `parallel.shard_size` does not divide the number of ranks, or is set without hsdp.
     """
-    layouts = list(_layouts(parallel, machines, facts))
-    bounded = facts.bounded()
-    if not measured and _candidate(layouts[0], parallel, machines, bounded, work).fits:
-        told = "at most "
+    layouts = list(_layouts(parallel, cluster, model))
+    bounded = model.bounded()
+    if not always_measure and _candidate(layouts[0], parallel, cluster, bounded, work).fits:
+        spec, qualifier = bounded, "at most "
     else:
-        bounded, told = facts, ""
-    found = [_candidate(layout, parallel, machines, bounded, work) for layout in layouts]
-    best, next_best = _best_two(found)
-    reason = _reason(parallel, machines, best, found, told)
-    advice = _better(parallel, machines, bounded, work, best)
+        spec, qualifier = model, ""
+    candidates = [_candidate(layout, parallel, cluster, spec, work) for layout in layouts]
+    best = _best(candidates)
+    remaining = [candidate for candidate in candidates if candidate is not best]
+    reason = _reason(parallel, cluster, best, candidates, qualifier)
+    advice = _advice(parallel, cluster, spec, work, best)
     layout = replace(best.layout, reason=f"{reason}{advice}")
-    return LayoutChoice(layout, best.whole, replace(best, layout=layout), next_best)
+    next_best = _best(remaining) if remaining else None
+    return LayoutChoice(layout, best.reduce_per_step, replace(best, layout=layout), next_best)
 
 
-def choose_encoding_layout(parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec) -> LayoutChoice:
-    """The layout of a model that only encodes: replicated where that leaves half of the memory.
+def choose_encoding_layout(parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec) -> LayoutChoice:
+    """The layout of a model that only encodes: replicated if the weights use at most half of the memory.
 
     Raises:
-        ConfigError: as `choose`.
+        ConfigError: as `choose_layout`.
     """
-    offload, reshard_after_forward = bool(parallel.cpu_offload), parallel.reshard_after_forward is not False
-    open_ones = [
+    layouts = [
         ParallelLayout(
             strategy,
-            *mesh_shape(strategy, parallel, machines.ranks, machines.per_node),
+            *mesh_shape(strategy, parallel, cluster.ranks, cluster.per_node),
             "",
-            reshard_after_forward,
-            False,
-            offload,
+            reshard_after_forward=parallel.reshard_after_forward is not False,
+            cpu_offload=bool(parallel.cpu_offload),
         )
-        for strategy in _strategies(parallel, machines)
+        for strategy in _strategies(parallel, cluster)
     ]
-    sizes = [encoding_memory(facts.bounded(), layout, 0).total for layout in open_ones]
-    fitting = [place for place, size in enumerate(sizes) if size <= _ENCODING_SHARE * machines.memory]
-    layout = open_ones[fitting[0] if fitting else len(open_ones) - 1]
-    weights = f"{_gib(sizes[0])} of weights, {_gib(machines.memory)} of memory a rank"
+    sizes = [encoding_memory(model.bounded(), layout, 0).total for layout in layouts]
+    fitting = [index for index, size in enumerate(sizes) if size <= _ENCODING_FRACTION * cluster.memory]
+    layout = layouts[fitting[0] if fitting else len(layouts) - 1]
+    weights = f"{_gib(sizes[0])} of weights, {_gib(cluster.memory)} of memory per rank"
     if parallel.strategy is not Strategy.auto:
-        why = f"asked for; {weights}"
-    elif layout is open_ones[0]:
-        why = f"it fits on every rank: {weights}"
+        reason = f"requested; {weights}"
+    elif layout is layouts[0]:
+        reason = f"fits on every rank: {weights}"
     else:
-        why = f"it is too large to replicate: {weights}"
-    return LayoutChoice(replace(layout, reason=why), whole=False)
+        reason = f"too large to replicate: {weights}"
+    return LayoutChoice(replace(layout, reason=reason), reduce_per_step=False)
 
 
 def layout_candidates(
-    parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload
+    parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload
 ) -> list[LayoutCandidate]:
-    """All layouts that the recipe leaves open, the simplest first.
+    """All layouts that the recipe allows, the simplest first.
 
     Raises:
-        ConfigError: as `choose`.
+        ConfigError: as `choose_layout`.
     """
-    return [_candidate(layout, parallel, machines, facts, work) for layout in _layouts(parallel, machines, facts)]
+    return [_candidate(layout, parallel, cluster, model, work) for layout in _layouts(parallel, cluster, model)]
 
 
 def mesh_shape(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_node: int) -> tuple[int, int]:
-    """Copies, and the parts that each is cut into.
+    """Number of replicas, and number of shards of each.
 
     Raises:
         ConfigError: `parallel.shard_size` does not divide the number of ranks.
@@ -161,41 +167,41 @@ def mesh_shape(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_nod
 
 
 def layout_name(layout: ParallelLayout) -> str:
-    """A layout in a few words."""
+    """Short description of a layout."""
     words = [layout.strategy.value]
     if layout.strategy is Strategy.hsdp:
         words.append(f"{layout.replicate} x {layout.shard}")
     if layout.shard > 1:
-        words.append("resharded" if layout.reshard_after_forward else "gathered once")
-    words += ["activation checkpointing"] * layout.activation_checkpointing + ["cpu offload"] * layout.cpu_offload
+        words.append("resharded after forward" if layout.reshard_after_forward else "not resharded after forward")
+    words += ["activation checkpointing"] * layout.activation_checkpointing + ["CPU offload"] * layout.cpu_offload
     return ", ".join(words)
 
 
-def _layouts(parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec) -> Iterator[ParallelLayout]:
-    """What is left open, the simplest first."""
-    recompute = [False, True] if facts.can_recompute else [False]
-    for offload in _open(parallel.cpu_offload, [False, True] if machines.gpu else [False]):
-        for recomputes in _open(parallel.activation_checkpointing, recompute):
-            for strategy in _strategies(parallel, machines):
-                replicate, shard = mesh_shape(strategy, parallel, machines.ranks, machines.per_node)
-                resharding = _open(parallel.reshard_after_forward, [False, True])
-                for reshard_after_forward in resharding if shard > 1 else [parallel.reshard_after_forward is not False]:
+def _layouts(parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec) -> Iterator[ParallelLayout]:
+    """The layouts that the recipe allows, the simplest first."""
+    can_recompute = bool(model.weights.blocks)
+    for offload in _values(parallel.cpu_offload, [False, True] if cluster.gpu else [False]):
+        for recompute in _values(parallel.activation_checkpointing, [False, True] if can_recompute else [False]):
+            for strategy in _strategies(parallel, cluster):
+                replicate, shard = mesh_shape(strategy, parallel, cluster.ranks, cluster.per_node)
+                resharding = _values(parallel.reshard_after_forward, [False, True])
+                for reshard in resharding if shard > 1 else [parallel.reshard_after_forward is not False]:
                     yield ParallelLayout(
                         strategy,
                         replicate,
                         shard,
                         "",
-                        reshard_after_forward=reshard_after_forward,
-                        activation_checkpointing=recomputes,
+                        reshard_after_forward=reshard,
+                        activation_checkpointing=recompute,
                         cpu_offload=offload,
                     )
 
 
-def _open(asked: bool | None, choices: list[bool]) -> list[bool]:
-    return choices if asked is None else [asked]
+def _values(option: bool | None, choices: list[bool]) -> list[bool]:
+    return choices if option is None else [option]
 
 
-def _strategies(parallel: ParallelConfig, machines: ClusterSpec) -> list[Strategy]:
+def _strategies(parallel: ParallelConfig, cluster: ClusterSpec) -> list[Strategy]:
     if parallel.shard_size is not None and parallel.strategy is not Strategy.hsdp:
         raise ConfigError(
             f"parallel.shard_size={parallel.shard_size} is only for parallel.strategy=hsdp, "
@@ -203,78 +209,71 @@ def _strategies(parallel: ParallelConfig, machines: ClusterSpec) -> list[Strateg
         )
     if parallel.strategy is not Strategy.auto:
         return [parallel.strategy]
-    open_ones = [Strategy.ddp]
-    # Within one node hsdp is fsdp.
-    if 1 < machines.per_node < machines.ranks and machines.ranks % machines.per_node == 0:
-        open_ones.append(Strategy.hsdp)
-    return [*open_ones, Strategy.fsdp] if machines.ranks > 1 else open_ones
+    strategies = [Strategy.ddp]
+    # Within one node hsdp is the same as fsdp.
+    if 1 < cluster.per_node < cluster.ranks and cluster.ranks % cluster.per_node == 0:
+        strategies.append(Strategy.hsdp)
+    return [*strategies, Strategy.fsdp] if cluster.ranks > 1 else strategies
 
 
 def _candidate(
-    layout: ParallelLayout, parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload
+    layout: ParallelLayout, parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload
 ) -> LayoutCandidate:
-    whole = reduces_once_per_step(parallel.gradient_reduction, layout, facts.trained, machines.memory)
-    memory = step_memory(facts, layout, machines, work, whole=whole)
-    traffic = step_traffic(facts, layout, machines, work, whole=whole)
-    return LayoutCandidate(layout, memory, traffic, fits=memory.total <= machines.usable, whole=whole)
+    once = reduces_once_per_step(parallel.gradient_reduction, layout, model.weights.trained, cluster.memory)
+    memory = step_memory(model, layout, cluster, work, reduce_per_step=once)
+    traffic = step_traffic(model, layout, cluster, work, reduce_per_step=once)
+    return LayoutCandidate(layout, memory, traffic, fits=memory.total <= cluster.usable, reduce_per_step=once)
 
 
-def _best_two(found: list[LayoutCandidate]) -> tuple[LayoutCandidate, LayoutCandidate | None]:
-    best = _best(found)
-    others = [one for one in found if one is not best]
-    return best, _best(others) if others else None
-
-
-def _best(found: list[LayoutCandidate]) -> LayoutCandidate:
-    fitting = [one for one in found if one.fits]
+def _best(candidates: list[LayoutCandidate]) -> LayoutCandidate:
+    fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        return min(found, key=lambda one: one.memory.total)
-    plain = found[0]
-    if plain.fits and plain.layout.shard == 1 and not plain.layout.activation_checkpointing:
-        return plain
-    fastest = min(one.traffic.step for one in fitting)
-    return next(one for one in fitting if one.traffic.step <= (1 + _AS_FAST) * fastest)
+        return min(candidates, key=lambda candidate: candidate.memory.total)
+    simplest = candidates[0]
+    if simplest.fits and simplest.layout.shard == 1 and not simplest.layout.activation_checkpointing:
+        return simplest
+    fastest = min(candidate.traffic.seconds for candidate in fitting)
+    return next(candidate for candidate in fitting if candidate.traffic.seconds <= (1 + _TIME_TOLERANCE) * fastest)
 
 
 def _reason(
-    parallel: ParallelConfig, machines: ClusterSpec, best: LayoutCandidate, found: list[LayoutCandidate], told: str
+    parallel: ParallelConfig,
+    cluster: ClusterSpec,
+    best: LayoutCandidate,
+    candidates: list[LayoutCandidate],
+    qualifier: str,
 ) -> str:
-    takes = f"{told}{_gib(best.memory.total)} of {_gib(machines.memory)} a rank"
+    memory = f"{qualifier}{_gib(best.memory.total)} of {_gib(cluster.memory)} per rank"
     if not best.fits:
-        asked = "asked for; " if parallel.strategy is not Strategy.auto else "nothing fits, this comes nearest: "
-        return f"{asked}{takes}, of which {_gib(machines.usable)} may be planned with"
+        start = "requested" if parallel.strategy is not Strategy.auto else "nothing fits, this needs the least memory"
+        return f"{start}: {memory}, of which {_gib(cluster.usable)} are usable"
     if parallel.strategy is not Strategy.auto:
-        return f"asked for; {takes}"
+        return f"requested: {memory}"
     if best.layout.shard == 1:
-        sharded = [one for one in found if one.layout.strategy is Strategy.fsdp]
-        gathers = min((one.traffic.gathers for one in sharded), default=0.0)
-        more = f"; fsdp would add {gathers / _GB:.1f} GB of all-gathers a step" if gathers >= _WORTH_SAYING else ""
-        return f"it fits on every rank: {takes}{more}"
-    plain = found[0]
+        sharded = [candidate for candidate in candidates if candidate.layout.strategy is Strategy.fsdp]
+        gathers = min((candidate.traffic.all_gather for candidate in sharded), default=0.0)
+        added = f"; fsdp would add {gathers / _GB:.1f} GB of all-gathers per step"
+        return f"fits on every rank: {memory}{added * (gathers >= _MIN_BYTES_SHOWN)}"
+    simplest = candidates[0]
     return (
-        f"{plain.layout.strategy.value} would take {_gib(plain.memory.total)}; the fastest of what fits: {takes}, "
-        f"{best.traffic.gathers / _GB:.1f} GB of all-gathers a step"
+        f"{simplest.layout.strategy.value} would need {_gib(simplest.memory.total)}; the fastest that fits: {memory}, "
+        f"{best.traffic.all_gather / _GB:.1f} GB of all-gathers per step"
     )
 
 
-def _better(
-    parallel: ParallelConfig, machines: ClusterSpec, facts: ModelSpec, work: StepWorkload, best: LayoutCandidate
+def _advice(
+    parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload, best: LayoutCandidate
 ) -> str:
-    """Advice where what is asked for is clearly worse than what could be had."""
+    """Advice if the requested strategy is clearly worse than replication."""
     if parallel.strategy not in (Strategy.fsdp, Strategy.hsdp) or best.layout.shard == 1:
         return ""
-    plain = replace(parallel, strategy=Strategy.ddp, shard_size=None)
-    ddp = _candidate(
-        ParallelLayout(Strategy.ddp, machines.ranks, 1, "", cpu_offload=best.layout.cpu_offload),
-        plain,
-        machines,
-        facts,
-        work,
-    )
-    if not ddp.fits or best.traffic.gathers < _WORTH_SAYING:
+    options = replace(parallel, strategy=Strategy.ddp, shard_size=None)
+    layout = ParallelLayout(Strategy.ddp, cluster.ranks, 1, "", cpu_offload=best.layout.cpu_offload)
+    ddp = _candidate(layout, options, cluster, model, work)
+    if not ddp.fits or best.traffic.all_gather < _MIN_BYTES_SHOWN:
         return ""
-    saved = f"{best.traffic.gathers / _GB:.1f} GB of all-gathers a step"
-    return f"; parallel.strategy=ddp would do, with {_gib(ddp.memory.total)}, and save {saved}"
+    saved = f"{best.traffic.all_gather / _GB:.1f} GB of all-gathers per step"
+    return f"; parallel.strategy=ddp fits too, with {_gib(ddp.memory.total)}, and saves {saved}"
 
 
 def _gib(num_bytes: float) -> str:

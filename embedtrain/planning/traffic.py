@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in a step, and the seconds of a step: what is computed, and what of the network shows."""
+"""Traffic and duration of a training step: bytes that a rank sends, computation, and exposed communication."""
 
 from dataclasses import dataclass
 
@@ -8,156 +8,150 @@ from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 _FP32 = 4
-# Seconds that one hop of a collective takes besides its bytes.
+# Latency of one hop of a collective, in seconds.
 _HOP_NODE, _HOP_NETWORK = 2e-6, 1e-5
-# Bytes a second between a GPU and its host: PCIe 5, half of what it promises. And of Adam on a host's cores.
-_HOST = 25e9
+# Bytes per second between a GPU and its host: half of PCIe 5's nominal rate. Also of Adam on the host's cores.
+_HOST_BANDWIDTH = 25e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What a rank sends in a step, in bytes, and what it takes in seconds.
+class StepTraffic:
+    """Bytes that a rank sends in a step, and the seconds of the step.
 
     Attributes:
-        gathers: all-gathers of weights.
-        reduces: reduce-scatters of gradients.
-        replicas: all-reduces of gradients over copies.
-        vectors: of the loss, and of texts that are encoded elsewhere than on the rank of their row.
-        seconds: of all these, at the stated bandwidths.
-        shown: seconds of these that nothing is computed beside.
-        compute: seconds of computing.
-        host: seconds of the way to host memory and of its optimiser.
+        all_gather: all-gathers of weights, bytes.
+        reduce_scatter: reduce-scatters of gradients, bytes.
+        all_reduce: all-reduces of gradients over replicas, bytes.
+        embeddings: of the loss, and of texts that are encoded on another rank than that of their row, bytes.
+        communication: seconds of all communication at the given bandwidths.
+        exposed: seconds of communication that do not overlap with computation.
+        compute: seconds of computation.
+        offload: seconds of transfers to host memory and of the optimizer there.
     """
 
-    gathers: float
-    reduces: float
-    replicas: float
-    vectors: float
-    seconds: float
-    shown: float
+    all_gather: float
+    reduce_scatter: float
+    all_reduce: float
+    embeddings: float
+    communication: float
+    exposed: float
     compute: float
-    host: float
+    offload: float
 
     @property
     def bytes(self) -> float:
-        """All that is sent."""
-        return self.gathers + self.reduces + self.replicas + self.vectors
+        """Bytes of all communication."""
+        return self.all_gather + self.reduce_scatter + self.all_reduce + self.embeddings
 
     @property
-    def step(self) -> float:
-        """Seconds of a step."""
-        return self.compute + self.shown + self.host
+    def seconds(self) -> float:
+        """Duration of a step."""
+        return self.compute + self.exposed + self.offload
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
-    """A group of ranks that send to each other in a ring, and its slowest link.
+class _Ring:
+    """Ranks that communicate in a ring, and its slowest link.
 
-    A ring over whole nodes leaves and enters each of them through all of its adapters at once; one of a single rank a
-    node has one adapter.
+    A ring over whole nodes uses all network adapters of a node at the same time. A ring with one rank per node uses
+    one adapter.
     """
 
     ranks: int
-    in_node: int
-    machines: ClusterSpec
+    per_node: int
+    cluster: ClusterSpec
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
+        """Fraction of the data that a rank sends in an all-gather or a reduce-scatter."""
         return 1.0 - 1.0 / self.ranks
 
     def seconds(self, num_bytes: float, collectives: float) -> float:
-        """Of so many bytes that one rank sends in so many collectives."""
+        """Duration of collectives in which a rank sends `num_bytes` in total."""
         if self.ranks == 1:
             return 0.0
-        nodes = -(-self.ranks // self.in_node)
-        bandwidths = [self.machines.bandwidth_node] * (self.in_node > 1)
-        bandwidths += [self.machines.bandwidth_network * self.in_node] * (nodes > 1)
+        nodes = -(-self.ranks // self.per_node)
+        bandwidths = [self.cluster.bandwidth_node] * (self.per_node > 1)
+        bandwidths += [self.cluster.bandwidth_network * self.per_node] * (nodes > 1)
         hops = (self.ranks - nodes) * _HOP_NODE + (nodes if nodes > 1 else 0) * _HOP_NETWORK
         return num_bytes / min(bandwidths) + collectives * hops
 
 
 def step_traffic(
-    facts: ModelSpec, layout: ParallelLayout, machines: ClusterSpec, work: StepWorkload, *, whole: bool
-) -> Traffic:
-    """What a step sends and how long it takes.
+    model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, work: StepWorkload, *, reduce_per_step: bool
+) -> StepTraffic:
+    """Traffic and duration of a step; `reduce_per_step` as by `reduces_once_per_step`."""
+    weights, local, batches = model.weights, work.per_rank(cluster.ranks), work.gradient_accumulation_steps
+    reencoded = local.chunks - local.num_cached_graphs
+    per_node = min(cluster.per_node, cluster.ranks)
+    shards = _Ring(layout.shard, min(layout.shard, per_node), cluster)
+    replicas = _Ring(layout.replicate, max(1, min(per_node // layout.shard, layout.replicate)), cluster)
+    everyone = _Ring(cluster.ranks, per_node, cluster)
+    size, groups = model.compute_bytes, len(weights.blocks) + 1 + bool(weights.embedding.elements)
 
-    Args:
-        facts: the model.
-        layout: how its weights lie.
-        machines: where.
-        work: what a step does.
-        whole: whether whole gradients are kept between chunks.
-    """
-    passes = work.passes(machines.ranks)
-    again = passes.chunks - passes.kept
-    per_node = min(machines.per_node, machines.ranks)
-    shards = _Link(layout.shard, min(layout.shard, per_node), machines)
-    copies = _Link(layout.replicate, max(1, min(per_node // layout.shard, layout.replicate)), machines)
-    everyone = _Link(machines.ranks, per_node, machines)
-    each, groups = facts.compute_bytes, len(facts.blocks) + 1 + bool(facts.embedding.elements)
+    forward, backward = _num_gathers(layout, local.chunks, local.num_cached_graphs, reduce_per_step=reduce_per_step)
+    reductions = 1 if reduce_per_step or layout.shard == 1 else local.chunks * batches
+    repeats = batches if not (reduce_per_step and not layout.reshard_after_forward) else 1
+    gathered = shards.fraction * size * weights.parameters
+    reduced = shards.fraction * _FP32 * weights.trained
+    replicated = 2.0 * replicas.fraction * _FP32 * weights.trained / layout.shard
+    embeddings = _embeddings(model, everyone, work) * batches
 
-    forward, backward = _gathers(layout, passes.chunks, passes.kept, whole=whole)
-    reductions = 1 if whole or layout.shard == 1 else passes.chunks * work.gradient_accumulation_steps
-    times = work.gradient_accumulation_steps if not (whole and not layout.reshard_after_forward) else 1
-    gathered = shards.share * each * facts.parameters
-    reduced = shards.share * _FP32 * facts.trained
-    replicated = 2.0 * copies.share * _FP32 * facts.trained / layout.shard
-    vectors = _vectors(facts, everyone, work) * work.gradient_accumulation_steps
+    tokens = local.texts * work.tokens_per_text * batches
+    forward_flops, backward_flops = _padded_token_flops(model, work)
+    recomputed = forward_flops if layout.activation_checkpointing else 0.0
+    forward_compute = tokens * forward_flops * (local.chunks + reencoded) / local.chunks / cluster.flops
+    backward_compute = tokens * (backward_flops + recomputed) / cluster.flops
 
-    tokens = passes.texts * work.tokens_per_text * work.gradient_accumulation_steps
-    pass_forward, pass_backward = _flops(facts, work)
-    more = pass_forward if layout.activation_checkpointing else 0.0
-    of_forward = tokens * pass_forward * (passes.chunks + again) / passes.chunks / machines.flops
-    of_backward = tokens * (pass_backward + more) / machines.flops
-
-    seconds_forward = shards.seconds(gathered * forward * times, groups * forward * times)
-    seconds_backward = shards.seconds(gathered * backward * times, groups * backward * times)
-    seconds_backward += shards.seconds(reduced * reductions, groups * reductions)
-    # Gradients travel to the copies once a step, beside its last backward pass.
-    seconds_copies = copies.seconds(replicated, groups)
-    last = of_backward / max(1, passes.chunks * work.gradient_accumulation_steps)
-    seconds_vectors = everyone.seconds(vectors, 4.0 * work.gradient_accumulation_steps)
-    shown = max(0.0, seconds_forward - of_forward) + seconds_vectors
-    shown += max(0.0, seconds_backward - of_backward, seconds_copies - last)
-    host = 0.0
+    forward_seconds = shards.seconds(gathered * forward * repeats, groups * forward * repeats)
+    backward_seconds = shards.seconds(gathered * backward * repeats, groups * backward * repeats)
+    backward_seconds += shards.seconds(reduced * reductions, groups * reductions)
+    # Replicas reduce their gradients once per step, during its last backward pass.
+    replica_seconds = replicas.seconds(replicated, groups)
+    last_backward = backward_compute / max(1, local.chunks * batches)
+    embedding_seconds = everyone.seconds(embeddings, 4.0 * batches)
+    exposed = max(0.0, forward_seconds - forward_compute) + embedding_seconds
+    exposed += max(0.0, backward_seconds - backward_compute, replica_seconds - last_backward)
+    offload = 0.0
     if layout.cpu_offload:
-        host = (each * (forward + backward) * times + 4 * _FP32) * facts.parameters / layout.shard / _HOST
-    return Traffic(
-        gathers=gathered * (forward + backward) * times,
-        reduces=reduced * reductions,
-        replicas=replicated,
-        vectors=vectors,
-        seconds=seconds_forward + seconds_backward + seconds_copies + seconds_vectors,
-        shown=shown,
-        compute=of_forward + of_backward,
-        host=host,
+        per_parameter = size * (forward + backward) * repeats + 4 * _FP32
+        offload = per_parameter * weights.parameters / layout.shard / _HOST_BANDWIDTH
+    return StepTraffic(
+        all_gather=gathered * (forward + backward) * repeats,
+        reduce_scatter=reduced * reductions,
+        all_reduce=replicated,
+        embeddings=embeddings,
+        communication=forward_seconds + backward_seconds + replica_seconds + embedding_seconds,
+        exposed=exposed,
+        compute=forward_compute + backward_compute,
+        offload=offload,
     )
 
 
-def _gathers(layout: ParallelLayout, chunks: int, kept: int, *, whole: bool) -> tuple[int, int]:
-    """How often all weights are gathered for forward and for backward passes of one global batch.
+def _num_gathers(layout: ParallelLayout, chunks: int, cached: int, *, reduce_per_step: bool) -> tuple[int, int]:
+    """How often all weights are gathered for the forward and for the backward passes of a global batch.
 
-    With whole gradients weights stay gathered from a step's first backward pass to its last: until then every forward
-    pass that gives them back needs them anew, afterwards only those that were given back since.
+    If gradients are reduced once per step, weights stay unsharded from the first backward pass of a step to the last.
+    Before, each forward pass that reshards them needs an all-gather; after, only those resharded since.
     """
-    again = chunks - kept
+    reencoded = chunks - cached
     if layout.shard == 1:
         return 0, 0
     if layout.reshard_after_forward:
-        return (chunks, min(1, kept) + again) if whole else (chunks + again, chunks)
-    # The first pass's are still there for a chunk that is encoded again before any backward pass.
-    return (1, 0) if whole else (1 + again - (kept == 0), max(0, kept - 1))
+        return (chunks, min(1, cached) + reencoded) if reduce_per_step else (chunks + reencoded, chunks)
+    # The weights of the first pass are still there for a chunk that is encoded again before any backward pass.
+    return (1, 0) if reduce_per_step else (1 + reencoded - (cached == 0), max(0, cached - 1))
 
 
-def _flops(facts: ModelSpec, work: StepWorkload) -> tuple[float, float]:
-    """Of a token's forward and backward pass, as a plan knows it: with padding, all layers seeing all tokens."""
-    multiplied = facts.parameters - facts.looked_up
-    attention = 4.0 * len(facts.blocks) * work.tokens_per_text * facts.hidden
-    return token_flops(multiplied, min(multiplied, facts.trained), attention)
+def _padded_token_flops(model: ModelSpec, work: StepWorkload) -> tuple[float, float]:
+    """FLOPs of the forward and backward pass per token, with padding and full attention in all layers."""
+    matmul_elements = model.weights.parameters - model.weights.lookup_elements
+    attention = 4.0 * len(model.weights.blocks) * work.tokens_per_text * model.hidden
+    return token_flops(matmul_elements, min(matmul_elements, model.weights.trained), attention)
 
 
-def _vectors(facts: ModelSpec, everyone: _Link, work: StepWorkload) -> float:
-    """Texts' vectors to the ranks of their rows and back, documents' to all ranks, and their gradients."""
-    own = work.rows * work.texts_per_row / everyone.ranks
+def _embeddings(model: ModelSpec, everyone: _Ring, work: StepWorkload) -> float:
+    """Bytes of embeddings to the ranks of their rows, of documents to all ranks, and of their gradients."""
+    local = work.rows * work.texts_per_row / everyone.ranks
     candidates = work.rows * max(1, work.texts_per_row - 1)
-    return _FP32 * facts.dimension * everyone.share * (2.0 * own + 2.0 * candidates)
+    return _FP32 * model.dimension * everyone.fraction * (2.0 * local + 2.0 * candidates)

@@ -1,32 +1,32 @@
-"""What a step has to do, and the machines it is done on."""
+"""The work of a training step, and the hardware on which it runs."""
 
 from dataclasses import dataclass, field
 
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.recipe import Recipe, TrainConfig
 
-# Of an H100 with NVLink and a 400 Gb/s adapter each: GB/s that one sends, and TFLOP/s that published trainers reach in
+# An H100 with NVLink and a 400 Gb/s network adapter: GB/s that it sends, and TFLOP/s that published trainers reach in
 # bf16 (llm-foundry: 399 to 459).
 BANDWIDTH_NODE = 300.0
 BANDWIDTH_NETWORK = 50.0
 TFLOPS = 400.0
-# Of a rank's memory this share is planned with: the rest is the driver's, the communication library's, and lost between
-# blocks of the allocator.
+# Fraction of a rank's memory that a plan may use: the rest is for the driver, the communication library and
+# fragmentation of the allocator.
 USABLE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """The ranks and what links them.
+    """The ranks and their links.
 
     Attributes:
-        ranks: all of them.
-        per_node: those that share a node.
-        memory: bytes of one rank.
-        gpu: whether they are GPUs.
-        bandwidth_node: bytes a second that a rank sends within its node.
-        bandwidth_network: and between nodes.
-        flops: floating point operations a second that a rank reaches.
+        ranks: number of ranks.
+        per_node: number of ranks per node.
+        memory: bytes per rank.
+        gpu: whether the ranks are GPUs.
+        bandwidth_node: bytes per second that a rank sends within its node.
+        bandwidth_network: bytes per second that a rank sends to other nodes.
+        flops: floating-point operations per second that a rank reaches.
     """
 
     ranks: int
@@ -39,22 +39,22 @@ class ClusterSpec:
 
     @property
     def usable(self) -> int:
-        """Bytes of one rank that are planned with."""
+        """Bytes per rank that a plan may use."""
         return int(USABLE * self.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWorkload:
-    """A step.
+    """The work of an optimizer step.
 
     Attributes:
-        rows: of a global batch.
-        texts_per_row: a query, its positive, and hard negatives.
-        tokens_per_text: in the mean, padding included.
-        chunk_tokens: that one pass may hold on one rank.
-        activation_tokens: whose graphs are kept; None: `chunk_tokens`.
-        gradient_accumulation_steps: global batches a step.
-        loss: what is minimised.
+        rows: rows of a global batch.
+        texts_per_row: query, positive and hard negatives.
+        tokens_per_text: mean number of tokens, padding included.
+        chunk_tokens: maximum number of tokens of a forward pass on one rank.
+        activation_tokens: maximum number of tokens with cached graphs; None: `chunk_tokens`.
+        gradient_accumulation_steps: global batches per step.
+        loss: options of the loss.
     """
 
     rows: int = TrainConfig.global_batch_size
@@ -67,7 +67,7 @@ class StepWorkload:
 
     @classmethod
     def of(cls, recipe: Recipe, *, tokens_per_text: int = 512, texts_per_row: int = 2) -> "StepWorkload":
-        """What the recipe says."""
+        """The workload of a recipe."""
         train = recipe.train
         return cls(
             rows=train.global_batch_size,
@@ -79,16 +79,16 @@ class StepWorkload:
             loss=recipe.loss,
         )
 
-    def passes(self, ranks: int) -> "RankWorkload":
-        """One rank's part of a global batch, cut into chunks."""
+    def per_rank(self, ranks: int) -> "RankWorkload":
+        """One rank's part of a global batch."""
         texts = -(-self.rows * self.texts_per_row // ranks)
-        a_chunk = max(1, self.chunk_tokens // self.tokens_per_text)
-        chunks = max(1, -(-texts // a_chunk))
+        texts_per_chunk = max(1, self.chunk_tokens // self.tokens_per_text)
+        chunks = max(1, -(-texts // texts_per_chunk))
         # A text longer than a chunk is a chunk of its own.
-        tokens = min(texts, a_chunk) * self.tokens_per_text
-        keep = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
-        kept = min(texts * self.tokens_per_text, keep) // tokens if tokens else 0
-        return RankWorkload(texts=texts, chunks=chunks, kept=min(chunks, kept), tokens=tokens)
+        tokens = min(texts, texts_per_chunk) * self.tokens_per_text
+        activation_tokens = self.chunk_tokens if self.activation_tokens is None else self.activation_tokens
+        cached = min(texts * self.tokens_per_text, activation_tokens) // tokens if tokens else 0
+        return RankWorkload(texts=texts, chunks=chunks, num_cached_graphs=min(chunks, cached), tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +96,13 @@ class RankWorkload:
     """One rank's part of a global batch.
 
     Attributes:
-        texts: that it encodes.
-        chunks: that it cuts them into, a forward and a backward pass each.
-        kept: of how many chunks the graphs are kept; the others are encoded twice.
-        tokens: of the largest chunk.
+        texts: number of texts to encode.
+        chunks: number of chunks, each with one forward and backward pass.
+        num_cached_graphs: number of chunks whose graphs are kept; the others are encoded twice.
+        tokens: tokens of the largest chunk.
     """
 
     texts: int
     chunks: int
-    kept: int
+    num_cached_graphs: int
     tokens: int

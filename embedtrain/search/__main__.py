@@ -1,13 +1,13 @@
 """`python -m embedtrain.search model=DIR corpus=DIR query="..."`: find texts with a model."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from embedtrain.cli import run_command
 from embedtrain.search.options import SearchOptions, compose_search
 
 
-def act(options: SearchOptions) -> None:
+def main(options: SearchOptions) -> None:
     """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
     from pathlib import Path
 
@@ -19,32 +19,29 @@ def act(options: SearchOptions) -> None:
     from embedtrain.inference.index import ShardedIndex, trec_order
     from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
     from embedtrain.loading.load import load_model
-    from embedtrain.search.printing import print_answers
     from embedtrain.tracking.console import Console
 
     corpus = read_corpus(Path(options.corpus))
     ids, texts = corpus.ids, corpus.texts
     console = Console()
     with joined_world() as world:
-        source = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
+        config = ModelConfig(path=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
         with command_option_names(MODEL_OPTION_NAMES):
-            model = load_model(source, ParallelConfig(precision=options.precision), world, seed=0, work=None)
-        prompts = model.source.prompts
-        encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=options.chunk_tokens)
+            model = load_model(config, ParallelConfig(precision=options.precision), world, seed=0, work=None)
+        encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens)
         index = ShardedIndex(trec_order(ids), world)
         with console.phase(f"encoding {len(texts):,} texts"):
-            for block in encoder.encode_blocks(texts, prompts.get("document", ""), finish=unit_vectors):
-                index.add(block)
+            index.add_texts(encoder, texts, encoder.document_prompt)
         for query in _queries(options.query):
-            vector = unit_vectors(encoder.encode_all([query], prompts.get("query", "")))
+            vector = unit_vectors(encoder.encode_all([query], encoder.query_prompt))
             ranking = index.search(vector, options.top_k)
-            found = zip(ranking.documents[0].tolist(), ranking.scores[0].tolist(), strict=True)
-            print_answers(query, [(score, ids[place], texts[place]) for place, score in found])
+            results = zip(ranking.documents[0].tolist(), ranking.scores[0].tolist(), strict=True)
+            print_results(query, [(score, ids[number], texts[number]) for number, score in results])
 
 
-def _queries(given: str | None) -> Iterator[str]:
-    if given is not None:
-        yield given
+def _queries(query: str | None) -> Iterator[str]:
+    if query is not None:
+        yield query
         return
     while True:
         if sys.stdin.isatty():
@@ -55,5 +52,22 @@ def _queries(given: str | None) -> Iterator[str]:
         yield line
 
 
+def print_results(query: str, results: Sequence[tuple[float, str, str]]) -> None:
+    """Print one line per result (score, id, text)."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(justify="right", style="cyan", no_wrap=True)
+    table.add_column(style="bold", no_wrap=True, max_width=32, overflow="ellipsis")
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for score, document_id, text in results:
+        table.add_row(f"{score:.3f}", Text(document_id), Text(" ".join(text.split())))
+    console.print(Text(f"\n{query}", style="bold"))
+    console.print(table)
+
+
 if __name__ == "__main__":
-    run_command(compose_search, act)
+    run_command(compose_search, main)

@@ -46,7 +46,6 @@ class SlurmConfig:
 
     dry_run: bool = False  # print the script, write and submit nothing
     cluster: str | None = None  # YAML file with these options for your cluster; the command line overrides it
-    # Resources.
     nodes: int = 1  # number of nodes
     gpus_per_node: int = 8  # 0: train on the CPU
     gpu_type: str | None = None  # requests --gpus-per-node=TYPE:N
@@ -69,14 +68,12 @@ class SlurmConfig:
     srun_extra: list[str] = field(default_factory=list)  # further options of srun, such as --mpi=none
     seeds: list[int] = field(default_factory=list)  # one job of an array per seed, in OUTPUT_DIR/seed-S
     seeds_at_once: int | None = None  # that run at the same time; default: all
-    # Software.
     launcher: Launcher = Launcher.torchrun  # of the ranks
     python: str | None = None  # default: the interpreter that submits; in a container `python`
     setup: list[str] = field(default_factory=list)  # shell commands before it: module load, source, export
     container_image: str | None = None  # of srun --container-image (the pyxis plugin)
     container_mounts: list[str] = field(default_factory=list)  # FROM:TO; default: the working directory
     container_command: str | None = None  # or a command before python, such as apptainer exec --nv image.sif
-    # End and requeueing.
     signal_seconds: int = 300  # before the time limit, the ranks are asked for a checkpoint
     requeue: bool = True  # after a time limit, a preemption or the loss of a node
     max_requeues: int = 100  # starts after the first, for any reason

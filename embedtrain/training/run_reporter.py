@@ -138,7 +138,7 @@ class RunReporter:
             encoded = self._encoder.encode_all(
                 [f"{text.before}{text.text}{text.after}" for text in texts],
                 max_length=length,
-                what="the sample of the report",
+                label="the sample of the report",
                 existing_prompt=[text.before for text in texts],
             )
             if embeddings is None:

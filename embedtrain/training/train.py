@@ -70,14 +70,8 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> Path:
     if not start.from_scratch:  # its weights have only now been read
         model = verify_packing(model, recipe.model, recipe.parallel, world, say=run.console.note)
     prompts = model.source.prompts
-    encoder = SentenceEncoder(
-        model.encoder,
-        model.tokenizer,
-        world,
-        chunk_tokens=recipe.evaluation.chunk_tokens,
-        query_prompt=prompts.get("query", ""),
-        document_prompt=prompts.get("document", ""),
-        unshard=recipe.evaluation.unshard,
+    encoder = SentenceEncoder.from_model(
+        model, world, chunk_tokens=recipe.evaluation.chunk_tokens, unshard=recipe.evaluation.unshard
     )
     with (
         open_tracker(run, model, start) as tracker,

@@ -1,4 +1,4 @@
-"""The command line and YAML become a Recipe, or one sentence; and YAML never runs code."""
+"""The command line and YAML become a Recipe or an error of one sentence; YAML never runs code."""
 
 import os
 import subprocess
@@ -22,8 +22,8 @@ GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Run in an empty folder, which Hydra must leave empty."""
+def empty_directory(tmp_path, monkeypatch):
+    """Run in an empty directory, which Hydra must leave empty."""
     folder = tmp_path / "cwd"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -32,7 +32,7 @@ def elsewhere(tmp_path, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def refused(arguments: list[str]) -> str:
+def error_of(arguments: list[str]) -> str:
     with pytest.raises(ConfigError) as caught:
         compose_recipes(arguments)
     sentence = str(caught.value)
@@ -47,7 +47,7 @@ def user_recipe(folder: Path, name: str, text: str) -> list[str]:
     return ["--config-dir", str(folder), f"recipe={name}"]
 
 
-def test_values_arrive_typed():
+def test_values_have_their_types():
     (recipe,) = compose_recipes(
         [*GOOD, "optim.lr=1e-4", "optim.schedule=cosine", "parallel.precision=fp32", "model.pooling=last", "seed=7"]
     )
@@ -68,8 +68,8 @@ def test_every_recipe_composes(name):
     assert f"recipe={name}" in first
 
 
-# Losses that are nothing without an option.
-WANTED = {
+# Losses with a required option.
+REQUIRED = {
     "combined": ["loss.losses=[{name: infonce}, {name: margin_mse, weight: 0.5}]"],
     "sentence_transformers": ["loss.class_name=CoSENTLoss"],
 }
@@ -79,13 +79,13 @@ WANTED = {
 def test_every_choice_composes(group):
     for name in choices(group):
         arguments = [a for a in GOOD if group != "model" or "model" not in a]
-        compose_recipes([*arguments, f"{group}={name}", *WANTED.get(name, [])])
+        compose_recipes([*arguments, f"{group}={name}", *REQUIRED.get(name, [])])
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_comes_back_as_it_was(tmp_path, name):
-    """What a run leaves in recipe.yaml is the recipe, whatever its loss: resuming and exporting read it."""
-    (recipe,) = compose_recipes([*GOOD, f"loss={name}", "loss.matryoshka_dims=[8,4]", *WANTED.get(name, [])])
+def test_every_loss_is_saved_and_loaded(tmp_path, name):
+    """Resuming and exporting read the recipe.yaml of a run."""
+    (recipe,) = compose_recipes([*GOOD, f"loss={name}", "loss.matryoshka_dims=[8,4]", *REQUIRED.get(name, [])])
     assert type(recipe.loss) is LOSSES[name]
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(to_plain(recipe)))
@@ -93,7 +93,7 @@ def test_every_loss_comes_back_as_it_was(tmp_path, name):
 
 
 def test_a_combination_of_losses(tmp_path):
-    (recipe,) = compose_recipes([*GOOD, "loss=combined", *WANTED["combined"]])
+    (recipe,) = compose_recipes([*GOOD, "loss=combined", *REQUIRED["combined"]])
     assert recipe.loss == CombinedConfig(losses=[InfoNCEConfig(), MarginMSEConfig(weight=0.5)])
     own = """# @package _global_
 defaults:
@@ -118,8 +118,8 @@ loss:
         ("[infonce]", ["loss.losses[0]", "'infonce'", "`name`"]),
     ],
 )
-def test_a_combination_written_wrongly(losses, words):
-    sentence = refused([*GOOD, "loss=combined", f"loss.losses={losses}"])
+def test_a_wrong_combination_is_named(losses, words):
+    sentence = error_of([*GOOD, "loss=combined", f"loss.losses={losses}"])
     assert all(word in sentence for word in words), sentence
 
 
@@ -134,20 +134,20 @@ def test_a_combination_written_wrongly(losses, words):
         ),
     ],
 )
-def test_losses_written_wrongly(arguments, words):
-    sentence = refused([*GOOD, *arguments])
+def test_a_wrong_loss_is_named(arguments, words):
+    sentence = error_of([*GOOD, *arguments])
     assert all(word in sentence for word in words), sentence
 
 
-def test_another_loss_on_the_command_line_begins_with_its_own_defaults(tmp_path):
-    """A shipped recipe's temperature is its loss's; a user's recipe is told what is in the way."""
+def test_another_loss_on_the_command_line_starts_from_its_defaults(tmp_path):
+    """Options of the loss of a shipped recipe are dropped; those of a user's recipe are an error."""
     (recipe,) = compose_recipes(["recipe=bce_xlmr", "loss=cosent", "data.train=[x]"])
     assert recipe.loss == CoSENTConfig()
     (recipe,) = compose_recipes(["recipe=bce_xlmr", "loss=infonce", "data.train=[x]"])
     assert recipe.loss == InfoNCEConfig(temperature=0.02)
     own = user_recipe(tmp_path, "own", "# @package _global_\nname: own\nloss: {temperature: 0.3}\n")
     assert compose_recipes([*own, *GOOD[1:]])[0].loss == InfoNCEConfig(temperature=0.3)
-    sentence = refused([*own, *GOOD[1:], "loss=triplet"])
+    sentence = error_of([*own, *GOOD[1:], "loss=triplet"])
     assert sentence.startswith("the recipe sets loss.temperature, ")
 
 
@@ -185,14 +185,14 @@ def test_another_loss_on_the_command_line_begins_with_its_own_defaults(tmp_path)
         ("+loss._target_=os.system", ["_target_"]),
     ],
 )
-def test_mistakes_become_one_sentence(argument, words):
-    sentence = refused([*GOOD, argument])
+def test_a_mistake_is_named_with_option_and_value(argument, words):
+    sentence = error_of([*GOOD, argument])
     for word in words:
         assert word in sentence
 
 
-def test_a_missing_config_dir_is_told():
-    assert "/no/such/folder" in refused([*GOOD, "--config-dir", "/no/such/folder"])
+def test_a_missing_config_dir_is_named():
+    assert "/no/such/folder" in error_of([*GOOD, "--config-dir", "/no/such/folder"])
 
 
 def test_sources_and_sets_as_strings_and_mappings():
@@ -227,27 +227,27 @@ train: {epochs: 2}
 """
 
 
-def test_a_recipe_of_ones_own(tmp_path):
+def test_a_recipe_in_the_config_dir(tmp_path):
     (recipe,) = compose_recipes([*user_recipe(tmp_path, "mine", USER), "optim.lr=1e-3"])
     assert (recipe.name, recipe.train.epochs, recipe.optim.lr) == ("mine", 2.0, 1e-3)
     assert recipe.parallel.strategy is Strategy.hsdp
     assert [source.weight for source in recipe.data.train] == [1.0, 0.5]
 
 
-def test_a_recipe_without_its_package_line_is_told_so(tmp_path):
+def test_a_recipe_without_its_package_line_is_rejected(tmp_path):
     forgotten = USER.replace("# @package _global_\n", "")
     for text in (forgotten, forgotten.replace("defaults:\n  - override /parallel: hsdp\n", "")):
-        assert "# @package _global_" in refused(user_recipe(tmp_path, "mine", text))
+        assert "# @package _global_" in error_of(user_recipe(tmp_path, "mine", text))
 
 
 def test_broken_yaml_names_file_and_line(tmp_path):
-    sentence = refused(user_recipe(tmp_path, "mine", USER + "optim: [\n"))
+    sentence = error_of(user_recipe(tmp_path, "mine", USER + "optim: [\n"))
     assert f"{tmp_path / 'recipe' / 'mine.yaml'}" in sentence
     assert "line 9" in sentence
 
 
-def test_a_typo_in_a_recipe_of_ones_own(tmp_path):
-    assert "did you mean train?" in refused(user_recipe(tmp_path, "mine", USER + "trian: {steps: 3}\n"))
+def test_a_typo_in_a_recipe_in_the_config_dir(tmp_path):
+    assert "did you mean train?" in error_of(user_recipe(tmp_path, "mine", USER + "trian: {steps: 3}\n"))
 
 
 EVIL = [
@@ -266,19 +266,19 @@ EVIL = [
 @pytest.mark.parametrize("multirun", [[], ["-m"]])
 def test_yaml_never_runs_code(tmp_path, evil, multirun):
     marker = tmp_path / "marker"
-    refused([*multirun, *user_recipe(tmp_path, "mine", USER + evil.replace("MARKER", str(marker)))])
+    error_of([*multirun, *user_recipe(tmp_path, "mine", USER + evil.replace("MARKER", str(marker)))])
     assert not marker.exists()
 
 
 def test_the_command_line_never_runs_code(tmp_path):
     marker = tmp_path / "marker"
-    sentence = refused([*GOOD, f"+hydra.callbacks.a={{_target_: pathlib.Path.touch, self: {marker}}}"])
+    sentence = error_of([*GOOD, f"+hydra.callbacks.a={{_target_: pathlib.Path.touch, self: {marker}}}"])
     assert "never runs code" in sentence
     assert not marker.exists()
 
 
-def test_code_hides_in_no_model_configuration():
-    """What is free-form stays data: a `_target_` in it is only a string."""
+def test_a_model_configuration_is_only_data():
+    """A `_target_` in a free-form mapping is only a string."""
     (recipe,) = compose_recipes(
         ["name=a", "model.config={model_type: bert, _target_: os.system}", "model.pooling=cls", *GOOD[2:]]
     )
@@ -289,13 +289,13 @@ def test_multirun(monkeypatch):
     sweep = [*GOOD, "optim.lr=1e-5,2e-5"]
     recipes = compose_recipes(["-m", *sweep, "output_dir='runs/${name}-${optim.lr}'"])
     assert [(r.optim.lr, r.output_dir) for r in recipes] == [(1e-5, "runs/a-1e-05"), (2e-5, "runs/a-2e-05")]
-    assert "share one output_dir" in refused(["-m", *sweep])
+    assert "share one output_dir" in error_of(["-m", *sweep])
     monkeypatch.setenv("WORLD_SIZE", "2")
     for flag in ("-m", "--multirun"):
-        assert "torchrun" in refused([flag, *sweep, "output_dir='runs/${optim.lr}'"])
+        assert "torchrun" in error_of([flag, *sweep, "output_dir='runs/${optim.lr}'"])
 
 
-def test_what_a_run_leaves_behind_is_read_again(tmp_path):
+def test_a_saved_recipe_is_loaded(tmp_path):
     (recipe,) = compose_recipes(
         [
             "name=a",
@@ -324,7 +324,7 @@ def test_what_a_run_leaves_behind_is_read_again(tmp_path):
         ("optim: {lr: high}\n", "high"),
     ],
 )
-def test_a_damaged_recipe_file(tmp_path, content, words):
+def test_an_invalid_recipe_file_is_named(tmp_path, content, words):
     path = tmp_path / "recipe.yaml"
     if content is not None:
         path.write_text(content)
@@ -334,7 +334,7 @@ def test_a_damaged_recipe_file(tmp_path, content, words):
     assert str(path) in str(caught.value)
 
 
-def test_the_other_doors():
+def test_options_of_commands():
     options = compose_evaluate(["model=m", "sets=[a,{path: b, name: c}]", "precision=bf16"])
     assert [entry.path for entry in options.sets] == ["a", "b"]
     assert options.precision is Precision.bf16
@@ -351,6 +351,7 @@ def test_the_other_doors():
         (compose_search, ["model=m"], "corpus="),
         (compose_search, ["model=m", "corpus=c", "top_k=0"], "top_k=0"),
         (compose_search, ["model=m", "corpus=c", "chunk_tokens=0"], "chunk_tokens=0"),
+        (compose_search, ["--config-dir", "d", "model=m", "corpus=c"], "--config-dir d: "),
         (compose_search, ["-m", "model=m", "corpus=c", "top_k=1,2"], "multirun (-m) is for training"),
     ]:
         with pytest.raises(ConfigError) as caught:
@@ -359,11 +360,11 @@ def test_the_other_doors():
 
 
 def test_help_lists_recipes_and_imports_no_torch():
-    """A mistyped option answers before torch, which takes seconds, is imported."""
+    """A mistyped option is reported before torch is imported, which takes seconds."""
     program = (
         "import sys\n"
         "from embedtrain.config.compose import compose_recipes\n"
-        "try:\n    compose_recipes(['--help'])\nexcept SystemExit as leaving:\n    assert not leaving.code\n"
+        "try:\n    compose_recipes(['--help'])\nexcept SystemExit as error:\n    assert not error.code\n"
         "heavy = [m for m in ('torch', 'transformers', 'datasets') if m in sys.modules]\n"
         "assert not heavy, heavy\n"
     )
@@ -373,3 +374,15 @@ def test_help_lists_recipes_and_imports_no_torch():
     assert answer.returncode == 0, answer.stderr
     for name in choices("recipe"):
         assert f"recipe={name}" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    "setting", ["hydra.mode=MULTIRUN", "+hydra.callbacks.a={}", "hydra/launcher=other", "hydra.searchpath=[pkg://evil]"]
+)
+def test_settings_of_hydra_are_rejected(setting):
+    assert setting in error_of([*GOOD, setting])
+
+
+def test_overrides_in_any_position():
+    recipes = compose_recipes([*GOOD[:2], "-m", *GOOD[2:], "seed=1,2", "output_dir='runs/${seed}'"])
+    assert [recipe.seed for recipe in recipes] == [1, 2]

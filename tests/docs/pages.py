@@ -1,6 +1,6 @@
 """The pages that a user reads, and the code blocks in them.
 
-A block whose fence follows a comment `<!-- not run: why -->` or `<!-- theirs -->` is shown, and not ours to try.
+A block whose fence follows a comment `<!-- not run: why -->` or `<!-- theirs -->` is excluded from tests.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ _MARK = re.compile(r"<!-- (?P<mark>not run|theirs)(?P<why>:[^\n]*)? -->\s*\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it stands, its language, the file it is, its text, and whether a comment excuses it."""
+    """A fenced block: its place, language, file name and text, and whether a comment excludes it from tests."""
 
     page: Path
     line: int
@@ -36,7 +36,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page of the site, and what GitHub shows first."""
+    """Every page of the site, and the README files of the repository."""
     others = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docker/README.md")]
     return [*sorted((ROOT / "docs").rglob("*.md")), *(page for page in others if page.is_file())]
 
@@ -57,16 +57,16 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def without_code(text: str) -> str:
-    """A page without blocks and code in lines, where brackets are no links."""
+    """A page without blocks and inline code, in which brackets are not links."""
     return re.sub(r"`[^`\n]+`", "``", _BLOCK.sub("", text))
 
 
 def load_hook(name: str) -> Any:
-    """A module of docs/hooks, which mkdocs loads by its path."""
+    """A module of docs/hooks, loaded by its path as mkdocs does."""
     spec = importlib.util.spec_from_file_location(f"docs_hooks_{name}", ROOT / "docs" / "hooks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # a dataclass looks for its module there
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module

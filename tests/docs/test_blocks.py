@@ -1,4 +1,4 @@
-"""Blocks of YAML, JSON and Python in the pages are what they claim to be."""
+"""Blocks of YAML, JSON and Python in the pages are valid."""
 
 import json
 from typing import Any
@@ -54,6 +54,6 @@ def test_yaml_is_a_recipe_or_a_part_of_one(block, tmp_path, monkeypatch):
         to_recipe(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(keys)))
 
 
-def test_there_are_blocks_to_try():
+def test_the_pages_have_blocks():
     assert sum(block.language == "yaml" for block in ALL) >= 4
     assert {block.language for block in ALL if block.page == ROOT / "README.md"} == {"bash", "text"}

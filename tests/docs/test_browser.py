@@ -1,4 +1,4 @@
-"""The site in a real Chromium: at desk and phone width nothing runs out of a page, and colours follow the system."""
+"""The site in Chromium: nothing overflows at desktop and phone width, and colors follow the system."""
 
 import functools
 import json
@@ -68,19 +68,19 @@ def site(tmp_path_factory) -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_at_desk_and_phone_width(site, scheme, tmp_path):
     address, pages = site
-    told = subprocess.run(
+    output = subprocess.run(
         [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync",
          f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
          "--window-size=1600,1000", "--virtual-time-budget=60000", "--dump-dom", f"{address}/measure.html"],
         capture_output=True, text=True, timeout=300, check=True,
     ).stdout  # fmt: skip
-    (found,) = re.findall("FOUND(.*)END", told, re.DOTALL)
-    seen = json.loads(found.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
-    assert len(seen) == 2 * len(pages) > 50
-    for page in seen:
-        assert page["wide"] <= page["width"], f"{page['page']} runs out of {page['width']} pixels"
+    (measured,) = re.findall("FOUND(.*)END", output, re.DOTALL)
+    measurements = json.loads(measured.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+    assert len(measurements) == 2 * len(pages) > 50
+    for page in measurements:
+        assert page["wide"] <= page["width"], f"{page['page']} overflows {page['width']} pixels"
         red, green, blue = map(int, re.findall(r"\d+", page["background"])[:3])
         assert (red + green + blue > 600) == (scheme == "light"), page
-        assert page["flat"] == 0, f"{page['page']} has formulas that take no room"
-    assert sum(page["formulas"] for page in seen) > 60
+        assert page["flat"] == 0, f"{page['page']} has formulas without height"
+    assert sum(page["formulas"] for page in pages) > 60

@@ -1,4 +1,4 @@
-"""`mkdocs build --strict` makes the whole site, which asks nothing of a network."""
+"""`mkdocs build --strict` builds the whole site, which loads nothing from a network."""
 
 import os
 import re
@@ -60,19 +60,19 @@ def test_formulas_are_mathml_and_the_reference_has_tables(site):
     assert "\\|" not in recipe
 
 
-def test_links_to_the_repository_go_there_if_it_is_known():
+def test_links_to_files_lead_to_the_repository_if_its_address_is_set():
     hook, page = load_hook("repository"), SimpleNamespace(file=SimpleNamespace(src_uri="data.md", generated_by=None))
 
-    def made(text: str, repo_url: str) -> str:
+    def render(text: str, repo_url: str) -> str:
         return hook.on_page_markdown(text, page, SimpleNamespace(repo_url=repo_url), None)
 
-    written = (
+    markdown = (
         "[a](../recipes/minilm.yaml) [b](../tests/losses/) [c](../benchmarks/README.md#speed) [d](mine.md) `x\\|y`\n"
         "```bash\necho [e](../recipes/f.yaml)\n```\n"
     )
-    known = made(written, "https://host.example/me/it/")
-    assert "[a](https://host.example/me/it/blob/main/recipes/minilm.yaml)" in known
-    assert "[b](https://host.example/me/it/tree/main/tests/losses)" in known
-    assert "[c](benchmarks.md#speed) [d](mine.md) `x|y`" in known
-    assert "echo [e](../recipes/f.yaml)" in known, "code stays as it is"
-    assert "a (`recipes/minilm.yaml`) b (`tests/losses`)" in made(written, "")
+    rendered = render(markdown, "https://host.example/me/it/")
+    assert "[a](https://host.example/me/it/blob/main/recipes/minilm.yaml)" in rendered
+    assert "[b](https://host.example/me/it/tree/main/tests/losses)" in rendered
+    assert "[c](benchmarks.md#speed) [d](mine.md) `x|y`" in rendered
+    assert "echo [e](../recipes/f.yaml)" in rendered, "code stays as it is"
+    assert "a (`recipes/minilm.yaml`) b (`tests/losses`)" in render(markdown, "")

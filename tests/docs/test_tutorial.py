@@ -1,4 +1,4 @@
-"""The tutorial, pasted word by word into a shell in a fresh folder: it ends with a server that searches."""
+"""The tutorial, pasted into a shell in an empty directory: it ends with a server that searches."""
 
 import contextlib
 import json
@@ -33,29 +33,29 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
         "EMBEDTRAIN_CACHE": str(tmp_path / "cache"),
     }
     # Into files: a server that was not stopped would hold a pipe open.
-    with (tmp_path / "told.txt").open("w") as told_to, (tmp_path / "errors.txt").open("w") as complained_to:
+    with (tmp_path / "output.txt").open("w") as stdout, (tmp_path / "errors.txt").open("w") as stderr:
         started = subprocess.Popen(
             ["bash", "-e", "-c", script], cwd=clone, env=environment, start_new_session=True,
-            stdout=told_to, stderr=complained_to,
+            stdout=stdout, stderr=stderr,
         )  # fmt: skip
         try:
             started.wait(timeout=3600)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)
-    output_of_all, errors = ((tmp_path / name).read_text() for name in ("told.txt", "errors.txt"))
-    told = [part.partition("\n")[2] for part in output_of_all.split(MARK)[1:]]
+    output_of_all, errors = ((tmp_path / name).read_text() for name in ("output.txt", "errors.txt"))
+    outputs = [part.partition("\n")[2] for part in output_of_all.split(MARK)[1:]]
     assert started.returncode == 0, output_of_all[-3000:] + errors[-3000:]
-    assert len(told) == len(shell)
+    assert len(outputs) == len(shell)
 
     def output(of: str) -> str:
-        (found,) = [text for block, text in zip(shell, told, strict=True) if of in block.text]
-        return found
+        (output_of_block,) = [text for block, text in zip(shell, outputs, strict=True) if of in block.text]
+        return output_of_block
 
     assert re.search(r"packages/train\.jsonl:13201", output("a query without an answer"))
     assert "exit code 1" in output("a query without an answer")
     assert "exit code 1" in output("loss.tempature")
-    assert "it fits on every rank" in output("embedtrain.plan")
+    assert "fits on every rank" in output("embedtrain.plan")
     assert (clone / "packages/mined/train.jsonl").stat().st_size > 1_000_000
 
     rows = [
@@ -70,10 +70,10 @@ def test_the_tutorial_ends_with_a_model_that_searches(tmp_path):
     served = output("curl")
     answer = json.loads(served[served.index("{") :])  # behind the server's own line
     assert answer["query"] == "play chess"
-    assert len(answer["found"]) == 5
-    scores = [found["score"] for found in answer["found"]]
+    assert len(answer["results"]) == 5
+    scores = [hit["score"] for hit in answer["results"]]
     assert scores == sorted(scores, reverse=True)
-    assert "chess" in " ".join(found["text"] for found in answer["found"]).lower()
+    assert "chess" in " ".join(hit["text"] for hit in answer["results"]).lower()
     shown = re.findall(r"^(\d\.\d{3})  d\d+", output("embedtrain.search"), re.MULTILINE)
     assert [float(score) for score in shown] == pytest.approx(scores[:3], abs=2e-3), (
         "the server finds what search finds"

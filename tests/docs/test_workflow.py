@@ -1,4 +1,4 @@
-"""The GitHub workflow: all tests in its parts, actions pinned, no more rights than needed, and our own commands."""
+"""The GitHub workflow: every test in one part, pinned actions, minimal permissions, targets of the Makefile."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(
 STEPS = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
 
 
-def test_its_parts_hold_every_test_once():
+def test_its_parts_have_every_test_once():
     *parts, rest = [part["paths"].split() for part in WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["part"]]
     named = [path for part in parts for path in part]
     assert len(named) == len(set(named))
@@ -20,7 +20,7 @@ def test_its_parts_hold_every_test_once():
     assert sorted(path.removeprefix("--ignore=") for path in rest[1:]) == sorted(named)
 
 
-def test_actions_are_pinned_and_rights_are_few():
+def test_actions_are_pinned_and_permissions_are_minimal():
     used = [step["uses"] for step in STEPS if "uses" in step]
     assert used
     assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action) for action in used), used
@@ -30,7 +30,7 @@ def test_actions_are_pinned_and_rights_are_few():
     for step in STEPS:
         if "actions/checkout" in step.get("uses", ""):
             assert step["with"]["persist-credentials"] is False
-        # What an event carries may be written by anyone: it never becomes a part of a script.
+        # Anyone can write the content of an event, so it must not be part of a script.
         assert "${{" not in step.get("run", ""), step
 
 

@@ -22,7 +22,7 @@ from embedtrain.models.source import open_model_source
 from embedtrain.models.tokenizer import load_tokenizer
 from embedtrain.training.guides import load_guides
 from embedtrain.training.train import train
-from tests.evaluation.mining.models import save_cross_encoder
+from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import edit
 from tests.small import parallel, save_guide, small_model, write_rows
 

@@ -1,7 +1,10 @@
-"""The plan door: a table and JSON for real models on many GPUs, without a GPU, data or weights."""
+"""`python -m embedtrain.plan`: tables and JSON for real models on many GPUs, without a GPU, data or weights."""
 
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -26,62 +29,59 @@ def planned(*arguments):
 
 @pytest.mark.parametrize("gpus", [8, 64, 512])
 @pytest.mark.parametrize(("config", "pooling"), [(XLMR_LARGE, "cls"), (LLAMA_3_8B, "last")])
-def test_large_models_on_many_gpus_are_planned_at_once(config, pooling, gpus):
+def test_large_models_on_many_gpus_are_planned_quickly(config, pooling, gpus):
     began = time.process_time()
-    found = planned(shape(config), f"model.pooling={pooling}", f"gpus={gpus}", f"train.global_batch_size={64 * gpus}")
+    result = planned(shape(config), f"model.pooling={pooling}", f"gpus={gpus}", f"train.global_batch_size={64 * gpus}")
     assert time.process_time() - began < 15
-    assert found.best.fits
-    assert found.machines.ranks == gpus
-    assert found.best.layout.replicate * found.best.layout.shard == gpus
+    assert result.best.fits
+    assert result.cluster.ranks == gpus
+    assert result.best.layout.replicate * result.best.layout.shard == gpus
     expected = {XLMR_LARGE["vocab_size"]: Strategy.ddp}.get(config["vocab_size"])
     if expected is not None:
-        assert found.best.layout.strategy is expected
+        assert result.best.layout.strategy is expected
     else:
-        assert found.best.layout.strategy is (Strategy.fsdp if gpus == 8 else Strategy.hsdp)
-    assert found.next_best is not None
-    assert found.largest_chunk is not None
+        assert result.best.layout.strategy is (Strategy.fsdp if gpus == 8 else Strategy.hsdp)
+    assert result.next_best is not None
+    assert result.largest_chunk is not None
 
 
-def test_the_door_prints_a_table(tmp_path):
-    told = call("embedtrain.plan", "recipe=bce_xlmr", shape(XLMR_LARGE), "model.path=null", "gpus=16")
+def test_the_command_prints_tables(tmp_path):
+    output = call("embedtrain.plan", "recipe=bce_xlmr", shape(XLMR_LARGE), "model.path=null", "gpus=16")
     for text in (
         "== plan of bce_xlmr ==",
         "XLMRobertaModel, 558,840,832 parameters",
-        "chosen     ddp: it fits on every rank",
-        "memory of one GPU, GiB",
-        "optimiser",
-        "gradients in transit",
+        "chosen     ddp: fits on every rank",
+        "memory per GPU, GiB",
+        "optimizer",
+        "gradients being reduced",
         "all-gathers of weights",
         "largest that fits",
     ):
-        assert text in told, told
+        assert text in output, output
 
 
-def test_as_json_nothing_else_is_printed(tmp_path):
-    """And the exit code says whether it fits."""
+def test_only_json_is_printed():
+    """The exit code is 1 if the training does not fit."""
     arguments = ["embedtrain.plan", shape(LLAMA_3_8B), "model.pooling=last", "--json"]
-    found = json.loads(only_stdout(*arguments, "gpus=8"))
-    assert set(found) == {
-        "recipe", "model", "machines", "work", "chosen", "next_best", "largest_chunk", "changes"
+    result = json.loads(only_stdout(*arguments, "gpus=8"))
+    assert set(result) == {
+        "recipe", "model", "cluster", "work", "chosen", "next_best", "largest_chunk", "changes"
     }  # fmt: skip
-    chosen = found["chosen"]
-    kinds = {name: value for name, value in chosen["memory"].items() if name not in ("total", "moment")}
-    assert sum(kinds.values()) == pytest.approx(chosen["memory"]["total"])
-    assert set(kinds) == {
+    chosen = result["chosen"]
+    by_kind = {name: value for name, value in chosen["memory"].items() if name not in ("total", "phase")}
+    assert sum(by_kind.values()) == pytest.approx(chosen["memory"]["total"])
+    assert set(by_kind) == {
         "parameters", "gradients", "optimizer", "activations", "loss", "gathered", "reducing"
     }  # fmt: skip
     assert chosen["fits"] is True
-    assert found["model"]["parameters"] == 7_504_924_672
-    assert found["changes"] == []
+    assert result["model"]["parameters"] == 7_504_924_672
+    assert result["changes"] == []
     tight = json.loads(only_stdout(*arguments, "gpus=1", "gpu_memory=16", code=1))
     assert tight["chosen"]["fits"] is False
     assert tight["changes"]
 
 
 def only_stdout(*arguments, code=0):
-    import subprocess
-    import sys
-
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
@@ -99,12 +99,12 @@ def test_a_directory_without_weights_is_enough(tmp_path):
     for path in directory.glob("*.safetensors"):
         path.unlink()
     (directory / "tokenizer.json").unlink()
-    found = planned(f"model.path={directory}", "model.pooling=mean", "gpus=1")
-    assert found.best.layout.strategy is Strategy.ddp
-    assert found.facts.parameters == 19232
+    result = planned(f"model.path={directory}", "model.pooling=mean", "gpus=1")
+    assert result.best.layout.strategy is Strategy.ddp
+    assert result.model.weights.parameters == 19232
 
 
-def test_of_a_hub_repository_the_configuration_alone_is_fetched(tmp_path, monkeypatch):
+def test_only_the_configuration_of_a_hub_repository_is_downloaded(tmp_path, monkeypatch):
     directory = save_small(small_model("bert"), tmp_path / "snapshot")
     asked = []
 
@@ -120,7 +120,7 @@ def test_of_a_hub_repository_the_configuration_alone_is_fetched(tmp_path, monkey
     assert not any(name.endswith(("safetensors", ".bin", "tokenizer.json", "index.json")) for name in only)
 
 
-def test_options_of_the_recipe_and_of_the_machines_are_told_apart():
+def test_options_of_the_recipe_and_of_the_hardware_on_one_command_line():
     recipe, options = compose_plan(["recipe=bce_xlmr", "gpus=64", "gpu_memory=40", "optim.lr=1e-3", "--json"])
     assert (recipe.name, recipe.optim.lr) == ("bce_xlmr", 1e-3)
     assert options == PlanOptions(gpus=64, gpu_memory=40.0, json=True)
@@ -128,36 +128,36 @@ def test_options_of_the_recipe_and_of_the_machines_are_told_apart():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
-        (["gpus=0"], "gpus=0: at least 1"),
-        (["gpus=12"], "gpus=12 with gpus_per_node=8: nodes have as many each; write gpus=8 or gpus=16"),
-        (["gpu_memory=-1"], "gpu_memory=-1.0: must be above 0"),
-        (["tflops=0"], "tflops=0.0: must be above 0"),
-        (["tokens_per_text=0"], "tokens_per_text=0: at least 1"),
+        (["gpus=0"], r"gpus=0\b"),
+        (["gpus=12"], r"gpus=12\b.*gpus_per_node=8\b.*gpus=8 or gpus=16"),
+        (["gpu_memory=-1"], r"gpu_memory=-1"),
+        (["tflops=0"], r"tflops=0"),
+        (["tokens_per_text=0"], r"tokens_per_text=0\b"),
         (["gpus=many"], "gpus"),
-        (["gpu=8"], "unknown option gpu"),
-        (["parallel.stratgy=ddp"], "unknown option parallel.stratgy, did you mean strategy?"),
-        (["train.chunk_tokens=0"], "train.chunk_tokens=0: must be above 0"),
+        (["gpu=8"], r"\bgpu\b"),
+        (["parallel.stratgy=ddp"], r"parallel\.stratgy.* strategy"),
+        (["train.chunk_tokens=0"], r"train\.chunk_tokens=0\b"),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments, sentence):
+def test_an_invalid_option_is_reported_in_one_line(arguments, message):
     with pytest.raises(ConfigError, match=r"^[^\n]+$") as error:
         compose_plan(["recipe=bce_xlmr", *arguments])
-    assert sentence in str(error.value)
+    assert re.search(message, str(error.value))
 
 
-def test_lora_makes_room():
+def test_lora_needs_less_memory():
     arguments = [shape(LLAMA_3_8B), "model.pooling=last", "gpus=1", "parallel.cpu_offload=false"]
     whole, adapted = planned(*arguments), planned(*arguments, "model.lora.rank=16")
     assert not whole.best.fits
     assert any("model.lora.rank=16" in line for line in whole.changes)
     assert adapted.best.fits
-    assert adapted.facts.frozen_by_dtype == {"bfloat16": 2 * 7_504_924_672}
-    assert adapted.facts.trained < 0.01 * adapted.facts.parameters
+    assert adapted.model.weights.frozen_by_dtype == {"bfloat16": 2 * 7_504_924_672}
+    assert adapted.model.weights.trained < 0.01 * adapted.model.weights.parameters
 
 
-def test_help_names_its_options():
-    told = call("embedtrain.plan", "--help")
-    assert "gpus_per_node: 8" in told
-    assert "python -m embedtrain --help" in told
+def test_help_lists_the_options():
+    output = call("embedtrain.plan", "--help")
+    assert "gpus_per_node: 8" in output
+    assert "python -m embedtrain --help" in output

@@ -42,7 +42,7 @@ def built(config: dict[str, Any], **changes: Any) -> tuple[Encoder, list[nn.Modu
     return encoder, find_blocks(encoder)
 
 
-def facts(
+def spec_of(
     config: dict[str, Any], *, length: int = 512, precision: Precision = Precision.bf16, **changes: Any
 ) -> ModelSpec:
     encoder, blocks = built(config, **changes)

@@ -82,7 +82,7 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     add_adapters(adapted, LoraConfig(rank=4), None, torch.bfloat16)
     plain, lora = model_flops(whole), model_flops(adapted)
     small = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
-    assert (plain.trained, lora.trained) == (plain.multiplied, small)
-    assert lora.multiplied == plain.multiplied + small
+    assert (plain.trained, lora.trained) == (plain.matmul_elements, small)
+    assert lora.matmul_elements == plain.matmul_elements + small
     one = torch.tensor([1])
-    assert lora.of(one) - plain.of(one) == 6 * small - 2 * plain.multiplied
+    assert lora.of(one) - plain.of(one) == 6 * small - 2 * plain.matmul_elements

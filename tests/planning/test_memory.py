@@ -1,4 +1,4 @@
-"""A plan's kinds of memory against torch's own tracker: 8 fake ranks in one process, without any memory."""
+"""Planned memory by kind: compared with torch's tracker on 8 fake ranks; cached graphs that fit."""
 
 import json
 import os
@@ -8,21 +8,27 @@ from dataclasses import replace
 
 import pytest
 
-from embedtrain.config.recipe import GradientReduction, ParallelConfig, Strategy
+from embedtrain.config.recipe import GradientReduction, Strategy
 from embedtrain.distributed.mesh import ParallelLayout
-from embedtrain.planning.memory import MemoryUse, activation_tokens, reduces_once_per_step, step_memory
+from embedtrain.planning.memory import MemoryUse, fit_activation_tokens, reduces_once_per_step, step_memory
+from embedtrain.planning.model_costs import ModelSpec
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from tests.conftest import ROOT
-from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, facts
+from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, spec_of
 
 RANKS = 8
+GIB = 2**30
+XLMR, LLAMA = spec_of(XLMR_LARGE), spec_of(LLAMA_3_8B)
+FSDP = ParallelLayout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False)
+DDP = ParallelLayout(Strategy.ddp, RANKS, 1, "")
+CACHED = StepWorkload(rows=16384, texts_per_row=5, tokens_per_text=90, chunk_tokens=16384)
 
 
-@pytest.mark.slow  # what a real step takes is measured in any case
-def test_memory_is_that_of_torchs_tracker():
-    """XLM-R large and Llama 3 8B, their first 2 and 4 blocks, small batches (weights count) and large ones.
+@pytest.mark.slow  # test_measured.py compares with real steps
+def test_memory_equals_torchs_tracker():
+    """XLM-R large and Llama 3 8B, their first 2 and 4 blocks, small batches (weights dominate) and large ones.
 
-    In a process of its own, for the fake process group is the process's.
+    In a separate process, because the fake process group is global.
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.planning.tracked"],
@@ -42,91 +48,88 @@ def test_memory_is_that_of_torchs_tracker():
         assert planned["parameters"] == pytest.approx(tracked["Sharded Param"], rel=0.01), name
         assert planned["optimizer"] == pytest.approx(tracked["OptState"], rel=0.01), name
         if "many tokens" in name:
-            gathered = tracked["Unsharded Param"] + tracked["All Unshard"]
+            gathered = tracked["Unsharded Param"] + tracked["All Gather"]
             assert planned["gathered"] == pytest.approx(gathered, rel=0.05, abs=50e6), name
             assert planned["activations"] == pytest.approx(tracked["Activation"] + tracked["Temp"], rel=0.1), name
 
 
-def plan_of(found, layout: ParallelLayout, *, whole: bool = True, ranks: int = RANKS, **work) -> MemoryUse:
-    machines = ClusterSpec(ranks=ranks, per_node=RANKS, memory=80 * 2**30)
-    return step_memory(found, layout, machines, StepWorkload(tokens_per_text=512, **work), whole=whole)
-
-
-def test_shares_of_what_is_sharded():
-    found = facts(LLAMA_3_8B)
-    for ranks in (8, 64):
-        memory = plan_of(found, ParallelLayout(Strategy.fsdp, 1, ranks, ""), ranks=ranks, rows=8 * ranks)
-        assert memory.parameters == pytest.approx(4 * found.parameters / ranks, rel=1e-3)
-        assert memory.optimizer == pytest.approx(8 * found.parameters / ranks, rel=1e-3)
-    ddp = plan_of(found, ParallelLayout(Strategy.ddp, 8, 1, ""), rows=64)
-    assert ddp.total > 14 * found.parameters
-
-
-def test_each_saving_saves_what_it_says():
-    found = facts(LLAMA_3_8B)
-    plain = ParallelLayout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False)
-    whole = plan_of(found, plain, rows=128)
-    assert (
-        whole.total
-        > plan_of(found, ParallelLayout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=True), rows=128).total
+def memory_of(
+    model: ModelSpec, layout: ParallelLayout, *, reduce_per_step: bool = True, ranks: int = RANKS, **work
+) -> MemoryUse:
+    cluster = ClusterSpec(ranks=ranks, per_node=RANKS, memory=80 * GIB)
+    return step_memory(
+        model, layout, cluster, StepWorkload(tokens_per_text=512, **work), reduce_per_step=reduce_per_step
     )
-    recomputed = plan_of(
-        found,
-        ParallelLayout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False, activation_checkpointing=True),
-        rows=128,
-    )
-    assert recomputed.activations < 0.2 * whole.activations
-    offloaded = plan_of(
-        found, ParallelLayout(Strategy.fsdp, 1, RANKS, "", reshard_after_forward=False, cpu_offload=True), rows=128
-    )
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_fsdp_shards_parameters_and_optimizer_state(ranks):
+    memory = memory_of(LLAMA, ParallelLayout(Strategy.fsdp, 1, ranks, ""), ranks=ranks, rows=8 * ranks)
+    assert memory.parameters == pytest.approx(4 * LLAMA.weights.parameters / ranks, rel=1e-3)
+    assert memory.optimizer == pytest.approx(8 * LLAMA.weights.parameters / ranks, rel=1e-3)
+
+
+def test_ddp_shards_nothing():
+    assert memory_of(LLAMA, DDP, rows=64).total > 14 * LLAMA.weights.parameters
+
+
+def test_options_that_save_memory():
+    base = memory_of(LLAMA, FSDP, rows=128)
+    assert memory_of(LLAMA, replace(FSDP, reshard_after_forward=True), rows=128).total < base.total
+    checkpointed = memory_of(LLAMA, replace(FSDP, activation_checkpointing=True), rows=128)
+    assert checkpointed.activations < 0.2 * base.activations
+    offloaded = memory_of(LLAMA, replace(FSDP, cpu_offload=True), rows=128)
     assert offloaded.optimizer == 0
     assert offloaded.parameters < 1e6  # buffers
-    assert plan_of(found, plain, rows=128, chunk_tokens=2048).total < whole.total
+    assert memory_of(LLAMA, FSDP, rows=128, chunk_tokens=2048).total < base.total
 
 
-def test_gradients_between_chunks():
-    """Whole ones take four bytes an element on every rank; one chunk a step has none to keep."""
-    found = facts(XLMR_LARGE)
-    layout = ParallelLayout(Strategy.fsdp, 1, RANKS, "")
-    several = [plan_of(found, layout, whole=whole, rows=64 * RANKS, chunk_tokens=4096) for whole in (True, False)]
-    assert several[0].total - several[1].total == pytest.approx(4 * found.trained * (1 - 1 / RANKS), rel=0.5)
-    one = [plan_of(found, layout, whole=whole, rows=4 * RANKS, chunk_tokens=4096) for whole in (True, False)]
-    assert one[0] == one[1]
-    options = ParallelConfig(gradient_reduction=GradientReduction.auto)
-    assert reduces_once_per_step(options.gradient_reduction, layout, 10**9, 50 * 10**9)
-    assert not reduces_once_per_step(options.gradient_reduction, layout, 10**9, 30 * 10**9)
-    assert reduces_once_per_step(options.gradient_reduction, ParallelLayout(Strategy.ddp, 8, 1, ""), 10**9, 30 * 10**9)
+def test_unreduced_gradients_between_chunks():
+    """They need four bytes per element on every rank; a step with a single chunk has none."""
+    layout = replace(FSDP, reshard_after_forward=True)
+    per_step, per_chunk = (
+        memory_of(XLMR, layout, reduce_per_step=once, rows=64 * RANKS, chunk_tokens=4096) for once in (True, False)
+    )
+    unreduced = 4 * XLMR.weights.trained * (1 - 1 / RANKS)
+    assert per_step.total - per_chunk.total == pytest.approx(unreduced, rel=0.5)
+    per_step, per_chunk = (
+        memory_of(XLMR, layout, reduce_per_step=once, rows=4 * RANKS, chunk_tokens=4096) for once in (True, False)
+    )
+    assert per_step == per_chunk
 
 
-GIB = 2**30
-WORK = StepWorkload(rows=16384, texts_per_row=5, tokens_per_text=90, chunk_tokens=16384)
-LAYOUT = ParallelLayout(Strategy.ddp, 8, 1, "")
+@pytest.mark.parametrize(
+    ("layout", "memory", "per_step"), [(FSDP, 50 * 10**9, True), (FSDP, 30 * 10**9, False), (DDP, 30 * 10**9, True)]
+)
+def test_gradient_reduction_is_chosen_by_memory(layout, memory, per_step):
+    assert reduces_once_per_step(GradientReduction.auto, layout, 10**9, memory) is per_step
 
 
-def kept(memory: float, work: StepWorkload = WORK, free: float | None = None) -> int:
-    machines = ClusterSpec(ranks=8, per_node=8, memory=int(memory * GIB))
-    room = int((memory if free is None else free) * GIB)
-    return activation_tokens(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True, free=room)
+def activation_tokens(memory: float, work: StepWorkload = CACHED, free: float | None = None) -> int:
+    cluster = ClusterSpec(ranks=8, per_node=8, memory=int(memory * GIB))
+    available = int((memory if free is None else free) * GIB)
+    return fit_activation_tokens(XLMR, DDP, cluster, work, reduce_per_step=True, free=available)
 
 
-def test_more_memory_keeps_more_up_to_all():
-    some = [kept(memory) for memory in (8, 24, 40, 80, 100, 2000)]
-    assert some == sorted(some) and some[0] == WORK.chunk_tokens < some[2] < some[3]
-    assert some[-1] == 16384 * 5 * 90 // 8  # all that a rank has
+def test_more_memory_caches_more_graphs():
+    tokens = [activation_tokens(memory) for memory in (8, 24, 40, 80, 100, 2000)]
+    assert tokens == sorted(tokens)
+    assert tokens[0] == CACHED.chunk_tokens < tokens[2] < tokens[3]
+    assert tokens[-1] == 16384 * 5 * 90 // 8  # all tokens of a rank
 
 
 @pytest.mark.parametrize("memory", [40, 80])
-def test_what_is_kept_fits(memory):
-    machines = ClusterSpec(ranks=8, per_node=8, memory=memory * GIB)
-    work = replace(WORK, activation_tokens=kept(memory))
-    total = step_memory(facts(XLMR_LARGE), LAYOUT, machines, work, whole=True).total
+def test_cached_graphs_fit(memory):
+    cluster = ClusterSpec(ranks=8, per_node=8, memory=memory * GIB)
+    work = replace(CACHED, activation_tokens=activation_tokens(memory))
+    total = step_memory(XLMR, DDP, cluster, work, reduce_per_step=True).total
     assert 0.5 * memory * GIB < total <= 0.85 * memory * GIB
 
 
-def test_what_others_take_of_the_device_is_not_there():
-    assert kept(80, free=40) <= kept(40)
+def test_memory_of_other_processes_is_not_used():
+    assert activation_tokens(80, free=40) <= activation_tokens(40)
 
 
-def test_what_the_recipe_says_is_obeyed():
-    assert kept(80, replace(WORK, activation_tokens=0)) == 0
-    assert kept(8, replace(WORK, activation_tokens=10**6)) == 10**6
+@pytest.mark.parametrize(("memory", "tokens"), [(80, 0), (8, 10**6)])
+def test_activation_tokens_of_the_recipe_are_obeyed(memory, tokens):
+    assert activation_tokens(memory, replace(CACHED, activation_tokens=tokens)) == tokens

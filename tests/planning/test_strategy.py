@@ -1,4 +1,4 @@
-"""Which layout is chosen, and why: what fits, what is fastest, what is asked for, what to change if nothing fits."""
+"""The chosen layout and its reason: what fits, what is fastest, what is requested, what to change if nothing fits."""
 
 from dataclasses import replace
 
@@ -7,76 +7,78 @@ import pytest
 from embedtrain.config.recipe import GradientReduction, ParallelConfig, Strategy
 from embedtrain.errors import ConfigError
 from embedtrain.plan.compute import changes, largest_chunk
-from embedtrain.planning.strategy import choose, choose_encoding_layout, layout_candidates
+from embedtrain.planning.strategy import choose_encoding_layout, choose_layout, layout_candidates
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
-from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, facts
+from tests.planning.models import LLAMA_3_8B, XLMR_LARGE, spec_of
 from tests.small import small_model
 
 GIB = 2**30
-TINY = facts(small_model("xlm-roberta").config, length=48)
-LARGE, LLAMA = facts(XLMR_LARGE), facts(LLAMA_3_8B)
-# A model of half a billion weights in Qwen1.5's shape, which people put under FSDP on one node.
-HALF = facts(LLAMA_3_8B, vocab_size=151936, hidden_size=1024, num_hidden_layers=24, intermediate_size=2816,
+TINY = spec_of(small_model("xlm-roberta").config, length=48)
+LARGE, LLAMA = spec_of(XLMR_LARGE), spec_of(LLAMA_3_8B)
+# Half a billion weights in the shape of Qwen1.5, for which FSDP on one node is popular but not needed.
+HALF = spec_of(LLAMA_3_8B, vocab_size=151936, hidden_size=1024, num_hidden_layers=24, intermediate_size=2816,
              num_attention_heads=16, num_key_value_heads=16)  # fmt: skip
 
 
-def machines(ranks: int = 8, memory: float = 80, per_node: int = 8, **more) -> ClusterSpec:
+def cluster_of(ranks: int = 8, memory: float = 80, per_node: int = 8, **more) -> ClusterSpec:
     return ClusterSpec(ranks=ranks, per_node=min(ranks, per_node), memory=int(memory * GIB), **more)
 
 
-def work(ranks: int = 8, **more) -> StepWorkload:
+def work_of(ranks: int = 8, **more) -> StepWorkload:
     return StepWorkload(**{"rows": 32 * ranks, "tokens_per_text": 512, **more})
 
 
-def chosen(found=LARGE, ranks: int = 8, memory: float = 80, *, more_work=None, **options):
+def choice_for(model=LARGE, ranks: int = 8, memory: float = 80, *, more_work=None, **options):
     parallel = ParallelConfig(**{"strategy": Strategy.auto, **options})
-    return choose(parallel, machines(ranks, memory), found, work(ranks, **(more_work or {})), measured=True)
+    return choose_layout(
+        parallel, cluster_of(ranks, memory), model, work_of(ranks, **(more_work or {})), always_measure=True
+    )
 
 
-def test_what_fits_is_replicated_and_the_line_says_what_that_saves():
-    best = chosen()
+def test_a_model_that_fits_is_replicated():
+    best = choice_for()
     assert (best.layout.strategy, best.layout.replicate, best.layout.shard) == (Strategy.ddp, 8, 1)
     assert not best.layout.activation_checkpointing
     assert not best.layout.cpu_offload
-    assert "it fits on every rank: 2" in best.layout.reason
-    assert "of 80.0 GiB a rank; fsdp would add 1.0 GB of all-gathers a step" in best.layout.reason
+    assert "fits on every rank: 2" in best.layout.reason
+    assert "of 80.0 GiB per rank; fsdp would add 1.0 GB of all-gathers per step" in best.layout.reason
     assert "\n" not in best.layout.reason
 
 
-def test_what_does_not_is_sharded_within_nodes_and_then_over_them():
-    assert chosen(LLAMA, ranks=8).layout.strategy is Strategy.fsdp
-    within = chosen(LLAMA, ranks=64).layout
+def test_a_larger_model_is_sharded_within_nodes_then_over_nodes():
+    assert choice_for(LLAMA, ranks=8).layout.strategy is Strategy.fsdp
+    within = choice_for(LLAMA, ranks=64).layout
     assert (within.strategy, within.replicate, within.shard) == (Strategy.hsdp, 8, 8)
-    over = chosen(LLAMA, ranks=64, memory=16, more_work={"chunk_tokens": 4096}).layout
+    over = choice_for(LLAMA, ranks=64, memory=16, more_work={"chunk_tokens": 4096}).layout
     assert (over.strategy, over.shard) == (Strategy.fsdp, 64)
-    assert "ddp would take" in over.reason
+    assert "ddp would need" in over.reason
 
 
-def test_memory_is_saved_only_as_far_as_it_has_to_be():
-    """The less memory, the more is given up: resharding first, recomputation, host memory last."""
+def test_memory_is_saved_only_as_far_as_needed():
+    """With less memory: resharding first, then activation checkpointing, CPU offload last."""
     small = {"chunk_tokens": 1024}
-    found = [chosen(LLAMA, memory=memory, more_work=small).layout for memory in (160, 60, 26, 12)]
-    assert [(one.strategy, one.reshard_after_forward, one.cpu_offload) for one in found[1:]] == [
+    selected = [choice_for(LLAMA, memory=memory, more_work=small).layout for memory in (160, 60, 26, 12)]
+    assert [(c.strategy, c.reshard_after_forward, c.cpu_offload) for c in selected[1:]] == [
         (Strategy.fsdp, False, False),
         (Strategy.fsdp, True, False),
         (Strategy.fsdp, True, True),
     ]
-    assert found[0].strategy is Strategy.ddp
-    many = [chosen(LARGE, memory=memory, more_work={"chunk_tokens": 65536}).layout for memory in (80, 28)]
-    assert [one.activation_checkpointing for one in many] == [False, True]
+    assert selected[0].strategy is Strategy.ddp
+    many = [choice_for(LARGE, memory=memory, more_work={"chunk_tokens": 65536}).layout for memory in (80, 28)]
+    assert [c.activation_checkpointing for c in many] == [False, True]
 
 
-def test_of_what_fits_the_fastest_is_taken():
+def test_the_fastest_layout_that_fits_is_chosen():
     for ranks, memory in ((8, 80), (64, 80), (64, 40), (512, 24)):
-        given = machines(ranks, memory), LLAMA, work(ranks, chunk_tokens=4096)
-        best = choose(ParallelConfig(), *given, measured=True).best
-        fitting = [one for one in layout_candidates(ParallelConfig(), *given) if one.fits]
+        given = cluster_of(ranks, memory), LLAMA, work_of(ranks, chunk_tokens=4096)
+        best = choose_layout(ParallelConfig(), *given, always_measure=True).best
+        fitting = [c for c in layout_candidates(ParallelConfig(), *given) if c.fits]
         assert best.fits
-        assert best.traffic.step <= 1.03 * min(one.traffic.step for one in fitting)
+        assert best.traffic.seconds <= 1.03 * min(c.traffic.seconds for c in fitting)
 
 
-def test_the_choice_is_the_same_each_time_and_the_next_best_another():
-    first, second = chosen(LLAMA, ranks=64), chosen(LLAMA, ranks=64)
+def test_the_choice_is_deterministic_and_the_next_best_differs():
+    first, second = choice_for(LLAMA, ranks=64), choice_for(LLAMA, ranks=64)
     assert first == second
     assert first.next_best is not None
     assert first.next_best.name != first.best.name
@@ -91,107 +93,114 @@ def test_the_choice_is_the_same_each_time_and_the_next_best_another():
         ({"strategy": Strategy.hsdp, "shard_size": 2}, (4, 2)),
     ],
 )
-def test_what_is_asked_for_is_obeyed(options, shape):
-    layout = chosen(TINY, **options).layout
+def test_requested_options_are_obeyed(options, shape):
+    layout = choice_for(TINY, **options).layout
     assert (layout.replicate, layout.shard) == shape
     assert layout.strategy is options["strategy"]
-    assert layout.reason.startswith("asked for; ")
+    assert layout.reason.startswith("requested: ")
     for name in ("reshard_after_forward", "activation_checkpointing", "cpu_offload"):
         for value in (False, True):
-            assert getattr(chosen(TINY, **options, **{name: value}).layout, name) is value
+            assert getattr(choice_for(TINY, **options, **{name: value}).layout, name) is value
 
 
-def test_fsdp_for_half_a_billion_weights_on_one_node_is_advised_against():
-    found = chosen(HALF, strategy=Strategy.fsdp)
-    assert found.layout.strategy is Strategy.fsdp
-    assert "; parallel.strategy=ddp would do, with " in found.layout.reason
-    assert "GB of all-gathers a step" in found.layout.reason
-    assert "would do" not in chosen(LLAMA, strategy=Strategy.fsdp).layout.reason
-    assert "would do" not in chosen(TINY, strategy=Strategy.fsdp).layout.reason
+def test_advice_against_fsdp_for_a_small_model_on_one_node():
+    selected = choice_for(HALF, strategy=Strategy.fsdp)
+    assert selected.layout.strategy is Strategy.fsdp
+    assert "; parallel.strategy=ddp fits too, with " in selected.layout.reason
+    assert "GB of all-gathers per step" in selected.layout.reason
+    assert "fits too" not in choice_for(LLAMA, strategy=Strategy.fsdp).layout.reason
+    assert "fits too" not in choice_for(TINY, strategy=Strategy.fsdp).layout.reason
 
 
 @pytest.mark.parametrize("shard_size", [0, -1, 3, 16])
-def test_a_shard_size_that_does_not_divide(shard_size):
+def test_a_shard_size_that_does_not_divide_the_ranks_is_rejected(shard_size):
     with pytest.raises(ConfigError, match=rf"parallel\.shard_size={shard_size} .* 1, 2, 4, 8"):
-        chosen(TINY, strategy=Strategy.hsdp, shard_size=shard_size)
+        choice_for(TINY, strategy=Strategy.hsdp, shard_size=shard_size)
 
 
 @pytest.mark.parametrize("strategy", [Strategy.auto, Strategy.ddp, Strategy.fsdp])
-def test_a_shard_size_without_hsdp(strategy):
-    with pytest.raises(ConfigError, match=r"only for parallel\.strategy=hsdp"):
-        chosen(TINY, strategy=strategy, shard_size=2)
+def test_a_shard_size_without_hsdp_is_rejected(strategy):
+    with pytest.raises(ConfigError, match=r"parallel\.shard_size=2 .*hsdp"):
+        choice_for(TINY, strategy=strategy, shard_size=2)
 
 
-def test_a_node_that_cannot_be_cut():
-    """hsdp with 4 ranks a node but 6 ranks in all; auto leaves it out."""
-    six = machines(6, per_node=4)
+def test_nodes_of_unequal_size():
+    """4 ranks per node and 6 ranks in total: hsdp is rejected, auto does not consider it."""
+    six = cluster_of(6, per_node=4)
     with pytest.raises(ConfigError, match="1, 2, 3, 6"):
-        choose(ParallelConfig(strategy=Strategy.hsdp), six, TINY, work(6))
-    strategies = {one.layout.strategy for one in layout_candidates(ParallelConfig(), six, TINY, work(6))}
+        choose_layout(ParallelConfig(strategy=Strategy.hsdp), six, TINY, work_of(6))
+    strategies = {c.layout.strategy for c in layout_candidates(ParallelConfig(), six, TINY, work_of(6))}
     assert strategies == {Strategy.ddp, Strategy.fsdp}
 
 
-def test_a_small_model_is_chosen_for_without_a_look_at_its_code():
-    def never(recompute):
+def test_activations_of_a_small_model_are_not_measured():
+    def fail(recompute):
         raise AssertionError(recompute)
 
-    found = choose(ParallelConfig(), machines(2, 8, gpu=False), replace(TINY, keeps=never), work(2))
-    assert found.layout.strategy is Strategy.ddp
-    assert "at most" in found.layout.reason
+    selected = choose_layout(ParallelConfig(), cluster_of(2, 8, gpu=False), replace(TINY, activations=fail), work_of(2))
+    assert selected.layout.strategy is Strategy.ddp
+    assert "at most" in selected.layout.reason
 
 
-def test_host_memory_is_no_choice_where_ranks_compute_on_it():
-    on_cpu = layout_candidates(ParallelConfig(), machines(gpu=False), TINY, work())
-    assert not any(one.layout.cpu_offload for one in on_cpu)
-    assert any(one.layout.cpu_offload for one in layout_candidates(ParallelConfig(), machines(), TINY, work()))
+def test_cpu_offload_is_not_considered_on_cpus():
+    on_cpu = layout_candidates(ParallelConfig(), cluster_of(gpu=False), TINY, work_of())
+    assert not any(c.layout.cpu_offload for c in on_cpu)
+    assert any(c.layout.cpu_offload for c in layout_candidates(ParallelConfig(), cluster_of(), TINY, work_of()))
 
 
-def test_encoding_replicates_what_leaves_half_of_the_memory():
-    small, large = (choose_encoding_layout(ParallelConfig(), machines(memory=memory), LLAMA) for memory in (120, 60))
+def test_encoding_replicates_weights_below_half_of_the_memory():
+    small, large = (choose_encoding_layout(ParallelConfig(), cluster_of(memory=memory), LLAMA) for memory in (120, 60))
     assert (small.layout.strategy, large.layout.strategy) == (Strategy.ddp, Strategy.fsdp)
-    assert "it fits on every rank: 41.9 GiB of weights, 120.0 GiB of memory" in small.layout.reason
-    asked = choose_encoding_layout(ParallelConfig(strategy=Strategy.fsdp), machines(memory=80), LLAMA)
+    assert "fits on every rank: 41.9 GiB of weights, 120.0 GiB of memory" in small.layout.reason
+    asked = choose_encoding_layout(ParallelConfig(strategy=Strategy.fsdp), cluster_of(memory=80), LLAMA)
     assert asked.layout.strategy is Strategy.fsdp
 
 
-def test_nothing_fits_and_what_to_change():
-    tight, job = machines(8, 16), work(chunk_tokens=8192)
+def test_changes_if_nothing_fits():
+    tight, job = cluster_of(8, 16), work_of(chunk_tokens=8192)
     parallel = ParallelConfig(strategy=Strategy.fsdp, cpu_offload=False, activation_checkpointing=False)
-    best = choose(parallel, tight, LLAMA, job, measured=True).best
+    best = choose_layout(parallel, tight, LLAMA, job, always_measure=True).best
     assert not best.fits
-    assert "asked for; " in best.layout.reason
-    assert "14.4 GiB may be planned with" in best.layout.reason
-    told = changes(parallel, tight, LLAMA, job, best)
-    assert any(line.startswith("leave parallel.* open: ") for line in told)
-    assert any(line.startswith("gpus=") for line in told)
-    assert any(line.startswith("model.lora.rank=") for line in told)
-    ranks = int(next(line for line in told if line.startswith("gpus=")).removeprefix("gpus=").partition(":")[0])
-    assert any(one.fits for one in layout_candidates(parallel, machines(ranks, 16), LLAMA, job))
-    assert not any(one.fits for one in layout_candidates(parallel, machines(ranks // 2, 16), LLAMA, job))
-    # With everything open something fits, so nothing need be changed.
-    assert changes(ParallelConfig(), machines(), LLAMA, job, chosen(LLAMA).best) == []
+    assert "requested: " in best.layout.reason
+    assert "14.4 GiB are usable" in best.layout.reason
+    sentences = changes(parallel, tight, LLAMA, job, best)
+    assert any(line.startswith("leave parallel.* unset: ") for line in sentences)
+    assert any(line.startswith("gpus=") for line in sentences)
+    assert any(line.startswith("model.lora.rank=") for line in sentences)
+    ranks = int(next(line for line in sentences if line.startswith("gpus=")).removeprefix("gpus=").partition(":")[0])
+    assert any(c.fits for c in layout_candidates(parallel, cluster_of(ranks, 16), LLAMA, job))
+    assert not any(c.fits for c in layout_candidates(parallel, cluster_of(ranks // 2, 16), LLAMA, job))
+    # With automatic options it fits, so there is nothing to change.
+    assert changes(ParallelConfig(), cluster_of(), LLAMA, job, choice_for(LLAMA).best) == []
 
 
-def test_the_largest_chunk_fits_and_one_text_more_does_not():
-    given, job = machines(memory=40), work(rows=8 * 512)
-    best = choose(ParallelConfig(strategy=Strategy.ddp), given, LARGE, job, measured=True).best
+def test_one_text_more_than_the_largest_chunk_does_not_fit():
+    given, job = cluster_of(memory=40), work_of(rows=8 * 512)
+    best = choose_layout(ParallelConfig(strategy=Strategy.ddp), given, LARGE, job, always_measure=True).best
     options = {"activation_checkpointing": False, "cpu_offload": False}
-    found = largest_chunk(LARGE, best.layout, given, job, whole=best.whole)
-    assert found is not None
-    assert found % job.tokens_per_text == 0
+    selected = largest_chunk(LARGE, best.layout, given, job, reduce_per_step=best.reduce_per_step)
+    assert selected is not None
+    assert selected % job.tokens_per_text == 0
 
     def fits(chunk_tokens):
         tried = replace(job, chunk_tokens=chunk_tokens)
-        (one,) = layout_candidates(ParallelConfig(strategy=Strategy.ddp, **options), given, LARGE, tried)
-        return one.fits
+        (candidate,) = layout_candidates(ParallelConfig(strategy=Strategy.ddp, **options), given, LARGE, tried)
+        return candidate.fits
 
-    assert fits(found)
-    assert not fits(found + job.tokens_per_text)
-    assert largest_chunk(LARGE, best.layout, machines(memory=1), job, whole=True) is None
+    assert fits(selected)
+    assert not fits(selected + job.tokens_per_text)
+    assert largest_chunk(LARGE, best.layout, cluster_of(memory=1), job, reduce_per_step=True) is None
 
 
-def test_whole_gradients_as_the_recipe_says():
-    assert chosen(LARGE, strategy=Strategy.fsdp, gradient_reduction=GradientReduction.per_chunk).whole is False
-    assert chosen(LARGE, strategy=Strategy.fsdp, gradient_reduction=GradientReduction.per_step).whole is True
-    assert chosen(LARGE, strategy=Strategy.fsdp).whole is True
-    assert chosen(LLAMA, strategy=Strategy.fsdp).whole is False
+@pytest.mark.parametrize(
+    ("model", "option", "per_step"),
+    [
+        (LARGE, GradientReduction.per_chunk, False),
+        (LARGE, GradientReduction.per_step, True),
+        (LARGE, GradientReduction.auto, True),
+        (LLAMA, GradientReduction.auto, False),
+    ],
+)
+def test_gradient_reduction_of_the_recipe_is_obeyed(model, option, per_step):
+    choice = choice_for(model, strategy=Strategy.fsdp, gradient_reduction=option)
+    assert choice.reduce_per_step is per_step

@@ -1,4 +1,4 @@
-"""How often weights are gathered and gradients reduced: counted on real ranks, chunk by chunk; and what that costs."""
+"""Planned all-gathers and reduce-scatters, compared with those of real ranks; and the duration of a step."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ from embedtrain.planning.workload import ClusterSpec, StepWorkload
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
-from tests.planning.models import LLAMA_3_8B, built, facts
+from tests.planning.models import LLAMA_3_8B, built, spec_of
 from tests.small import batch, parallel, small_model, small_tokenizer
 
 
-class Counted(TorchDispatchMode):
-    """Bytes of the collectives' results: all-gathers', and inputs of reduce-scatters."""
+class CollectiveCounter(TorchDispatchMode):
+    """Bytes of the results of all-gathers, and of the inputs of reduce-scatters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(
-    world: World, activation_tokens: int, reshard_after_forward: bool, whole: bool
+def count_collectives(
+    world: World, activation_tokens: int, reshard: bool, reduce_per_step: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What a step sends, in elements of the model: planned, and counted."""
+    """All-gathers and reduce-scatters of a step, in multiples of the model: planned, and counted."""
     encoder, blocks = built(small_model("xlm-roberta").config)
-    found = model_spec(encoder, blocks, precision=Precision.fp32, tokens_per_text=16, gpu=False)
-    layout = ParallelLayout(Strategy.fsdp, 1, world.size, "", reshard_after_forward=reshard_after_forward)
+    model = model_spec(encoder, blocks, precision=Precision.fp32, tokens_per_text=16, gpu=False)
+    layout = ParallelLayout(Strategy.fsdp, 1, world.size, "", reshard_after_forward=reshard)
     shard_(encoder, blocks, layout, parallel(), world.device)
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -51,69 +51,67 @@ def counted(
     build_optimizer(encoder, OptimConfig())
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     backward = Backward(
-        encoder, InfoNCE(InfoNCEConfig()), world, seed=0, dummy=tokenizer.dummy(), reduce_per_step=whole
+        encoder, InfoNCE(InfoNCEConfig()), world, seed=0, dummy=tokenizer.dummy(), reduce_per_step=reduce_per_step
     )
-    mine = make_rank_batch(batch(24), world.rank, world.size, tokenizer, ChunkOptions(96, activation_tokens, 1))
-    with Counted() as seen:
-        backward(mine)
-    chunks = len(mine.chunks)
-    # As many chunks, each of one text.
+    local_batch = make_rank_batch(batch(24), world.rank, world.size, tokenizer, ChunkOptions(96, activation_tokens, 1))
+    with CollectiveCounter() as counter:
+        backward(local_batch)
+    chunks, cached = len(local_batch.chunks), local_batch.num_cached_graphs
+    # The same number of chunks, each with one text.
     work = StepWorkload(
-        rows=chunks * world.size,
-        texts_per_row=1,
-        tokens_per_text=16,
-        chunk_tokens=16,
-        activation_tokens=16 * mine.num_cached_graphs,
+        rows=chunks * world.size, texts_per_row=1, tokens_per_text=16, chunk_tokens=16, activation_tokens=16 * cached
     )
-    passes = work.passes(world.size)
-    assert (passes.chunks, passes.kept) == (chunks, mine.num_cached_graphs)
+    planned = work.per_rank(world.size)
+    assert (planned.chunks, planned.num_cached_graphs) == (chunks, cached)
     assert chunks >= 4
-    machines = ClusterSpec(ranks=world.size, per_node=world.size, memory=2**30, gpu=False)
-    planned = step_traffic(found, layout, machines, work, whole=whole)
-    each = 4 * found.parameters
-    share = each * (1 - 1 / world.size)
+    cluster = ClusterSpec(ranks=world.size, per_node=world.size, memory=2**30, gpu=False)
+    traffic = step_traffic(model, layout, cluster, work, reduce_per_step=reduce_per_step)
+    size = 4 * model.weights.parameters
+    sent = size * (1 - 1 / world.size)
     return (
-        {"gathers": planned.gathers / share, "reduces": planned.reduces / share},
-        {"gathers": seen.gathered / each, "reduces": seen.reduced / each},
+        {"all_gather": traffic.all_gather / sent, "reduce_scatter": traffic.reduce_scatter / sent},
+        {"all_gather": counter.gathered / size, "reduce_scatter": counter.reduced / size},
     )
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("reduce_per_step", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("activation_tokens", [0, 200, 10**6])
-def test_gathers_and_reductions_are_those_of_a_real_step(ranks, activation_tokens, reshard_after_forward, whole):
-    for planned, seen in ranks(2, counted, activation_tokens, reshard_after_forward, whole):
-        # The root's weights, a fifth of this small model, are not given back as the blocks' are; the loss gathers some.
-        assert planned["gathers"] == pytest.approx(seen["gathers"], rel=0.3), (planned, seen)
-        assert planned["reduces"] == pytest.approx(seen["reduces"], rel=0.1)
+def test_planned_collectives_equal_those_of_a_real_step(ranks, activation_tokens, reshard, reduce_per_step):
+    for planned, counted in ranks(2, count_collectives, activation_tokens, reshard, reduce_per_step):
+        # The root is not resharded; in this small model it is a fifth of the weights. The loss gathers some, too.
+        assert planned["all_gather"] == pytest.approx(counted["all_gather"], rel=0.3), (planned, counted)
+        assert planned["reduce_scatter"] == pytest.approx(counted["reduce_scatter"], rel=0.1)
 
 
 def test_links_between_nodes_cost_more():
-    found = facts(LLAMA_3_8B)
-    work = StepWorkload(rows=512, tokens_per_text=512)
+    model, work = spec_of(LLAMA_3_8B), StepWorkload(rows=512, tokens_per_text=512)
 
-    def seconds(ranks, replicate, shard, **more):
-        machines = ClusterSpec(ranks=ranks, per_node=8, memory=80 * 2**30, **more)
-        return step_traffic(
-            found, ParallelLayout(Strategy.hsdp, replicate, shard, ""), machines, work, whole=False
-        ).seconds
+    def seconds(ranks, replicate, shard, **bandwidths):
+        cluster = ClusterSpec(ranks=ranks, per_node=8, memory=80 * 2**30, **bandwidths)
+        layout = ParallelLayout(Strategy.hsdp, replicate, shard, "")
+        return step_traffic(model, layout, cluster, work, reduce_per_step=False).communication
 
     assert seconds(16, 1, 16, bandwidth_network=5e9) > 2 * seconds(16, 1, 16, bandwidth_network=50e9)
-    # Copies inside nodes: weights never cross the network, gradients do, an eighth on each adapter.
+    # Shards within nodes: weights never cross the network, gradients do, an eighth on each adapter.
     assert seconds(16, 2, 8, bandwidth_network=5e9) < seconds(16, 1, 16, bandwidth_network=5e9)
     assert seconds(8, 1, 8, bandwidth_network=5e9) == seconds(8, 1, 8, bandwidth_network=50e9)
     assert seconds(8, 1, 8, bandwidth_node=30e9) == pytest.approx(10 * seconds(8, 1, 8, bandwidth_node=300e9), rel=0.1)
 
 
-def test_recomputing_costs_a_third():
-    found, machines = facts(LLAMA_3_8B), ClusterSpec(ranks=8, per_node=8, memory=80 * 2**30)
+def test_activation_checkpointing_adds_a_third():
+    model, cluster = spec_of(LLAMA_3_8B), ClusterSpec(ranks=8, per_node=8, memory=80 * 2**30)
     work = StepWorkload(rows=128, tokens_per_text=512)
-    plain, again = (
+    plain, checkpointed = (
         step_traffic(
-            found, ParallelLayout(Strategy.fsdp, 1, 8, "", activation_checkpointing=on), machines, work, whole=False
-        )
-        for on in (False, True)
+            model,
+            ParallelLayout(Strategy.fsdp, 1, 8, "", activation_checkpointing=enabled),
+            cluster,
+            work,
+            reduce_per_step=False,
+        ).compute
+        for enabled in (False, True)
     )
-    assert again.compute / plain.compute == pytest.approx(4 / 3, rel=0.01)
-    # Six floating point operations a weight and token, and attention's.
-    assert plain.compute == pytest.approx(6 * 32 * 512 * (7.5e9 - 0.525e9) / machines.flops, rel=0.05)
+    assert checkpointed / plain == pytest.approx(4 / 3, rel=0.01)
+    # Six FLOPs per weight and token, and attention.
+    assert plain == pytest.approx(6 * 32 * 512 * (7.5e9 - 0.525e9) / cluster.flops, rel=0.05)

@@ -37,7 +37,7 @@ def compare(name, config, layers, texts, *, reshard_after_forward=True, recomput
     )
     machines = ClusterSpec(ranks=RANKS, per_node=RANKS, memory=10**12, gpu=False)
     work = StepWorkload(rows=texts * RANKS // 2, tokens_per_text=LENGTH, chunk_tokens=texts * LENGTH)
-    planned = step_memory(found, layout, machines, work, whole=True)
+    planned = step_memory(found, layout, machines, work, reduce_per_step=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         shard_(encoder, blocks, layout, ParallelConfig(strategy=Strategy.fsdp, precision=precision), CPU)
         optimizer = build_optimizer(encoder, OptimConfig())
@@ -58,7 +58,7 @@ def compare(name, config, layers, texts, *, reshard_after_forward=True, recomput
             step(texts, LENGTH)
         peak = tracker.get_tracker_snapshot("peak")[CPU]
     measured = {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
-    print(json.dumps({"name": name, "planned": {**planned.kinds, "total": planned.total}, "tracked": measured}))
+    print(json.dumps({"name": name, "planned": {**planned.by_kind, "total": planned.total}, "tracked": measured}))
 
 
 dist.init_process_group("fake", rank=0, world_size=RANKS)

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from embedtrain.data.cache.shared_build import COMPLETE, is_complete
 from embedtrain.errors import DataError
-from embedtrain.mine.figures import MiningStats
+from embedtrain.mine.stats import MiningStats
 from tests.safety.payloads import MARKER, Bomb, attempt, code, deep, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.evaluation.mining.models import save_cross_encoder
+from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
 

@@ -1,4 +1,4 @@
-"""Recipes and run directories made by an attacker: no value of YAML is code, and none is read from the environment."""
+"""Recipes and run directories of an attacker: YAML runs no code, and reads no secrets from the environment."""
 
 import shutil
 from pathlib import Path
@@ -46,7 +46,7 @@ def _secret(monkeypatch):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """Where a recipe may be written, in the folder that Python is started in, with a module that makes the marker."""
+    """The path of a recipe in the working directory, which has a module that writes the marker."""
     plant_module(tmp_path, tmp_path / MARKER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -67,7 +67,7 @@ def test_a_saved_recipe(saved, name):
     assert "\n" not in str(caught.value)
 
 
-def test_a_saved_recipe_reads_nothing_of_the_environment(saved):
+def test_a_saved_recipe_does_not_read_the_environment(saved):
     saved.write_text(
         "name: ${oc.env:MY_HOME}\n"
         "model: {path: '${oc.env:HF_TOKEN}', config: {a: '${oc.decode:[1]}'}}\n"
@@ -82,7 +82,7 @@ def test_a_saved_recipe_reads_nothing_of_the_environment(saved):
 
 
 @pytest.mark.parametrize("text", ["cost ${x} of it", "\\${name}", "\\\\${a.b}\\", "a $ {b}", "???\n"])
-def test_texts_that_look_like_interpolations_come_back_as_they_were(saved, text):
+def test_texts_like_interpolations_are_kept(saved, text):
     recipe = Recipe(name="t")
     recipe.model.query_prompt = text
     recipe.data.train = parse_sources([{"path": "x", "query_prompt": text}], "data.train", recipe.loss)
@@ -90,7 +90,7 @@ def test_texts_that_look_like_interpolations_come_back_as_they_were(saved, text)
     assert load_recipe(saved) == recipe
 
 
-def test_a_recipe_may_read_paths_but_no_credentials(monkeypatch):
+def test_a_recipe_reads_paths_but_no_credentials(monkeypatch):
     (recipe,) = compose_recipes([*BASE, "output_dir='${oc.env:MY_HOME}/runs'"])
     assert recipe.output_dir == f"{SECRET}/runs"
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"):
@@ -114,7 +114,7 @@ def test_a_recipe_may_read_paths_but_no_credentials(monkeypatch):
         "output_dir: ${evil:x}",
     ],
 )
-def test_a_recipe_of_a_strangers_folder(saved, lines):
+def test_a_recipe_of_a_foreign_config_dir(saved, lines):
     folder = saved.parent / "conf"
     (folder / "recipe").mkdir(parents=True)
     (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{lines}\n")

@@ -19,6 +19,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.sentence_transformers import SentenceTransformersAdapter
 from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
@@ -131,11 +132,11 @@ def vectors(world: World, directory: str, texts: list[str], prompt: str, max_len
     torch.testing.assert_close(seen.documents.float()[:1], encoder.encode_all(["nu lambda"], "mu "), atol=1e-5, rtol=0)
     assert model_identity(model.source, Precision.fp32, world)["include_prompt"] is False
     vector_cache = VectorCache(Path("vectors"), {})
-    places = {
-        vector_cache.of(texts, "", model.tokenizer, None, 24, existing_prompt).directory
-        for existing_prompt in ("", "a ", ["a "])
+    directories = {
+        vector_cache.for_texts(PromptedTexts(texts, "", prompt), model.tokenizer, None, 24).directory
+        for prompt in ("", "a ", ["a "])
     }
-    assert len(places) == 3
+    assert len(directories) == 3
     return found, model.source.include_prompt
 
 

@@ -1,4 +1,4 @@
-"""Drawing one positive and some hard negatives for every row of a batch at once.
+"""Selection of one positive and some hard negatives for all rows of a batch at once.
 
 B: rows of the batch; N: negatives drawn over all of them.
 """
@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 
 from embedtrain.data.sampling.permutation import make_keys, random_below, random_bits
 
-# What the key is for: `order` takes other numbers from the same seed.
+# Makes the random numbers independent of those of `plan`, which has the same seed.
 _DRAW = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is taken of each row.
+    """The selected documents of each row.
 
     Attributes:
-        positive: int64 [B], which of the row's positives; -1 where it has none.
-        negatives: int64 [N], which of its row's negatives, row after row, in the order they were drawn.
-        owners: int64 [N], the row within the batch that each is of, ascending.
-        counts: int64 [B], how many negatives each row has.
+        positive: int64 [B], index among the row's positives; -1 for a row without positives.
+        negatives: int64 [N], indices among the row's negatives, row by row.
+        owners: int64 [N], the row of each negative within the batch, ascending.
+        counts: int64 [B], number of selected negatives of each row.
     """
 
     positive: NDArray[np.int64]
@@ -38,18 +38,17 @@ def draw(
     places: NDArray[np.int64],
     seed: int,
 ) -> Selection:
-    """One positive of each row, and at most so many of its negatives, each as likely as any other.
+    """Select one positive and at most `most` negatives of each row, uniformly and without replacement.
 
-    No negative is drawn twice: one given twice would weigh twice in the loss. Where all fit they are taken in
-    their order. What is drawn for a row depends on the seed, on its place in the run and on its own numbers alone:
-    not on the rows beside it, and a row that is seen again draws anew.
+    If all negatives are selected they keep their order. The selection of a row is a function of the seed, its position
+    in the run and its own counts: it does not depend on other rows, and it changes when the row occurs again.
 
     Args:
-        num_positives: int64 [B], that each row has; a row without any has no documents, so no negatives either.
-        num_negatives: int64 [B], likewise.
-        most: negatives of a row that are used at a time, of all rows or int64 [B]; None or -1: all.
-        places: int64 [B], each row's place in the run.
-        seed: the run's seed.
+        num_positives: int64 [B], of each row; a row without positives gets no negatives either.
+        num_negatives: int64 [B], of each row.
+        most: maximal number of negatives, for all rows or int64 [B]; None or -1: all.
+        places: int64 [B], position of each row in the run.
+        seed: the seed of the run.
     """
     limits = np.broadcast_to(np.asarray(-1 if most is None else most, dtype=np.int64), num_negatives.shape)
     has = np.where(num_positives > 0, num_negatives, 0)
@@ -61,11 +60,11 @@ def draw(
     negatives = _numbered(counts)
     chosen = np.flatnonzero((counts < has) & (counts > 0))
     if len(chosen):
-        # Of each of these rows the negatives with the smallest hashes. Sorting leaves a row's candidates where
-        # they stood as a block, so that their numbers before are their ranks after.
+        # Select the negatives with the smallest hashes of each row. Sorting keeps the candidates of a row adjacent, so
+        # their indices before are their ranks afterwards.
         of, ranks = np.repeat(chosen, has[chosen]), _numbered(has[chosen])
         hashes = random_bits(keys[of], ranks + 1)
-        # Row and hash in one number: seven times faster than `lexsort`, for rows are in order as they are.
+        # Row and hash in one number, because rows are already sorted: seven times faster than `lexsort`.
         row, rest = of.astype(np.uint64) << np.uint64(40), hashes >> np.uint64(24)
         order = np.argsort(row | rest, kind="stable")
         negatives[(counts < has)[owners]] = ranks[order[ranks < counts[of]]]
@@ -73,5 +72,5 @@ def draw(
 
 
 def _numbered(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, ... for each row: int64 [sum of counts]."""
+    """0, 1, ..., counts - 1 for each row: int64 [sum of counts]."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,6 +1,6 @@
-"""How many rows of each source an epoch has.
+"""Number of rows of each source in an epoch.
 
-Counted in fractions, never in floating point: every rank, and a run that is continued elsewhere, must come to the
+Computed in fractions instead of floating point: every rank, and a run that resumes on another machine, must get the
 same numbers.
 """
 
@@ -11,7 +11,7 @@ from fractions import Fraction
 from embedtrain.config.recipe import WeightMode
 from embedtrain.errors import ConfigError
 
-# What powers are rounded to: far finer than a row, and coarser than what two machines' `pow` differ by.
+# Powers are rounded to this grid: much finer than a row, and coarser than the difference of `pow` between machines.
 _GRID = 2**40
 
 
@@ -23,7 +23,7 @@ def rows_per_source_of_epoch(
     kind: WeightMode,
     temperature: float,
 ) -> list[int]:
-    """Rows of each source in an epoch; at least one of every source that has any.
+    """Number of rows of each source in an epoch; at least one of every source that has rows.
 
     With `passes` a source counts size x weight rows, with `shares` its part of as many rows as there are. A
     temperature T other than 1 divides the total of these counts anew, in shares proportional to count^(1/T) (Devlin
@@ -72,28 +72,28 @@ def _at_most(rows: int, limit: int | None) -> int:
 
 
 def _apportion(total: int, shares: Sequence[Fraction | int]) -> list[int]:
-    """Whole numbers in these proportions whose sum is `total`: at least 1 where a share is above 0.
+    """Integers in these proportions whose sum is `total`; at least 1 where a share is positive.
 
-    `total` is at least the number of such shares.
+    `total` is at least the number of positive shares.
     """
     parts = [0] * len(shares)
-    left = {place: Fraction(share) for place, share in enumerate(shares) if share > 0}
-    # Whoever would get less than one gets one, and the others divide the rest; that may bring others below one.
+    left = {index: Fraction(share) for index, share in enumerate(shares) if share > 0}
+    # A part below one is raised to one and the others divide the rest, which may bring further parts below one.
     while left:
         rate = total / sum(left.values())
-        small = [place for place, share in left.items() if share * rate < 1]
-        for place in small:
-            parts[place] = 1
-            del left[place]
+        small = [index for index, share in left.items() if share * rate < 1]
+        for index in small:
+            parts[index] = 1
+            del left[index]
         total -= len(small)
         if not small:
             break
     if left:
-        quotas = {place: share * rate for place, share in left.items()}
-        parts_left = {place: math.floor(quota) for place, quota in quotas.items()}
-        by_remainder = sorted(left, key=lambda place: (parts_left[place] - quotas[place], place))
-        for place in by_remainder[: total - sum(parts_left.values())]:
-            parts_left[place] += 1
-        for place, count in parts_left.items():
-            parts[place] = count
+        quotas = {index: share * rate for index, share in left.items()}
+        floors = {index: math.floor(quota) for index, quota in quotas.items()}
+        by_remainder = sorted(left, key=lambda index: (floors[index] - quotas[index], index))
+        for index in by_remainder[: total - sum(floors.values())]:
+            floors[index] += 1
+        for index, count in floors.items():
+            parts[index] = count
     return parts

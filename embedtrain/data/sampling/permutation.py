@@ -1,12 +1,11 @@
-"""Random numbers and permutations that are functions of a key: any element is known without those before it.
+"""Random numbers and permutations as functions of a key: any element is computed without those before it.
 
-What is made here decides which rows a batch holds, so a run that is continued years later on another machine must
-find the same. All of it is arithmetic on unsigned 64-bit integers, alike on every platform and with every NumPy.
+They determine the rows of a batch, so a run that resumes years later on another machine must get the same numbers. All
+of this is arithmetic on unsigned 64-bit integers, which is the same on every platform and with every version of NumPy.
 
 The hash is SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014). The
-permutation is a Feistel network over two digits of unequal base with addition for XOR, and cycle walking for what
-the digits hold beyond n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It serves the order of
-rows; it keeps no secret.
+permutation is a Feistel network over two digits of unequal base with addition instead of XOR, and cycle walking for
+values beyond n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It is not meant for secrets.
 """
 
 from typing import TypeAlias
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 Words: TypeAlias = NDArray[np.uint64]
 Whole: TypeAlias = NDArray[np.int64]
 
-# The largest range that is permuted: more rows than any source has.
+# The largest range that can be permuted.
 MAX_SIZE = 2**40
 
 _ROUNDS = 12
@@ -30,16 +29,12 @@ _ONE = np.uint64(1)
 
 
 def make_key(*numbers: int) -> int:
-    """One key, 0 to 2^64 - 1, of several whole numbers; another one for another order or another count of them.
-
-    Args:
-        numbers: below 2^64 each.
-    """
+    """A key, 0 to 2^64 - 1, of several integers in this order, each below 2^64."""
     return int(random_bits(_START, *numbers)[0])
 
 
 def make_keys(*numbers: int | Whole) -> Words:
-    """`make_key` of each tuple of numbers: uint64 [N], arrays being int64 [N]."""
+    """`make_key` of each tuple of numbers: uint64 [N]; arrays are int64 [N]."""
     return random_bits(_START, *numbers)
 
 
@@ -62,7 +57,7 @@ def random_uniform(key: int | Words, *counters: int | Whole) -> NDArray[np.float
 
 
 def random_below(random: Words, limits: int | Whole) -> Whole:
-    """A random whole number from 0 to limit - 1 out of random bits: int64 [N].
+    """A random integer from 0 to limit - 1 from random bits: int64 [N].
 
     Args:
         random: uint64 [N], of `random_bits`.
@@ -72,14 +67,14 @@ def random_below(random: Words, limits: int | Whole) -> Whole:
 
 
 def permute(places: Whole, n: int | Whole, key: int | Words) -> Whole:
-    """Where a permutation of range(n) puts these places: int64 [N].
+    """The values of a permutation of range(n) at these indices: int64 [N].
 
-    Nothing of length n is made: each element is computed by itself. Every order occurs, but from five elements to some
-    dozen not all equally often (a few per cent more or less).
+    No array of length n is built. Every order occurs; for five to about a dozen elements their frequencies differ by a
+    few per cent.
 
     Args:
         places: int64 [N], each from 0 to n - 1.
-        n: 1 to 2^40, a number or int64 [N], for a range of its own for each place.
+        n: 1 to 2^40, one number or int64 [N].
         key: of the permutation, a number or uint64 [N].
     """
     sizes, keys = _words(n), _words(key)
@@ -91,8 +86,8 @@ def permute(places: Whole, n: int | Whole, key: int | Words) -> Whole:
     left_base = _left_base(sizes)
     right_base = (sizes + left_base - _ONE) // left_base
     out = _feistel(places.astype(np.uint64), left_base, right_base, keys)
-    # The digits count to a little more than n. What lands beyond it goes on from there until it lands within:
-    # that follows the cycle of a permutation, so no two places end at the same.
+    # The digits hold a little more than n values. A value beyond n is permuted again until it is below n: this follows
+    # a cycle of the permutation, so the results are distinct.
     beyond = np.flatnonzero(out >= sizes)
     while beyond.size:
         of = [values if len(values) == 1 else values[beyond] for values in (left_base, right_base, keys, sizes)]
@@ -105,7 +100,8 @@ def permute(places: Whole, n: int | Whole, key: int | Words) -> Whole:
 def _left_base(sizes: Words) -> Words:
     """The least even number whose square is at least n.
 
-    With an odd one every round of an odd right base too would be an even permutation: half of all would never come.
+    With an odd base every round would be an even permutation if the right base is odd too: half of all orders would
+    never occur.
     """
     root = np.sqrt((sizes - _ONE).astype(np.float64)).astype(np.uint64) + _ONE
     return root + (root & _ONE)
@@ -140,7 +136,7 @@ def _mixed(words: Words) -> Words:
 
 
 def _words(numbers: int | Words | Whole) -> Words:
-    """At least one-dimensional: NumPy warns where a scalar wraps around, and wrapping is meant."""
+    """At least one-dimensional, because NumPy warns when a scalar wraps around, which is intended here."""
     if isinstance(numbers, np.ndarray):
         return np.atleast_1d(numbers).astype(np.uint64, copy=False)
     assert 0 <= numbers < _WORD

@@ -1,1 +1,1 @@
-"""One module per kind of evaluation task."""
+"""The kinds of evaluation, grouped by what a set consists of: rankings, pairs, labels."""

@@ -1,44 +1,180 @@
-"""From rankings to figures: trec_eval's, each rank those of its share of the queries."""
+"""Retrieval and reranking: rankings measured as trec_eval does, and their TREC run and qrels files.
 
-from collections.abc import Callable, Mapping
+Shapes: Q queries, M candidates of the query with the most, D dimensions.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from embedtrain.evaluation.metrics import judged_documents, mean_metrics, metrics_per_query
-from embedtrain.evaluation.runfile import qrels_path, run_path, write_qrels, write_run
-from embedtrain.evaluation.tasks.measuring import EvaluationContext
+from embedtrain.evaluation.metrics import (
+    judged_documents,
+    mean_metrics,
+    metrics_per_query,
+    required_depth,
+)
+from embedtrain.evaluation.tasks.context import EvaluationContext
 from embedtrain.evaluation.types import RetrievalSet
+from embedtrain.files import atomic_write
 
-# Rankings that are dicts of ids at a time: they take ten times the memory of the numbers they are made of.
+RERANKING_METRICS = ("map", "mrr@10", "ndcg@10")
+# Rankings that are dictionaries at a time: they take ten times the memory of tensors.
 QUERY_BATCH_SIZE = 512
+# Scores that all ranks exchange at a time.
+_SCORE_BATCH_SIZE = 1 << 22
+_TAG = "embedtrain"
 
 
-def ranking_metrics(
-    data: RetrievalSet, found: Callable[[int], Mapping[str, float]], depth: int, measuring: EvaluationContext
+def measure_retrieval(data: RetrievalSet, context: EvaluationContext) -> dict[str, float]:
+    """Metrics of each query's best documents among all, identical on every rank. A collective."""
+    judged, ids = data.judged_queries, data.documents.ids
+    vectors = context.encode_queries([data.queries[query] for query in judged])
+    index = context.index_documents(data.documents.texts, ids)
+    depth = required_depth(context.metrics)
+    max_depth = max(context.run_depth if context.save_runs else 0, depth)
+    # One more: the query itself may be among them.
+    ranking = index.search(vectors, max_depth + data.ignore_identical_ids)
+
+    def ranked(number: int) -> dict[str, float]:
+        documents, scores = ranking.documents[number].tolist(), ranking.scores[number].tolist()
+        run = {ids[document]: score for document, score in zip(documents, scores, strict=True)}
+        if data.ignore_identical_ids:
+            run.pop(judged[number], None)
+        return run
+
+    return _ranking_metrics(data, ranked, depth, context)
+
+
+def measure_reranking(data: RetrievalSet, context: EvaluationContext) -> dict[str, float]:
+    """Metrics of each query's own candidates, ordered by cosine, identical on every rank. A collective.
+
+    Duplicate candidates count once. Only documents that are candidates are encoded.
+    """
+    assert data.candidates is not None, "a reranking set has candidates"
+    judged = data.judged_queries
+    candidates = [list(dict.fromkeys(data.candidates.get(query, ()))) for query in judged]
+    numbers = sorted({number for row in candidates for number in row})
+    ids = [data.documents.ids[number] for number in numbers]
+    vectors = context.encode_queries([data.queries[query] for query in judged])
+    index = context.index_documents([data.documents.texts[number] for number in numbers], ids)
+
+    index_of = {number: position for position, number in enumerate(numbers)}
+    width = max([1, *map(len, candidates)])
+    # Padded with -1.
+    documents = torch.full((len(judged), width), -1, dtype=torch.int64)
+    for row, row_candidates in enumerate(candidates):
+        row_indices = [index_of[number] for number in row_candidates]
+        documents[row, : len(row_candidates)] = torch.tensor(row_indices, dtype=torch.int64)
+    batch_size = max(1, _SCORE_BATCH_SIZE // width)
+    batches = zip(vectors.split(batch_size), documents.split(batch_size), strict=True)
+    scores = torch.cat([torch.empty((0, width)), *(index.scores_of(*batch) for batch in batches)])
+
+    def ranked(number: int) -> dict[str, float]:
+        run = _sort_by_score(
+            [ids[document] for document in documents[number].tolist() if document >= 0], scores[number]
+        )
+        if data.ignore_identical_ids:
+            run.pop(judged[number], None)
+        return run
+
+    return _ranking_metrics(data, ranked, width, context)
+
+
+def _sort_by_score(ids: list[str], scores: Tensor) -> dict[str, float]:
+    """Scores by id, best first; ties by descending id, as in trec_eval."""
+    pairs = zip(scores[: len(ids)].tolist(), ids, strict=True)
+    return {document: score for score, document in sorted(pairs, reverse=True)}
+
+
+def _ranking_metrics(
+    data: RetrievalSet, ranked: Callable[[int], Mapping[str, float]], depth: int, context: EvaluationContext
 ) -> dict[str, float]:
-    """Mean figures over the judged queries, the same floats on every rank. A collective.
+    """Means over the judged queries, identical on every rank; each rank measures a part of them. A collective.
 
-    Rank 0 writes the rankings and judgements where `measuring.save_runs` says so.
+    Rank 0 writes the TREC files if `context.save_runs` is set.
 
     Args:
         data: the set.
-        found: for the number of a judged query the score of each document found, by id, best first; ties as
-            trec_eval orders them. The same on every rank.
-        depth: how many of these are measured.
-        measuring: which figures, and what they are measured on.
+        ranked: returns, for the number of a judged query, the scores of documents by id, best first, with ties in the
+            order of trec_eval. The same on every rank.
+        depth: the number of documents to measure.
+        context: defines the metrics.
     """
-    world, judged, metrics = measuring.world, data.judged_queries, measuring.metrics
+    world, judged, metrics = context.world, data.judged_queries, context.metrics
     first, end = (len(judged) * rank // world.size for rank in (world.rank, world.rank + 1))
-    each = [np.empty((0, len(metrics)))]
+    values = [np.empty((0, len(metrics)))]
     with world.fail_together(f"computing the metrics of {data.name}"):
-        known = judged_documents(data.judgements)
+        judged_anywhere = judged_documents(data.judgements)
         for start in range(first, end, QUERY_BATCH_SIZE):
-            some = range(start, min(end, start + QUERY_BATCH_SIZE))
-            run = {judged[number]: dict(islice(found(number).items(), depth)) for number in some}
-            each.append(metrics_per_query({query: data.judgements[query] for query in run}, run, metrics, known))
-        if world.is_main and measuring.save_runs is not None:
-            rankings = ((query, found(number)) for number, query in enumerate(judged))
-            write_run(run_path(measuring.save_runs, data.name), rankings, measuring.run_depth)
-            write_qrels(qrels_path(measuring.save_runs, data.name), data.judgements)
-    return mean_metrics(np.concatenate(world.gather(np.concatenate(each))), metrics)
+            batch = range(start, min(end, start + QUERY_BATCH_SIZE))
+            run = {judged[number]: dict(islice(ranked(number).items(), depth)) for number in batch}
+            judgements = {query: data.judgements[query] for query in run}
+            values.append(metrics_per_query(judgements, run, metrics, judged_anywhere))
+        if world.is_main and context.save_runs is not None:
+            rankings = ((query, ranked(number)) for number, query in enumerate(judged))
+            write_run(run_path(context.save_runs, data.name), rankings, context.run_depth)
+            write_qrels(qrels_path(context.save_runs, data.name), data.judgements)
+    return mean_metrics(np.concatenate(world.gather(np.concatenate(values))), metrics)
+
+
+def run_path(directory: Path, name: str) -> Path:
+    """Path of the run file of the set `name`; characters that file names cannot hold are percent-encoded."""
+    return directory / f"{_file_name(name)}.run"
+
+
+def qrels_path(directory: Path, name: str) -> Path:
+    """Path of the qrels file of the set `name`."""
+    return directory / f"{_file_name(name)}.qrels"
+
+
+def write_run(path: Path, rankings: Iterable[tuple[str, Mapping[str, float]]], depth: int) -> None:
+    """Write a TREC run, `query Q0 document rank score tag` per line.
+
+    The format has no quoting, so whitespace within ids is percent-encoded (`%20`). Scores have nine digits: read as
+    float32 they are the same bits, and trec_eval sees the same ties.
+
+    Args:
+        path: of the file.
+        rankings: for each query its id, and the scores of documents by id, best first.
+        depth: documents per query.
+    """
+    _write_lines(
+        path,
+        (
+            f"{_escape(query)} Q0 {_escape(document)} {rank} {score:.9g} {_TAG}\n"
+            for query, scores in rankings
+            for rank, (document, score) in enumerate(islice(scores.items(), depth), start=1)
+        ),
+    )
+
+
+def write_qrels(path: Path, judgements: Mapping[str, Mapping[str, int]]) -> None:
+    """Write TREC qrels, `query 0 document gain` per line, with ids as in the run."""
+    _write_lines(
+        path,
+        (
+            f"{_escape(query)} 0 {_escape(document)} {gain}\n"
+            for query, gains in judgements.items()
+            for document, gain in gains.items()
+        ),
+    )
+
+
+def _write_lines(path: Path, lines: Iterator[str]) -> None:
+    with atomic_write(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def _file_name(name: str) -> str:
+    # Injective; letters of all languages stay.
+    return re.sub(r"[^\w.@+-]", lambda match: quote(match[0], safe=""), name)
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"\s+", lambda whitespace: quote(whitespace[0]), text)

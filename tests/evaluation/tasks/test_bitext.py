@@ -11,7 +11,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import Bitext, LoadedSet
 from embedtrain.inference.encode import SentenceEncoder
-from tests.evaluation.tasks.theirs import encoded, figures_of, on_any_ranks, splits, task_of, unit
+from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, splits, task_of, unit
 from tests.evaluation.test_real import MeanPooled
 from tests.small import text
 

@@ -14,7 +14,7 @@ from embedtrain.config.evaluation import Classifier
 from embedtrain.errors import EmbedtrainError
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import ClassificationSet, LoadedSet
-from tests.evaluation.tasks.theirs import encoded, figures_of, on_any_ranks, splits, task_of
+from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, splits, task_of
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import WORDS
 

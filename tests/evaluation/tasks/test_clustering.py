@@ -10,8 +10,8 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.metrics import adjusted_mutual_info_score
 
 from embedtrain.evaluation.types import ClusteringSet, LoadedSet
+from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, splits, task_of
 from tests.evaluation.tasks.test_classification import classes_of_texts
-from tests.evaluation.tasks.theirs import encoded, figures_of, on_any_ranks, splits, task_of
 
 
 def theirs_of(ranks, data, labels):

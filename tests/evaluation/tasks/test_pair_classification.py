@@ -9,7 +9,7 @@ from sentence_transformers.sentence_transformer.evaluation import BinaryClassifi
 from sklearn.metrics import average_precision_score
 
 from embedtrain.evaluation.types import LabelledPairs, LoadedSet
-from tests.evaluation.tasks.theirs import encoded, figures_of, on_any_ranks, splits, task_of, unit
+from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, splits, task_of, unit
 from tests.small import text
 
 

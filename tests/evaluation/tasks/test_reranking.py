@@ -10,8 +10,8 @@ from sentence_transformers.sentence_transformer.evaluation import RerankingEvalu
 
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
+from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, retrieval_data, task_of, unit
 from tests.evaluation.tasks.test_retrieval import odd_set
-from tests.evaluation.tasks.theirs import encoded, figures_of, on_any_ranks, retrieval_data, task_of, unit
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import text
 

@@ -7,9 +7,9 @@ from mteb._evaluators.retrieval_metrics import hole
 from mteb.abstasks import AbsTaskRetrieval
 
 from embedtrain.evaluation.evaluator import Evaluator
-from embedtrain.evaluation.runfile import run_path
+from embedtrain.evaluation.tasks.rankings import run_path
 from embedtrain.evaluation.types import Corpus, LoadedSet, RetrievalSet
-from tests.evaluation.tasks.theirs import encoded, figures_of, on_any_ranks, retrieval_data, task_of
+from tests.evaluation.tasks.mteb_reference import encoded, figures_of, on_any_ranks, retrieval_data, task_of
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import text
 

@@ -1,1 +1,0 @@
-"""MTEB tasks, run by rank 0 and encoded by all ranks."""

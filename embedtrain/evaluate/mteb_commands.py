@@ -1,0 +1,202 @@
+"""Commands with which rank 0, on which mteb runs, makes all ranks encode, index and search.
+
+Texts are sent in batches, so that no rank holds a corpus; document vectors stay on the rank that encoded them.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embedtrain.config.evaluation import IndexConfig
+from embedtrain.distributed.world import World, explain_lost_contact
+from embedtrain.errors import FailedElsewhere
+from embedtrain.inference.encode import EncodedShard, SentenceEncoder
+from embedtrain.inference.exact import unit_vectors
+from embedtrain.inference.index import ShardedIndex, dtype_of
+from embedtrain.inference.vector_cache import VectorCache
+
+# How long the other ranks wait while rank 0 fits a classifier or downloads a data set. A rank that died is noticed
+# immediately, so this only ends ranks that will never get another command.
+_COMMAND_TIMEOUT = timedelta(days=7)
+
+
+@dataclass(frozen=True, slots=True)
+class StartTask:
+    """Start a task and drop the index."""
+
+    task: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeTexts:
+    """Encode texts; every rank gets the vectors, not normalized."""
+
+    texts: list[str]
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewIndex:
+    """Create an index for documents with these tie priorities, int64 [N]."""
+
+    priorities: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AddDocuments:
+    """Encode documents and add them to the index; `first` is the number of the first."""
+
+    texts: list[str]
+    prompt: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class SearchDocuments:
+    """Find the `k` best documents of each query."""
+
+    queries: list[str]
+    prompt: str
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreDocuments:
+    """Score documents of each query, given as numbers int64 [Q, M] padded with -1."""
+
+    queries: list[str]
+    prompt: str
+    documents: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """No more commands; `error` describes why rank 0 failed, if it did."""
+
+    error: str | None = None
+
+
+Command = StartTask | EncodeTexts | NewIndex | AddDocuments | SearchDocuments | ScoreDocuments | Finish
+
+
+class CommandChannel:
+    """Executes commands of rank 0 on all ranks.
+
+    The constructor is a collective. Rank 0 then calls `run`, and finally `finish`; the other ranks call `serve`, which
+    returns after `finish`.
+
+    Args:
+        encoder: of the live model.
+        world: the ranks.
+        index: data type and placement of document vectors.
+        normalize: compare texts by cosine instead of inner product.
+        vector_cache: stores document vectors on disk.
+
+    Attributes:
+        in_sync: whether the other ranks wait for a command; False after a command that was not completed.
+    """
+
+    def __init__(
+        self,
+        encoder: SentenceEncoder,
+        world: World,
+        index: IndexConfig,
+        *,
+        normalize: bool = True,
+        vector_cache: VectorCache | None = None,
+    ) -> None:
+        self.encoder, self.world = encoder, world
+        self._config, self._normalize, self._vector_cache = index, normalize, vector_cache
+        self._index: ShardedIndex | None = None
+        self._task = "mteb"
+        self.in_sync = True
+        # Commands are Python objects on the CPU, on whatever device the ranks compute.
+        self._group = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
+
+    def run(self, command: Command) -> Any:
+        """Execute a command on all ranks and return its result. On rank 0.
+
+        Raises:
+            TrainingError: on every rank, if a vector is not finite on any.
+            LostContact: another rank is gone.
+        """
+        # After an interruption, the ranks are at different points and cannot receive further commands.
+        self.in_sync = False
+        with explain_lost_contact(f"running {self._task}"):
+            result = self._execute(self._broadcast(command))
+        self.in_sync = True
+        return result
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Release the other ranks. On rank 0; does nothing if they were lost within a command."""
+        if self.in_sync:
+            self.in_sync = False
+            with explain_lost_contact(f"running {self._task}"):
+                self._broadcast(Finish(None if error is None else f"{type(error).__name__}: {error}"))
+
+    def serve(self) -> None:
+        """Execute rank 0's commands until it finishes. On every other rank.
+
+        Raises:
+            FailedElsewhere: rank 0 finished with an error.
+            TrainingError, LostContact: as in `run`.
+        """
+        while True:
+            with explain_lost_contact(f"running {self._task}"):
+                command = self._broadcast(None)
+                if isinstance(command, Finish):
+                    break
+                self._execute(command)
+        if command.error is not None:
+            raise FailedElsewhere(f"rank 0 failed while running {self._task}: {command.error}")
+
+    def _broadcast(self, command: Command | None) -> Command:
+        box: list[Any] = [command]
+        dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
+        received: Command = box[0]
+        return received
+
+    def _execute(self, command: Command) -> Any:
+        match command:
+            case StartTask(task):
+                self._task, self._index = task, None
+            case EncodeTexts(texts, prompt):
+                return self.encoder.encode_all(texts, prompt, label="texts")
+            case NewIndex(priorities):
+                self._index = ShardedIndex(torch.from_numpy(priorities), self.world, self._config)
+            case AddDocuments(texts, prompt, first):
+                self._add_documents(texts, prompt, first)
+            case SearchDocuments(queries, prompt, k):
+                return self._current_index.search(self._encode_queries(queries, prompt), k)
+            case ScoreDocuments(queries, prompt, documents):
+                vectors = self._encode_queries(queries, prompt)
+                return self._current_index.scores_of(vectors, torch.from_numpy(documents))
+        return None
+
+    def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
+        dtype = dtype_of(self._config)
+        blocks = self.encoder.encode_blocks(
+            texts,
+            prompt,
+            vector_cache=self._vector_cache,
+            transform=lambda vectors: self._normalized(vectors).to(dtype),
+        )
+        for block in blocks:
+            self._current_index.add(EncodedShard(block.vectors, block.rows + first))
+
+    def _encode_queries(self, texts: list[str], prompt: str) -> Tensor:
+        return self._normalized(self.encoder.encode_all(texts, prompt))
+
+    def _normalized(self, vectors: Tensor) -> Tensor:
+        return unit_vectors(vectors) if self._normalize else vectors
+
+    @property
+    def _current_index(self) -> ShardedIndex:
+        assert self._index is not None, "documents are added before queries are searched"
+        return self._index

@@ -1,0 +1,88 @@
+"""What every kind of evaluation works with: one set on one model, and how its texts become vectors."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+
+from embedtrain.config.evaluation import IndexConfig
+from embedtrain.distributed.world import World
+from embedtrain.evaluation.types import LoadedSet
+from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.exact import unit_vectors
+from embedtrain.inference.index import ShardedIndex, trec_order
+from embedtrain.inference.vector_cache import VectorCache
+
+# MTEB's seed for all draws.
+SEED = 42
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """One set on one model.
+
+    Attributes:
+        encoder: of the live model; its prompts are used if the set has none of its own.
+        world: the ranks.
+        loaded: the set, with its prompts and maximum lengths.
+        metrics: the names of the metrics to compute.
+        index: data type and placement of document vectors.
+        vector_cache: for document vectors.
+        save_runs: directory for TREC files, or None.
+        run_depth: documents per query in a run file.
+    """
+
+    encoder: SentenceEncoder
+    world: World
+    loaded: LoadedSet
+    metrics: tuple[str, ...]
+    index: IndexConfig
+    vector_cache: VectorCache | None
+    save_runs: Path | None
+    run_depth: int
+
+    def encode_queries(self, texts: Sequence[str]) -> Tensor:
+        """Unit vectors of queries: float32 [n, D], on every rank. A collective."""
+        return unit_vectors(self._encode(texts, "queries"))
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Vectors of texts that are neither queries nor documents, not normalized: float32 [n, D], on every rank.
+
+        They get the prompt and the maximum length of queries. A collective.
+        """
+        return self._encode(texts, "texts")
+
+    def encode_pairs(self, first: Sequence[str], second: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """`encode_texts` of two lists of equal length."""
+        vectors = self.encode_texts([*first, *second])
+        return vectors[: len(first)], vectors[len(first) :]
+
+    def _encode(self, texts: Sequence[str], label: str) -> Tensor:
+        prompt = self.encoder.query_prompt if self.loaded.query_prompt is None else self.loaded.query_prompt
+        return self.encoder.encode_all(texts, prompt, max_length=self.loaded.query_max_length, label=label)
+
+    def index_documents(self, texts: Sequence[str], ids: Sequence[str]) -> ShardedIndex:
+        """An index of documents for search by cosine, with ties in the order of trec_eval. A collective."""
+        prompt = self.encoder.document_prompt if self.loaded.document_prompt is None else self.loaded.document_prompt
+        index = ShardedIndex(trec_order(ids), self.world, self.index)
+        index.add_texts(
+            self.encoder, texts, prompt, max_length=self.loaded.document_max_length, vector_cache=self.vector_cache
+        )
+        return index
+
+
+@contextlib.contextmanager
+def reproducible_sklearn() -> Iterator[None]:
+    """Run scikit-learn on one thread and without warnings.
+
+    The last bits of a product, and occasionally a prediction, depend on the number of threads; launchers give all cores
+    to a single process, and one to each of several. Warnings (no convergence within the maximum number of iterations, a
+    class that was never predicted) are part of the metrics' definition.
+    """
+    with warnings.catch_warnings(), threadpool_limits(limits=1):
+        warnings.simplefilter("ignore")
+        yield

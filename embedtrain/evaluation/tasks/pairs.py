@@ -1,0 +1,107 @@
+"""Pairs of sentences: semantic textual similarity, pair classification and bitext mining.
+
+Shapes: n pairs, D dimensions.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from sklearn.metrics import average_precision_score, precision_recall_fscore_support
+from torch import Tensor
+
+from embedtrain.evaluation.metrics import sts_metrics
+from embedtrain.evaluation.tasks.context import EvaluationContext, reproducible_sklearn
+from embedtrain.evaluation.types import Bitext, LabelledPairs, ScoredPairs
+from embedtrain.inference.encode import EncodedShard
+from embedtrain.inference.exact import cosines, unit_vectors
+from embedtrain.inference.index import ShardedIndex, first_added_order
+
+STS_METRICS = ("spearman", "pearson")
+PAIR_CLASSIFICATION_METRICS = ("ap", "accuracy", "f1", "precision", "recall", "accuracy_threshold", "f1_threshold")
+BITEXT_METRICS = ("f1", "precision", "recall", "accuracy", "accuracy_back", "accuracy_mean")
+
+
+def measure_sts(data: ScoredPairs, context: EvaluationContext) -> dict[str, float]:
+    """Rank and linear correlation of cosines with gold scores, identical on every rank. A collective."""
+    first, second = context.encode_pairs(data.first, data.second)
+    metrics: dict[str, float] = {}
+    with context.world.fail_together(f"computing the metrics of {data.name}"):
+        if context.world.is_main:
+            # In float32, the cosine of two equal texts is exactly 1, so that they tie.
+            metrics = sts_metrics(cosines(first, second).float().tolist(), data.scores)
+    return context.world.broadcast(metrics)
+
+
+def measure_pair_classification(data: LabelledPairs, context: EvaluationContext) -> dict[str, float]:
+    """Metrics of cosines as scores of pairs, identical on every rank. A collective.
+
+    Average precision is scikit-learn's. Accuracy, and F1 with its precision and recall, are those at the best threshold
+    of each, as found by sentence-transformers' BinaryClassificationEvaluator.
+    """
+    first, second = context.encode_pairs(data.first, data.second)
+    metrics: dict[str, float] = {}
+    with context.world.fail_together(f"computing the metrics of {data.name}"), reproducible_sklearn():
+        if context.world.is_main:
+            # In float32, the cosine of two equal texts is exactly 1, so that they tie.
+            scores = cosines(first, second).float().cpu().numpy()
+            metrics = _pair_classification_metrics(scores, np.asarray(data.labels))
+    return context.world.broadcast(metrics)
+
+
+def _pair_classification_metrics(scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    # Imported here because it takes seconds, which only processes with such a set should spend.
+    from sentence_transformers.sentence_transformer.evaluation import BinaryClassificationEvaluator
+
+    accuracy, accuracy_threshold = BinaryClassificationEvaluator.find_best_acc_and_threshold(scores, labels, True)
+    f1 = BinaryClassificationEvaluator.find_best_f1_and_threshold(scores, labels, True)
+    values = (average_precision_score(labels, scores), accuracy, *f1[:3], accuracy_threshold, f1[3])
+    return {metric: float(value) for metric, value in zip(PAIR_CLASSIFICATION_METRICS, values, strict=True)}
+
+
+def measure_bitext(data: Bitext, context: EvaluationContext) -> dict[str, float]:
+    """Metrics of nearest neighbours by cosine, identical on every rank. A collective.
+
+    From the first sentences to the second, a translation is found if the nearest neighbour is in the same row;
+    precision, recall and F1 are means with rows as classes, as in MTEB. `accuracy_back` (from the second to the first)
+    and `accuracy_mean` (of both directions) are those of sentence-transformers' TranslationEvaluator, which also
+    accepts an equal sentence of another row. Of equally near sentences, the first counts.
+    """
+    vectors = unit_vectors(context.encode_texts([*data.first, *data.second]))
+    first, second = vectors[: len(data.first)], vectors[len(data.first) :]
+    forward = _nearest(first, second, context)
+    backward = _nearest(second, first, context)
+    metrics: dict[str, float] = {}
+    with context.world.fail_together(f"computing the metrics of {data.name}"), reproducible_sklearn():
+        if context.world.is_main:
+            rows = range(len(data.first))
+            precision, recall, f1, _ = precision_recall_fscore_support(
+                rows, forward, average="weighted", zero_division=0.0
+            )
+            accuracy_back = _fraction_equal(data.first, backward)
+            metrics = {
+                "f1": float(f1),
+                "precision": float(precision),
+                "recall": float(recall),
+                "accuracy": sum(nearest == row for row, nearest in zip(rows, forward, strict=True)) / len(rows),
+                "accuracy_back": accuracy_back,
+                "accuracy_mean": (_fraction_equal(data.second, forward) + accuracy_back) / 2,
+            }
+    return context.world.broadcast(metrics)
+
+
+def _nearest(queries: Tensor, documents: Tensor, context: EvaluationContext) -> list[int]:
+    """For each row of [n, D], the row of [n, D] with the largest inner product. A collective.
+
+    Every rank has all vectors and searches a part of them.
+    """
+    world, num = context.world, len(documents)
+    index = ShardedIndex(first_added_order(num), world, context.index)
+    local_rows = torch.arange(num)[world.rank :: world.size]
+    index.add(EncodedShard(documents[local_rows.to(documents.device)], local_rows))
+    nearest: list[int] = index.search(queries, 1).documents.flatten().tolist()
+    return nearest
+
+
+def _fraction_equal(texts: Sequence[str], nearest: Sequence[int]) -> float:
+    return sum(text == texts[row] for text, row in zip(texts, nearest, strict=True)) / len(texts)

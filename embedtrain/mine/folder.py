@@ -1,0 +1,263 @@
+"""The output directory of mining, and the intermediate files in it from which an interrupted run resumes.
+
+    OUTPUT_DIR/NAME.jsonl          the mined rows of each source
+    OUTPUT_DIR/summary.json        statistics; written last
+    OUTPUT_DIR/.mining/            identity.json, the prepared inputs, vectors, and a directory for each block of rows
+
+A block is complete or absent: its directory gets its final name after every rank has written its part.
+"""
+
+import json
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from embedtrain.config.compose import to_plain
+from embedtrain.data.sources.parts import Part
+from embedtrain.data.sources.values import shorten
+from embedtrain.distributed.world import World
+from embedtrain.errors import DataError
+from embedtrain.files import atomic_write
+from embedtrain.mine.options import MineOptions
+from embedtrain.mine.sources import MiningSource, corpus_digests
+from embedtrain.mine.stats import MiningStats
+
+SUMMARY = "summary.json"
+_UNFINISHED = ".part"
+# Options without influence on the mined rows (where files are, speed, memory), and those whose content counts instead.
+_NOT_IN_IDENTITY = {
+    "output_dir",
+    "data",
+    "corpus",
+    "model",
+    "teacher",
+    "revision",
+    "teacher_revision",
+    "cache_dir",
+    "timeout",
+    "unshard",
+    "chunk_tokens",
+    "teacher_batch_size",
+    "trust_remote_code",
+}
+
+
+def mining_identity(
+    options: MineOptions,
+    sources: Sequence[MiningSource],
+    corpus: Sequence[Part],
+    model: dict[str, Any],
+    teacher: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Everything that the mined rows depend on, as JSON.
+
+    Args:
+        options: of the command.
+        sources: to mine.
+        corpus: further documents to search.
+        model: its `model_identity`.
+        teacher: its `model_identity`, if there is one.
+
+    Raises:
+        DataError: a file of a corpus cannot be read.
+    """
+    identity = {name: value for name, value in to_plain(options).items() if name not in _NOT_IN_IDENTITY}
+    identity["index"] = identity["index"]["dtype"]
+    return {
+        **identity,
+        "data": {source.name: source.identity() for source in sources},
+        "corpus": corpus_digests(corpus),
+        "model": model,
+        "teacher": teacher,
+    }
+
+
+def require_same_files(identity: dict[str, Any], world: World) -> None:
+    """Check that all ranks read the same data. A collective.
+
+    Raises:
+        DataError: on every rank, if a rank read something else than rank 0.
+    """
+    main = world.broadcast(identity)
+    with world.fail_together("comparing the data of all ranks"):
+        for option in ("data", "corpus"):
+            if main[option] != identity[option]:
+                raise DataError(
+                    f"{option} has other contents on rank {world.rank} than on rank 0: "
+                    "every node must see the same files under the same paths"
+                )
+
+
+class MiningFolder:
+    """The output directory of one mining run.
+
+    Args:
+        output_dir: on a file system that all ranks share.
+        identity: of the run, from `mining_identity`; the same on every rank.
+        world: the ranks.
+        timeout: seconds to wait for what rank 0 wrote to become visible; network file systems are slow to show it.
+
+    Attributes:
+        inputs: directory of `MiningInputs`.
+        vectors: directory of document vectors.
+    """
+
+    def __init__(self, output_dir: Path, identity: Mapping[str, Any], world: World, *, timeout: float = 40.0) -> None:
+        self.output_dir, self.world, self._timeout = output_dir, world, timeout
+        self.identity: dict[str, Any] = json.loads(json.dumps(identity))
+        self._temporary = output_dir / ".mining"
+        self.inputs, self.vectors, self._blocks = (self._temporary / name for name in ("prepared", "vectors", "blocks"))
+
+    def begin(self, names: Sequence[str]) -> bool:
+        """Prepare to start or to resume; returns False if everything is done. A collective.
+
+        Args:
+            names: of the files to write, without suffix.
+
+        Raises:
+            DataError: the directory holds rows mined with other options, or files of other origin, or is not shared by
+                all ranks.
+        """
+        is_unfinished, marker = False, f"seen-{secrets.token_hex(8)}"
+        with self.world.fail_together("opening output_dir"):
+            if self.world.is_main:
+                is_unfinished = self._begin(names)
+                if is_unfinished:
+                    (self._temporary / marker).touch()
+        is_unfinished, marker = self.world.broadcast((is_unfinished, marker))
+        if is_unfinished:
+            self._require_visible(self._temporary / marker)
+        return is_unfinished
+
+    def _require_visible(self, marker: Path) -> None:
+        is_visible = False
+        with self.world.fail_together("looking for output_dir"):
+            deadline = time.monotonic() + self._timeout
+            while not (is_visible := marker.is_file()) and time.monotonic() < deadline:
+                time.sleep(min(0.5, self._timeout / 10))
+        visible = self.world.gather(is_visible)
+        if not all(visible):
+            raise DataError(
+                f"output_dir={self.output_dir}: rank {visible.index(False)} does not see what rank 0 wrote there; "
+                "it must be on a file system that all ranks share"
+            )
+        if self.world.is_main:
+            marker.unlink(missing_ok=True)
+
+    def _begin(self, names: Sequence[str]) -> bool:
+        summary, identity = self.output_dir / SUMMARY, self._temporary / "identity.json"
+        if summary.is_file():
+            content = _read_json(summary)
+            finished = content.get("identity") if isinstance(content, dict) else None
+            if not isinstance(finished, dict):
+                raise DataError(f"{summary} exists and is not a summary of mined rows: choose another output_dir")
+            self._require_same(finished, "mined rows")
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            return False
+        if identity.is_file() and self.inputs.is_dir():  # otherwise nothing is lost by starting from scratch
+            self._require_same(_read_json(identity), "partly mined rows")
+            for unfinished in self._blocks.glob(f"*{_UNFINISHED}"):
+                shutil.rmtree(unfinished)
+            return True
+        for name in names:
+            path = self.output_dir / f"{name}.jsonl"
+            if path.exists():
+                raise DataError(f"{path} exists and was not mined: choose another output_dir")
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._blocks.mkdir(parents=True)
+        _write_json(identity, self.identity)
+        return True
+
+    def _require_same(self, other: object, content: str) -> None:
+        for option, before, now in _differences(other, self.identity):
+            raise DataError(
+                f"output_dir={self.output_dir} holds {content} of another command: {option} was {_shown(before)} and "
+                f"is now {_shown(now)}; use the same options to resume, choose another output_dir, or delete this one"
+            )
+
+    def finished_blocks(self) -> set[str]:
+        """The names of complete blocks. A collective: rank 0 lists them, as ranks may see the directory with delay."""
+        names: list[str] = []
+        with self.world.fail_together("listing finished blocks"):
+            if self.world.is_main:
+                names = sorted(path.name for path in self._blocks.iterdir() if path.is_dir())
+        return {name for name in self.world.broadcast(names) if not name.endswith(_UNFINISHED)}
+
+    def write_block(self, name: str, lines: Sequence[str], stats: MiningStats) -> None:
+        """Write this rank's part of a block, whose rows follow those of the previous rank. A collective."""
+        unfinished = self._blocks / f"{name}{_UNFINISHED}"
+        with self.world.fail_together("writing mined rows"):
+            unfinished.mkdir(parents=True, exist_ok=True)
+            path = unfinished / f"{self.world.rank:06}-of-{self.world.size:06}.jsonl"
+            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            stats.write(path)
+        with self.world.fail_together("writing mined rows"):
+            if self.world.is_main:
+                unfinished.rename(self._blocks / name)
+
+    def read_lines(self, blocks: Sequence[str]) -> Iterator[str]:
+        """The lines of some blocks, with line ends.
+
+        Raises:
+            DataError: a part of a block is missing.
+        """
+        for path in self._block_files(blocks):
+            with path.open(encoding="utf-8", newline="\n") as file:
+                yield from file
+
+    def read_stats(self, blocks: Sequence[str]) -> MiningStats:
+        """The statistics of some blocks.
+
+        Raises:
+            DataError: a part of a block is missing.
+        """
+        return MiningStats.merge([MiningStats.read(path) for path in self._block_files(blocks)])
+
+    def _block_files(self, blocks: Sequence[str]) -> Iterator[Path]:
+        for name in blocks:
+            paths = sorted((self._blocks / name).glob("*.jsonl"))
+            if not paths or len(paths) != int(paths[0].stem.rpartition("-")[2]):
+                raise DataError(
+                    f"{self._blocks / name} is incomplete: delete it, and the same command mines its rows again"
+                )
+            yield from paths
+
+    def write_source(self, name: str, lines: Iterator[str]) -> None:
+        """Write the file of a source atomically; on one rank."""
+        path = self.output_dir / f"{name}.jsonl"
+        with atomic_write(path) as unfinished, unfinished.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(lines)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, which marks the run as finished, and delete the intermediate files; on one rank."""
+        _write_json(self.output_dir / SUMMARY, {**summary, "identity": self.identity})
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _differences(before: object, now: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """The dotted name and both values of each difference between two JSON values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*now, *before]):
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else str(key))
+    elif before != now:
+        yield name, before, now
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else shorten(value, 40)
+
+
+def _read_json(path: Path) -> object:
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read ({error}): choose another output_dir") from None
+    return content
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with atomic_write(path) as unfinished:
+        unfinished.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

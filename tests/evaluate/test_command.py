@@ -1,0 +1,162 @@
+"""`embedtrain.evaluate` end to end: sets, tasks of mteb, lost ranks, files on disk."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.small import save_guide, small_model, text, write_beir
+from tests.test_commands import ENVIRONMENT, call
+
+MODULE = "embedtrain.evaluate"
+NFCORPUS = """---
+configs:
+- {config_name: corpus, data_files: [{split: corpus, path: corpus.jsonl}]}
+- {config_name: queries, data_files: [{split: queries, path: queries.jsonl}]}
+- {config_name: default, data_files: [{split: test, path: qrels.jsonl}]}
+---
+"""
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A model, an evaluation set, and local copies of two of mteb's data sets where `datasets` looks for them."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    save_guide(small_model("bert"), folder)
+    write_beir(folder / "dev", 40)
+    pairs = [{"sentence1": text(i, 4), "sentence2": text(i + i % 3, 5), "score": i % 6} for i in range(30)]
+    write_lines(folder / "mteb" / "stsbenchmark-sts" / "test.jsonl", pairs)
+    answers = folder / "mteb" / "nfcorpus"
+    write_lines(answers / "corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": text(i, 6)} for i in range(50)])
+    write_lines(answers / "queries.jsonl", [{"_id": f"q{i}", "text": text(i, 3)} for i in range(9)])
+    write_lines(answers / "qrels.jsonl", [{"query-id": f"q{i}", "corpus-id": f"d{i}", "score": 1} for i in range(9)])
+    (answers / "README.md").write_text(NFCORPUS)
+    # Enough to be in the middle of it for a while, one text a pass.
+    many = folder / "many"
+    write_beir(many / "large", 4000)
+    documents = [{"_id": f"d{i}", "title": "", "text": f"{i} {text(i, 6)}"} for i in range(4000)]
+    write_lines(many / "mteb" / "nfcorpus" / "corpus.jsonl", documents)
+    for name in ("queries.jsonl", "qrels.jsonl", "README.md"):
+        (many / "mteb" / "nfcorpus" / name).write_bytes((answers / name).read_bytes())
+    return folder
+
+
+def rows(folder: Path) -> dict[str, dict]:
+    return {row["set"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+
+
+@pytest.mark.slow
+def test_sets_and_mteb_together(workshop, monkeypatch):
+    """Two ranks, then one that finds the documents' vectors: the same figures, in mteb's own files too."""
+    monkeypatch.setitem(ENVIRONMENT, "HF_DATASETS_CACHE", str(workshop / "cache"))
+    common = [MODULE, "model=guide", "sets=[dev]", "mteb=[STSBenchmark,NFCorpus,SciFact]", "vectors_dir=vectors"]
+    printed = call(*common, "output_dir=two", "save_runs=true", ranks=2, cwd=workshop, code=1)
+    missing = "mteb task SciFact: its data set mteb/scifact is not available"
+    assert printed.count(f"warning: {missing}") == 1
+    assert printed.count("error: 1 of mteb's tasks could not be run: ") == 1
+    assert "embedtrain/" not in printed and "it/s" not in printed, printed
+    assert re.search(r"^ +STSBenchmark +[-.\d]+$", printed, re.MULTILINE), printed
+    found = rows(workshop / "two")
+    assert set(found) == {"dev", "STSBenchmark", "NFCorpus"}
+    assert set(found["NFCorpus"]) == {"step", "set", "model", "ndcg_at_10"}
+    assert {path.name for path in (workshop / "two" / "runs").iterdir()} == {"dev.run", "dev.qrels"}
+    (kept,) = (workshop / "two" / "mteb" / "results").glob("*guide/*/NFCorpus.json")
+    scores = json.loads(kept.read_text())["scores"]["test"][0]
+    assert scores["ndcg_at_10"] == pytest.approx(found["NFCorpus"]["ndcg_at_10"], abs=1e-6)
+    stored = sorted((workshop / "vectors").rglob("*.safetensors"))
+    assert len(list((workshop / "vectors").iterdir())) == 2, "of both corpora"
+    call(*common, "output_dir=one", "unshard=model", "index.place=host", cwd=workshop, code=1)
+    assert sorted((workshop / "vectors").rglob("*.safetensors")) == stored, "vectors were found, and none made again"
+    for name, row in rows(workshop / "one").items():
+        assert row == pytest.approx(found[name], abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["sets=[nowhere]"], r"error: .*nowhere.*"),
+        pytest.param(["model=infinite", "sets=[dev]"], r"error: .*are not finite, .*", marks=pytest.mark.slow),
+    ],
+)
+def test_errors_are_one_sentence_printed_once(workshop, arguments, sentence):
+    if not (workshop / "infinite").exists():
+        from shutil import copytree
+
+        copytree(workshop / "guide", workshop / "infinite")
+        path = workshop / "infinite" / "model.safetensors"
+        weights = load_file(path)
+        save_file({name: np.full_like(value, np.nan) for name, value in weights.items()}, path)
+    printed = call(MODULE, "model=guide", *arguments, ranks=2, cwd=workshop, code=1)
+    assert len(re.findall(f"^{sentence}$", printed, re.MULTILINE)) == 1, printed
+    assert printed.count("error: ") == 1 and "evaluate/" not in printed, printed
+
+
+def start_ranks(folder: Path, size: int, *arguments: str) -> list["subprocess.Popen[str]"]:
+    """Ranks without torchrun: nobody ends the others when one is gone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    shared["HF_DATASETS_CACHE"] = str(folder / "cache")
+    return [
+        subprocess.Popen(
+            [sys.executable, "-u", "-m", MODULE, f"model={folder.parent / 'guide'}", "chunk_tokens=32", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
+            env={**ENVIRONMENT, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "killed", "arguments", "begins", "meanwhile"),
+    [
+        (3, 1, ["sets=[large]"], "evaluating", " while evaluating large"),
+        pytest.param(2, 0, ["mteb=[NFCorpus]"], "running NFCorpus", " while running NFCorpus", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_is_killed(workshop, size, killed, arguments, begins, meanwhile):
+    """Every other rank ends within seconds, and one of them says in a sentence which rank is gone."""
+    ranks = start_ranks(workshop / "many", size, *arguments)
+    try:
+        assert ranks[0].stdout is not None
+        printed = ""
+        while begins not in printed:
+            line = ranks[0].stdout.readline()
+            assert line, printed
+            printed += line
+        time.sleep(0.2)  # a quick machine is done in a second
+        os.kill(ranks[killed].pid, signal.SIGKILL)
+        began, errors = time.monotonic(), []
+        for rank, process in enumerate(ranks):
+            rest, _ = process.communicate(timeout=60)
+            if rank == killed:
+                assert process.returncode == -signal.SIGKILL, rest
+                continue
+            assert process.returncode == 1, rest
+            errors += [line for line in rest.splitlines() if "error: " in line]
+            assert "Traceback" not in rest, rest
+        assert errors == [f"error: rank {killed} on {socket.gethostname()} ended{meanwhile}"]
+        assert time.monotonic() - began < 20
+    finally:
+        for process in ranks:
+            process.kill()

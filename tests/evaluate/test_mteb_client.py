@@ -1,0 +1,142 @@
+"""mteb through all ranks: the scores of mteb with sentence-transformers, its own files, and what goes wrong."""
+
+import json
+import sys
+from pathlib import Path
+
+import mteb
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from embedtrain.errors import ConfigError
+from embedtrain.evaluate.mteb_client import resolve_tasks
+from tests.evaluate.mteb_ranks import run, run_and_fail
+from tests.evaluate.mteb_tasks import KINDS, Classification, Reranking, Retrieval, Sts
+from tests.small import save_guide, small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # mteb's and scikit-learn's
+# What mteb writes beside scores.
+NOT_SCORES = {"hf_subset", "languages", "mteb_version", "date"}
+
+
+def scores(rows: list[dict]) -> dict:
+    return {row["hf_subset"]: {k: v for k, v in row.items() if k not in NOT_SCORES} for row in rows}
+
+
+def read_results(folder: Path) -> dict:
+    """Scores by task and split out of mteb's files."""
+    files = [json.loads(path.read_text()) for path in folder.glob("results/*/*/*Task.json")]
+    return {file["task_name"]: {split: scores(rows) for split, rows in file["scores"].items()} for file in files}
+
+
+def expected(directory: Path, kinds: list) -> dict:
+    model = SentenceTransformer(str(directory), device="cpu")
+    results = {}
+    for kind in kinds:
+        (result,) = mteb.evaluate(model, kind(), cache=None, co2_tracker=False, show_progress_bar=False).task_results
+        results[result.task_name] = {split: scores(rows) for split, rows in result.scores.items()}
+    return results
+
+
+def assert_same(ours, reference, where="") -> None:
+    """Every number of the one is within 1e-6 of the other's; both hold the same names."""
+    if isinstance(reference, dict):
+        assert ours.keys() == reference.keys(), where
+        for key in reference:
+            assert_same(ours[key], reference[key], f"{where}/{key}")
+    elif isinstance(reference, list):
+        assert len(ours) == len(reference), where
+        for i, (a, b) in enumerate(zip(ours, reference, strict=True)):
+            assert_same(a, b, f"{where}[{i}]")
+    elif isinstance(reference, float):
+        assert ours == pytest.approx(reference, abs=1e-6, nan_ok=True), where
+    else:
+        assert ours == reference, where
+
+
+@pytest.mark.slow
+def test_every_kind_scores_as_with_sentence_transformers(ranks, minilm_dir, tmp_path):
+    reference = expected(minilm_dir, KINDS)
+    answers = ranks(2, run, minilm_dir, tmp_path, [kind.__name__ for kind in KINDS])
+    assert all(answer == answers[0] for answer in answers)
+    metrics, failures = answers[0]
+    assert failures == []
+    assert_same(read_results(tmp_path), reference)
+    retrieval = reference["MockRetrievalTask"]["test"]["default"]["ndcg_at_10"]
+    assert 0.2 < retrieval < 0.9, "scores that say nothing"
+    assert metrics["MockRetrievalTask/default/test"] == {"ndcg_at_10": pytest.approx(retrieval, abs=1e-6)}
+    assert metrics["MockSTSTask"].keys() == {"cosine_spearman"}
+    both = [metrics[f"MockMultilingualClassificationTask/{name}/test"]["accuracy"] for name in ("eng", "fra")]
+    assert metrics["MockMultilingualClassificationTask"]["accuracy"] == pytest.approx(np.mean(both))
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory):
+    """A small model with prompts for types of task, for queries and for the rest; similarity: dot."""
+    directory = save_guide(small_model("bert"), tmp_path_factory.mktemp("prompted"))
+    modules = json.loads((directory / "modules.json").read_text())
+    (directory / "modules.json").write_text(json.dumps([m for m in modules if not m["type"].endswith("Normalize")]))
+    # Letter by letter: of words this tokenizer knows few, and texts of <unk> alone have equal scores but for rounding.
+    rules = json.loads((directory / "tokenizer.json").read_text())
+    letters = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [rules["pre_tokenizer"], letters]}
+    (directory / "tokenizer.json").write_text(json.dumps(rules))
+    path = directory / "config_sentence_transformers.json"
+    prompts = {"query": "alpha ", "document": "", "STS": "beta beta ", "Reranking-query": "mu nu ", "rest": "pi "}
+    settings = {"prompts": prompts, "default_prompt_name": "rest", "similarity_fn_name": "dot"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return directory
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_prompts_and_similarity_of_the_model_are_used(ranks, prompted, tmp_path, world_size):
+    kinds = [Sts, Classification, Retrieval, Reranking]
+    ranks(world_size, run, prompted, tmp_path, [kind.__name__ for kind in kinds])
+    assert_same(read_results(tmp_path), expected(prompted, kinds))
+
+
+def test_failed_tasks_are_reported_and_others_still_run(ranks, prompted, tmp_path):
+    for rank, answer in enumerate(ranks(2, run_and_fail, prompted, tmp_path)):
+        metrics, failures, again, other, encoded, raised, infinite = answer
+        (failure,) = failures
+        assert failure.startswith("mteb task MockSTSTask: ")
+        assert "(ConnectionError: the Hub does not answer)" in failure
+        assert set(metrics) == {"MockRetrievalTask", *(f"MockRetrievalTask/default/{s}" for s in ("test", "val"))}
+        assert again == metrics, "results were not reused"
+        assert "MockSTSTask" in other, "a failed task is run again"
+        assert set(encoded) == {"encoding texts"}, "the retrieval task was encoded again"
+        interrupted = "FailedElsewhere: rank 0 failed while running MockSTSTask: KeyboardInterrupt: "
+        assert raised == (interrupted if rank else "KeyboardInterrupt: ")
+        assert infinite.startswith("TrainingError: ") and "are not finite" in infinite
+
+
+def test_names_of_tasks_and_benchmarks():
+    names = [task.metadata.name for task in resolve_tasks(["STS12", "SciFact", "STS12"])]
+    assert names == ["STS12", "SciFact"]
+    benchmark = {task.metadata.name for task in resolve_tasks(["MTEB(eng, v2)"])}
+    assert {"STSBenchmark", "ArguAna"} <= benchmark
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SciFct", "mteb: 'SciFct' .*did you mean SciFact or "),
+        ("qqqqqq", "`mteb available-tasks`"),
+        ("CIFAR10", "mteb: CIFAR10 .*image"),
+    ],
+)
+def test_unusable_names_are_rejected(name, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve_tasks(["STS12", name])
+
+
+def test_mteb_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mteb", None)
+    with pytest.raises(ConfigError, match=r"mteb=\['STS12'\].*pip install 'embedtrain\[mteb\]'"):
+        resolve_tasks(["STS12"])
+
+
+def test_name_of_a_set_is_rejected():
+    with pytest.raises(ConfigError, match="mteb: STS12 "):
+        resolve_tasks(["STS12"], reserved_names=["dev", "STS12"])

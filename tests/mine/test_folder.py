@@ -1,0 +1,66 @@
+"""The output directory of mining: shared by all ranks, and complete, or an error."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedtrain.distributed.world import World
+from embedtrain.errors import DataError, EmbedtrainError
+from embedtrain.mine.folder import MiningFolder
+from embedtrain.mine.miner import merge_in_row_order
+from embedtrain.mine.stats import MiningStats
+
+
+def begin(world: World, directory: Path, is_shared: bool) -> str:
+    path = directory / ("shared" if is_shared else f"rank-{world.rank}")
+    folder = MiningFolder(path, {"negatives": 3}, world, timeout=0.1)
+    try:
+        is_unfinished = folder.begin(["rows"])
+        return f"unfinished: {is_unfinished}, {sorted(path.name for path in folder.inputs.parent.glob('seen-*'))}"
+    except EmbedtrainError as error:
+        return str(error)
+
+
+def test_directory_of_one_machine_is_rejected(ranks, tmp_path):
+    assert ranks(2, begin, tmp_path, True)[0] == "unfinished: True, []"
+    for rank, message in enumerate(ranks(2, begin, tmp_path, False)):
+        assert message.startswith(f"output_dir={tmp_path / f'rank-{rank}'}: rank 1 does not see what rank 0 wrote")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '"text"', "{}", '{"identity": 3}'])
+def test_other_files_are_not_overwritten(ranks, tmp_path, text):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "summary.json").write_text(text)
+    (message,) = ranks(1, begin, tmp_path, True)
+    assert "summary.json exists" in message
+    assert "output_dir" in message
+    assert (tmp_path / "shared" / "summary.json").read_text() == text
+
+
+def write_and_lose(world: World, directory: Path) -> tuple[set[str], list[str], str]:
+    folder = MiningFolder(directory / "out", {}, world)
+    folder.begin(["rows"])
+    folder.write_block("block", [f"line of {world.rank}"], MiningStats.merge([]))
+    world.barrier()
+    finished, lines, message = folder.finished_blocks(), list(folder.read_lines(["block"])), ""
+    world.barrier()
+    if world.is_main:
+        next(directory.glob("out/.mining/blocks/block/*1-of-*.jsonl")).unlink()
+        try:
+            list(folder.read_lines(["block"]))
+        except DataError as error:
+            message = str(error)
+    return finished, lines, message
+
+
+def test_incomplete_block_is_named(ranks, tmp_path):
+    (finished, lines, message), _ = ranks(2, write_and_lose, tmp_path)
+    assert finished == {"block"}
+    assert lines == ["line of 0\n", "line of 1\n"]
+    assert "blocks/block is incomplete: delete it" in message
+
+
+def test_missing_rows_are_an_error():
+    with pytest.raises(DataError, match="missing after the first 1 of 2"):
+        list(merge_in_row_order(np.zeros(2, dtype=np.int64), {0: iter(["a\n"])}))

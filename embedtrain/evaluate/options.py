@@ -40,26 +40,26 @@ class EvaluateOptions:
     """Options of `python -m embedtrain.evaluate`."""
 
     model: str = ""  # model directory or Hub id
-    adapter: str | None = None  # a LoRA adapter on it, as PEFT writes them: directory or Hub id
-    sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
-    mteb: list[str] = field(default_factory=list)  # names of mteb's tasks
-    subset: int | None = None  # at most so many queries or rows of each set
-    output_dir: str = "runs/evaluate"  # metrics.jsonl is written there, and mteb's results
+    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
+    sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
+    mteb: list[str] = field(default_factory=list)  # names of tasks or benchmarks of mteb
+    subset: int | None = None  # maximum number of queries or rows of each set
+    output_dir: str = "runs/evaluate"  # for metrics.jsonl and the results of mteb
     pooling: Pooling | None = None
-    normalize: bool | None = None  # L2-normalise vectors; default: as the model says
+    normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
     max_length: int | None = None  # tokens; default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
+    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
     precision: Precision = Precision.fp32
-    chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold on one rank
+    chunk_tokens: int = 16384  # per forward pass of a rank, including padding
     unshard: Unshard = Unshard.layer
     index: IndexConfig = field(default_factory=IndexConfig)
-    vectors_dir: str | None = None  # keep documents' vectors there: an evaluation that was stopped goes on
+    vectors_dir: str | None = None  # store document vectors there, so that an interrupted evaluation resumes
     save_runs: bool = False  # write each retrieval set's ranking and judgements as TREC run and qrels files
-    run_depth: int = 100  # documents of each query in a run file; figures go as deep as their metrics
-    timeout: float = 1800.0  # seconds a rank waits for the others before all give up
+    run_depth: int = 100  # documents per query in a run file; does not affect metrics
+    timeout: float = 1800.0  # seconds that a rank waits for the others before all fail
 
 
 def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:

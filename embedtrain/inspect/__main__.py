@@ -27,10 +27,10 @@ MANY_ROWS = 200_000  # to count them takes a while
 
 
 def act(asked: tuple[Recipe, InspectOptions]) -> None:
-    """Read the data as training would, and tell what is in it, source by source and then as a whole."""
+    """Read the data as training does, and print what it holds: each source, then all of them."""
     from embedtrain.data.cache.cache import Cache, cache_directory
     from embedtrain.inspect.printing import print_cache_size, print_unusable
-    from embedtrain.inspect.sources import look_at
+    from embedtrain.inspect.sources import inspect_sources
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.pages import Page
@@ -39,38 +39,38 @@ def act(asked: tuple[Recipe, InspectOptions]) -> None:
     quiet_libraries()
     console, page = Console(), Page()
     tokenizer, prompts, no_tokenizer = _tokenizer(recipe)
-    with console.progress() as told:
-        cache = Cache(directory=cache_directory(recipe.data.cache_dir), progress=told)
-        looked_at = look_at(recipe, prompts, cache)
+    with console.progress() as note:
+        cache = Cache(directory=cache_directory(recipe.data.cache_dir), progress=note)
+        inspected_data = inspect_sources(recipe, prompts, cache)
         if tokenizer is not None:
-            for data in looked_at.datasets:
+            for data in inspected_data.datasets:
                 data.prepare(tokenizer.bound, cache)
-    measured: list[TextStatistics] = []
+    statistics: list[TextStatistics] = []
     num_empty: list[int] = []  # files of each source
     read_for = "for_loss" if options.data else "loss"
-    for number, looked in enumerate(looked_at.sources):
-        if looked.data is None or looked.loss is None:
-            print_unusable(page, looked)
+    for number, inspected in enumerate(inspected_data.sources):
+        if inspected.data is None or inspected.loss is None:
+            print_unusable(page, inspected)
             continue
-        with console.progress() as told:
-            if len(looked.store) >= MANY_ROWS:
-                told(f"counting texts of {looked.name}", number, len(looked_at.sources))
-            problems, empty = _problems(looked, options.problems, cache)
-            measured.append(_measure(looked, tokenizer))
+        with console.progress() as note:
+            if len(inspected.store) >= MANY_ROWS:
+                note(f"counting texts of {inspected.name}", number, len(inspected_data.sources))
+            problems, empty = _problems(inspected, options.problems, cache)
+            statistics.append(_measure(inspected, tokenizer))
             num_empty.append(empty)
-        _print_source(page, looked, measured[-1], problems, empty, read_for)
-        _print_examples(page, looked, tokenizer, options.examples)
-    _print_whole(page, recipe, looked_at, measured, num_empty, of_training=not options.data)
-    print_cache_size(page, cache.directory, looked_at.datasets)
+        _print_source(page, inspected, statistics[-1], problems, empty, read_for)
+        _print_examples(page, inspected, tokenizer, options.examples)
+    _print_whole(page, recipe, inspected_data, statistics, num_empty, of_training=not options.data)
+    print_cache_size(page, cache.directory, inspected_data.datasets)
     if no_tokenizer:
         page.subheading(no_tokenizer)
-    skipped = any(store.report.num_skipped for data in looked_at.datasets for store in data.stores)
-    if looked_at.data is None or skipped:
+    skipped = any(store.report.num_skipped for data in inspected_data.datasets for store in data.stores)
+    if inspected_data.data is None or skipped:
         raise SystemExit(1)
 
 
 def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[str, str], str]:
-    """The model's tokenizer and prompts; without a tokenizer, why there is none. No weights are read."""
+    """The model's tokenizer and prompts, and why there is no tokenizer. No weights are read."""
     from dataclasses import replace
 
     from embedtrain.data.tokens import TextTokenizer
@@ -81,48 +81,48 @@ def _tokenizer(recipe: Recipe) -> tuple["UntruncatedTokenizer | None", Mapping[s
     model = recipe.model
     if model.path is None and model.config is None:
         prompts = {"query": model.query_prompt or "", "document": model.document_prompt or ""}
-        return None, prompts, "lengths are in characters: model=DIR tells them in its tokens"
-    # How vectors are pooled does not matter here, so nobody has to say it.
+        return None, prompts, "lengths are in characters: set model=DIR for lengths in tokens"
+    # The pooling is not needed here, so it may be missing.
     source = open_model_source(replace(model, pooling=model.pooling or Pooling.mean))
     if model.config is not None and model.tokenizer is None:
-        told = "lengths are in characters: the vocabulary is trained on the data when a run begins"
-        return None, source.prompts, told
+        note = "lengths are in characters: the vocabulary is trained when the run starts"
+        return None, source.prompts, note
     loaded = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
     bound = TextTokenizer(loaded, resolve_max_length(source, loaded), include_prompt=source.include_prompt)
     return UntruncatedTokenizer(bound), source.prompts, ""
 
 
-def _problems(looked: "InspectedSource", most: int, cache: "Cache") -> tuple[list[str], int]:
-    """The first rows that cannot be used, and how many files are empty.
+def _problems(inspected: "InspectedSource", limit: int, cache: "Cache") -> tuple[list[str], int]:
+    """The first invalid rows, and the number of empty files.
 
-    The report has a few of the former; for more the source is read again.
+    The report of a source has only a few invalid rows; for more the source is read again.
     """
     from embedtrain.config.row_requirements import row_requirements
     from embedtrain.inspect.sources import first_bad_rows, num_empty_files
 
-    report = looked.store.report
+    report = inspected.store.report
     if not report.num_skipped:
         return [], 0
-    num_empty = num_empty_files(looked.source, looked.store)
-    if min(most, report.num_skipped) <= len(report.problems):
-        return report.problems[:most], num_empty
-    assert looked.loss is not None
-    return first_bad_rows(looked.source, report.name, row_requirements(looked.loss), most, cache), num_empty
+    num_empty = num_empty_files(inspected.source, inspected.store)
+    if min(limit, report.num_skipped) <= len(report.problems):
+        return report.problems[:limit], num_empty
+    assert inspected.loss is not None
+    return first_bad_rows(inspected.source, report.name, row_requirements(inspected.loss), limit, cache), num_empty
 
 
-def _measure(looked: "InspectedSource", tokenizer: "UntruncatedTokenizer | None") -> "TextStatistics":
+def _measure(inspected: "InspectedSource", tokenizer: "UntruncatedTokenizer | None") -> "TextStatistics":
     """One source's texts."""
     from embedtrain.inspect.texts import measure
 
-    assert looked.data is not None
-    tokens = None if looked.data.tokens is None else looked.data.tokens[looked.number]
-    return measure(looked.store, tokens, looked.data.settings[looked.number].text_format, tokenizer)
+    assert inspected.data is not None
+    tokens = None if inspected.data.tokens is None else inspected.data.tokens[inspected.number]
+    return measure(inspected.store, tokens, inspected.data.settings[inspected.number].text_format, tokenizer)
 
 
 def _print_source(
     page: "Page",
-    looked: "InspectedSource",
-    measured: "TextStatistics",
+    inspected: "InspectedSource",
+    statistics: "TextStatistics",
     problems: list[str],
     num_empty: int,
     read_for: str,
@@ -131,26 +131,26 @@ def _print_source(
     from embedtrain.inspect.printing import print_duplicates, print_lengths, print_source
     from embedtrain.inspect.rows import duplicates_in, summarise_extra_columns
 
-    print_source(page, looked, summarise_extra_columns(looked.store), problems, num_empty, read_for)
-    print_lengths(page, measured)
-    print_duplicates(page, duplicates_in(measured.keys))
+    print_source(page, inspected, summarise_extra_columns(inspected.store), problems, num_empty, read_for)
+    print_lengths(page, statistics)
+    print_duplicates(page, duplicates_in(statistics.keys))
 
 
 def _print_examples(
-    page: "Page", looked: "InspectedSource", tokenizer: "UntruncatedTokenizer | None", count: int
+    page: "Page", inspected: "InspectedSource", tokenizer: "UntruncatedTokenizer | None", count: int
 ) -> None:
     """Some rows from all over a source, the first among them."""
     from embedtrain.data.sources.resolve import find_parts
     from embedtrain.inspect.printing import print_example
-    from embedtrain.inspect.texts import seen
+    from embedtrain.inspect.texts import shown_texts
 
-    assert looked.data is not None
-    store, text_format = looked.store, looked.data.settings[looked.number].text_format
-    parts = {part.name: part for part in find_parts(looked.source).parts} if count else {}
+    assert inspected.data is not None
+    store, text_format = inspected.store, inspected.data.settings[inspected.number].text_format
+    parts = {part.name: part for part in find_parts(inspected.source).parts} if count else {}
     count = min(count, len(store))
     for location in range(count):
         example = store[location * len(store) // count]
-        texts = seen(example, text_format, tokenizer, MAX_DOCUMENTS_SHOWN)
+        texts = shown_texts(example, text_format, tokenizer, MAX_DOCUMENTS_SHOWN)
         left_out = 1 + len(example.positives) + len(example.negatives) - len(texts)
         print_example(page, parts[example.file].location(example.line), texts, left_out, example.label)
 
@@ -158,8 +158,8 @@ def _print_examples(
 def _print_whole(
     page: "Page",
     recipe: Recipe,
-    looked_at: "InspectedData",
-    measured: Sequence["TextStatistics"],
+    inspected_data: "InspectedData",
+    statistics: Sequence["TextStatistics"],
     num_empty: Sequence[int],
     *,
     of_training: bool,
@@ -176,17 +176,17 @@ def _print_whole(
     from embedtrain.inspect.rows import duplicates_in
     from embedtrain.inspect.texts import joined
 
-    several, data = len(looked_at.sources) > 1, looked_at.data
-    if several or of_training:
-        page.heading("all of it" if several else "training on it")
+    is_several, data = len(inspected_data.sources) > 1, inspected_data.data
+    if is_several or of_training:
+        page.heading("all of it" if is_several else "training on it")
         if data is None:
-            print_not_combined(page, looked_at)
+            print_not_combined(page, inspected_data)
         else:
             print_total(page, data.stores, num_empty, data.plan.rows_per_source.tolist() if of_training else None)
     if data is None:
         return
-    if several:
-        whole = joined(measured)
+    if is_several:
+        whole = joined(statistics)
         print_lengths(page, whole)
         print_duplicates(page, duplicates_in(whole.keys))
     if of_training:

@@ -22,7 +22,7 @@ _FILES, _INSTRUCTIONS, _LABELS = 8, 3, 8  # named of each source
 
 
 def print_source(
-    page: Page, looked: InspectedSource, beside: ExtraColumns, problems: Sequence[str], num_empty: int, read_for: str
+    page: Page, inspected: InspectedSource, beside: ExtraColumns, problems: Sequence[str], num_empty: int, read_for: str
 ) -> None:
     """What was recognised, and what cannot be used.
 
@@ -34,13 +34,13 @@ def print_source(
         num_empty: how many of its files are empty.
         read_for: the option that says what rows are read for.
     """
-    assert looked.data is not None
-    store, settings = looked.store, looked.data.settings[looked.number]
+    assert inspected.data is not None
+    store, settings = inspected.store, inspected.data.settings[inspected.number]
     report = store.report
-    page.heading(looked.name)
-    if looked.error and looked.loss is not None:
-        page.facts([("✗", looked.error)], "red")
-        page.note(f"below it is shown as {read_for}={looked.loss.name} reads it", "bold yellow")
+    page.heading(inspected.name)
+    if inspected.error and inspected.loss is not None:
+        page.facts([("✗", inspected.error)], "red")
+        page.note(f"shown below as read with {read_for}={inspected.loss.name}", "bold yellow")
     facts = [("recognised as", report.layout), ("files", _files(report)), ("rows", f"{report.num_rows:,}")]
     if not report.one_text:
         facts.append(("positives", _counts(store.num_positives)))
@@ -54,8 +54,8 @@ def print_source(
         )
         if prompt
     ]
-    if looked.source.in_batch_negatives is not None:
-        says = "" if looked.source.in_batch_negatives else "no "
+    if inspected.source.in_batch_negatives is not None:
+        says = "" if inspected.source.in_batch_negatives else "no "
         facts.append(("in a batch", f"rows are {says}negatives of each other"))
     if report.num_dropped:
         which = "that equal a positive or repeat another"
@@ -67,27 +67,27 @@ def print_source(
     page.facts(facts)
     if report.num_skipped:
         rows = report.num_skipped - num_empty
-        told = [f"{_counted(rows, 'row')} that cannot be used"] * (rows > 0)
-        page.subheading(" and ".join(told + [_counted(num_empty, "empty file")] * (num_empty > 0)))
+        note = [f"{_counted(rows, 'row')} that cannot be used"] * (rows > 0)
+        page.subheading(" and ".join(note + [_counted(num_empty, "empty file")] * (num_empty > 0)))
         more = report.num_skipped - len(problems)
         page.facts([("✗", problem) for problem in problems] + [("", f"... and {more:,} more")] * (more > 0), "red")
 
 
-def print_unusable(page: Page, looked: InspectedSource) -> None:
+def print_unusable(page: Page, inspected: InspectedSource) -> None:
     """A source of which nothing can be read, and why."""
-    page.heading(looked.name)
-    page.facts([("path", looked.source.path)])
-    page.facts([("✗", looked.error)], "red")
+    page.heading(inspected.name)
+    page.facts([("path", inspected.source.path)])
+    page.facts([("✗", inspected.error)], "red")
 
 
-def print_not_combined(page: Page, looked_at: InspectedData) -> None:
+def print_not_combined(page: Page, inspected_data: InspectedData) -> None:
     """Why all sources together cannot be trained on."""
-    if looked_at.error:
-        page.facts([("✗", looked_at.error)], "red")
+    if inspected_data.error:
+        page.facts([("✗", inspected_data.error)], "red")
         return
-    broken = [one.name for one in looked_at.sources if one.error]
-    told = f"{', '.join(broken[:_FILES])}{', ...' * (len(broken) > _FILES)}"
-    page.facts([("✗", f"{told} cannot be trained on: mend or leave out what is named above")], "red")
+    broken = [one.name for one in inspected_data.sources if one.error]
+    note = f"{', '.join(broken[:_FILES])}{', ...' * (len(broken) > _FILES)}"
+    page.facts([("✗", f"{note} cannot be trained on: correct or remove the sources above")], "red")
 
 
 def print_cache_size(page: Page, directory: Path, datasets: Sequence[TrainData]) -> None:
@@ -99,21 +99,21 @@ def print_cache_size(page: Page, directory: Path, datasets: Sequence[TrainData])
     page.facts([("place", str(directory)), ("size", f"{size(kept)} of this data")])
 
 
-def print_lengths(page: Page, measured: TextStatistics) -> None:
+def print_lengths(page: Page, statistics: TextStatistics) -> None:
     """A table of how long the texts of each role are, and how much of them the vocabulary lacks."""
-    shown = {role: lengths for role, lengths in measured.lengths.items() if len(lengths.values)}
+    shown = {role: lengths for role, lengths in statistics.lengths.items() if len(lengths.values)}
     with_limit = any(lengths.limit is not None for lengths in shown.values())
-    page.subheading(f"length in {measured.unit}")
+    page.subheading(f"length in {statistics.unit}")
     page.table(
         ["", "texts", "min", "median", "mean", "90 %", "99 %", "max", *["limit", "cut"] * with_limit],
         [[role, *_length_cells(lengths, with_limit=with_limit)] for role, lengths in shown.items()],
     )
     if not all(lengths.is_exact for lengths in shown.values()):
         page.note("~ by a sample of texts", "dim")
-    if measured.num_unknown:
-        share = measured.num_unknown / measured.num_tokens
-        told = f"{share:.1%} of all tokens are" if share >= 0.001 else f"{measured.num_unknown:,} tokens are"
-        page.note(f"{told} unknown to the vocabulary", "bold yellow" if share >= MANY_UNKNOWN else "dim")
+    if statistics.num_unknown:
+        share = statistics.num_unknown / statistics.num_tokens
+        note = f"{share:.1%} of all tokens are" if share >= 0.001 else f"{statistics.num_unknown:,} tokens are"
+        page.note(f"{note} unknown to the vocabulary", "bold yellow" if share >= MANY_UNKNOWN else "dim")
 
 
 def print_duplicates(page: Page, found: Duplicates) -> None:
@@ -125,16 +125,16 @@ def print_duplicates(page: Page, found: Duplicates) -> None:
     ]
     if found.documents != found.positives:
         rows.append(("equal documents, positives or negatives", found.documents))
-    told = [[what, f"{one.different:,}", f"{one.places:,}"] for what, one in rows if one.different]
+    note = [[what, f"{one.different:,}", f"{one.places:,}"] for what, one in rows if one.different]
     for what, count in (
         ("documents positive in one row, negative in another", found.both),
         ("... of the same query", found.contradictions),
     ):
         if count:
-            told.append([what, f"{count:,}", ""])
+            note.append([what, f"{count:,}", ""])
     page.subheading("duplicates")
-    if told:
-        page.table(["", "different", "places"], told)
+    if note:
+        page.table(["", "different", "places"], note)
     else:
         page.note("none: no text stands in two rows")
 
@@ -229,21 +229,23 @@ def _files(report: SourceReport) -> str:
 
 
 def _counts(counts: np.ndarray) -> str:
-    fewest, most = int(counts.min()), int(counts.max())
-    return f"{most:,} a row" if fewest == most else f"{fewest:,} to {most:,} a row, {counts.mean():.1f} in the mean"
+    smallest, largest = int(counts.min()), int(counts.max())
+    if smallest == largest:
+        return f"{largest:,} per row"
+    return f"{smallest:,} to {largest:,} per row, {counts.mean():.1f} on average"
 
 
 def _negatives(store: RowStore, option: int | None) -> str:
     if not store.num_negatives.any():
         return "none"
-    most = int(store.num_negatives.max())
-    told = _counts(store.num_negatives)
-    if option is not None and option < most:
-        told += f"; {option:,} drawn each epoch" if option else "; none used (negatives=0)"
+    limit = int(store.num_negatives.max())
+    note = _counts(store.num_negatives)
+    if option is not None and option < limit:
+        note += f"; {option:,} drawn each epoch" if option else "; none used (negatives=0)"
     if store.most_negatives is not None:
         limited = int(np.count_nonzero(store.most_negatives >= 0))
-        told += f"; {_counted(limited, 'row')} with a limit of {'its' if limited == 1 else 'their'} own"
-    return told
+        note += f"; {_counted(limited, 'row')} with a limit of {'its' if limited == 1 else 'their'} own"
+    return note
 
 
 def _beside(beside: ExtraColumns) -> list[tuple[str, str]]:
@@ -278,9 +280,9 @@ def _instructions(label: str, counter: Counter[str], *, many: bool) -> list[tupl
 
 def _length_cells(lengths: Lengths, *, with_limit: bool) -> list[str]:
     values, about = lengths.values, "" if lengths.is_exact else "~"
-    middle, ninety, most = np.percentile(values, (50, 90, 99))
-    cells = [f"{lengths.num_texts:,}", f"{values.min():,}", f"{middle:,.0f}", f"{values.mean():,.1f}"]
-    cells += [f"{ninety:,.0f}", f"{most:,.0f}", f"{about}{values.max():,}"]
+    median, ninety, ninety_nine = np.percentile(values, (50, 90, 99))
+    cells = [f"{lengths.num_texts:,}", f"{values.min():,}", f"{median:,.0f}", f"{values.mean():,.1f}"]
+    cells += [f"{ninety:,.0f}", f"{ninety_nine:,.0f}", f"{about}{values.max():,}"]
     if with_limit:
         limit = "" if lengths.limit is None else f"{lengths.limit:,}"
         share = lengths.num_truncated / len(values)
@@ -289,8 +291,8 @@ def _length_cells(lengths: Lengths, *, with_limit: bool) -> list[str]:
 
 
 def _counted(count: float, what: str, plural: str = "s") -> str:
-    told = f"{count:,}" if isinstance(count, int) else f"{count:,.3g}" if count < 100 else f"{count:,.0f}"
-    return f"{told} {what}{plural * (count != 1)}"
+    note = f"{count:,}" if isinstance(count, int) else f"{count:,.3g}" if count < 100 else f"{count:,.0f}"
+    return f"{note} {what}{plural * (count != 1)}"
 
 
 def _role(text: ShownText) -> str:

@@ -18,21 +18,21 @@ from embedtrain.data.sources.values import BadRow
 from embedtrain.data.train_data import TrainData, load_recipe_data, resolve_sources
 from embedtrain.errors import ConfigError, DataError
 
-# Losses that have a use for what lies beside texts, and what: tried where the loss asked for has none.
+# Losses that use an extra column, tried if the recipe's loss cannot read a source.
 _FALLBACK_LOSSES = {"cosent": "positive_scores", "batch_triplet": "label", "distill_embeddings": "vectors"}
 
 
 @dataclass(frozen=True, slots=True)
 class InspectedSource:
-    """One source, read as far as it can be.
+    """One source, read as far as possible.
 
     Attributes:
         source: its options.
         name: its name in messages.
-        data: what it is a part of; None where nothing can be read of it.
-        number: which source of `data` it is.
-        loss: what its rows were read for.
-        error: why it cannot be trained on as the recipe says; "" where it can.
+        data: the data that it is part of; None if it cannot be read.
+        number: its index in `data`.
+        loss: the loss that its rows were read for.
+        error: why it cannot be trained on with the recipe; "" if it can.
     """
 
     source: TrainSource
@@ -54,9 +54,9 @@ class InspectedData:
     """All sources of a recipe.
 
     Attributes:
-        sources: each of them, file by file where that is asked for.
-        data: all of them together; None where they cannot be trained on.
-        error: why not, where each could be trained on alone.
+        sources: all sources, split into files if requested.
+        data: all sources together; None if they cannot be trained on.
+        error: why not, if each could be trained on alone.
     """
 
     sources: list[InspectedSource]
@@ -65,39 +65,41 @@ class InspectedData:
 
     @property
     def datasets(self) -> list[TrainData]:
-        """What the sources are parts of, each once."""
+        """The distinct `data` of the sources."""
         return list({id(one.data): one.data for one in self.sources if one.data is not None}.values())
 
 
-def look_at(recipe: Recipe, prompts: Mapping[str, str], cache: Cache) -> InspectedData:
-    """Read all rows that can be used, as training would: all sources together, or else each by itself.
+def inspect_sources(recipe: Recipe, prompts: Mapping[str, str], cache: Cache) -> InspectedData:
+    """Read all valid rows as training does: all sources together, or else each alone.
 
     Args:
-        recipe: what is inspected.
-        prompts: the model's, by name: `query` and `document`.
-        cache: where rows are kept.
+        recipe: has the data, model and loss.
+        prompts: the model's prompts by name, `query` and `document`.
+        cache: the cache of rows.
 
     Raises:
-        DataError, ConfigError: there is one source, and nothing of it can be shown.
+        DataError, ConfigError: there is only one source, and it cannot be read.
     """
     try:
-        data, losses = _read(recipe, prompts, cache)
+        data, losses = _load_valid_rows(recipe, prompts, cache)
         sources, _ = resolve_sources(recipe)
         parts = enumerate(zip(sources, data.names, losses, strict=True))
         return InspectedData([InspectedSource(source, name, data, i, loss) for i, (source, name, loss) in parts], data)
     except (DataError, ConfigError) as error:
         found = _expanded(recipe)
         sources = [replace(source, name=name) for source, name in zip(found, source_names(found), strict=True)]
-        looked = [_alone(recipe, source, prompts, cache) for source in sources]
-        if len(looked) == 1 and looked[0].data is None:
+        inspected = [_inspect_alone(recipe, source, prompts, cache) for source in sources]
+        if len(inspected) == 1 and inspected[0].data is None:
             raise
-        return InspectedData(looked, error="" if any(one.error for one in looked) else str(error))
+        return InspectedData(inspected, error="" if any(one.error for one in inspected) else str(error))
 
 
-def _read(recipe: Recipe, prompts: Mapping[str, str], cache: Cache) -> tuple[TrainData, list[LossConfig]]:
-    """All rows that can be used, checked; the others counted."""
+def _load_valid_rows(recipe: Recipe, prompts: Mapping[str, str], cache: Cache) -> tuple[TrainData, list[LossConfig]]:
+    """All valid rows; invalid rows are counted."""
     try:
-        return load_recipe_data(recipe, prompts, cache)  # first as training does, so that it finds what is cached here
+        return load_recipe_data(
+            recipe, prompts, cache
+        )  # as training does, so that training finds these rows in the cache
     except DataError:
         return load_recipe_data(recipe, prompts, cache, OnError.skip)
 
@@ -106,34 +108,34 @@ def _expanded(recipe: Recipe) -> list[TrainSource]:
     found: list[TrainSource] = []
     for source in recipe.data.train:
         try:
-            found += resolve_sources(_with(recipe, [source]))[0]
-        except (DataError, ConfigError):  # told when it is read
+            found += resolve_sources(_with_sources(recipe, [source]))[0]
+        except (DataError, ConfigError):  # reported when the source is read
             found.append(source)
     return found
 
 
-def _alone(recipe: Recipe, source: TrainSource, prompts: Mapping[str, str], cache: Cache) -> InspectedSource:
-    """One source by itself: for the recipe's loss, else for another that has a use for what its rows hold."""
+def _inspect_alone(recipe: Recipe, source: TrainSource, prompts: Mapping[str, str], cache: Cache) -> InspectedSource:
+    """One source alone: for the recipe's loss, else for another loss that uses its extra columns."""
     assert source.name is not None
     try:
-        data, (loss, *_) = _read(_with(recipe, [source]), prompts, cache)
+        data, (loss, *_) = _load_valid_rows(_with_sources(recipe, [source]), prompts, cache)
         return InspectedSource(source, source.name, data, 0, loss)
     except (DataError, ConfigError) as error:
-        told = str(error)
+        message = str(error)
     plain = replace(source, loss=None, temperature=None)
     for name, what in _FALLBACK_LOSSES.items():
-        other = _with(replace(recipe, loss=LOSSES[name]()), [plain])
+        other = _with_sources(replace(recipe, loss=LOSSES[name]()), [plain])
         try:
             data, (loss, *_) = load_recipe_data(other, prompts, cache, OnError.skip)
         except (DataError, ConfigError):
             continue
         report = data.stores[0].report
         if what in data.stores[0].extra_columns and report.num_unscored < report.num_rows:
-            return InspectedSource(plain, source.name, data, 0, loss, told)
-    return InspectedSource(source, source.name, error=told)
+            return InspectedSource(plain, source.name, data, 0, loss, message)
+    return InspectedSource(source, source.name, error=message)
 
 
-def _with(recipe: Recipe, sources: Sequence[TrainSource]) -> Recipe:
+def _with_sources(recipe: Recipe, sources: Sequence[TrainSource]) -> Recipe:
     return replace(recipe, data=replace(recipe.data, train=list(sources)))
 
 
@@ -141,13 +143,13 @@ _WHOLE_FILE_BYTES = 2**62  # bytes of a piece: no part is cut, so that lines are
 
 
 def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, most: int, cache: Cache) -> list[str]:
-    """The first `most` rows that cannot be used, each as `path:line: what is wrong`, in order.
+    """The first `most` invalid rows in order, each as `path:line: problem`.
 
     Args:
         source: an element of `data.train`.
         name: its name in messages.
         needs: what the loss asks of every row.
-        most: no more are looked for.
+        most: maximal number of rows.
         cache: where the corpus is kept, if rows name documents by id.
 
     Raises:
@@ -180,7 +182,7 @@ def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, most:
 
 
 def num_empty_files(source: TrainSource, store: RowStore) -> int:
-    """How many files of a source hold no row at all, not even one that cannot be used.
+    """How many files of a source have no rows, valid or not.
 
     Args:
         source: an element of `data.train`.

@@ -23,7 +23,7 @@ _UNLIMITED = 2**30  # tokens: more than any text has
 
 
 class UntruncatedTokenizer:
-    """A model's tokenizer that can also tell how long a text would be uncut.
+    """A model's tokenizer with and without truncation.
 
     Args:
         tokenizer: bound to the model's length.
@@ -39,25 +39,25 @@ class UntruncatedTokenizer:
         return self.bound.tokenizer
 
     def limit(self, text_format: TextFormat, *, of_queries: bool) -> int:
-        """Tokens that are kept of a source's queries, or of its documents."""
+        """The maximal length of a source's queries, or of its documents."""
         own = text_format.query_max_length if of_queries else text_format.document_max_length
         return self.bound.max_length if own is None else min(own, self.bound.max_length)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, special tokens included, however many they are."""
+        """The tokens of each text without truncation, including special tokens."""
         return self._uncut.ids(texts)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownText:
-    """A text as the model sees it.
+    """A text as the model receives it.
 
     Attributes:
         role: query, positive or negative.
-        number: of the positive or negative within its row, from 1; 0 for a query.
-        text: with its prompt, and with a tokenizer as its tokens say it, special ones included.
-        num_tokens: of it, as far as it is kept; None without a tokenizer.
-        num_untruncated: tokens that it would have uncut; None likewise.
+        number: index of the positive or negative in its row, from 1; 0 for a query.
+        text: with its prompt; with a tokenizer the decoded tokens, including special tokens.
+        num_tokens: number of tokens after truncation; None without a tokenizer.
+        num_untruncated: number of tokens before truncation; None without a tokenizer.
         score: of the document, if it has one.
     """
 
@@ -69,17 +69,17 @@ class ShownText:
     score: float | None = None
 
 
-def seen(
-    example: Example, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None, most: int
+def shown_texts(
+    example: Example, text_format: TextFormat, tokenizer: UntruncatedTokenizer | None, limit: int
 ) -> list[ShownText]:
-    """A row's texts as the model sees them: the query, and up to `most` positives and `most` negatives."""
+    """The texts of a row as the model receives them: the query, and up to `limit` positives and negatives each."""
     of_query, of_documents = text_format.prompts(example)
     texts = [ShownText("query", 0, of_query(example.query))]
     for role, documents, scores in (
         ("positive", example.positives, example.positive_scores),
         ("negative", example.negatives, example.negative_scores),
     ):
-        for place, document in enumerate(documents[:most]):
+        for place, document in enumerate(documents[:limit]):
             texts.append(ShownText(role, place + 1, of_documents(document), score=scores[place] if scores else None))
     return texts if tokenizer is None else [_as_tokens(text, text_format, tokenizer) for text in texts]
 
@@ -87,8 +87,8 @@ def seen(
 def _as_tokens(text: ShownText, text_format: TextFormat, tokenizer: UntruncatedTokenizer) -> ShownText:
     (kept,) = tokenizer.bound.ids([text.text], tokenizer.limit(text_format, of_queries=text.role == "query"))
     (uncut,) = tokenizer.ids([text.text])
-    said = tokenizer.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return replace(text, text=str(said), num_tokens=len(kept), num_untruncated=len(uncut))
+    decoded = tokenizer.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return replace(text, text=str(decoded), num_tokens=len(kept), num_untruncated=len(uncut))
 
 
 ROLES = ("queries", "positives", "negatives")
@@ -242,6 +242,6 @@ def _spans(starts: NDArray[np.int64], counts: NDArray[np.integer]) -> NDArray[np
     return np.repeat(starts - before, counts) + np.arange(int(np.sum(counts)))
 
 
-def _spread(count: int, most: int) -> NDArray[np.int64]:
+def _spread(count: int, limit: int) -> NDArray[np.int64]:
     """All of so many places, or `most` of them, evenly spread."""
-    return np.arange(count) if count <= most else np.arange(most) * count // most
+    return np.arange(count) if count <= limit else np.arange(limit) * count // limit

@@ -30,14 +30,14 @@ Each option is explained in embedtrain/mine/options.py, MineOptions."""
 
 
 class Sampling(str, Enum):
-    """Which of the documents that qualify become negatives: the best, or any, drawn by the seed."""
+    """Which of the qualifying candidates become negatives: the best, or a random sample."""
 
     top = "top"
     random = "random"
 
 
 class MarginReference(str, Enum):
-    """The positive whose score margins are taken from, where a question has several, in one row or in many."""
+    """The positive whose score margins refer to, if a query has several, in one row or in many."""
 
     lowest = "lowest"
     highest = "highest"
@@ -47,59 +47,56 @@ class MarginReference(str, Enum):
 class MineOptions:
     """Options of `python -m embedtrain.mine`."""
 
-    adapter: str | None = None  # a LoRA adapter on the model, as PEFT writes them: directory or Hub id
+    adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
     model: str = ""  # model directory or Hub id
     data: Any = None  # list of TrainSource, or of paths; or one path
-    # More documents to find negatives in, one path or a list: BEIR folders, corpus files, tables, Hub ids, which
-    # ID@REVISION pins.
+    # Further documents to search, one path or a list: BEIR directories, corpus files, tables, Hub ids (ID@REVISION).
     corpus: Any = None
-    output_dir: str = ""  # folder for the mined rows: a file for each source, and summary.json
+    output_dir: str = ""  # for the mined rows, a file per source, and summary.json
 
-    negatives: int = 15  # of each row at most, those that it keeps among them
-    rank_min: int = 0  # so many of the best documents that qualify are passed over
-    rank_max: int = 100  # so many of the best documents that may be negatives are looked at
-    relative_margin: float | None = 0.05  # at most (1 - this) of the positive's score: the positive-aware 95 % rule
-    absolute_margin: float | None = None  # at most the positive's score less this
-    max_score: float | None = None  # of a negative; the teacher's score, where there is a teacher
-    min_score: float | None = None  # of a negative; the teacher's score, where there is a teacher
+    negatives: int = 15  # maximum per row, including those that it keeps
+    rank_min: int = 0  # number of the best qualifying candidates to skip
+    rank_max: int = 100  # number of candidates per query
+    relative_margin: float | None = 0.05  # a negative scores at most (1 - this) times the positive: the 95 % rule
+    absolute_margin: float | None = None  # a negative scores at most the positive's score minus this
+    max_score: float | None = None  # of a negative; the teacher's score if there is one
+    min_score: float | None = None  # of a negative; the teacher's score if there is one
     margin_reference: MarginReference = MarginReference.highest
     sampling: Sampling = Sampling.top
     seed: int = 42  # which negatives `sampling=random` draws
-    keep_existing_negatives: bool = (
-        False  # negatives that rows have stay, before those found; but positives are left out
-    )
+    keep_existing_negatives: bool = False  # keep the rows' negatives before the new ones, except for positives
 
-    # Bi-encoder or cross-encoder whose scores are written, and margins and ranks of negatives taken by.
+    # Bi-encoder or cross-encoder whose scores are written and used for margins and the ranks of negatives.
     teacher: str | None = None
     teacher_revision: str | None = None  # a commit, tag or branch of its Hub repository
-    # Pairs a cross-encoder scores at a time. Where memory ran out, mining goes on with fewer, as with another
+    # Pairs per batch of a cross-encoder. After running out of memory, mining resumes with a smaller one, or another
     # `chunk_tokens`, `unshard` or `index.place`: only the last bits of scores may differ.
     teacher_batch_size: int = 32
     teacher_max_length: int | None = None  # tokens; default: the teacher's
     scores: bool = True  # write pos_scores and neg_scores
 
     pooling: Pooling | None = None
-    normalize: bool | None = None  # L2-normalise vectors; default: as the model says
+    normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
     max_length: int | None = None  # tokens; default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's
     instruction_format: str = DataConfig.instruction_format  # as data.instruction_format
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
+    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
     precision: Precision | None = None  # default: bf16 on GPUs, fp32 on CPUs
-    chunk_tokens: int = 16384  # of a forward pass, padding included
+    chunk_tokens: int = 16384  # per forward pass, including padding
     unshard: Unshard = Unshard.layer
     index: IndexConfig = field(default_factory=IndexConfig)
-    query_batch_size: int = 4096  # rows mined, and written, between two places to resume from
+    query_batch_size: int = 4096  # rows that are mined and written together; an interrupted run resumes after them
     cache_dir: str | None = None  # as data.cache_dir
-    timeout: float = 1800.0  # seconds a rank waits for the others, and for rank 0 to collect the documents
+    timeout: float = 1800.0  # seconds that a rank waits for the others, also while rank 0 collects documents
 
 
 MAX_QUERY_BATCH_SIZE = 8192
 
 
 def check_mine(options: MineOptions) -> MineOptions:
-    """The options themselves, if they can work. `data` must be a list of sources.
+    """Check the options; `data` must be a list of sources.
 
     Raises:
         ConfigError: the first check that fails.

@@ -22,12 +22,12 @@ class SearchOptions:
 
     model: str = ""  # model directory or Hub id
     corpus: str = ""  # BEIR folder, or a corpus.jsonl
-    query: str | None = None  # without it queries are read from the keyboard, or line by line from a pipe
+    query: str | None = None  # default: queries are read from the keyboard, or line by line from a pipe
     revision: str | None = None  # a commit, tag or branch of the model's Hub repository
-    top_k: int = 5  # documents shown of each query
+    top_k: int = 5  # results per query
     precision: Precision = Precision.fp32
-    chunk_tokens: int = 16384  # tokens (padding included) one forward pass may hold
-    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
+    chunk_tokens: int = 16384  # per forward pass, including padding
+    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
 
 
 def compose_search(arguments: list[str]) -> SearchOptions:

@@ -1,4 +1,4 @@
-"""Exporting a small model without a training before it."""
+"""Export a small model without training it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 
 @dataclass(frozen=True)
 class Architecture:
-    """A directory without weights, the weights, and the encoder's own vectors of the probes."""
+    """A directory without weights, the weights, and the encoder's embeddings of the probes."""
 
     directory: Path
     source: ModelSource
@@ -29,7 +29,7 @@ class Architecture:
 
 
 def architecture_of(directory: Path, model: ModelConfig) -> Architecture:
-    """The architecture of a source, its weights, and its own vectors of the probes."""
+    """The architecture of a source, its weights, and its embeddings of the probes."""
     source = open_model_source(model)
     loaded = load_tokenizer(source)
     tokenizer = TextTokenizer(loaded, resolve_max_length(source, loaded))
@@ -43,7 +43,7 @@ def architecture_of(directory: Path, model: ModelConfig) -> Architecture:
 def export_model(
     to: Path, made: Architecture, *, dtype: torch.dtype = torch.float32, card: str = "", **asked: Any
 ) -> ExportResult:
-    """Export weights that lie whole in this process; options as in a recipe."""
+    """Export unsharded weights of this process; options as in a recipe."""
     options = ExportConfig(**asked)
     specs = {name: TensorSpec.of(tensor) for name, tensor in made.state.items()}
     rows = ((name, 0, tensor) for name, tensor in made.state.items())

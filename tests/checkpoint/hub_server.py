@@ -1,6 +1,6 @@
-"""A small Hugging Face Hub on this machine: what huggingface_hub asks of the real one to make a repository and fill it.
+"""A local Hugging Face Hub with the requests that huggingface_hub makes to create and fill a repository.
 
-Large files come by LFS: announced, uploaded by PUT, then named in the commit; small ones lie in the commit itself.
+Large files use LFS: announced, uploaded by PUT, then referenced in the commit; small ones are part of the commit.
 """
 
 import base64
@@ -18,7 +18,7 @@ TOKEN = "hf_of_a_test"
 
 @dataclass
 class Hub:
-    """What has been uploaded, and how the next request is answered."""
+    """Uploaded content, and the answer to the next request."""
 
     address: str = ""
     repositories: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> {visibility, files, message}

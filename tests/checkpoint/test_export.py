@@ -1,4 +1,4 @@
-"""What comes out of a run opens elsewhere, whole, and gives the same vectors."""
+"""Exports open in other libraries, are complete, and give the same embeddings."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def rows(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow  # with random weights: test_architectures.py
-def test_a_sentence_transformers_directory_goes_in_and_comes_out(ranks, rows, tmp_path, minilm_dir):
+def test_a_sentence_transformers_directory_is_trained_and_exported(ranks, rows, tmp_path, minilm_dir):
     """The real all-MiniLM-L6-v2: it ends in Normalize, has a pooler, and takes 256 tokens."""
     arguments = [f"model.path={minilm_dir}", "model.pooling=null", f"data.train=[{rows}]", "train.steps=2"]
     ranks(2, run, *arguments, CHECKED, "optim.lr=1e-6", f"output_dir={tmp_path / 'run'}")
@@ -81,12 +81,12 @@ def small(tmp_path) -> Architecture:
     return architecture_of(tmp_path / "architecture", ModelConfig(path=str(model), pooling=Pooling.mean))
 
 
-def test_an_export_that_does_not_match_fails_and_replaces_nothing(tmp_path, small):
+def test_an_export_with_other_embeddings_fails_and_replaces_nothing(tmp_path, small):
     to = tmp_path / "out"
     export_model(to, small)
     good = (to / "model.safetensors").read_bytes()
     broken = {name: tensor * 1.5 if "word_embeddings" in name else tensor for name, tensor in small.state.items()}
-    with pytest.raises(CheckpointError, match=r"transformers opens .* but its vectors differ from the encoder's by"):
+    with pytest.raises(CheckpointError, match=r"transformers opens .* differ from the encoder's by"):
         export_model(to, replace(small, state=broken))
     prompted = tmp_path / "prompted"
     shutil.copytree(small.directory, prompted)
@@ -96,11 +96,11 @@ def test_an_export_that_does_not_match_fails_and_replaces_nothing(tmp_path, smal
         export_model(to, replace(small, directory=prompted))
     (prompted / "config_sentence_transformers.json").write_text(json.dumps(settings))
     (prompted / "sentence_bert_config.json").write_text('{"max_seq_length": 5, "do_lower_case": false}')
-    with pytest.raises(CheckpointError, match="for texts of 5 tokens, not 48"):
+    with pytest.raises(CheckpointError, match="5 tokens, not 48"):
         export_model(to, replace(small, directory=prompted))
     pooling = '{"word_embedding_dimension": 32, "pooling_mode_cls_token": true}'
     (small.directory / "1_Pooling" / "config.json").write_text(pooling)
-    with pytest.raises(CheckpointError, match=r"export to .*out failed, .*its vectors differ from the encoder's by"):
+    with pytest.raises(CheckpointError, match=r"export to .*out failed, .* differ from the encoder's by"):
         export_model(to, small)
     (small.directory / "modules.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"modules.json cannot be read"):
@@ -108,12 +108,12 @@ def test_an_export_that_does_not_match_fails_and_replaces_nothing(tmp_path, smal
     assert (to / "model.safetensors").read_bytes() == good
 
 
-def test_shapes_are_compared_with_the_model_even_where_nothing_is_reopened(tmp_path, small):
+def test_shapes_are_compared_even_without_reopening(tmp_path, small):
     name = "backbone.encoder.layer.1.output.dense.weight"
     for state, sentence in (
         ({key: value for key, value in small.state.items() if key != name}, "output.dense.weight is missing"),
-        (small.state | {name: torch.zeros(0)}, r"output.dense.weight has the shape \[0\], the model's is \[32, 48\]"),
-        (small.state | {"backbone._orig_mod.x": torch.zeros(2)}, "_orig_mod.x is left over"),
+        (small.state | {name: torch.zeros(0)}, r"output.dense.weight has the shape \[0\], .* \[32, 48\]"),
+        (small.state | {"backbone._orig_mod.x": torch.zeros(2)}, "_orig_mod.x is unexpected"),
     ):
         with pytest.raises(CheckpointError, match=sentence):
             export_model(tmp_path / "out", replace(small, state=state), check=False)
@@ -130,7 +130,7 @@ def test_large_models_are_split_into_files(tmp_path, small):
     assert all(torch.equal(again[name], tensor) for name, tensor in small.state.items())
 
 
-def test_weights_that_a_type_cannot_hold_are_refused(tmp_path, small):
+def test_weights_beyond_the_range_of_the_type_are_rejected(tmp_path, small):
     name = "backbone.encoder.layer.0.output.LayerNorm.weight"
     state = small.state | {name: small.state[name] * 1e5}
     with pytest.raises(CheckpointError, match=r"LayerNorm.weight has weights up to 1e\+05, and float16 ends at 65504"):
@@ -139,7 +139,7 @@ def test_weights_that_a_type_cannot_hold_are_refused(tmp_path, small):
     export_model(tmp_path / "out", replace(small, state=state), dtype=torch.bfloat16, check=False)
 
 
-def test_one_export_at_a_time_and_what_a_killed_one_left_is_no_hindrance(tmp_path, small, monkeypatch):
+def test_exports_to_one_directory_exclude_each_other_until_killed(tmp_path, small, monkeypatch):
     monkeypatch.setattr(export_module, "_LOCK_TIMEOUT", 0.1)
     to = tmp_path / "out"
     holder = subprocess.Popen(
@@ -158,7 +158,7 @@ with export_lock(to):
     )  # fmt: skip
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"holds\n"
-    with pytest.raises(ConfigError, match=r"another export to .*out is under way"):
+    with pytest.raises(ConfigError, match=r"another export to .*out "):
         export_model(to, small)
     assert (tmp_path / "out.tmp" / "onnx" / "model.onnx").read_text() == "half"
     holder.kill()
@@ -169,20 +169,20 @@ with export_lock(to):
 
 
 @pytest.mark.parametrize("layout", [pytest.param("sharded", marks=pytest.mark.slow), "full"])
-def test_a_checkpoint_is_read_whole_in_one_process(ranks, rows, tmp_path, layout):
+def test_a_checkpoint_is_loaded_in_one_process(ranks, rows, tmp_path, layout):
     model = save_small(small_model("llama"), tmp_path / "model")
     arguments = [f"model.path={model}", "model.pooling=last", f"data.train=[{rows}]", "train.steps=2"]
     ranks(3, run, *arguments, f"output_dir={tmp_path / 'run'}", f"checkpoint.layout={layout}")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
     source = open_model_source(ModelConfig(path=str(tmp_path / "run" / "model")))
-    with open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002").tensors(WEIGHTS) as stored:
-        state = load_checkpoint_encoder(source, stored).state_dict()
+    with open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002").tensors(WEIGHTS) as reader:
+        state = load_checkpoint_encoder(source, reader).state_dict()
     assert {name.removeprefix("backbone.") for name in state} == written.keys()
     assert all(torch.equal(written[name.removeprefix("backbone.")], tensor) for name, tensor in state.items())
 
 
-def test_bf16_weights_go_in_and_come_out_as_bf16(ranks, rows, tmp_path):
-    """Masters are fp32 in between; the file is no larger than the one that came."""
+def test_bf16_weights_are_exported_as_bf16(ranks, rows, tmp_path):
+    """Training weights are fp32; the exported file has the type of the original."""
     model = save_small(small_model("xlm-roberta"), tmp_path / "model")
     weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
@@ -190,6 +190,6 @@ def test_bf16_weights_go_in_and_come_out_as_bf16(ranks, rows, tmp_path):
     ranks(2, run, *arguments, CHECKED, "parallel.precision=bf16")
     written = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
-    with open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000001").tensors(WEIGHTS) as stored:
-        specs = checkpoint_weights(stored).specs
+    with open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000001").tensors(WEIGHTS) as reader:
+        specs = checkpoint_weights(reader).specs
     assert {spec.dtype for spec in specs.values()} == {torch.float32}

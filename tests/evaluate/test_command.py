@@ -1,4 +1,4 @@
-"""`embedtrain.evaluate` as a user types it: sets and mteb's tasks, ranks that die, what is left on disk."""
+"""`embedtrain.evaluate` end to end: sets, tasks of mteb, lost ranks, files on disk."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tests.small import save_guide, small_model, text, write_beir
 from tests.test_commands import ENVIRONMENT, call
 
-DOOR = "embedtrain.evaluate"
+MODULE = "embedtrain.evaluate"
 NFCORPUS = """---
 configs:
 - {config_name: corpus, data_files: [{split: corpus, path: corpus.jsonl}]}
@@ -63,13 +63,13 @@ def rows(folder: Path) -> dict[str, dict]:
 def test_sets_and_mteb_together(workshop, monkeypatch):
     """Two ranks, then one that finds the documents' vectors: the same figures, in mteb's own files too."""
     monkeypatch.setitem(ENVIRONMENT, "HF_DATASETS_CACHE", str(workshop / "cache"))
-    common = [DOOR, "model=guide", "sets=[dev]", "mteb=[STSBenchmark,NFCorpus,SciFact]", "vectors_dir=vectors"]
-    told = call(*common, "output_dir=two", "save_runs=true", ranks=2, cwd=workshop, code=1)
-    missing = "mteb task SciFact: its data set mteb/scifact cannot be had"
-    assert told.count(f"warning: {missing}") == 1
-    assert told.count("error: 1 of mteb's tasks could not be run: ") == 1
-    assert "embedtrain/" not in told and "it/s" not in told, told
-    assert re.search(r"^ +STSBenchmark +[-.\d]+$", told, re.MULTILINE), told
+    common = [MODULE, "model=guide", "sets=[dev]", "mteb=[STSBenchmark,NFCorpus,SciFact]", "vectors_dir=vectors"]
+    printed = call(*common, "output_dir=two", "save_runs=true", ranks=2, cwd=workshop, code=1)
+    missing = "mteb task SciFact: its data set mteb/scifact is not available"
+    assert printed.count(f"warning: {missing}") == 1
+    assert printed.count("error: 1 of mteb's tasks could not be run: ") == 1
+    assert "embedtrain/" not in printed and "it/s" not in printed, printed
+    assert re.search(r"^ +STSBenchmark +[-.\d]+$", printed, re.MULTILINE), printed
     found = rows(workshop / "two")
     assert set(found) == {"dev", "STSBenchmark", "NFCorpus"}
     assert set(found["NFCorpus"]) == {"step", "set", "model", "ndcg_at_10"}
@@ -92,7 +92,7 @@ def test_sets_and_mteb_together(workshop, monkeypatch):
         pytest.param(["model=infinite", "sets=[dev]"], r"error: .*are not finite, .*", marks=pytest.mark.slow),
     ],
 )
-def test_a_mistake_is_one_sentence_said_once(workshop, arguments, sentence):
+def test_errors_are_one_sentence_printed_once(workshop, arguments, sentence):
     if not (workshop / "infinite").exists():
         from shutil import copytree
 
@@ -100,9 +100,9 @@ def test_a_mistake_is_one_sentence_said_once(workshop, arguments, sentence):
         path = workshop / "infinite" / "model.safetensors"
         weights = load_file(path)
         save_file({name: np.full_like(value, np.nan) for name, value in weights.items()}, path)
-    told = call(DOOR, "model=guide", *arguments, ranks=2, cwd=workshop, code=1)
-    assert len(re.findall(f"^{sentence}$", told, re.MULTILINE)) == 1, told
-    assert told.count("error: ") == 1 and "evaluate.py" not in told, told
+    printed = call(MODULE, "model=guide", *arguments, ranks=2, cwd=workshop, code=1)
+    assert len(re.findall(f"^{sentence}$", printed, re.MULTILINE)) == 1, printed
+    assert printed.count("error: ") == 1 and "evaluate/" not in printed, printed
 
 
 def start_ranks(folder: Path, size: int, *arguments: str) -> list["subprocess.Popen[str]"]:
@@ -119,7 +119,7 @@ def start_ranks(folder: Path, size: int, *arguments: str) -> list["subprocess.Po
     shared["HF_DATASETS_CACHE"] = str(folder / "cache")
     return [
         subprocess.Popen(
-            [sys.executable, "-u", "-m", DOOR, f"model={folder.parent / 'guide'}", "chunk_tokens=32", *arguments],
+            [sys.executable, "-u", "-m", MODULE, f"model={folder.parent / 'guide'}", "chunk_tokens=32", *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
             env={**ENVIRONMENT, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
@@ -139,11 +139,11 @@ def test_a_rank_is_killed(workshop, size, killed, arguments, begins, meanwhile):
     ranks = start_ranks(workshop / "many", size, *arguments)
     try:
         assert ranks[0].stdout is not None
-        told = ""
-        while begins not in told:
+        printed = ""
+        while begins not in printed:
             line = ranks[0].stdout.readline()
-            assert line, told
-            told += line
+            assert line, printed
+            printed += line
         time.sleep(0.2)  # a quick machine is done in a second
         os.kill(ranks[killed].pid, signal.SIGKILL)
         began, errors = time.monotonic(), []

@@ -1,4 +1,4 @@
-"""The plan's memory against what real training steps take of this machine's: fresh processes, real weights, Adam."""
+"""Planned memory compared with real training steps: new processes, real weights, Adam."""
 
 import pytest
 

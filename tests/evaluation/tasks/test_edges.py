@@ -120,21 +120,21 @@ def test_metrics_that_a_kind_does_not_have_are_refused():
     for data in sets.values():
         check_metrics(data, metric_names([LoadedSet(data)])[data.name], "metrics")
     for name, metric, says in [
-        ("sts", "ndcg@10", "sets[0].metrics: 'ndcg@10' is no metric of semantic textual similarity: "
+        ("sts", "ndcg@10", "sets[0].metrics: 'ndcg@10' is not a metric of semantic textual similarity: "
                            "allowed are spearman, pearson"),
-        ("bitext", "ap", "'ap' is no metric of bitext mining: allowed are f1, precision, recall, accuracy, "),
-        ("pair_classification", "v_measure", "no metric of pair classification: allowed are ap, accuracy, f1"),
-        ("drawn", "nmi", "'nmi' is no metric of clustering: allowed are v_measure, v_measure_std, ami"),
-        ("knn", "auc", "'auc' is no metric of classification: allowed are accuracy, f1, f1_weighted, "),
-        ("retrieval", "ndcg@0", "sets[0].metrics: 'ndcg@0' is no metric of rankings: allowed are ndcg@K"),
-        ("reranking", "accuracy", "'accuracy' is no metric of rankings"),
+        ("bitext", "ap", "'ap' is not a metric of bitext mining: allowed are f1, precision, recall, accuracy, "),
+        ("pair_classification", "v_measure", "not a metric of pair classification: allowed are ap, accuracy, f1"),
+        ("drawn", "nmi", "'nmi' is not a metric of clustering: allowed are v_measure, v_measure_std, ami"),
+        ("knn", "auc", "'auc' is not a metric of classification: allowed are accuracy, f1, f1_weighted, "),
+        ("retrieval", "ndcg@0", "sets[0].metrics: 'ndcg@0' is not a metric of rankings: allowed are ndcg@K"),
+        ("reranking", "accuracy", "'accuracy' is not a metric of rankings"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             check_metrics(sets[name], [metric], "sets[0].metrics")
         assert says in str(caught.value)
     three = replace(sets["knn"], labels=[0, 1, 2, 0, 1, 2])
     check_metrics(sets["knn"], ["ap"], "metrics")
-    with pytest.raises(ConfigError, match="'ap' is no metric of classification"):
+    with pytest.raises(ConfigError, match="'ap' is not a metric of classification"):
         check_metrics(three, ["ap"], "metrics")
     with pytest.raises(ConfigError, match=r"metrics=\[\] asks for nothing"):
         check_metrics(three, [], "metrics")

@@ -41,7 +41,7 @@ class EvaluateOptions:
 
     model: str = ""  # model directory or Hub id
     adapter: str | None = None  # a LoRA adapter in PEFT's format: directory or Hub id
-    sets: list[Any] = field(default_factory=list)  # of EvaluationSet, or of paths
+    sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
     mteb: list[str] = field(default_factory=list)  # names of tasks or benchmarks of mteb
     subset: int | None = None  # maximum number of queries or rows of each set
     output_dir: str = "runs/evaluate"  # for metrics.jsonl and the results of mteb

@@ -29,9 +29,9 @@ class ExportOptions:
     dtype: ExportDtype | None = None  # default: the recipe's export.dtype
     max_file_size: str | None = None  # default: the recipe's export.max_file_size
     check: bool | None = None  # reopen and compare; default: the recipe's export.check
-    push_to_hub: str | None = None  # Hub id to upload it to; the recipe's is for the run's own export
-    private: bool = True  # whether a repository that is made there is private
-    trust_remote_code: bool = False  # run Python that lies in the run's directory; its recipe cannot allow that
+    push_to_hub: str | None = None  # Hub id to upload to; the recipe's is only for the export of the run
+    private: bool = True  # whether a repository that is created is private
+    trust_remote_code: bool = False  # execute Python code in the run directory; its recipe cannot allow that
 
 
 def requested_export(options: ExportOptions, recipe: ExportConfig) -> ExportConfig:

@@ -31,18 +31,18 @@ Each option is explained in embedtrain/inspect/options.py, InspectOptions."""
 class InspectOptions:
     """Options of `python -m embedtrain.inspect`."""
 
-    data: Any = field(default_factory=list)  # of TrainSource, or of paths; or one path
-    model: str | None = None  # model directory or Hub id: lengths in its tokens, examples as it sees them
+    data: Any = field(default_factory=list)  # sources: options of TrainSource, or paths; or one path
+    model: str | None = None  # model directory or Hub id, for lengths in tokens and tokenized examples
     revision: str | None = None  # a commit, tag or branch of its Hub repository
     max_length: int | None = None  # default: the model's
     query_prompt: str | None = None  # default: the model's
     document_prompt: str | None = None  # default: the model's
     instruction_format: str = DataConfig.instruction_format  # as data.instruction_format
-    for_loss: str = "infonce"  # what the rows are to be trained with: some losses need scores, classes or vectors
-    examples: int = 2  # rows shown of each source
-    problems: int = 10  # rows that cannot be used, named of each source
+    for_loss: str = "infonce"  # the loss to train with: some need scores, classes or embeddings
+    examples: int = 2  # rows to show of each source
+    problems: int = 10  # rows that cannot be used, to list for each source
     cache_dir: str | None = None  # as data.cache_dir
-    trust_remote_code: bool = False  # run Python that comes with the model: only for authors you trust
+    trust_remote_code: bool = False  # execute Python code of the model: only for authors you trust
 
 
 _CONFIG_DIR = ("--config-dir", "-cd")

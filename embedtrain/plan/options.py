@@ -26,14 +26,14 @@ training: `python -m embedtrain --help` lists these, and all recipes."""
 class PlanOptions:
     """Options of `python -m embedtrain.plan`; all others on its command line are the recipe's."""
 
-    gpus: int = 8  # in all
-    gpus_per_node: int = 8  # GPUs that share a machine
-    gpu_memory: float = 80.0  # GiB of each; a tenth of it is left to the driver and to what the plan does not know
+    gpus: int = 8  # total number of GPUs
+    gpus_per_node: int = 8  # GPUs per machine
+    gpu_memory: float = 80.0  # GiB per GPU, of which a tenth is left for the driver and for what the plan omits
     bandwidth_node: float = 300.0  # GB/s that a GPU sends within its node (H100: NVLink)
     bandwidth_network: float = 50.0  # GB/s that a GPU sends to other nodes (an adapter of 400 Gb/s each)
-    tflops: float = 400.0  # that a GPU reaches in training; 400 is what good trainers publish of an H100 in bf16
-    tokens_per_text: int | None = None  # in the mean, padding included; default: the model's length, all of it
-    texts_per_row: int = 2  # a query and its positive; one more for each hard negative that is used
+    tflops: float = 400.0  # per GPU in training; 400 is published for good trainers on an H100 in bf16
+    tokens_per_text: int | None = None  # mean, including padding; default: the maximum length
+    texts_per_row: int = 2  # a query and its positive, and one for each hard negative
     json: bool = False  # one JSON object instead of tables; `--json` is the same
 
 

@@ -1,10 +1,10 @@
-"""The gradient of global batches: graphs kept as far as memory allows, the rest encoded again; the same either way.
+"""The backward pass of global batches with gradient caching.
 
-Gradient caching is Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
-(2021): encode all chunks, take the loss's gradient at the vectors, then carry each vector's gradient on through
-its chunk. A chunk whose graph was kept from the first pass is not encoded twice; kept graphs go first, so that
-their memory is free again when the others are encoded anew. Dropout is replayed: a chunk's random numbers are
-a function of (seed, step, rank, chunk), which is also why a resumed run needs no random state.
+Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (2021): encode all chunks, compute
+the gradient of the loss with respect to the embeddings, then backpropagate it through each chunk. Graphs of the first
+pass are kept as far as memory allows; chunks without a graph are encoded again. Chunks with a graph come first, so that
+its memory is free when the others are encoded again. Dropout is replayed: the random numbers of a chunk are a function
+of (seed, step, rank, chunk), which is also why a resumed run needs no random state.
 """
 
 import itertools
@@ -28,18 +28,18 @@ from embedtrain.training.timing import span
 
 
 class Backward:
-    """Computes a step's gradient.
+    """Computes the gradient of a step.
 
     Args:
-        encoder: the sharded encoder.
-        loss: what is minimised.
-        world: the ranks.
-        seed: the recipe's seed, from which dropout's random numbers follow.
-        dummy: a chunk for ranks that have fewer chunks than others.
-        reduce_per_step: whether this rank holds whole gradients between the chunks of a step.
-        guides: other models that the loss asks for, by path.
-        sources: names of the training sources, where each batch is of one: their losses are told apart.
-        row_specs: of each training source's rows, for what is measured beside the loss; None: nothing is.
+        encoder: sharded.
+        loss: minimised.
+        world: all ranks.
+        seed: determines dropout masks.
+        dummy: chunk for ranks that have fewer chunks than others.
+        reduce_per_step: see `set_gradient_sync`.
+        guides: other models that the loss needs, by path.
+        sources: names of the training sources, to log their losses separately; only if each batch has one source.
+        row_specs: rows of each training source, for batch statistics; None disables them.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Backward:
         self.sources, self.row_specs = sources, row_specs
 
     def __call__(self, *batches: RankBatch, measured: bool = False) -> tuple[LossOutput, Tensor]:
-        """Add the gradient of the mean over the global batches' rows to the parameters' `grad`.
+        """Add the gradient of the mean loss over all rows of the global batches to the parameters' `grad`.
 
         Args:
-            batches: this rank's share of each, on this rank's device. Each is a batch of its own to the loss:
-                no row of one is a negative in another.
-            measured: whether to tell how the vectors lie, where this was made for it; the same on every rank.
+            batches: local part of each global batch, on this rank's device. Rows of different global batches are never
+                negatives of each other.
+            measured: whether to compute batch statistics; the same on every rank.
 
         Returns:
-            This rank's share of the loss, detached, and whether all of this rank's vectors are finite: both on its
-            device, for nothing here waits for a GPU.
+            The local loss, detached, and whether all local embeddings are finite. Both stay on the device, so that
+            nothing waits for a GPU.
         """
         num_rows = max(1, sum(batch.num_rows for batch in batches))
         local_loss = torch.zeros((), device=self.world.device)
@@ -79,71 +79,77 @@ class Backward:
         metrics, weights = dict[str, Tensor](), dict[str, float]()
         for batch in batches:
             weight = batch.num_rows / num_rows
-            found, fine = self._one(batch, weight, last=batch is batches[-1], measured=measured)
-            local_loss = local_loss + weight * found.local_loss
-            for name, value in self._measures(batch, found).items():  # batches of other sources may have others
+            output, batch_finite = self._backward_batch(batch, weight, last=batch is batches[-1], measured=measured)
+            local_loss = local_loss + weight * output.local_loss
+            for name, value in self._metrics(batch, output).items():  # sources may have different metrics
                 metrics[name] = metrics.get(name, torch.zeros_like(value)) + weight * value
                 weights[name] = weights.get(name, 0.0) + weight
-            finite = finite & fine
+            finite = finite & batch_finite
         metrics = {name: value / weights[name] for name, value in metrics.items()}
-        used = {id(loss): loss for loss in (self.loss.for_source(batch.batch_info.source) for batch in batches)}
-        average_gradients(itertools.chain(*(loss.parameters() for loss in used.values())))
+        losses = {id(loss): loss for loss in (self.loss.for_source(batch.batch_info.source) for batch in batches)}
+        average_gradients(itertools.chain(*(loss.parameters() for loss in losses.values())))
         return LossOutput(local_loss, metrics), finite
 
-    def _measures(self, batch: RankBatch, found: LossOutput) -> dict[str, Tensor]:
+    def _metrics(self, batch: RankBatch, output: LossOutput) -> dict[str, Tensor]:
         if self.sources is None:
-            return found.metrics
-        return {**found.metrics, f"loss/{self.sources[batch.batch_info.source]}": found.local_loss}
+            return output.metrics
+        return {**output.metrics, f"loss/{self.sources[batch.batch_info.source]}": output.local_loss}
 
-    def _one(self, batch: RankBatch, weight: float, *, last: bool, measured: bool) -> tuple[LossOutput, Tensor]:
-        # Every forward pass is a collective, so all ranks run as many, in one way; the others' ends are dummies.
-        mine, most = len(batch.chunks), max(1, batch.num_passes)
-        kept = (
-            most if batch.num_cached_graphs == batch.num_passes else batch.num_cached_graphs
-        )  # a dummy's graphs are no burden
+    def _backward_batch(
+        self, batch: RankBatch, weight: float, *, last: bool, measured: bool
+    ) -> tuple[LossOutput, Tensor]:
+        # Every forward pass is a collective, so all ranks run the same number of passes; ranks with fewer chunks add
+        # dummies, whose graphs take little memory.
+        num_chunks, num_passes = len(batch.chunks), max(1, batch.num_passes)
+        num_cached = num_passes if batch.num_cached_graphs == batch.num_passes else batch.num_cached_graphs
         sample = (
             MeasuredRows.of(batch.num_rows, batch.max_documents, self.world.rank, self.world.size) if measured else None
         )
-        chunks = [*batch.chunks, *[self.dummy] * (most - mine)]
-        vectors: list[Tensor | None] = []
+        chunks = [*batch.chunks, *[self.dummy] * (num_passes - num_chunks)]
+        graphs: list[Tensor | None] = []
         for index, chunk in enumerate(chunks):
-            with torch.set_grad_enabled(index < kept), span(timing.ENCODE):
-                vectors.append(self._encode(batch.step, index, chunk))
-        made = [vector.detach() for vector in vectors if vector is not None]
+            with torch.set_grad_enabled(index < num_cached), span(timing.ENCODE):
+                graphs.append(self._encode(batch.step, index, chunk))
+        embeddings = [graph.detach() for graph in graphs if graph is not None]
+        local = embeddings[:num_chunks]
         with span(timing.LOSS):
-            output, slopes, finite = self._loss_at_row_owners(
-                torch.cat(made)[: sum(map(len, made[:mine]))], batch, weight, sample
+            output, grad, finite = self._loss_at_row_owners(
+                torch.cat(embeddings)[: sum(map(len, local))], batch, weight, sample
             )
-        # A dummy's vector is nobody's.
-        slope_of = [*slopes.split([len(vector) for vector in made[:mine]]), *map(torch.zeros_like, made[mine:])]
+        # Dummies do not contribute to the loss.
+        grads = [*grad.split([len(chunk) for chunk in local]), *map(torch.zeros_like, embeddings[num_chunks:])]
         for index, chunk in enumerate(chunks):
-            final = last and index == most - 1
+            final = last and index == num_passes - 1
             set_gradient_sync(self.encoder, last=final, reduce_per_step=self.reduce_per_step)
             with span(timing.BACKWARD):
-                encoded = vectors[index] if index < kept else self._encode(batch.step, index, chunk)
+                encoded = graphs[index] if index < num_cached else self._encode(batch.step, index, chunk)
                 assert encoded is not None
-                encoded.backward(slope_of[index])
-            vectors[index] = encoded = None  # the graph's memory
+                encoded.backward(grads[index])
+            graphs[index] = encoded = None  # frees the graph
         return output, finite
 
     def _loss_at_row_owners(
         self, encoded: Tensor, batch: RankBatch, weight: float, sample: MeasuredRows | None
     ) -> tuple[LossOutput, Tensor, Tensor]:
-        """The loss where the rows are, its gradient at the vectors encoded here, and whether these are finite."""
+        """Compute the loss on the ranks that own the rows.
+
+        Returns:
+            The loss, its gradient with respect to the embeddings encoded here, and whether these are finite.
+        """
         rows = batch.exchange.to_row_owner(encoded)
         output = self._loss_backward(rows.requires_grad_(), batch, weight)
         if sample is not None and self.row_specs is not None:
-            seen, row_spec = rows.detach(), self.row_specs[batch.batch_info.source]
-            queries, documents = seen[: batch.num_queries], seen[batch.num_queries :]
+            embeddings, row_spec = rows.detach(), self.row_specs[batch.batch_info.source]
+            queries, documents = embeddings[: batch.num_queries], embeddings[batch.num_queries :]
             output.metrics.update(batch_statistics(queries, documents, batch.batch_info, sample, row_spec))
-        slopes = batch.exchange.to_encoder_rank(torch.zeros_like(rows) if rows.grad is None else rows.grad)
-        return output, slopes, encoded.isfinite().all()
+        grad = batch.exchange.to_encoder_rank(torch.zeros_like(rows) if rows.grad is None else rows.grad)
+        return output, grad, encoded.isfinite().all()
 
     def _loss_backward(self, rows: Tensor, batch: RankBatch, weight: float) -> LossOutput:
-        seen = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
-        batch_info = replace(batch.batch_info, guides={**batch.batch_info.guides, **seen})
+        guides = {path: self.guides[path](chunks, batch.num_queries) for path, chunks in batch.guides.items()}
+        batch_info = replace(batch.batch_info, guides={**batch.batch_info.guides, **guides})
         output: LossOutput = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], batch_info)
-        # The one place that knows of it: gradients are averaged over the ranks, and shares are to be summed.
+        # Gradients are averaged over ranks, but local losses add up. No other code depends on this factor.
         (output.local_loss * (weight * self.world.size)).backward()
         return LossOutput(output.local_loss.detach(), output.metrics)
 
@@ -153,5 +159,5 @@ class Backward:
 
 
 def chunk_seed(seed: int, step: int, rank: int, index: int) -> int:
-    """The seed of one chunk's dropout."""
+    """The seed of a chunk's dropout masks."""
     return int(np.random.SeedSequence([seed, step, rank, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -20,9 +20,9 @@ TEXTS = {
     "query": pa.string(),
     "positives": pa.list_(pa.string()),
     "negatives": pa.list_(pa.string()),
-    "line": pa.int64(),  # of the piece that the row was read in
+    "line": pa.int64(),  # line in the piece of the file
 }
-# What only some rows have: a file has those of these columns that any of its rows has.
+# Optional columns: a file has those that any of its rows has.
 EXTRA_COLUMNS = {
     "positive_scores": pa.list_(pa.float32()),
     "negative_scores": pa.list_(pa.float32()),
@@ -34,18 +34,18 @@ EXTRA_COLUMNS = {
     "document_instruction": pa.string(),
     "most_negatives": pa.int32(),
 }
-MAX_OPEN_BATCHES = 4096  # their places in the map, not their rows
-SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "most_negatives"}  # one value, or none
+MAX_OPEN_BATCHES = 4096  # their offsets in the map, not their rows
+SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "most_negatives"}  # one value or null per row
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows from `start` on come from this part of the source, until the next stretch.
+    """Rows from `start` to the next range come from this part of the source.
 
     Attributes:
-        start: the first row's number.
-        part: which part of the source.
-        lines_before: lines of the part before those that the rows' lines are counted from.
+        start: index of the first row.
+        part: index of the part.
+        lines_before: lines of the part before this range, from which line numbers count.
     """
 
     start: int
@@ -63,7 +63,7 @@ class ArrowFile:
 
 
 class ArrowRows:
-    """Rows in Arrow files, mapped into memory: a row is read where it lies.
+    """Rows in memory-mapped Arrow files.
 
     Args:
         directory: of the store.
@@ -78,12 +78,12 @@ class ArrowRows:
             self._readers = [pa.ipc.open_file(pa.memory_map(str(directory / file.path))) for file in files]
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{directory}: cached rows cannot be opened: {error}") from error
-        # For each batch: which file, which batch of it, its first row, its bytes.
+        # For each batch: its file, its index in the file, its first row, its size in bytes.
         numbers = [(i, j) for i, file in enumerate(files) for j in range(len(file.rows))]
         self._places = np.array(numbers, dtype=np.int64).reshape(-1, 2)
         self._starts = np.cumsum([0, *(rows for file in files for rows in file.rows)], dtype=np.int64)
         self.batch_bytes = np.array([size for file in files for size in file.num_bytes], dtype=np.int64)
-        # Looking up a batch asks the system to read all of it ahead, and takes ten times as long as one row of it.
+        # Opening a batch makes the system read it ahead, which takes ten times as long as reading a row.
         self.batch = functools.lru_cache(MAX_OPEN_BATCHES)(self._batch)
 
     @property
@@ -97,7 +97,7 @@ class ArrowRows:
         return self._readers[file].get_batch(place)
 
     def row(self, row: int) -> tuple[Texts, int]:
-        """The row, and its line in the piece it was read in."""
+        """The row, and its line in its piece of the file."""
         number = int(self._starts.searchsorted(row, side="right")) - 1
         at, batch = row - int(self._starts[number]), self.batch(number)
         queries, positives, negatives, lines, *others = batch.columns
@@ -124,22 +124,22 @@ def _python_value(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RowStore(Sequence[Example]):
-    """One source's rows; `store[i]` makes an Example of row i, with the place of its line in the source.
+    """The rows of one source; `store[i]` is row i as an Example, with its file and line.
 
     Attributes:
-        directory: where they are kept.
-        key: a digest of all they came from, and of how they are kept.
-        content: a digest of the rows themselves, in their order; the same wherever they came from.
-        source: which source of `data.train`.
-        report: what was found.
-        files: of the source's parts, as messages show them.
+        directory: the directory in the cache.
+        key: a digest of the source's files and of all options that affect its rows.
+        content: a digest of the rows in their order, independent of files and formats.
+        source: index in `data.train`.
+        report: statistics of the source.
+        files: names of the source's parts for messages.
         row_ranges: which rows come from which part.
-        rows: the rows themselves.
+        rows: the Arrow files.
         beside: which columns of BESIDES any row has.
         num_positives: int32 [R]; 0 for rows of one text.
         num_negatives: int32 [R], hard negatives.
-        most_negatives: int32 [R], how many of them may be used at a time, -1 for all; None where no row says.
-        keeps: what must live as long as the store does.
+        most_negatives: int32 [R], maximal number of negatives that a step uses, -1 for all; None if no row has a limit.
+        keeps: an object that must live as long as the store.
     """
 
     directory: Path
@@ -176,12 +176,12 @@ class RowStore(Sequence[Example]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows as they are mapped."""
+        """Size of the mapped rows in bytes."""
         counts = (self.num_positives, self.num_negatives, self.most_negatives)
         return int(np.sum(self.rows.batch_bytes)) + sum(count.nbytes for count in counts if count is not None)
 
     def texts(self) -> Iterator[str]:
-        """All queries, positives and negatives, as often as they stand in rows, without prompts."""
+        """All queries, positives and negatives of all rows, including duplicates, without prompts."""
         for i in range(len(self.rows.batch_starts) - 1):
             queries, positives, negatives = self.rows.batch(i).columns[:3]
             for texts in (queries, positives.flatten(), negatives.flatten()):

@@ -25,14 +25,14 @@ from embedtrain.errors import DataError
 
 ROWS_PER_PART = 1 << 14
 BYTES_PER_PART = 64 << 20
-# What a tokenizer holds of each text while it works is many times the text.
+# A tokenizer needs many times the memory of its texts.
 TEXTS_PER_CALL = 1024
 CHARACTERS_PER_CALL = 1 << 21
 BLOCK = 1 << 20
 
 
 def parts_of_rows(rows: ArrowRows) -> list[range]:
-    """The batches of a store in parts of some rows or bytes, each tokenised by itself."""
+    """The batches of a store, split into parts of similar size that are tokenised separately."""
     parts: list[range] = []
     start, num_rows, num_bytes = 0, 0, 0
     for batch, (count, size) in enumerate(zip(np.diff(rows.batch_starts), rows.batch_bytes, strict=True)):
@@ -46,7 +46,7 @@ def parts_of_rows(rows: ArrowRows) -> list[range]:
 
 
 def value_type(tokenizer: TextTokenizer) -> Any:
-    """The smallest type of number that all token ids fit, and those below 0 where prompts do not count."""
+    """The smallest integer type of all token ids; signed if prompts are not pooled."""
     return np.uint16 if tokenizer.include_prompt and tokenizer.max_token_id <= np.iinfo(np.uint16).max else np.int32
 
 
@@ -61,21 +61,23 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
         path: the folder: `values.bin`, the tokens text after text; `lengths.bin`, int32 [T]; `keys.bin`, int64 [T].
     """
     path.mkdir()
-    known = _Known(tokenizer, value_type(tokenizer))
+    distinct = _DistinctTexts(tokenizer, value_type(tokenizer))
     with (
         (path / "values.bin").open("wb") as values,
         (path / "lengths.bin").open("wb") as lengths,
         (path / "keys.bin").open("wb") as keys,
     ):
         for number in batches:
-            texts = known.numbers(list(_texts(rows.batch(number), text_format)))
-            values.write(gathered(known.values, known.offsets[:-1][texts], known.lengths[texts]).data.cast("B"))
-            lengths.write(known.lengths[texts].astype(np.int32).data.cast("B"))
-            keys.write(known.keys[texts].data.cast("B"))
+            texts = distinct.numbers(list(_texts(rows.batch(number), text_format)))
+            values.write(
+                gathered(distinct.values, distinct.offsets[:-1][texts], distinct.lengths[texts]).data.cast("B")
+            )
+            lengths.write(distinct.lengths[texts].astype(np.int32).data.cast("B"))
+            keys.write(distinct.keys[texts].data.cast("B"))
 
 
 class _Kind(NamedTuple):
-    """What decides, with a text, about its tokens and its key."""
+    """What key_parts, with a text, about its tokens and its key."""
 
     prompt: Prompt
     max_length: int | None
@@ -83,7 +85,7 @@ class _Kind(NamedTuple):
 
 
 def _texts(batch: pa.RecordBatch, text_format: TextFormat) -> Iterator[tuple[str, _Kind]]:
-    """The texts of a batch of rows in their order, and the kind of each."""
+    """The texts of a batch of rows in order, with their kinds."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     nothing = [None] * batch.num_rows
     own = [
@@ -106,10 +108,10 @@ def _texts(batch: pa.RecordBatch, text_format: TextFormat) -> Iterator[tuple[str
             yield text, kind
 
 
-class _Known:
-    """The tokens of all texts of a part, those that are equal once.
+class _DistinctTexts:
+    """The tokens of the distinct texts of a part.
 
-    U: different texts so far.
+    U: distinct texts so far.
 
     Attributes:
         values: the tokens, text after text.
@@ -126,7 +128,7 @@ class _Known:
         self._numbers: dict[_Kind, dict[str, int]] = {}
 
     def numbers(self, texts: Sequence[tuple[str, _Kind]]) -> NDArray[np.int64]:
-        """Which of the known texts each is, tokenising those that are new."""
+        """The index of each text among the distinct texts; new texts are tokenised."""
         found = np.empty(len(texts), dtype=np.int64)
         new: dict[_Kind, list[str]] = {}
         count = len(self.lengths)
@@ -151,8 +153,8 @@ class _Known:
 
     def _add(self, kind: _Kind, texts: list[str]) -> None:
         values, lengths = [self.values], [self.lengths]
-        for some in _at_once(texts):
-            ids = self._tokenizer.ids([kind.prompt(text) for text in some], kind.max_length, kind.prompt.prefix)
+        for batch in _batches(texts):
+            ids = self._tokenizer.ids([kind.prompt(text) for text in batch], kind.max_length, kind.prompt.prefix)
             lengths.append(np.fromiter(map(len, ids), dtype=np.int64, count=len(ids)))
             flat = itertools.chain.from_iterable(ids)
             values.append(np.fromiter(flat, dtype=self.values.dtype, count=int(lengths[-1].sum())))
@@ -164,7 +166,7 @@ class _Known:
         self.keys = np.concatenate([self.keys, keys])
 
 
-def _at_once(texts: Sequence[str]) -> Iterator[list[str]]:
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
     some: list[str] = []
     characters = 0
     for text in texts:
@@ -178,15 +180,15 @@ def _at_once(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def gathered(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
-    """Stretches of `values`, each from its start and of its length, one after the other."""
+    """Concatenated ranges of `values`, each with its start and length."""
     ends = np.cumsum(lengths)
-    places = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
-    found: NDArray[Any] = values[places]
-    return found
+    indices = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+    selected: NDArray[Any] = values[indices]
+    return selected
 
 
 def join_parts(directory: Path, names: Sequence[str], rows: RowStore, path: Path) -> None:
-    """Write the tokens of all parts one after the other, and where each text and row begins in them.
+    """Concatenate the tokens of all parts, and write the offsets of texts and rows.
 
     Args:
         directory: where the parts' folders lie.
@@ -223,15 +225,14 @@ _NUM_FILES = 4
 
 @dataclass(frozen=True, eq=False)
 class TokenStore:
-    """The tokens of a source's texts.
+    """The tokens of all texts of a source, memory-mapped.
 
     Attributes:
         offsets: int64 [T + 1], the tokens of text t are `values[offsets[t] : offsets[t + 1]]`.
         first: int64 [R + 1], the texts of row r are first[r] to first[r + 1] - 1: query, positives, negatives.
-        keys: int64 [T], the key of each text without its prompt, a query's with its row's own instruction; see
-            data/keys.py.
+        keys: int64 [T], hashes of the texts without prompts, of queries with the instruction of their row.
         values: the tokens of all texts, uint16 or int32.
-        cached: nothing had to be tokenised: all was there already.
+        cached: whether all tokens were in the cache.
     """
 
     offsets: NDArray[np.int64]
@@ -241,12 +242,12 @@ class TokenStore:
     cached: bool = False
 
     def lengths(self, texts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many tokens each of these texts has, special tokens included: int64 [N] from int64 [N]."""
-        found: NDArray[np.int64] = self.offsets[texts + 1] - self.offsets[texts]
-        return found
+        """Number of tokens of each of these texts, including special tokens: int64 [N] from int64 [N]."""
+        lengths: NDArray[np.int64] = self.offsets[texts + 1] - self.offsets[texts]
+        return lengths
 
     def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tokens of these texts, one after the other: int32 [sum of their lengths] from int64 [N]."""
+        """The concatenated tokens of these texts: int32 [sum of lengths] from int64 [N]."""
         return gathered(self.values, self.offsets[texts], self.lengths(texts)).astype(np.int32)
 
 
@@ -258,7 +259,7 @@ class TokenRequest:
     text_format: TextFormat
 
     def notes(self, tokenizer: TextTokenizer) -> list[str]:
-        """Lines for the user: lengths that are asked for, and more than the model takes."""
+        """Lines for the user: maximal lengths above the model's."""
         limit, options = tokenizer.max_length, ("query_max_length", "document_max_length")
         lengths = {option: getattr(self.text_format, option) for option in options}
         return [
@@ -268,40 +269,40 @@ class TokenRequest:
         ]
 
 
-def prepare_all(wanted: Sequence[TokenRequest], tokenizer: TextTokenizer, cache: Cache) -> list[TokenStore]:
-    """Tokenise every text of several sources, as far as that has not been done before.
+def prepare_all(requests: Sequence[TokenRequest], tokenizer: TextTokenizer, cache: Cache) -> list[TokenStore]:
+    """Tokenise all texts of several sources that are not in the cache.
 
-    Processes that call this alike share the work, and go on with the next source while others finish one.
+    Processes that call this with the same arguments share the work.
 
     Args:
-        wanted: the sources.
+        requests: sources and formats of their texts.
         tokenizer: bound to the model's length.
-        cache: where tokens are kept.
+        cache: the cache of tokens.
 
     Raises:
-        DataError: the cache cannot be written, or is cleaned up meanwhile.
-        ConfigError: an instruction's format that is none.
+        DataError: the cache cannot be written, or was cleaned up during the build.
+        ConfigError: an invalid instruction format.
     """
-    parts = [_Tokens(one, tokenizer, cache) for one in wanted]
-    new = [one for one in parts if not is_complete(one.directory)]
-    build([one.build for one in new])
-    allow_open_files(_NUM_FILES * len(parts))
-    return [one.open(cached=one not in new) for one in parts]
+    entries = [_CachedTokens(request, tokenizer, cache) for request in requests]
+    missing = [entry for entry in entries if not is_complete(entry.directory)]
+    build([entry.build for entry in missing])
+    allow_open_files(_NUM_FILES * len(entries))
+    return [entry.open(cached=entry not in missing) for entry in entries]
 
 
-class _Tokens:
-    """One source's tokens as they are to be kept."""
+class _CachedTokens:
+    """The tokens of one source in the cache."""
 
-    def __init__(self, wanted: TokenRequest, tokenizer: TextTokenizer, cache: Cache) -> None:
-        self._source, self._rows, self._tokenizer = wanted.rows, wanted.rows.rows, tokenizer
-        self._text_format = wanted.text_format.limited_to(tokenizer.max_length)
-        decides: dict[str, Any] = vars(self._text_format) | {
+    def __init__(self, request: TokenRequest, tokenizer: TextTokenizer, cache: Cache) -> None:
+        self._source, self._rows, self._tokenizer = request.rows, request.rows.rows, tokenizer
+        self._text_format = request.text_format.limited_to(tokenizer.max_length)
+        key_parts: dict[str, Any] = vars(self._text_format) | {
             "rows": self._source.key,
             "tokenizer": tokenizer.fingerprint,
         }
         if not self._source.extra_columns & {"instruction", "document_instruction"}:
-            del decides["instruction_format"]
-        self.directory = cache.directory / f"tokens-{json_digest([FORMAT, decides])}"
+            del key_parts["instruction_format"]
+        self.directory = cache.directory / f"tokens-{json_digest([FORMAT, key_parts])}"
         self._names: list[str] = []
         self.build = Build(
             self.directory,
@@ -323,7 +324,7 @@ class _Tokens:
         join_parts(self.directory, self._names, self._source, path)
 
     def open(self, *, cached: bool) -> TokenStore:
-        """The tokens, once they are built."""
+        """The tokens, after they are built."""
         joined = self.directory / JOINED
         try:
             offsets, first, keys = (mapped(joined / f"{name}.bin", np.int64) for name in ("offsets", "first", "keys"))

@@ -54,7 +54,7 @@ def test_sources_with_losses_of_their_own(ranks, workshop, tmp_path):
         found[size] = by_source(tmp_path / str(size))
         if size == 1:
             assert (
-                "3 losses, one a batch: infonce (temperature=0.2, in_batch_negatives=True) for train; cosent for pa"
+                "3 losses, one per batch: infonce (temperature=0.2, in_batch_negatives=True) for train; cosent for pa"
                 in told
             )
             assert "classes-no_in_batch_neg: no in-batch negatives, as no_in_batch_neg in the path says" in told

@@ -106,7 +106,7 @@ def test_a_guide_and_a_teacher_of_another_architecture(ranks, inputs, tmp_path):
             0
         ]
         assert f"guide or teacher {guide}: BertModel" in output
-        assert "the loss trains parameters of its own: parts.distill_embeddings.projection.weight [48, 32]" in output
+        assert "the loss has trained parameters: parts.distill_embeddings.projection.weight [48, 32]" in output
         results[size] = losses(out)
         assert {"infonce", "distill_embeddings", "accuracy"} <= metric_rows(out)[0].keys()
     assert results[3] == pytest.approx(results[1], rel=1e-4)

@@ -229,8 +229,7 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     assert re.findall(r"^== (.*) ==$", told, re.M) == ["one", "sts", "missing", "list", "rows", "all of it"]
     one, sts, missing, listed, _, whole = re.split(r"^== .* ==$", told, flags=re.M)[1:]
     assert "1 row that cannot be used\n" in one
-    assert "✗  sts.csv: column 'score' makes these scored pairs, which loss=infonce does not use: " in sts
-    assert "losses that use scores: cosent, " in sts
+    assert re.search(r"✗  sts.csv: column 'score'.*loss=infonce", sts)
     assert "for_loss=cosent" in sts
     assert re.search(r"^  recognised as +columns a = query, b = positive, score = score$", sts, re.M)
     assert re.search(r"^  queries +2 +1 ", sts, re.M)

@@ -1,10 +1,10 @@
-"""Building folders side by side: processes claim their parts with file locks; what is whole is renamed into place.
+"""Shared build of folders: processes claim tasks with file locks, and rename complete results into place.
 
     build([Build(folder, lambda: {"rows-00000": write_first, "rows-00001": write_second}, join)])
 
-Every process of every job that wants the folders calls `build` alike, on one node or on several that share a disk.
-Nobody waits for anybody but for parts that another is building, and when that one dies its locks free themselves and
-its parts are built by those who wait. There are no collectives, so it does not matter who comes, and when.
+Every process of every job that needs the folders calls `build`, on one node or on several that share a disk. A process
+only waits for tasks that another process is running; if that process dies, its locks are released and a waiting process
+runs its tasks. There are no collectives, so processes may start at any time.
 """
 
 import errno
@@ -36,15 +36,15 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class Build:
-    """A folder that is wanted, and how it is made.
+    """A folder and how it is built.
 
     Attributes:
-        directory: the folder; what is in it is trusted only if it is whole.
-        tasks: the tasks by the name of the file or folder in `directory` that each writes, alike in all processes.
-            Called only where the folder is not complete.
-        join: writes the folder `joined` from what the tasks wrote, which lies in `directory` by then.
-        keep: whether what the tasks wrote stays once it is joined.
-        progress: how many tasks are done, by whomever, and of how many.
+        directory: the folder; its content is only used if it is complete.
+        tasks: returns tasks by the name of the file or folder in `directory` that each writes, the same in all
+            processes. Called only if the folder is not complete.
+        join: writes the folder `joined` from the results of all tasks in `directory`.
+        keep: whether the results of the tasks are kept after `join`.
+        progress: called with the number of completed tasks, of all processes, and the number of tasks.
     """
 
     directory: Path
@@ -55,7 +55,7 @@ class Build:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether the folder holds all that was built, each file as long as it was written."""
+    """Whether the folder has all files that were built, with their sizes."""
     try:
         sizes = read_metadata(directory / COMPLETE)["files"]
         return all((directory / name).stat().st_size == size for name, size in sizes.items())
@@ -64,31 +64,31 @@ def is_complete(directory: Path) -> bool:
 
 
 def build(builds: Sequence[Build]) -> None:
-    """Build folders together with all other processes that call this for them; return when all are complete.
+    """Build folders together with all other processes that call this; return when all are complete.
 
     Args:
-        builds: alike, and in the same order, in all processes of a job.
+        builds: the same, in the same order, in all processes of a job.
 
     Raises:
-        DataError: what a task raised. Where several fail it is the first of them, in every process alike. Or a
-            folder cannot be written: no room, no right, or something else in its place.
+        DataError: the error of a task; if several fail, that of the first task, in every process. Or a folder cannot be
+            written: no space, no permission, or a file of the same name.
     """
-    pending = [_Builder(one) for one in builds]
+    pending = [_Builder(build_spec) for build_spec in builds]
     failure: EmbedtrainError | None = None
     wait = _SHORTEST_WAIT
     while pending:
         worked = False
-        for place, builder in enumerate(pending):
+        for index, builder in enumerate(pending):
             try:
                 while (state := builder.step()) == _State.worked:
                     worked = True
             except EmbedtrainError as error:
-                # Only those before it can still hold an earlier failure.
-                failure, pending, worked = error, pending[:place], True
+                # Only builds before this one can have an earlier failure.
+                failure, pending, worked = error, pending[:index], True
                 break
             builder.done = state == _State.done
         pending = [builder for builder in pending if not builder.done]
-        # What is left is being built by others.
+        # The remaining tasks are being run by other processes.
         wait = _SHORTEST_WAIT if worked else min(2 * wait, _LONGEST_WAIT)
         if pending and not worked:
             time.sleep(wait)
@@ -97,7 +97,7 @@ def build(builds: Sequence[Build]) -> None:
 
 
 class _State(Enum):
-    """How a step went: the folder is complete, something was done, or others hold all that is left."""
+    """Result of a step: the folder is complete, a task was run, or other processes run all remaining tasks."""
 
     done = 0
     worked = 1
@@ -105,20 +105,20 @@ class _State(Enum):
 
 
 class _Builder:
-    """One process's share in building a folder."""
+    """Runs tasks of one build in this process."""
 
-    def __init__(self, wanted: Build) -> None:
+    def __init__(self, build_spec: Build) -> None:
         self.done = False
-        self._wanted, self._directory = wanted, wanted.directory
+        self._build, self._directory = build_spec, build_spec.directory
         self._unfinished = self._directory / _UNFINISHED / f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
         self._tasks: Mapping[str, Task] | None = None
         self._failure: tuple[int, EmbedtrainError] | None = None
-        self._last = ""  # what was tried last
-        self._told = -1
+        self._last = ""  # the last task that was claimed
+        self._num_reported = -1
         self._attempts = _ATTEMPTS
 
     def step(self) -> _State:
-        """Do one task of those that are next."""
+        """Run one task that is not claimed by another process."""
         try:
             return self._step()
         except OSError as error:
@@ -126,7 +126,7 @@ class _Builder:
                 raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise cannot_write(self._directory, error) from error
-            self._count_attempt()  # somebody deleted the folder, or a part of it, while it was being built
+            self._count_attempt()  # the folder, or a part of it, was deleted during the build
             return _State.worked
 
     def _step(self) -> _State:
@@ -139,27 +139,27 @@ class _Builder:
         if (self._directory / COMPLETE).exists():
             return self._finish()
         if self._tasks is None:
-            self._tasks = self._wanted.tasks()
+            self._tasks = self._build.tasks()
         present = set(os.listdir(self._directory))
         names = list(self._tasks)
         missing = [(i, name) for i, name in enumerate(names) if name not in present]
-        self._tell(len(names) - len(missing), len(names))
+        self._report_progress(len(names) - len(missing), len(names))
         if self._failure:
-            missing = [each for each in missing if each[0] < self._failure[0]]
+            missing = [(i, name) for i, name in missing if i < self._failure[0]]
             if not missing:
                 raise self._failure[1]
         if missing:
             return self._claim_any(missing, present)
         if JOINED not in present:
-            worked = self._claim(JOINED, self._wanted.join)
+            worked = self._claim(JOINED, self._build.join)
         else:
             worked = self._claim(COMPLETE, lambda path: self._write_complete([*names, JOINED], path))
         return _State.worked if worked else _State.blocked
 
     def _claim_any(self, missing: list[tuple[int, str]], present: set[str]) -> _State:
-        # First what has failed elsewhere, so that all processes soon say the same; then in a circle, so that
-        # what others hold is not asked for again and again.
-        missing.sort(key=lambda each: (each[1] + _FAILED not in present, each[1] <= self._last, each[0]))
+        # First tasks that failed in other processes, so that all processes soon report the same error; then in turn,
+        # so that tasks claimed by others are not tried again and again.
+        missing.sort(key=lambda task: (task[1] + _FAILED not in present, task[1] <= self._last, task[0]))
         assert self._tasks is not None
         for i, name in missing:
             try:
@@ -172,7 +172,7 @@ class _Builder:
         return _State.blocked
 
     def _claim(self, name: str, task: Task) -> bool:
-        """Run a task if its lock can be had at once; False if it cannot."""
+        """Run a task if its lock is free; False if it is not."""
         result, mark = self._directory / name, self._directory / (name + _FAILED)
         try:
             with self._lock(name).acquire(blocking=False):
@@ -192,11 +192,11 @@ class _Builder:
     def _lock(self, name: str) -> FileLock:
         folder = self._directory / _LOCKS
         folder.mkdir(exist_ok=True)
-        # A soft lock would outlive a process that is killed.
+        # A soft lock would remain after its process is killed.
         return FileLock(folder / f"{name}.lock", fallback_to_soft=False)
 
     def _write(self, task: Task, result: Path) -> None:
-        """Have the result written under another name, and put it in its place when it is on the disk."""
+        """Write the result under another name, flush it to disk, and rename it."""
         self._unfinished.mkdir(parents=True, exist_ok=True)
         path = self._unfinished / result.name
         try:
@@ -205,7 +205,7 @@ class _Builder:
             try:
                 path.rename(result)
             except OSError as error:
-                # On a disk whose locks do not reach all nodes another one may have been faster, and wrote the same.
+                # On a disk whose locks do not reach all nodes another node may have written the same result first.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             flush_to_disk(self._directory)
@@ -213,7 +213,7 @@ class _Builder:
             shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def _write_complete(self, names: list[str], path: Path) -> None:
-        kept = names if self._wanted.keep else [JOINED]
+        kept = names if self._build.keep else [JOINED]
         files = [file for name in kept for file in _files(self._directory / name)]
         write_metadata(path, {"files": {str(file.relative_to(self._directory)): file.stat().st_size for file in files}})
 
@@ -221,16 +221,16 @@ class _Builder:
         if not is_complete(self._directory):
             self._remove_damaged()
             return _State.worked
-        if self._told >= 0:
-            self._tell(len(self._tasks or ()), len(self._tasks or ()))
-        # Who gets a lock looks for `complete.json` next, which is there: no lock guards anything any more.
-        left = [_UNFINISHED, _LOCKS] + ([] if self._wanted.keep else list(self._tasks or ()))
-        for name in left:
+        if self._num_reported >= 0:
+            self._report_progress(len(self._tasks or ()), len(self._tasks or ()))
+        # After taking a lock a process checks for `complete.json`, so the locks are no longer needed.
+        leftovers = [_UNFINISHED, _LOCKS] + ([] if self._build.keep else list(self._tasks or ()))
+        for name in leftovers:
             shutil.rmtree(self._directory / name, ignore_errors=True)
         return _State.done
 
     def _remove_damaged(self) -> None:
-        """Remove everything where a complete folder is no longer whole: what else is damaged nobody knows."""
+        """Remove everything from a complete folder with missing or truncated files: others may be damaged too."""
         self._count_attempt()
         with self._lock(COMPLETE):
             if is_complete(self._directory):
@@ -248,21 +248,21 @@ class _Builder:
         self._attempts -= 1
         if not self._attempts:
             raise DataError(
-                f"{self._directory}: files vanish from this cache while it is being built: let nothing clean it up "
+                f"{self._directory}: files disappear from this cache while it is being built: do not clean it up "
                 "meanwhile, or set data.cache_dir or $EMBEDTRAIN_CACHE to another folder"
             )
 
-    def _tell(self, done: int, total: int) -> None:
-        if done != self._told:
-            self._told = done
-            self._wanted.progress(done, total)
+    def _report_progress(self, done: int, total: int) -> None:
+        if done != self._num_reported:
+            self._num_reported = done
+            self._build.progress(done, total)
 
 
 def _files(path: Path) -> list[Path]:
-    """A file itself, or all files of a folder.
+    """The file itself, or all files of a folder.
 
     Raises:
-        FileNotFoundError: there is neither.
+        FileNotFoundError: the path does not exist.
     """
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.is_file())

@@ -26,7 +26,7 @@ MACHINES = ((1, "1 GPU", True), (8, "8 GPUs", True), (8, "8 CPU processes", Fals
 MANY_ROWS = 200_000  # to count them takes a while
 
 
-def act(asked: tuple[Recipe, InspectOptions]) -> None:
+def main(asked: tuple[Recipe, InspectOptions]) -> None:
     """Read the data as training does, and print what it holds: each source, then all of them."""
     from embedtrain.data.cache.cache import Cache, cache_directory
     from embedtrain.inspect.printing import print_cache_size, print_unusable
@@ -233,4 +233,4 @@ def _packing(recipe: Recipe) -> set[bool]:
 
 
 if __name__ == "__main__":
-    run_command(compose_inspect, act)
+    run_command(compose_inspect, main)

@@ -90,8 +90,7 @@ def _command(name: str) -> Callable[[list[str]], None]:
         "search": compose_search,
     }[name]
     module = importlib.import_module(f"embedtrain.{name}.__main__")
-    run = vars(module).get("main") or module.act
-    return lambda arguments: run(compose(arguments))
+    return lambda arguments: module.main(compose(arguments))
 
 
 def attempt(_world: World, command: str, folder: Path, arguments: Sequence[str]) -> Outcome:

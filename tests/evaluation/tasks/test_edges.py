@@ -136,7 +136,7 @@ def test_metrics_that_a_kind_does_not_have_are_refused():
     check_metrics(sets["knn"], ["ap"], "metrics")
     with pytest.raises(ConfigError, match="'ap' is not a metric of classification"):
         check_metrics(three, ["ap"], "metrics")
-    with pytest.raises(ConfigError, match=r"metrics=\[\] asks for nothing"):
+    with pytest.raises(ConfigError, match=r"metrics=\[\]"):
         check_metrics(three, [], "metrics")
 
 
@@ -179,5 +179,5 @@ def test_means_of_what_several_sets_have(ranks):
     three = [LoadedSet(retrieval), LoadedSet(sts), LoadedSet(reranking)]
     assert metric_names(three)["mean"] == ("ndcg@10", "mrr@10"), "over the two that have them"
     assert on_any_ranks(ranks, *three)["mean"] == figures["mean"]
-    with pytest.raises(ConfigError, match=r"best=mean/ndcg@10: the mean is over .*, and no two of retrieval, sts have"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.best_metric=mean/ndcg@10: .*retrieval, sts"):
         parse_best_metric("mean/ndcg@10", metric_names([LoadedSet(retrieval), LoadedSet(sts)]))

@@ -54,7 +54,7 @@ class World:
 
     @contextlib.contextmanager
     def watchdog_guard(self) -> Iterator[None]:
-        """Report a failure of the block to the other ranks before enclosing context managers close, which takes time."""
+        """Report a failure of the block to the other ranks before enclosing context managers take time to close."""
         with contextlib.nullcontext() if self.watchdog is None else self.watchdog.guard(), explain_lost_contact():
             yield
 
@@ -154,6 +154,8 @@ def rank_from_environment() -> int:
 @contextlib.contextmanager
 def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     """Join the process group that torchrun prepared, or form a world of one rank; leave it at the end.
+
+    A collective waits up to `timeout` seconds.
 
     Raises:
         ConfigError: the launcher's variables contradict each other, there are fewer GPUs than local ranks, or the port

@@ -27,7 +27,8 @@ def agree_on_attempt(store: Store, rank: int, size: int, timeout: float) -> str:
     name read the failure that ended the previous start, and ended as well.
 
     Each rank announces itself under a fresh id. Rank 0 answers every id that it has not answered yet, until all ranks
-    have confirmed, or until `timeout` seconds have passed. No rank of an earlier start can confirm: a launcher ends all ranks before it starts new ones.
+    have confirmed or `timeout` seconds have passed. No rank of an earlier start can confirm: a launcher ends all ranks
+    before it starts new ones.
     """
     own_id = uuid.uuid4().hex
     if rank:

@@ -28,10 +28,8 @@ def run_command(
 ) -> NoReturn:
     """Run a command and end the process: exit code 0, 1 after an error, 75 or 130 after a signal, alike on all ranks.
 
-    Args:
-        compose: turns the arguments of the command line into options. It imports no torch, so that `--help` and
-            mistyped options answer at once.
-        has_ranks: whether the command computes; otherwise torch need not be installed.
+    `compose` turns the command line into options; it imports no torch, so that `--help` and mistyped options answer at
+    once. A command without ranks does not compute and does not need torch.
     """
     try:
         options = _with_user_errors(lambda: _compose_as_rank(compose), delay=30.0)

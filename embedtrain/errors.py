@@ -37,11 +37,7 @@ class FailedElsewhere(TrainingError):
 
 
 class LostContact(TrainingError):
-    """Another rank ended or stopped answering.
-
-    Args:
-        said: the whole message instead, if the lost rank is known.
-    """
+    """Another rank ended or stopped answering; `said` replaces the whole message if the lost rank is known."""
 
     def __init__(self, reason: str, what: str | None = None, *, said: str | None = None) -> None:
         super().__init__(

@@ -11,10 +11,7 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary file beside `path` to write to; rename it to `path` when the block ends.
 
     A reader sees the old content or the new, never a part of it. If the block fails, the temporary file is removed and
-    `path` is unchanged.
-
-    Args:
-        durable: flush the content to disk before the rename, so that it survives a power failure.
+    `path` is unchanged. A durable write is flushed to disk before the rename and survives a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

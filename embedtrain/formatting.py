@@ -7,12 +7,7 @@ def format_count(count: int, singular: str, plural: str | None = None) -> str:
 
 
 def format_bytes(num_bytes: float, *, binary: bool = False) -> str:
-    """`812 bytes`, `1.5 GB`.
-
-    Args:
-        binary: units of 1024 bytes (`1.4 GiB`), which memory is counted in; the default is units of 1000, for disks and
-            networks.
-    """
+    """`812 bytes`, `1.5 GB`; with `binary`, for memory, units of 1024 bytes: `1.4 GiB`."""
     base, infix = (1024, "i") if binary else (1000, "")
     for unit in ("bytes", f"K{infix}B", f"M{infix}B", f"G{infix}B"):
         if abs(num_bytes) < base:

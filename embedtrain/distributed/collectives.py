@@ -40,13 +40,8 @@ def gather_rows(rows: Tensor, counts: list[int] | None = None) -> Tensor:
 def ring(tensors: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[Tensor]]]:
     """Pass every rank's tensors around, starting with the local ones; a rank holds those of at most two ranks.
 
-    The next transfer overlaps with work on the current tensors. Not differentiable.
-
-    Args:
-        counts: for each tensor, the number of rows on each rank.
-
-    Yields:
-        A rank and its tensors. Every rank must consume all W of them and must not modify them.
+    Yields a rank and its tensors, `counts[i][rank]` rows of the i-th. Every rank must consume all W and must not modify
+    them. The next transfer overlaps with work on the current tensors. Not differentiable.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     held = []

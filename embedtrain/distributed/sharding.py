@@ -40,9 +40,7 @@ def shard_(
 ) -> None:
     """Shard `encoder` in place and allocate its parameters without initialising them. A collective.
 
-    Args:
-        encoder: parameters on the meta device, buffers in memory.
-        blocks: submodules that become FSDP groups.
+    Its parameters are on the meta device, buffers in memory; blocks become FSDP groups.
     """
     _require_shardable(encoder, blocks)
     if layout.activation_checkpointing:
@@ -149,12 +147,9 @@ def reshard(module: nn.Module) -> None:
 def unsharded_weights(encoder: nn.Module, one_pass: Callable[[], object]) -> Iterator[None]:
     """Keep all weights unsharded during the block, so that a forward pass is not a collective.
 
-    Every rank holds the full model meanwhile and may run any number of passes. Afterwards the weights are sharded as
-    before. Without effect on a module that is not sharded.
-
-    Args:
-        encoder: in evaluation mode, and called without gradient during the block.
-        one_pass: runs one forward pass on every rank, which gathers the weights.
+    `one_pass` runs a forward pass on every rank, which gathers the weights. Every rank then holds the full model and
+    may run any number of passes, in evaluation mode and without gradient. Afterwards the weights are sharded as before.
+    Without effect on a module that is not sharded.
     """
     parts = [part for part in encoder.modules() if isinstance(part, FSDPModule)]
     for part in parts:

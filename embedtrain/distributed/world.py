@@ -155,12 +155,8 @@ def rank_from_environment() -> int:
 def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     """Join the process group that torchrun prepared, or form a world of one rank; leave it at the end.
 
-    A collective waits up to `timeout` seconds.
-
-    Raises:
-        ConfigError: the launcher's variables contradict each other, there are fewer GPUs than local ranks, or the port
-            is taken.
-        LostContact: another rank ended or stopped responding.
+    A collective waits up to `timeout` seconds. Raises ConfigError if the launcher's variables contradict each other,
+    there are fewer GPUs than local ranks, or the port is taken, and LostContact if another rank is lost.
     """
     rank, size = rank_from_environment(), _integer("WORLD_SIZE", 1)
     local_rank, local_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 1)

@@ -127,11 +127,7 @@ class Backward:
     def _loss_at_row_owners(
         self, encoded: Tensor, batch: RankBatch, weight: float, sample: MeasuredRows | None
     ) -> tuple[LossOutput, Tensor, Tensor]:
-        """Compute the loss on the ranks that own the rows.
-
-        Returns:
-            The loss, its gradient with respect to the embeddings encoded here, and whether these are finite.
-        """
+        """The loss of local rows, its gradient at the embeddings encoded here, and whether these are finite."""
         rows = batch.exchange.to_row_owner(encoded)
         output = self._loss_backward(rows.requires_grad_(), batch, weight)
         if sample is not None and self.row_specs is not None:

@@ -25,7 +25,7 @@ from embedtrain.training.state import EncoderWithLoss, TrainState
 
 
 def exported_step(recipe: Recipe, state: TrainState) -> int:
-    """The step whose weights are exported: the best one where one was asked for and found, else the last."""
+    """The step whose weights are exported: the best if `checkpoint.best_metric` selected one, otherwise the last."""
     best = state.best_step if recipe.checkpoint.best_metric is not None else None
     return state.step if best is None else best
 
@@ -40,7 +40,7 @@ def export_run(
     world: World,
     tracker: Tracker,
 ) -> ExportResult:
-    """Write `model/` from the live weights, those of the best step where one was asked for. Every rank calls it."""
+    """Write `model/` from the live weights, or those of the best step if one was selected. Every rank calls it."""
     step = exported_step(recipe, state)
     if step != state.step:
         with world.fail_together("opening the best checkpoint"):

@@ -72,8 +72,7 @@ class PeriodicEvaluation:
     def __call__(self, stop: Callable[[], bool]) -> bool:
         """Evaluate the current step, and return whether it is the best so far.
 
-        Args:
-            stop: a collective; if it returns True, the evaluation ends early and is repeated when the run resumes.
+        If `stop`, a collective, returns True, the evaluation ends early and is repeated when the run resumes.
         """
         state = self.state
         try:

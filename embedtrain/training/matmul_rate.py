@@ -80,11 +80,7 @@ _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 def bf16_notes(
     precision: Precision, device: torch.device, capabilities: Mapping[str, object] | None = None
 ) -> tuple[str, ...]:
-    """A note for a run that would be faster in fp32.
-
-    Args:
-        capabilities: of the CPU; default: those of this one, available from torch 2.12 on.
-    """
+    """A note for a run that would be faster in fp32; torch reports the capabilities of the CPU from 2.12 on."""
     if precision is not Precision.bf16 or device.type != "cpu":
         return ()
     if capabilities is None:

@@ -34,11 +34,7 @@ def build_optimizer(encoder: nn.Module, optim: OptimConfig, loss: nn.Module | No
 
 
 class Schedule:
-    """The learning rate as a function of the step, so there is nothing to save or restore.
-
-    Args:
-        total_steps: where linear and cosine schedules reach zero.
-    """
+    """The learning rate as a function of the step, so there is nothing to save or restore."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, total_steps: int) -> None:
         self.optimizer = optimizer

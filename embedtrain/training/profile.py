@@ -101,8 +101,7 @@ class StepProfiler:
     def profile_step(self, step: int, *, last: bool = False) -> Iterator[None]:
         """Enter around a step and its batches. The end of the last of consecutive steps is a collective.
 
-        Args:
-            last: whether something follows that does not belong in the trace, such as an evaluation.
+        The profile also ends if the step is `last`, followed by something else, such as an evaluation.
         """
         if step not in self._steps:
             yield

@@ -125,10 +125,8 @@ def make_rank_batch(
 
     All ranks know all lengths, so texts are distributed such that every rank has the same number of chunks and about
     the same number of tokens; the embeddings are then sent to the ranks of their rows. If not all graphs fit in memory,
-    those of the longest texts are kept, which saves the most computation.
-
-    Args:
-        teacher_dimension: dimension of the teacher's vectors in the rows, if there are any; also on ranks without rows.
+    those of the longest texts are cached, which saves the most computation. `teacher_dimension` is the same on all
+    ranks, also on those without rows.
     """
     tokens = batch.tokens
     assert tokens is not None, "the data is not tokenised"
@@ -171,21 +169,17 @@ def _make_batch_info(
     source: int,
     teacher_dimension: int | None,
 ) -> BatchInfo:
-    """What the loss needs besides the embeddings of B rows with M documents.
+    """What the loss needs besides the embeddings of B rows with M documents; no rows if these hold only texts.
 
-    Args:
-        rows: None if they hold nothing but texts.
-        num_documents: int64 [B], of each row.
-        query_keys: int64 [B], hashes of `text_keys`.
-        document_keys: int64 [M].
-        source: index in `data.train`, if all rows are of one source.
+    `num_documents` int64 [B] counts those of each row; `query_keys` [B] and `document_keys` [M] are hashes of
+    `text_keys`.
     """
     owners = torch.repeat_interleave(torch.arange(len(num_documents)), num_documents)
-    known_rows = [] if rows is None else list(rows)
+    local_rows = [] if rows is None else list(rows)
     # Ids are compared within a source: "7" of another source is another document.
-    ids = [name and f"{row.source} {name}" for row in known_rows for name in row.ids or [""] * len(row.documents)]
-    scores = [score for row in known_rows for score in row.scores]
-    labels = [row.label for row in known_rows if row.label is not None]
+    ids = [name and f"{row.source} {name}" for row in local_rows for name in row.ids or [""] * len(row.documents)]
+    scores = [score for row in local_rows for score in row.scores]
+    labels = [row.label for row in local_rows if row.label is not None]
     # A rank without rows cannot know whether other ranks have scores or labels: it has an empty tensor of each.
     return BatchInfo(
         owners=owners,
@@ -194,7 +188,7 @@ def _make_batch_info(
         document_ids=_id_keys(ids, document_keys) if any(ids) else None,
         scores=torch.tensor(scores, dtype=torch.float32) if len(scores) == len(owners) else None,
         labels=torch.tensor(labels, dtype=torch.int64) if len(labels) == len(query_keys) else None,
-        guides={} if teacher_dimension is None else {FROM_ROWS: _teacher_vectors(known_rows, teacher_dimension)},
+        guides={} if teacher_dimension is None else {FROM_ROWS: _teacher_vectors(local_rows, teacher_dimension)},
         seed=step,
         source=source,
     )

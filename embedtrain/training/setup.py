@@ -156,7 +156,7 @@ class TrainedParts:
 def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
     """Load the model and build loss and optimizer. If there is a checkpoint, the weights are read from it later."""
     recipe, world, data = run.recipe, run.world, inputs.data
-    tokenizer = load_or_train_vocabulary(recipe, data, run.run_dir, world, run.console, anew=start.from_scratch)
+    tokenizer = load_or_train_vocabulary(recipe, data, run.run_dir, world, run.console, from_scratch=start.from_scratch)
     model = load_model(
         recipe.model,
         recipe.parallel,

@@ -40,10 +40,9 @@ def from_dict(values: Mapping[str, Any]) -> TrainState:
 
 
 class EncoderWithLoss(nn.Module):
-    """Encoder and loss in one module, so that one checkpoint contains both.
+    """Encoder and loss in one module, so that one checkpoint contains both; never called itself.
 
-    It is never called: FSDP gathers weights around the encoder's own `__call__`, and the loss is called with
-    embeddings.
+    FSDP gathers weights around the call of the encoder, and the loss is called with embeddings.
     """
 
     def __init__(self, encoder: Encoder, loss: Loss) -> None:

@@ -62,11 +62,7 @@ class StepContext:
 def train_step(context: StepContext, *batches: RankBatch, measured: bool = False) -> StepReport:
     """Take one optimizer step on the local parts of one or several global batches. Every rank must call it.
 
-    Args:
-        measured: whether to compute `Backward.row_specs` metrics as well.
-
-    Raises:
-        TrainingError: on all ranks, the loss or the gradient is not finite; the weights have not changed.
+    If the loss or the gradient is not finite, all ranks raise TrainingError and the weights have not changed.
     """
     started = time.perf_counter()
     context.module.train()

@@ -104,8 +104,7 @@ class CommunicationMeter:
     def measure_step(self, *, already_profiled: bool = False) -> Iterator[None]:
         """Enter around every step, on every rank. If the step is measured, the end is a collective.
 
-        Args:
-            already_profiled: a profiler measures this step; the next one is measured instead.
+        If a profiler measures this step already, the next one is measured instead.
         """
         if already_profiled:
             yield

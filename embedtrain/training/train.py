@@ -35,11 +35,9 @@ from embedtrain.training.step import StepContext
 
 
 def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None) -> Path:
-    """Train a recipe, or resume an earlier run of it. Every rank calls it.
+    """Train a recipe, or resume an earlier run of it; return the directory of the exported model.
 
-    Raises:
-        EmbedtrainError: on every rank; the message on the first rank that failed has the cause.
-        Stopped: on every rank after the same step, a rank received a signal.
+    Every rank calls it. All ranks raise the same EmbedtrainError, or Stopped after a signal.
     """
     quiet_libraries()
     run = Run(recipe, world, Console(enabled=world.is_main), RunDirectory(Path(recipe.output_dir)))

@@ -39,14 +39,11 @@ class Failure:
 
 
 class HeartbeatStore:
-    """Reads and writes heartbeats and the first failure; may be used from any thread.
+    """Reads and writes heartbeats and the first failure over its own connection; may be used from any thread.
 
     After the store has failed it is not used again, because torch prints a trace each time. While a reply is
-    outstanding no further request is sent; the reply arrives when the network recovers.
-
-    Args:
-        store: a connection that no collective uses.
-        reports_alone: whether this rank prints a failure that ranks cannot agree on because the store is lost.
+    outstanding no further request is sent; the reply arrives when the network recovers. A rank that `reports_alone`
+    prints a failure that ranks cannot agree on because the store is lost.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, reports_alone: bool) -> None:

@@ -133,12 +133,7 @@ def hosts_by_rank(store: Store, rank: int, size: int) -> list[str]:
 
 
 def format_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """`rank 1 on node7`, `ranks 1, 2 on node7, ranks 8, 9 on node8`.
-
-    Args:
-        ranks: ranks to name.
-        hosts: host of every rank; empty if unknown.
-    """
+    """`rank 1 on node7`, `ranks 1, 2 on node7, ranks 8, 9 on node8`; without hosts, only the ranks."""
     if not hosts:
         return _format_numbers(ranks)
     by_host: dict[str, list[int]] = {}

@@ -19,7 +19,7 @@ def main(options: MineOptions) -> None:
     """Read the rows, encode all documents, choose the negatives of each row, write them, and print a summary."""
     from pathlib import Path
 
-    from embedtrain.data.cache.cache import Cache, cache_place
+    from embedtrain.data.cache.cache import Cache, writable_cache_directory
     from embedtrain.distributed.world import explain_lost_contact, joined_world
     from embedtrain.inference.vector_cache import VectorCache, model_identity
     from embedtrain.loading.load import quiet_libraries
@@ -39,7 +39,7 @@ def main(options: MineOptions) -> None:
         # User errors are found first: in the models, the rows, the output directory.
         with world.fail_together("opening the models"):
             model, teacher_spec = _open_models(options)
-        cache_dir = cache_place(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
+        cache_dir = writable_cache_directory(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
         with world.fail_together("reading rows"), console.progress() as progress:
             sources = read_mining_sources(options, model.prompts, Cache(directory=cache_dir, progress=progress))
             corpus = corpus_parts(options.corpus)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.keys import asked, text_keys
+from embedtrain.data.keys import instructed_query, text_keys
 from embedtrain.data.types import Example
 from embedtrain.inference.index import ShardedIndex
 from embedtrain.mine.inputs import MiningInputs
@@ -57,7 +57,7 @@ class UniqueQueries:
         texts: of the queries, without prompt.
         inputs: of the queries, as the model sees them.
         prompts: the prompt that each input starts with.
-        keys: int64 [Q], keys of query and instruction (`asked`).
+        keys: int64 [Q], keys of query and instruction (`instructed_query`).
         answers: by query, the positives of all rows with this key.
         excluded: by query, the documents that are never its negatives.
         existing: by row, the negatives that the row already has and keeps, in their order, without excluded documents.
@@ -81,7 +81,7 @@ class UniqueQueries:
         texts: list[str] = []
         of_row: IntArray = np.empty(len(rows), dtype=np.int64)
         for index, row in enumerate(rows):
-            identity = (asked(row.query, row.instruction), *source.format_query(row))
+            identity = (instructed_query(row.query, row.instruction), *source.format_query(row))
             number = number_of.setdefault(identity, len(number_of))
             if number == len(texts):
                 texts.append(row.query)

@@ -63,11 +63,7 @@ class EvaluateOptions:
 
 
 def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
-    """The options themselves, if they can work.
-
-    Raises:
-        ConfigError: no model, no set, or a number out of range.
-    """
+    """The options themselves, if they can work."""
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
     check.require(

@@ -1,5 +1,6 @@
 """`torchrun -m embedtrain.mine model=DIR data=[PATH,...] output_dir=DIR`: mine hard negatives on all ranks."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
@@ -17,8 +18,6 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
 
 def main(options: MineOptions) -> None:
     """Read the rows, encode all documents, choose the negatives of each row, write them, and print a summary."""
-    from pathlib import Path
-
     from embedtrain.data.cache.cache import Cache, cache_place
     from embedtrain.distributed.world import explain_lost_contact, joined_world
     from embedtrain.inference.vector_cache import VectorCache, model_identity
@@ -26,8 +25,8 @@ def main(options: MineOptions) -> None:
     from embedtrain.mine.folder import MiningFolder, mining_identity, require_same_files
     from embedtrain.mine.inputs import prepare_inputs
     from embedtrain.mine.miner import Miner
-    from embedtrain.mine.report import print_summary
     from embedtrain.mine.sources import corpus_parts, read_mining_sources
+    from embedtrain.mine.stats import print_summary
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.pages import Page
 
@@ -36,7 +35,7 @@ def main(options: MineOptions) -> None:
         console = Console(enabled=world.is_main)
         precision = options.precision or (Precision.bf16 if world.device.type == "cuda" else Precision.fp32)
 
-        # User errors are found first: in the models, the rows, the output directory.
+        # User errors are reported first: in the models, the rows, the output directory.
         with world.fail_together("opening the models"):
             model, teacher_spec = _open_models(options)
         cache_dir = cache_place(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)

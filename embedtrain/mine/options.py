@@ -96,18 +96,11 @@ MAX_QUERY_BATCH_SIZE = 8192
 
 
 def check_mine(options: MineOptions) -> MineOptions:
-    """Check the options; `data` must be a list of sources.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Check the options; `data` must be a list of sources."""
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
-    check.require(
-        bool(options.data),
-        "data",
-        "is missing; write data=[PATH,...], files, folders or Hub data sets of training rows",
-    )
+    data = "is missing; write data=[PATH,...], files, folders or Hub data sets of training rows"
+    check.require(bool(options.data), "data", data)
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the mined rows")
     check.at_least(1, "negatives")
     check.at_least(0, "rank_min")
@@ -146,19 +139,14 @@ def check_mine(options: MineOptions) -> MineOptions:
     check.at_least(1, "chunk_tokens")
     check.within(1, MAX_QUERY_BATCH_SIZE, "query_batch_size")
     check.positive("timeout")
-    options.corpus = _paths(options.corpus)
+    corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []
+    if not isinstance(corpus, list) or not all(isinstance(path, str) and path for path in corpus):
+        raise ConfigError(f"corpus={written(corpus)}: must be a path or a list of paths")
+    options.corpus = corpus
     check_train_sources(options.data, "data")
     for source in options.data:
         _check_source(source, options.output_dir)
     return options
-
-
-def _paths(corpus: Any) -> list[str]:
-    """`corpus` as a list."""
-    paths = [corpus] if isinstance(corpus, str) else corpus or []
-    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
-        raise ConfigError(f"corpus={written(corpus)}: must be a path or a list of paths")
-    return paths
 
 
 def _check_source(source: TrainSource, output_dir: str) -> None:

@@ -11,29 +11,25 @@ from typing import overload
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import mapped, write_array
 from embedtrain.data.keys import text_keys
-from embedtrain.mine.multimap import IntArray
 from embedtrain.mine.sources import NO_SOURCE, DocumentBatch
 
+IntArray = NDArray[np.int64]
 _CACHED_BATCHES = 4096  # views of the memory map, no copies of texts
 _DOCUMENTS_PER_BATCH = 1024
 _SCHEMA = pa.schema([("text", pa.large_string())])
 
 
 class DocumentPool(Sequence[str]):
-    """Texts by document number, and document numbers by text key; reads what `write_pool` wrote.
-
-    Attributes:
-        keys: int64 [N], `text_keys` of the documents.
-        stripped_keys: int64 [N], `stripped_keys` of the documents.
-    """
+    """Texts by document number, and document numbers by text key; reads what `write_pool` wrote."""
 
     def __init__(self, directory: Path) -> None:
         self._reader = pa.ipc.open_file(pa.memory_map(str(directory / "documents.arrow")))
-        self.keys = mapped(directory / "keys.bin", np.int64)
-        self.stripped_keys = mapped(directory / "bare-keys.bin", np.int64)
+        self.keys = mapped(directory / "keys.bin", np.int64)  # [N], `text_keys` of the documents
+        self.stripped_keys = mapped(directory / "bare-keys.bin", np.int64)  # [N], `stripped_keys` of the documents
         self._order = mapped(directory / "order.bin", np.int64)
         self._sorted = mapped(directory / "sorted.bin", np.int64)
         # Looking up a batch takes ten times as long as reading one of its texts.
@@ -92,8 +88,7 @@ def stripped_keys(texts: Iterable[str]) -> IntArray:
 def number_documents(batches: Iterable[DocumentBatch]) -> tuple[IntArray, IntArray]:
     """Number distinct texts in the order of their first occurrence.
 
-    Returns:
-        int64 [T], the number of each document; and int64 [N], the index of the first occurrence of each number.
+    Returns the number of each document, int64 [T], and the index of the first occurrence of each number, int64 [N].
     """
     keys = np.concatenate([np.empty(0, dtype=np.int64), *(text_keys(batch.texts).numpy() for batch in batches)])
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
@@ -106,10 +101,7 @@ def number_documents(batches: Iterable[DocumentBatch]) -> tuple[IntArray, IntArr
 def write_pool(directory: Path, batches: Iterable[DocumentBatch], first: IntArray) -> None:
     """Write the distinct texts to an existing, empty directory.
 
-    Args:
-        directory: for the files of the pool.
-        batches: the documents that `number_documents` saw, in a second pass.
-        first: int64 [N], from `number_documents`.
+    `batches` are those that `number_documents` read, in a second pass; `first`, int64 [N], is from there.
     """
     keys: list[IntArray] = [np.empty(0, dtype=np.int64)]
     stripped: list[IntArray] = [np.empty(0, dtype=np.int64)]

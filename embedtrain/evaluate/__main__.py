@@ -50,12 +50,7 @@ def main(options: EvaluateOptions) -> None:
         with console.progress() as progress:
             if sets:
                 evaluator = Evaluator(
-                    sets,
-                    encoder,
-                    world,
-                    run_depth=options.run_depth,
-                    index=options.index,
-                    vector_cache=vector_cache,
+                    sets, encoder, world, run_depth=options.run_depth, index=options.index, vector_cache=vector_cache
                 )
                 with console.phase("evaluating"):
                     runs = output_dir / "runs" if options.save_runs else None

@@ -238,9 +238,7 @@ def read_settings(source: ModelSource) -> MtebSettings:
 
 def _read_settings_file(source: ModelSource) -> dict[str, Any]:
     """The settings file is beside modules.json: in the directory of the backbone, or in its parent."""
-    if source.directory is None:
-        return {}
-    folders = [source.directory, source.directory.parent]
+    folders = [] if source.directory is None else [source.directory, source.directory.parent]
     path = next((folder / _SETTINGS_FILE for folder in folders if (folder / "modules.json").is_file()), None)
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}

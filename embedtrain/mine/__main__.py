@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.mine.teacher import Teacher, TeacherSpec
-    from embedtrain.models.source import ModelSource
     from embedtrain.tracking.console import Console
 
 
@@ -21,12 +20,15 @@ def main(options: MineOptions) -> None:
     from embedtrain.data.cache.cache import Cache, cache_place
     from embedtrain.distributed.world import explain_lost_contact, joined_world
     from embedtrain.inference.vector_cache import VectorCache, model_identity
+    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.mine.folder import MiningFolder, mining_identity, require_same_files
     from embedtrain.mine.inputs import prepare_inputs
     from embedtrain.mine.miner import Miner
     from embedtrain.mine.sources import corpus_parts, read_mining_sources
     from embedtrain.mine.stats import print_summary
+    from embedtrain.mine.teacher import open_teacher
+    from embedtrain.models.source import open_model_source
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.pages import Page
 
@@ -37,7 +39,9 @@ def main(options: MineOptions) -> None:
 
         # User errors are reported first: in the models, the rows, the output directory.
         with world.fail_together("opening the models"):
-            model, teacher_spec = _open_models(options)
+            with command_option_names(MODEL_OPTION_NAMES):
+                model = open_model_source(command_model_config(options))
+            teacher_spec = None if options.teacher is None else open_teacher(options)
         cache_dir = cache_place(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
         with world.fail_together("reading rows"), console.progress() as progress:
             sources = read_mining_sources(options, model.prompts, Cache(directory=cache_dir, progress=progress))
@@ -70,17 +74,6 @@ def main(options: MineOptions) -> None:
             summary = miner.finish()
         if world.is_main:
             print_summary(Page(), summary, options)
-
-
-def _open_models(options: MineOptions) -> tuple["ModelSource", "TeacherSpec | None"]:
-    """Read the directories of the model and of the teacher, without weights."""
-    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
-    from embedtrain.mine.teacher import open_teacher
-    from embedtrain.models.source import open_model_source
-
-    with command_option_names(MODEL_OPTION_NAMES):
-        model = open_model_source(command_model_config(options))
-    return model, None if options.teacher is None else open_teacher(options)
 
 
 def _load_models(

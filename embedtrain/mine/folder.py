@@ -224,7 +224,7 @@ def _format(value: object) -> str:
 
 def _read_json(path: Path) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}): choose another output_dir") from None
 

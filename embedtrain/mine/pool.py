@@ -5,9 +5,10 @@ documents with an id.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,16 +39,9 @@ class DocumentPool(Sequence[str]):
     def __len__(self) -> int:
         return len(self.keys)
 
-    @overload
-    def __getitem__(self, number: int) -> str: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[str]: ...
-    def __getitem__(self, number: int | slice) -> str | list[str]:
-        if isinstance(number, slice):
-            return [self[index] for index in range(len(self))[number]]
+    def __getitem__(self, number: Any) -> Any:  # an int: nothing here needs slices
         batch, row = divmod(range(len(self))[number], _DOCUMENTS_PER_BATCH)
-        text: str = self._batch(batch)[row].as_py()
-        return text
+        return self._batch(batch)[row].as_py()
 
     def numbers(self, keys: IntArray) -> IntArray:
         """The document number of each key, -1 for an unknown key: int64 [n]."""
@@ -66,18 +60,8 @@ class _FormattedTexts(Sequence[str]):
     def __len__(self) -> int:
         return len(self._pool)
 
-    @overload
-    def __getitem__(self, number: int) -> str: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[str]: ...
-    def __getitem__(self, number: int | slice) -> str | list[str]:
-        if isinstance(number, slice):
-            return [self._format(text) for text in self._pool[number]]
+    def __getitem__(self, number: Any) -> Any:
         return self._format(self._pool[number])
-
-    def __iter__(self) -> Iterator[str]:
-        for start in range(0, len(self), _DOCUMENTS_PER_BATCH):
-            yield from self[start : start + _DOCUMENTS_PER_BATCH]
 
 
 def stripped_keys(texts: Iterable[str]) -> IntArray:
@@ -106,7 +90,8 @@ def write_pool(directory: Path, batches: Iterable[DocumentBatch], first: IntArra
     keys: list[IntArray] = [np.empty(0, dtype=np.int64)]
     stripped: list[IntArray] = [np.empty(0, dtype=np.int64)]
     with pa.OSFile(str(directory / "documents.arrow"), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-        for texts in _rebatch(_first_occurrences(batches, first)):
+        remaining = _first_occurrences(batches, first)
+        while texts := list(itertools.islice(remaining, _DOCUMENTS_PER_BATCH)):
             writer.write_batch(pa.RecordBatch.from_arrays([pa.array(texts, pa.large_string())], schema=_SCHEMA))
             keys.append(text_keys(texts).numpy())
             stripped.append(stripped_keys(texts))
@@ -124,17 +109,6 @@ def _first_occurrences(batches: Iterable[DocumentBatch], first: IntArray) -> Ite
         left, right = np.searchsorted(first, [start, start + len(batch.texts)])
         yield from (batch.texts[index - start] for index in first[left:right].tolist())
         start += len(batch.texts)
-
-
-def _rebatch(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == _DOCUMENTS_PER_BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 class DocumentIdCollector:

@@ -113,9 +113,8 @@ class MiningInputs:
         """Lines for the user."""
         notes = [f"{len(self.pool):,} distinct documents to find negatives among"]
         if len(self.formats) > 1:
-            notes.append(
-                f"documents are encoded {len(self.formats)} times, once for each prompt, instruction and maximum length"
-            )
+            times = f"{len(self.formats)} times, once for each prompt, instruction and maximum length"
+            notes.append(f"documents are encoded {times}")
         return notes
 
 

@@ -92,9 +92,6 @@ class MineOptions:
     timeout: float = 1800.0  # seconds that a rank waits for the others, also while rank 0 collects documents
 
 
-MAX_QUERY_BATCH_SIZE = 8192
-
-
 def check_mine(options: MineOptions) -> MineOptions:
     """Check the options; `data` must be a list of sources."""
     check = OptionChecks(options)
@@ -105,11 +102,12 @@ def check_mine(options: MineOptions) -> MineOptions:
     check.at_least(1, "negatives")
     check.at_least(0, "rank_min")
     check.require(options.rank_min < options.rank_max, "rank_min", f"must be below rank_max={options.rank_max}")
+    num_ranks = options.rank_max - options.rank_min
     check.require(
-        options.negatives <= options.rank_max - options.rank_min,
+        options.negatives <= num_ranks,
         "negatives",
-        f"between rank_min={options.rank_min} and rank_max={options.rank_max} are "
-        f"{options.rank_max - options.rank_min} documents; write a larger rank_max, or fewer negatives",
+        f"between rank_min={options.rank_min} and rank_max={options.rank_max} are {num_ranks} documents; "
+        "write a larger rank_max, or fewer negatives",
     )
     check.require(
         options.relative_margin is None or 0 <= options.relative_margin < 1,
@@ -126,18 +124,15 @@ def check_mine(options: MineOptions) -> MineOptions:
     )
     check.seed("seed")
     for name in ("teacher_max_length", "teacher_revision"):
-        check.require(
-            getattr(options, name) is None or options.teacher is not None,
-            name,
-            "has no effect without a teacher; write teacher=DIR",
-        )
+        has_effect = getattr(options, name) is None or options.teacher is not None
+        check.require(has_effect, name, "has no effect without a teacher; write teacher=DIR")
     check.require(options.teacher != "", "teacher", "is empty; write a bi-encoder or cross-encoder, or null for none")
     check.at_least(1, "teacher_batch_size")
     check.length("max_length")
     check.length("teacher_max_length")
     check.instruction_format()
     check.at_least(1, "chunk_tokens")
-    check.within(1, MAX_QUERY_BATCH_SIZE, "query_batch_size")
+    check.within(1, 8192, "query_batch_size")
     check.positive("timeout")
     corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []
     if not isinstance(corpus, list) or not all(isinstance(path, str) and path for path in corpus):

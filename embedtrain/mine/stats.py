@@ -1,6 +1,7 @@
 """Statistics of mined rows: collected row by row, stored with each block of rows, merged and printed."""
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,11 +33,6 @@ class SuspectedLabel:
     document: str  # the text of the candidate with the highest score
     score: float  # of the candidate
     written: bool  # whether the candidate is among the row's negatives
-
-    @property
-    def sort_key(self) -> tuple[Any, ...]:
-        """Sorts the most suspicious first."""
-        return self.positive_score - self.score, self.query, self.document, self.positive, not self.written
 
 
 @dataclass(kw_only=True)
@@ -132,7 +128,9 @@ def quantiles(values: NDArray[Any]) -> dict[str, float] | None:
 def worst_suspects(suspects: Sequence[SuspectedLabel]) -> list[SuspectedLabel]:
     """The most suspicious, each pair of query and document once."""
     worst: dict[tuple[str, str], SuspectedLabel] = {}
-    for suspect in sorted(suspects, key=lambda suspect: suspect.sort_key):
+    for suspect in sorted(
+        suspects, key=lambda s: (s.positive_score - s.score, s.query, s.document, s.positive, not s.written)
+    ):
         worst.setdefault((suspect.query, suspect.document), suspect)
     return list(worst.values())[:MAX_SUSPECTS]
 
@@ -154,21 +152,18 @@ def print_summary(page: Page, summary: Mapping[str, Any], options: MineOptions) 
             f"candidates that score {limit} and {outcome}: perhaps they answer the query",
             [suspect for suspect in false_negatives if suspect["written"] is written],
         )
-    printed = [_texts(suspect) for suspect in false_negatives]
+    texts = operator.itemgetter("query", "positive", "document")
+    printed = [texts(suspect) for suspect in false_negatives]
     _print_suspects(
         page,
         f"positives that are not among the {summary['rank_max']} best: perhaps they do not answer the query",
-        [suspect for suspect in summary["suspected_wrong_labels"] if _texts(suspect) not in printed],
+        [suspect for suspect in summary["suspected_wrong_labels"] if texts(suspect) not in printed],
     )
     page.subheading(f"{output_dir}/summary.json has all of this, and more suspects")
 
 
 def _has_margin(options: MineOptions) -> bool:
     return options.relative_margin is not None or options.absolute_margin is not None
-
-
-def _texts(suspect: Mapping[str, Any]) -> tuple[str, str, str]:
-    return suspect["query"], suspect["positive"], suspect["document"]
 
 
 def _advice(options: MineOptions) -> str:

@@ -360,9 +360,8 @@ def _to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
 def _refuse_added(options: Any, prefix: str) -> None:
     """Refuse options that `+option=value` added to the dataclass: nothing would read them."""
     names = [field.name for field in fields(options)]
-    for name in vars(options):
+    for name, value in vars(options).items():
         if name not in names:
             raise ConfigError(unknown_option(f"{prefix}{name}", names))
-    for name, value in vars(options).items():
         if is_dataclass(value):
             _refuse_added(value, f"{prefix}{name}.")

@@ -233,7 +233,8 @@ class DataConfig:
     weight_mode: WeightMode = WeightMode.epochs
     # Sources are drawn in proportion to (rows x weight)^(1/temperature): above 1, small sources more often.
     mixing_temperature: float = 1.0
-    instruction_format: str = "Instruct: {instruction}\nQuery: {text}"  # of the row's instruction; replaces the prompt
+    # Combines the instruction of a row with its query, instead of a prompt.
+    instruction_format: str = "Instruct: {instruction}\nQuery: {text}"
     cache_dir: str | None = None  # default: $EMBEDTRAIN_CACHE, else ~/.cache/embedtrain
     workers: int = 1  # threads that prepare batches ahead; 0 prepares each batch when it is needed
 
@@ -260,7 +261,8 @@ class TrainConfig:
     epochs: float | None = None  # passes over the data; set this or steps
     global_batch_size: int = 256  # rows per batch over all ranks, whatever their number
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
-    activation_tokens: int | None = None  # tokens whose activations are kept, not encoded twice; default: what fits
+    # Tokens whose activations are kept, so that they are not encoded twice; default: what fits into memory.
+    activation_tokens: int | None = None
     pass_overhead_tokens: int | None = None  # cost of a forward pass, in tokens: smaller is less padding in more passes
     gradient_accumulation_steps: int = 1  # global batches per step; each has its own negatives
     log_every: int = 10  # steps between log lines and rows of metrics.jsonl

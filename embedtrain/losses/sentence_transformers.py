@@ -22,8 +22,8 @@ from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.losses.sentence_transformers_classes import (
     PlaceholderModel,
-    first_line,
     build_loss_module,
+    first_line,
     placeholder_tokenizer,
 )
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide, Loss, LossOutput

@@ -94,11 +94,7 @@ class RunDirectory:
         return self.path / "stopped.json"
 
     def require_exists(self) -> None:
-        """Check that the directory was not moved or deleted during the run.
-
-        Raises:
-            TrainingError: it was.
-        """
+        """Raise TrainingError if the directory was moved or deleted during the run."""
         if not self.lock.is_file():
             raise TrainingError(
                 f"output_dir={self.path} has disappeared during the run: restore it, and the same command resumes from "
@@ -118,13 +114,7 @@ class RunDirectory:
         self.stopped.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     def write_recipe(self, recipe: Recipe, world_size: int, model_commit: str | None = None) -> None:
-        """Write `recipe.yaml`; on one rank.
-
-        Args:
-            recipe: the resolved recipe.
-            world_size: number of ranks.
-            model_commit: commit of the model's Hub repository.
-        """
+        """Write `recipe.yaml`, with the commit of the model's Hub repository; on one rank."""
         versions: dict[str, object] = {"embedtrain": __version__, "python": sys.version.split()[0]}
         for name in _VERSIONS_OF:
             try:
@@ -146,15 +136,8 @@ _LOCK_TIMEOUT = 10.0
 def output_dir_lock(path: Path, world: World, timeout: float) -> Iterator[None]:
     """Hold the lock of an output directory while the block runs. A collective.
 
-    The operating system releases the lock if the run is killed.
-
-    Args:
-        path: the lock file in the output directory; contains a description of the run that holds it.
-        world: the ranks, of which the first holds the lock.
-        timeout: seconds that a rank waits for the others.
-
-    Raises:
-        ConfigError: on every rank alike, another run holds the lock, or a rank cannot see the directory.
+    The operating system releases the lock if the run is killed. Raises ConfigError on every rank alike if another run
+    holds the lock, or if a rank cannot see the directory within `timeout` seconds.
     """
     lock_timeout = min(_LOCK_TIMEOUT, timeout / 2)
     lock = FileLock(path)
@@ -194,7 +177,6 @@ def _describe_run(world: World) -> str:
 
 
 def _holder(path: Path) -> str:
-    """Description of the run that holds the lock."""
     try:
         owner = json.loads(path.read_text(encoding="utf-8"))
         ranks = format_count(owner["ranks"], "rank")

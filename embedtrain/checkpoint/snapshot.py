@@ -23,19 +23,12 @@ ENCODER = "encoder."  # prefix of the encoder's weights; the loss's own have the
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """This rank's rows of one tensor.
+    """This rank's rows of one tensor."""
 
-    Attributes:
-        spec: of the unsharded tensor.
-        rows: on any device; the whole tensor if it is not sharded.
-        first_row: index of the first of `rows` in the unsharded tensor.
-        sharded: whether ranks hold different rows.
-    """
-
-    spec: TensorSpec
-    rows: Tensor
-    first_row: int
-    sharded: bool
+    spec: TensorSpec  # of the unsharded tensor
+    rows: Tensor  # on any device; the whole tensor if it is not sharded
+    first_row: int  # index of the first of `rows` in the unsharded tensor
+    sharded: bool  # whether ranks hold different rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +47,11 @@ class ShardPosition:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The tensors of a model and its optimizer at one step, as far as this rank holds them.
-
-    Attributes:
-        position: of this rank.
-        tensors: kind (`weights`, and `optimizer` if it is saved) -> name -> shard. Learning rates and other
-            hyperparameters are not included, because they follow from the recipe and the step.
-    """
+    """The tensors of a model and its optimizer at one step, as far as this rank holds them."""
 
     position: ShardPosition
+    # Kind (`weights`, and `optimizer` if it is saved) -> name -> shard. Learning rates and other hyperparameters are
+    # not included, because they follow from the recipe and the step.
     tensors: Mapping[str, Mapping[str, LocalShard]]
 
     @property
@@ -72,12 +61,7 @@ class Snapshot:
 
 
 def take_snapshot(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> Snapshot:
-    """The current tensors themselves, not copies; no collective.
-
-    Args:
-        trained: encoder and loss, sharded, between two steps.
-        optimizer: theirs, or None if its state is not saved.
-    """
+    """The current tensors themselves, not copies, without the optimizer state if it is None; no collective."""
     model = checkpointed_weights(trained)
     tensors = {WEIGHTS: local_shards(model)}
     if optimizer is not None:

@@ -53,11 +53,7 @@ class Checkpoint:
         return tuple(self.manifest["tensors"])
 
     def tensors(self, kind: str) -> TensorReader:
-        """Its tensors of one kind.
-
-        Raises:
-            KeyError, TypeError, ValueError: the manifest does not describe them.
-        """
+        """Its tensors of one kind; KeyError, TypeError or ValueError if the manifest does not describe them."""
         manifest = self.manifest
         return TensorReader(
             self.path, kind, CheckpointLayout(manifest["layout"]), int(manifest["shards"]), manifest["tensors"][kind]
@@ -92,9 +88,8 @@ def list_unfinished(root: Path) -> list[Path]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read the manifest of a step directory and compare the sizes of its files.
 
-    Raises:
-        CheckpointError: the manifest is missing or unreadable, or a file is missing or has another size.
-        UnsupportedFormatError: another version wrote it.
+    Raises CheckpointError if the manifest or a file is missing or damaged, UnsupportedFormatError if another version
+    wrote it.
     """
     file = path / MANIFEST
     if not file.is_file():
@@ -135,8 +130,7 @@ def _checksum(manifest: Mapping[str, Any]) -> int:
 def find_checkpoint(root: Path, name: str) -> Checkpoint:
     """The verified checkpoint that `latest`, `best` or a step number refers to.
 
-    Raises:
-        CheckpointError: there is none, or it is damaged.
+    Raises CheckpointError if there is none, or it is damaged.
     """
     steps = dict(list_steps(root))
     if not steps:
@@ -170,11 +164,7 @@ def _open_verified(path: Path) -> Checkpoint:
 
 
 def verify_checksums(checkpoint: Checkpoint, rank: int, world_size: int) -> None:
-    """Verify the part of the checksums that falls to a rank.
-
-    Raises:
-        CheckpointError: the content of a file has changed.
-    """
+    """Verify the part of the checksums that falls to a rank; raises CheckpointError if a file has changed."""
     for kind in checkpoint.kinds:
         checkpoint.tensors(kind).verify_checksums(rank, world_size)
 
@@ -239,11 +229,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def require_disk_limit(config: CheckpointConfig, size: int, total_steps: int) -> None:
-    """Reject a `checkpoint.max_disk_gb` that the run would exceed, before training; `size` is that of one checkpoint.
-
-    Raises:
-        ConfigError: the checkpoints to be kept do not fit.
-    """
+    """Raise ConfigError if checkpoints of `size` bytes would exceed `checkpoint.max_disk_gb` during the run."""
     if config.max_disk_gb is None:
         return
     count = max_checkpoints_on_disk(config, total_steps)
@@ -268,10 +254,8 @@ def max_checkpoints_on_disk(config: CheckpointConfig, total_steps: int) -> int:
 def free_disk_space(root: Path, needed: int, limit_gb: float | None, deletable: Sequence[Path]) -> None:
     """Ensure that a checkpoint of `needed` bytes fits below the limit and on the disk; on one rank.
 
-    Deletes the remains of interrupted saves, and steps from the end of `deletable` as long as space is missing.
-
-    Raises:
-        CheckpointError: the space does not suffice; nothing was written, and the newest checkpoint is untouched.
+    Deletes the remains of interrupted saves, and steps from the end of `deletable` as long as space is missing. Raises
+    CheckpointError if that does not suffice; nothing was written, and the newest checkpoint is untouched.
     """
     for path in list_unfinished(root):
         shutil.rmtree(path, ignore_errors=True)

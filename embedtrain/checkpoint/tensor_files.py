@@ -36,21 +36,13 @@ from embedtrain.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The files of all tensors of one kind.
+    """The files of all tensors of one kind."""
 
-    Attributes:
-        kind: `weights` or `optimizer`, the prefix of file names.
-        layout: one file per shard, or a single file.
-        num_shards: rows are divided as by `torch.chunk`.
-        specs: of the unsharded tensors.
-        sharded: names of sharded tensors; the others belong to the first shard.
-    """
-
-    kind: str
+    kind: str  # `weights` or `optimizer`, the prefix of file names
     layout: CheckpointLayout
-    num_shards: int
-    specs: Mapping[str, TensorSpec]
-    sharded: frozenset[str]
+    num_shards: int  # rows are divided as by `torch.chunk`
+    specs: Mapping[str, TensorSpec]  # of the unsharded tensors
+    sharded: frozenset[str]  # names; the other tensors belong to the first shard
 
     def row_bounds(self, name: str, shard: int) -> tuple[int, int]:
         """Rows [start, end) of a tensor in a shard."""
@@ -107,11 +99,7 @@ def tensor_files(kind: str, shards: Mapping[str, LocalShard], layout: Checkpoint
 def write_local_shards(
     folder: Path, files: TensorFiles, position: ShardPosition, shards: Mapping[str, LocalShard]
 ) -> dict[str, int]:
-    """Write this rank's rows; returns their CRC-32 by tensor name.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write this rank's rows; returns their CRC-32 by tensor name."""
     checksums: dict[str, int] = {}
     local = {name: shard for name, shard in shards.items() if shard.sharded or position.shard == 0}
     if not position.is_writer:
@@ -143,15 +131,7 @@ def describe_tensors(files: TensorFiles, checksums: list[Mapping[str, int]]) -> 
 class TensorReader:
     """Reads tensors of one kind by rows. As a context manager it keeps files open.
 
-    Args:
-        folder: the step directory.
-        kind: `weights` or `optimizer`.
-        layout: in which they were written.
-        num_shards: with which they were written.
-        description: result of `describe_tensors`.
-
-    Raises:
-        KeyError, TypeError, ValueError: the description is malformed.
+    `description` is the result of `describe_tensors`; KeyError, TypeError or ValueError if it is malformed.
     """
 
     def __init__(
@@ -178,8 +158,7 @@ class TensorReader:
     def rows(self, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """Rows [start, end) of a tensor, one stored shard at a time: index of the first row, and rows.
 
-        Raises:
-            CheckpointError: a file cannot be read.
+        Raises CheckpointError if a file cannot be read.
         """
         for shard in self.files.tensor_shards(name):
             first, last = self.files.row_bounds(name, shard)
@@ -202,11 +181,7 @@ class TensorReader:
         yield from self.rows(name, 0, self.specs[name].num_rows)
 
     def require_sizes(self) -> None:
-        """Compare the sizes of the files.
-
-        Raises:
-            CheckpointError: a file is missing or has another size.
-        """
+        """Raise CheckpointError if a file is missing or has another size."""
         for file, layout in self.files.files.items():
             path = self.folder / file
             if not path.is_file():
@@ -217,8 +192,7 @@ class TensorReader:
     def verify_checksums(self, rank: int, world_size: int) -> None:
         """Verify every `world_size`-th checksum, so that the ranks share the reading.
 
-        Raises:
-            CheckpointError: the content of a file has changed.
+        Raises CheckpointError if the content of a file has changed.
         """
         for file, layout in list(self.files.files.items())[rank::world_size]:
             path = self.folder / file

@@ -5,8 +5,8 @@ from typing import Any
 
 from embedtrain.config.checks import check_sets
 from embedtrain.config.compose import compose_command
-from embedtrain.config.elements import parse_items
 from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
+from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.config.validation import OptionChecks
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from embedtrain.config.checks import check_train_sources
 from embedtrain.config.compose import compose_command
-from embedtrain.config.elements import parse_sources
 from embedtrain.config.evaluation import IndexConfig, Unshard
 from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError

@@ -38,11 +38,7 @@ class PlanOptions:
 
 
 def check_plan(options: PlanOptions) -> PlanOptions:
-    """The options themselves, if they can work.
-
-    Raises:
-        ConfigError: a number out of range, or a node that is not full.
-    """
+    """The options themselves; raises ConfigError for a number out of range, or a node that is not full."""
     check = OptionChecks(options)
     for name in ("gpus", "gpus_per_node", "texts_per_row", "tokens_per_text"):
         check.at_least(1, name)
@@ -59,12 +55,7 @@ def check_plan(options: PlanOptions) -> PlanOptions:
 
 
 def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
-    """The recipe to plan and the options, checked. A recipe without data, steps or name can be planned.
-
-    Raises:
-        ConfigError: as `compose_recipes`, or a number out of range.
-        SystemExit: after `--help` and `--cfg job`.
-    """
+    """The recipe to plan and the options, checked. A recipe without data, steps or name can be planned."""
     require_single_process("plan")
     names = [field.name for field in fields(PlanOptions)]
     arguments = ["json=true" if argument == "--json" else argument for argument in arguments]

@@ -38,21 +38,13 @@ _BOUND, _BOUND_OF_HEADS = 80, 4 / 16
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes per token.
+    """Bytes per token."""
 
-    Attributes:
-        block: that the forward pass of a block keeps for its backward pass.
-        rest: that everything else keeps: embeddings, final norm, pooling.
-        forward: peak of the forward pass above what it keeps.
-        backward: peak of the backward pass above what the forward pass kept.
-        no_grad: peak of a forward pass without gradients.
-    """
-
-    block: float
-    rest: float
-    forward: float
-    backward: float
-    no_grad: float
+    block: float  # that the forward pass of a block keeps for its backward pass
+    rest: float  # that everything else keeps: embeddings, final norm, pooling
+    forward: float  # peak of the forward pass above what it keeps
+    backward: float  # peak of the backward pass above what the forward pass kept
+    no_grad: float  # peak of a forward pass without gradients
 
     def cached(self, blocks: int) -> float:
         """Bytes per token between the forward and the backward pass of a model with this number of blocks."""
@@ -60,13 +52,10 @@ class Activations:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations allocate while it is active, forward and backward, each once.
+    """Counts the bytes of storages that operations allocate while it is active, each once, without `existing`.
 
     As with an allocator, a storage counts until its last tensor is freed. After the forward pass, what is left is what
-    autograd keeps for the backward pass.
-
-    Args:
-        existing: tensors that are not counted, and neither are their views.
+    autograd keeps for the backward pass. Views of the tensors `existing` are not counted either.
     """
 
     def __init__(self, existing: Iterable[Tensor]) -> None:
@@ -115,17 +104,8 @@ def measure_activations(
 ) -> Activations:
     """Run one and two blocks of the encoder forward and backward on the meta device.
 
-    Args:
-        encoder: parameters on the meta device, `requires_grad` as in training; not modified.
-        blocks: its transformer blocks.
-        dtype: compute type.
-        tokens_per_text: length of the texts.
-        recompute: whether blocks use activation checkpointing.
-        gpu: whether dropout keeps one byte per element, as on CUDA, or the compute type.
-        packed: whether texts are packed.
-
-    Raises:
-        Exception: any that the model's own code raises on the meta device.
+    The encoder is on the meta device, has `requires_grad` as in training, and is not modified. With `gpu` dropout keeps
+    one byte per element, as on CUDA, else the compute type. Raises what the model's own code raises on the meta device.
     """
     passes = []
     attention = (_PACKED_ON_GPU if gpu else _PACKED_ON_CPU) if packed else _PADDED

@@ -76,13 +76,7 @@ def _pooler_weights(source: ModelSource) -> dict[str, Tensor]:
 
 
 def write_architecture(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
-    """Write a sentence-transformers directory without its weights.
-
-    Args:
-        directory: created if missing.
-        source: what the encoder was built from; the type of its weights is recorded.
-        tokenizer: includes the maximum length.
-    """
+    """Write a sentence-transformers directory without its weights; records the type of the source's weights."""
     directory.mkdir(parents=True, exist_ok=True)
     source.config.save_pretrained(directory)
     _write_code(directory, source)
@@ -132,30 +126,19 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """The weights of a model to export.
+    """The weights of a model to export."""
 
-    Attributes:
-        specs: type and shape of the unsharded weights, by the encoder's names.
-        rows: of this process; names of the adapter's weights have the prefix ADAPTER_PREFIX.
-        adapter: type and shape of the adapter's weights, if there is one.
-    """
-
-    specs: Mapping[str, TensorSpec]
-    rows: Iterator[WeightRows]
-    adapter: Mapping[str, TensorSpec] = field(default_factory=dict)
+    specs: Mapping[str, TensorSpec]  # of the unsharded weights, by the encoder's names
+    rows: Iterator[WeightRows]  # of this process; names of the adapter's weights have the prefix ADAPTER_PREFIX
+    adapter: Mapping[str, TensorSpec] = field(default_factory=dict)  # specs of the adapter's weights
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """The weight files of a model directory.
+    """The weight files of a model directory."""
 
-    Attributes:
-        files: path below the directory -> layout of the file.
-        locations: the encoder's name of a weight -> file, and name in the file.
-    """
-
-    files: Mapping[str, FileLayout]
-    locations: Mapping[str, tuple[str, str]]
+    files: Mapping[str, FileLayout]  # path below the directory -> layout of the file
+    locations: Mapping[str, tuple[str, str]]  # the encoder's name of a weight -> file, and name in the file
 
 
 def plan_weights(
@@ -167,12 +150,8 @@ def plan_weights(
 ) -> WeightPlan:
     """Compute the layout of the weight files; the same in every process.
 
-    Args:
-        architecture: written by `write_architecture`.
-        specs: of the unsharded encoder weights (`backbone.*`, `dense.<index>.*`).
-        dtype: to which floating-point weights are converted.
-        max_file_size: size above which the backbone is split into several files, such as `5GB`.
-        adapter: of the weights that are also written as a PEFT adapter in float32, by the encoder's names.
+    Floating-point weights are converted to `dtype`, those of `adapter` are also written in float32 as a PEFT adapter. A
+    backbone above `max_file_size`, such as `5GB`, is split into several files.
     """
     converted = {name: _convert(spec, dtype) for name, spec in (_pooler_specs(architecture) | dict(specs)).items()}
     backbone = {name.removeprefix(_BACKBONE): spec for name, spec in converted.items() if name.startswith(_BACKBONE)}
@@ -193,11 +172,7 @@ def plan_weights(
 
 
 def create_model_directory(directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
-    """Copy the architecture, and write the index if the weights are split into several files.
-
-    Raises:
-        OSError: it exists, or cannot be written.
-    """
+    """Copy the architecture, and write the index if the weights are split into several files."""
     shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE))
     _write_dtype(directory, dtype)
     weights = {name: file for key, (file, name) in plan.locations.items() if key.startswith(_BACKBONE)}
@@ -210,15 +185,8 @@ def create_model_directory(directory: Path, architecture: Path, plan: WeightPlan
 def write_weights(directory: Path, plan: WeightPlan, weights: Iterable[WeightRows], *, writes_header: bool) -> None:
     """Write rows of weights into the files of a directory; several processes may do so at the same time.
 
-    Args:
-        directory: created by `create_model_directory`.
-        plan: the same in every process.
-        weights: rows of this process, on any device; converted one item at a time.
-        writes_header: whether this process writes the headers of all files; one of them has to.
-
-    Raises:
-        CheckpointError: a weight exceeds the range of the type in which it is stored.
-        OSError: the directory cannot be written.
+    One process has to write the headers of all files. Raises CheckpointError if a weight exceeds the range of the type
+    in which it is stored.
     """
     with ExitStack() as stack:
         writers: dict[str, RowWriter] = {}

@@ -36,18 +36,9 @@ _TOLERANCE = 1e-4
 
 
 def write_graph(directory: Path, source: ModelSource) -> Tensor:
-    """Write the graph of a directory that transformers opens.
+    """Write the graph of a directory; returns embeddings of PROBES by the traced model, [len(PROBES), D].
 
-    Args:
-        directory: with weights and tokenizer.
-        source: the opened directory.
-
-    Returns:
-        Embeddings of PROBES by the traced model, [len(PROBES), D].
-
-    Raises:
-        CheckpointError: the model cannot be expressed as a graph.
-        OSError: the directory cannot be written.
+    Raises CheckpointError if the model cannot be expressed as a graph.
     """
     encoder, tokenizer = open_encoder(directory, source), open_tokenizer(directory, source)
     expected = torch.cat([encode_batch(encoder, tokenize_padded(tokenizer, [text])) for text in PROBES])
@@ -85,13 +76,7 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
 def check_graph(directory: Path, source: ModelSource, expected: Tensor) -> float:
     """Run the graph on PROBES one by one and as a padded batch; the largest relative difference of its embeddings.
 
-    Args:
-        directory: with the graph.
-        source: the opened directory.
-        expected: embeddings of PROBES by the traced model, [len(PROBES), D].
-
-    Raises:
-        CheckpointError: onnxruntime cannot run it, or its embeddings differ.
+    Raises CheckpointError if onnxruntime cannot run it, or its embeddings differ from those of `write_graph`.
     """
     import onnxruntime
 

@@ -85,9 +85,7 @@ class MiningInputs:
     """Everything derived from the rows before mining, memory-mapped."""
 
     pool: DocumentPool
-    answers: (
-        Multimap  # key of query and instruction (`instructed_query`) -> positives of the rows with both, of any source
-    )
+    answers: Multimap  # key of `instructed_query` -> positives of the rows with this query, of any source
     # Key of the query alone (`stripped_keys`) -> positives of the rows with this query, all documents that have the id
     # of one of them or equal one up to whitespace, and the query itself. Instructions are ignored, since another
     # instruction can make a document relevant: a candidate too few does no harm, a false negative does.

@@ -31,7 +31,6 @@ def run_command(
     Args:
         compose: turns the arguments of the command line into options. It imports no torch, so that `--help` and
             mistyped options answer at once.
-        main: does the work of the command.
         has_ranks: whether the command computes; otherwise torch need not be installed.
     """
     try:
@@ -100,10 +99,6 @@ def _with_user_errors(function: Callable[[], Result], *, delay: float) -> Result
     alike, and torchrun ends the others as soon as one exits. So the first rank of a node reports and exits; the others
     wait to be ended, and report only if that does not happen. A rank that lost contact reports at once: the first
     rank may be the one that is lost.
-
-    Args:
-        function: the work.
-        delay: seconds that ranks other than the first of a node wait.
     """
     try:
         return function()

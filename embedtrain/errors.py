@@ -2,15 +2,10 @@
 
 
 class EmbedtrainError(Exception):
-    """An error that the user can cause and fix. Commands print its message without a traceback.
+    """An error that the user can cause and fix. Commands print its message without a traceback."""
 
-    Attributes:
-        reporting_rank: the rank that prints it, if the ranks have agreed on one; -1 is none.
-        exit_code: of the process.
-    """
-
-    reporting_rank: int | None = None
-    exit_code: int = 1
+    reporting_rank: int | None = None  # the rank that prints it, if the ranks have agreed on one; -1 is none
+    exit_code: int = 1  # of the process
 
 
 class ConfigError(EmbedtrainError):
@@ -45,8 +40,6 @@ class LostContact(TrainingError):
     """Another rank ended or stopped answering.
 
     Args:
-        reason: the error of the network.
-        what: the activity that was interrupted, if known.
         said: the whole message instead, if the lost rank is known.
     """
 
@@ -64,12 +57,7 @@ class EvaluationInterrupted(Exception):
 
 
 class Stopped(Exception):
-    """A signal stopped the run, on all ranks after the same step. No work is lost.
-
-    Args:
-        text: a line for the user.
-        exit_code: of the process.
-    """
+    """A signal stopped the run, on all ranks after the same step. No work is lost."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)

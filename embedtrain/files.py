@@ -14,7 +14,6 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
     `path` is unchanged.
 
     Args:
-        path: destination; its folder is created.
         durable: flush the content to disk before the rename, so that it survives a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ def format_bytes(num_bytes: float, *, binary: bool = False) -> str:
     """`812 bytes`, `1.5 GB`.
 
     Args:
-        num_bytes: number of bytes.
         binary: units of 1024 bytes (`1.4 GiB`), which memory is counted in; the default is units of 1000, for disks and
             networks.
     """

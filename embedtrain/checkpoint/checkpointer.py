@@ -46,7 +46,7 @@ from embedtrain.checkpoint.step_directory import (
     unfinished_path,
     verify_checksums,
 )
-from embedtrain.checkpoint.tensor_files import TensorReader, describe_tensors, tensor_files, write_local_shards
+from embedtrain.checkpoint.tensor_files import describe_tensors, require_fit, tensor_files, write_local_shards
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
@@ -54,17 +54,11 @@ from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints below `checkpoints/`. Every method is called on every rank.
+    """Saves and loads the checkpoints below `root`. Every method is called on every rank.
 
-    As a context manager it waits at the end for a pending save.
-
-    Args:
-        root: the directory `checkpoints/`, created when first needed.
-        config: retention, layout, contents, and whether saves are asynchronous.
-        world: the ranks.
-        metadata: further entries of every manifest: the options that a resumed run must share, and the recipe.
-        log: called with messages for the user.
-        timeout: seconds that ranks wait for each other in an asynchronous save.
+    As a context manager it waits at the end for a pending save. Every manifest gets the entries of `metadata`: the
+    options that a resumed run must share, and the recipe. In an asynchronous save ranks wait `timeout` seconds for each
+    other.
     """
 
     def __init__(
@@ -88,17 +82,11 @@ class Checkpointer:
     def save(self, trained: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of `state["step"]`, then delete those that need not be kept.
 
-        With `checkpoint.asynchronous` it returns as soon as the tensors are copied; a thread writes them. It first
-        waits for the previous save.
+        Called between two steps, when no gradients are held. With `checkpoint.asynchronous` it returns as soon as the
+        tensors are copied; a thread writes them. It first waits for the previous save.
 
-        Args:
-            trained: encoder and loss, between two steps (no gradients held).
-            optimizer: theirs.
-            state: the run's TrainState as a dictionary.
-
-        Raises:
-            CheckpointError: on every rank alike, naming the rank that could not write and why; of this save, or
-                of the previous one.
+        Raises CheckpointError on every rank alike, naming the rank that could not write this or the previous save, and
+        why.
         """
         self.wait()
         snapshot = take_snapshot(trained, optimizer if self.config.contents is CheckpointContents.all else None)
@@ -125,11 +113,7 @@ class Checkpointer:
         self._staging.wait_for_staging()
 
     def wait(self) -> None:
-        """Wait for the pending save.
-
-        Raises:
-            CheckpointError: on every rank alike, it failed.
-        """
+        """Wait for the pending save; raises CheckpointError on every rank alike if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -198,18 +182,13 @@ class Checkpointer:
         return prunable(self.root, self._newest, keep, every=every, protected=_protected(state))
 
     def require_disk_space(self, trained: nn.Module, total_steps: int) -> None:
-        """Reject a `checkpoint.max_disk_gb` that the run would exceed, before training.
-
-        Raises:
-            ConfigError: on every rank alike.
-        """
+        """Raise ConfigError on every rank alike if the run would exceed `checkpoint.max_disk_gb`."""
         require_disk_limit(self.config, checkpoint_bytes(trained, self.config.contents), total_steps)
 
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint; partial and damaged ones are reported and skipped.
 
-        Raises:
-            CheckpointError: on every rank alike, a checkpoint has another version's format.
+        Raises CheckpointError on every rank alike if a checkpoint has another version's format.
         """
         messages: list[str] = []
         newest: Checkpoint | None = None
@@ -243,8 +222,7 @@ class Checkpointer:
     ) -> dict[str, Any] | None:
         """Load a checkpoint; its TrainState as a dictionary, or None if it holds weights only.
 
-        Raises:
-            CheckpointError: the tensors do not fit the model.
+        Raises CheckpointError if the tensors do not fit the model.
         """
         complete = checkpoint.manifest["contents"] == CheckpointContents.all.value
         phase = f"reading {checkpoint.path}"
@@ -274,10 +252,8 @@ class Checkpointer:
 def read_tensors(checkpoint: Checkpoint, trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Load the weights of the sharded encoder and its loss, and the optimizer state unless it is None.
 
-    Each rank reads its own rows, whatever number of ranks wrote them; no collective.
-
-    Raises:
-        CheckpointError: a tensor is missing, unexpected, or of another shape than the model's.
+    Each rank reads its own rows, whatever number of ranks wrote them; no collective. Raises CheckpointError if a tensor
+    is missing, unexpected, or of another shape than the model's.
     """
     # The state dict refers to the parameters' own memory, so reading into it is enough.
     _read_into(checkpointed_weights(trained), checkpoint, WEIGHTS)
@@ -292,27 +268,12 @@ def read_tensors(checkpoint: Checkpoint, trained: nn.Module, optimizer: torch.op
 
 def _read_into(tensors: Mapping[str, Tensor], checkpoint: Checkpoint, kind: str) -> None:
     with checkpoint.tensors(kind) as reader, torch.no_grad():
-        for name in sorted(tensors.keys() ^ reader.specs.keys()):
-            missing = "checkpoint" if name in tensors else "model"
-            raise CheckpointError(f"{checkpoint.path} does not fit this model: {name} is missing in the {missing}")
+        require_fit(checkpoint.path, tensors, reader.specs)
         for name, tensor in tensors.items():
-            spec = reader.specs[name]
-            if tuple(tensor.shape) != spec.shape:
-                raise CheckpointError(
-                    f"{checkpoint.path} does not fit this model: {name} has the shape {list(spec.shape)}, the model "
-                    f"expects {list(tensor.shape)}"
-                )
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            _read_rows(local, reader, name, *row_range(tensor))
-
-
-def _read_rows(target: Tensor, reader: TensorReader, name: str, start: int, end: int) -> None:
-    """Read rows [start, end) of a tensor into `target`, whose first row is row `start`."""
-    for first, rows in reader.rows(name, start, end):
-        if target.dim() == 0:
-            target.copy_(rows)
-        else:
-            target[first - start : first - start + len(rows)].copy_(rows)
+            start, end = row_range(tensor)
+            for first, rows in reader.rows(name, start, end):
+                (local[first - start : first - start + len(rows)] if local.dim() else local).copy_(rows)
 
 
 def _phase(state: Mapping[str, Any]) -> str:

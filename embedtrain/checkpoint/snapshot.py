@@ -23,19 +23,12 @@ ENCODER = "encoder."  # prefix of the encoder's weights; the loss's own have the
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """This rank's rows of one tensor.
+    """This rank's rows of one tensor."""
 
-    Attributes:
-        spec: of the unsharded tensor.
-        rows: on any device; the whole tensor if it is not sharded.
-        first_row: index of the first of `rows` in the unsharded tensor.
-        sharded: whether ranks hold different rows.
-    """
-
-    spec: TensorSpec
-    rows: Tensor
-    first_row: int
-    sharded: bool
+    spec: TensorSpec  # of the unsharded tensor
+    rows: Tensor  # on any device; the whole tensor if it is not sharded
+    first_row: int  # index of the first of `rows` in the unsharded tensor
+    sharded: bool  # whether ranks hold different rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +47,11 @@ class ShardPosition:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The tensors of a model and its optimizer at one step, as far as this rank holds them.
-
-    Attributes:
-        position: of this rank.
-        tensors: kind (`weights`, and `optimizer` if it is saved) -> name -> shard. Learning rates and other
-            hyperparameters are not included, because they follow from the recipe and the step.
-    """
+    """The tensors of a model and its optimizer at one step, as far as this rank holds them."""
 
     position: ShardPosition
+    # Kind (`weights`, and `optimizer` if it is saved) -> name -> shard. Learning rates and other hyperparameters are
+    # not included, because they follow from the recipe and the step.
     tensors: Mapping[str, Mapping[str, LocalShard]]
 
     @property
@@ -72,12 +61,7 @@ class Snapshot:
 
 
 def take_snapshot(trained: nn.Module, optimizer: torch.optim.Optimizer | None) -> Snapshot:
-    """The current tensors themselves, not copies; no collective.
-
-    Args:
-        trained: encoder and loss, sharded, between two steps.
-        optimizer: theirs, or None if its state is not saved.
-    """
+    """The current tensors themselves, not copies, without the optimizer state if it is None; no collective."""
     model = checkpointed_weights(trained)
     tensors = {WEIGHTS: local_shards(model)}
     if optimizer is not None:
@@ -112,7 +96,7 @@ def shard_position(tensors: Mapping[str, Tensor]) -> ShardPosition:
     """Position of this rank in the mesh of the tensors."""
     mesh = next((tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
     if mesh is None:
-        return ShardPosition(0, 0, 1)
+        return ShardPosition(replica=0, shard=0, num_shards=1)
     return ShardPosition(mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank(), mesh["shard"].size())
 
 
@@ -153,15 +137,15 @@ class Staging:
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """The same snapshot in host memory; on a GPU it is complete after `wait`."""
         first = next(shard.rows for shards in snapshot.tensors.values() for shard in shards.values())
-        if first.is_cuda:
-            self._stream = self._stream or torch.cuda.Stream(first.device)
-            self._stream.wait_stream(torch.cuda.current_stream(first.device))
-            with torch.cuda.stream(self._stream):
-                copied = self._copy(snapshot)
-                self._copied = torch.cuda.Event()
-                self._copied.record(self._stream)
-            return copied
-        return self._copy(snapshot)
+        if not first.is_cuda:
+            return self._copy(snapshot)
+        self._stream = self._stream or torch.cuda.Stream(first.device)
+        self._stream.wait_stream(torch.cuda.current_stream(first.device))
+        with torch.cuda.stream(self._stream):
+            copied = self._copy(snapshot)
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+        return copied
 
     def wait(self) -> None:
         """Block until the copies are complete; for the writing thread."""
@@ -175,16 +159,13 @@ class Staging:
             self._copied = None if self._copied.query() else self._copied
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:
-        return replace(
-            snapshot,
-            tensors={
-                kind: {
-                    name: replace(shard, rows=self._copy_rows((kind, name), shard.rows))
-                    for name, shard in shards.items()
-                }
-                for kind, shards in snapshot.tensors.items()
-            },
-        )
+        copies = {
+            kind: {
+                name: replace(shard, rows=self._copy_rows((kind, name), shard.rows)) for name, shard in shards.items()
+            }
+            for kind, shards in snapshot.tensors.items()
+        }
+        return replace(snapshot, tensors=copies)
 
     def _copy_rows(self, key: tuple[str, str], rows: Tensor) -> Tensor:
         buffer = self._buffers.get(key)

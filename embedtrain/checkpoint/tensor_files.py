@@ -36,21 +36,13 @@ from embedtrain.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The files of all tensors of one kind.
+    """The files of all tensors of one kind."""
 
-    Attributes:
-        kind: `weights` or `optimizer`, the prefix of file names.
-        layout: one file per shard, or a single file.
-        num_shards: rows are divided as by `torch.chunk`.
-        specs: of the unsharded tensors.
-        sharded: names of sharded tensors; the others belong to the first shard.
-    """
-
-    kind: str
+    kind: str  # `weights` or `optimizer`, the prefix of file names
     layout: CheckpointLayout
-    num_shards: int
-    specs: Mapping[str, TensorSpec]
-    sharded: frozenset[str]
+    num_shards: int  # rows are divided as by `torch.chunk`
+    specs: Mapping[str, TensorSpec]  # of the unsharded tensors
+    sharded: frozenset[str]  # names; the other tensors belong to the first shard
 
     def row_bounds(self, name: str, shard: int) -> tuple[int, int]:
         """Rows [start, end) of a tensor in a shard."""
@@ -90,12 +82,8 @@ class TensorFiles:
         return range(self.num_shards if name in self.sharded else 1)
 
     def _shard_specs(self, shard: int) -> dict[str, TensorSpec]:
-        specs = {}
-        for name, spec in self.specs.items():
-            start, end = self.row_bounds(name, shard)
-            if end > start:
-                specs[name] = spec.rows(end - start)
-        return specs
+        bounds = ((name, *self.row_bounds(name, shard)) for name in self.specs)
+        return {name: self.specs[name].rows(end - start) for name, start, end in bounds if end > start}
 
 
 def tensor_files(kind: str, shards: Mapping[str, LocalShard], layout: CheckpointLayout, num_shards: int) -> TensorFiles:
@@ -107,15 +95,11 @@ def tensor_files(kind: str, shards: Mapping[str, LocalShard], layout: Checkpoint
 def write_local_shards(
     folder: Path, files: TensorFiles, position: ShardPosition, shards: Mapping[str, LocalShard]
 ) -> dict[str, int]:
-    """Write this rank's rows; returns their CRC-32 by tensor name.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write this rank's rows; returns their CRC-32 by tensor name."""
     checksums: dict[str, int] = {}
-    local = {name: shard for name, shard in shards.items() if shard.sharded or position.shard == 0}
     if not position.is_writer:
         return checksums
+    local = {name: shard for name, shard in shards.items() if shard.sharded or position.shard == 0}
     writes_header = files.layout is CheckpointLayout.sharded or position.shard == 0
     path, layout = folder / files.shard_file(position.shard), files.shard_layout(position.shard)
     with RowWriter(path, layout, writes_header=writes_header) as file:
@@ -143,15 +127,7 @@ def describe_tensors(files: TensorFiles, checksums: list[Mapping[str, int]]) -> 
 class TensorReader:
     """Reads tensors of one kind by rows. As a context manager it keeps files open.
 
-    Args:
-        folder: the step directory.
-        kind: `weights` or `optimizer`.
-        layout: in which they were written.
-        num_shards: with which they were written.
-        description: result of `describe_tensors`.
-
-    Raises:
-        KeyError, TypeError, ValueError: the description is malformed.
+    `description` is the result of `describe_tensors`; KeyError, TypeError or ValueError if it is malformed.
     """
 
     def __init__(
@@ -178,8 +154,7 @@ class TensorReader:
     def rows(self, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """Rows [start, end) of a tensor, one stored shard at a time: index of the first row, and rows.
 
-        Raises:
-            CheckpointError: a file cannot be read.
+        Raises CheckpointError if a file cannot be read.
         """
         for shard in self.files.tensor_shards(name):
             first, last = self.files.row_bounds(name, shard)
@@ -202,11 +177,7 @@ class TensorReader:
         yield from self.rows(name, 0, self.specs[name].num_rows)
 
     def require_sizes(self) -> None:
-        """Compare the sizes of the files.
-
-        Raises:
-            CheckpointError: a file is missing or has another size.
-        """
+        """Raise CheckpointError if a file is missing or has another size."""
         for file, layout in self.files.files.items():
             path = self.folder / file
             if not path.is_file():
@@ -217,8 +188,7 @@ class TensorReader:
     def verify_checksums(self, rank: int, world_size: int) -> None:
         """Verify every `world_size`-th checksum, so that the ranks share the reading.
 
-        Raises:
-            CheckpointError: the content of a file has changed.
+        Raises CheckpointError if the content of a file has changed.
         """
         for file, layout in list(self.files.files.items())[rank::world_size]:
             path = self.folder / file
@@ -241,6 +211,19 @@ class TensorReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._open.clear()
         self._stack.close()
+
+
+def require_fit(folder: Path, model: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    """Raise CheckpointError if a checkpoint's tensors do not have the names and shapes of the model's."""
+    for name in sorted(model.keys() ^ specs.keys()):
+        missing = "checkpoint" if name in model else "model"
+        raise CheckpointError(f"{folder} does not fit this model: {name} is missing in the {missing}")
+    for name, spec in specs.items():
+        if tuple(model[name].shape) != spec.shape:
+            raise CheckpointError(
+                f"{folder} does not fit this model: {name} has the shape {list(spec.shape)}, the model expects "
+                f"{list(model[name].shape)}"
+            )
 
 
 def _length(value: Any) -> int:

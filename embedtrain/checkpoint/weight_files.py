@@ -86,28 +86,20 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
     for name in names:
         spec = specs[name]
         starts[name], end = end, end + spec.num_bytes
-        entries[name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [starts[name], end],
-        }
+        offsets = [starts[name], end]
+        entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    offsets = {name: len(header) + start for name, start in starts.items()}
-    return FileLayout(dict(specs), header, offsets, len(header) + end)
+    starts = {name: len(header) + start for name, start in starts.items()}
+    return FileLayout(dict(specs), header, starts, len(header) + end)
 
 
 class RowWriter:
     """One of the writers of a file. As a context manager it flushes the file to disk at the end.
 
-    Args:
-        path: file to write, created if missing; other processes may write it at the same time.
-        layout: the same for all writers.
-        writes_header: whether this writer writes the header and sets the size of the file; one of them has to.
-
-    Raises:
-        OSError: from any method: no space, no permission, or the folder is gone.
+    Other processes may write the file at the same time with the same layout. One of the writers has to write the
+    header, which also sets the size of the file.
     """
 
     def __init__(self, path: Path, layout: FileLayout, *, writes_header: bool) -> None:
@@ -118,12 +110,9 @@ class RowWriter:
             os.ftruncate(self._descriptor, layout.size)
 
     def write(self, name: str, rows: Tensor, first: int = 0) -> int:
-        """Write rows of a tensor; returns their CRC-32.
+        """Write rows in host memory, the whole tensor if it is a scalar; returns their CRC-32.
 
-        Args:
-            name: name of the tensor.
-            rows: in host memory and of the tensor's type; the whole tensor if it is a scalar.
-            first: index of the first row in the unsharded tensor.
+        `first` is the index of the first row in the unsharded tensor.
         """
         spec = self._layout.specs[name]
         assert rows.dtype == spec.dtype, f"{name} has the type {spec.dtype} in the layout, not {rows.dtype}"

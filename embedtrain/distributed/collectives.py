@@ -43,7 +43,6 @@ def ring(tensors: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Iterator
     The next transfer overlaps with work on the current tensors. Not differentiable.
 
     Args:
-        tensors: local tensors with rows in the first dimension.
         counts: for each tensor, the number of rows on each rank.
 
     Yields:
@@ -129,12 +128,7 @@ def max_over_ranks(values: list[int], device: torch.device) -> list[int]:
 
 
 def gather_vector(values: Tensor, more: Sequence[float] = ()) -> Tensor:
-    """Every rank's numbers as a float64 matrix [W, len(values) + len(more)], on the CPU of every rank.
-
-    Args:
-        values: local vector on the compute device.
-        more: local numbers to append to it.
-    """
+    """Every rank's numbers as a float64 matrix [W, len(values) + len(more)], on the CPU of every rank."""
     known = torch.tensor(more, dtype=torch.float64).to(values.device, non_blocking=True)
     local = torch.cat([values.detach().double(), known])
     out = torch.empty(dist.get_world_size() * local.numel(), dtype=torch.float64, device=local.device)

@@ -14,25 +14,16 @@ from embedtrain.distributed.world import World
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How weights are distributed over the ranks, and which memory savings apply.
-
-    Attributes:
-        strategy: name of the mesh shape.
-        replicate: number of copies.
-        shard: number of shards of each copy.
-        reason: why this layout was chosen, for the user.
-        reshard_after_forward: whether a block frees its unsharded weights after the forward pass; no effect with one
-            shard.
-        activation_checkpointing: whether a block's activations are recomputed in the backward pass.
-        cpu_offload: whether weights, gradients and optimizer state are kept in host memory and copied on demand.
-    """
+    """How weights are distributed over the ranks, and which memory savings apply."""
 
     strategy: Strategy
-    replicate: int
-    shard: int
-    reason: str
+    replicate: int  # number of copies
+    shard: int  # number of shards of each copy
+    reason: str  # why this layout was chosen, for the user
+    # Whether a block frees its unsharded weights after the forward pass; no effect with one shard.
     reshard_after_forward: bool = True
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = False  # whether a block's activations are recomputed in the backward pass
+    # Whether weights, gradients and optimizer state are kept in host memory and copied on demand.
     cpu_offload: bool = False
 
     def mesh(self, device: torch.device) -> DeviceMesh:

@@ -43,12 +43,6 @@ def shard_(
     Args:
         encoder: parameters on the meta device, buffers in memory.
         blocks: submodules that become FSDP groups.
-        layout: mesh shape and memory savings.
-        parallel: precision and compilation.
-        device: where this rank computes.
-
-    Raises:
-        ModelError: a parameter cannot be sharded, or blocks cannot be recomputed.
     """
     _require_shardable(encoder, blocks)
     if layout.activation_checkpointing:
@@ -199,7 +193,6 @@ def set_gradient_sync(encoder: nn.Module, *, last: bool, reduce_per_step: bool =
     """Configure gradient reduction for the next backward pass. Without effect on a module that is not sharded.
 
     Args:
-        encoder: about to run a backward pass.
         last: whether the pass is the last of its step.
         reduce_per_step: accumulate unsharded gradients locally until the last pass, so that a step costs one
             reduce-scatter per FSDP group. Otherwise every pass reduces into shards, and only the sum over replicas

@@ -62,20 +62,12 @@ _MAX_NODES = 1_000_000
 
 
 def node_names(compressed: str) -> list[str]:
-    """The names in a compressed node list of SLURM: `n[1-3,07]` -> n1, n2, n3, n07.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """The names in a compressed node list of SLURM: `n[1-3,07]` -> n1, n2, n3, n07."""
     return [name for part in _parts(compressed) for name in _expanded(part, compressed)]
 
 
 def tasks_per_node(compressed: str) -> list[int]:
-    """The number of tasks of each node: `2(x3),1` -> 2, 2, 2, 1.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """The number of tasks of each node: `2(x3),1` -> 2, 2, 2, 1."""
     tasks: list[int] = []
     for part in compressed.split(","):
         match = _TASKS.fullmatch(part.strip())
@@ -144,9 +136,6 @@ def set_ranks_from_srun(environment: MutableMapping[str, str]) -> None:
     Does nothing unless srun started several tasks and no other launcher runs below it: in the shell of a batch script
     or of salloc, and in a step with one task, a plain `python -m embedtrain` stays one process. The ranks of a node
     are consecutive, whatever srun's --distribution says.
-
-    Raises:
-        ConfigError: variables contradict each other; the same on every task.
     """
     if "RANK" in environment:
         _set_interface_below_torchrun(environment)

@@ -24,7 +24,6 @@ class Timeouts:
     """The time-outs of a training run on this rank.
 
     Args:
-        world: ranks that train.
         timeout: seconds that ranks wait for each other before the first step and between steps.
         step_timeout: seconds that ranks wait within a step, after the first one; at most `timeout`, at least three
             times the duration of the first step.

@@ -47,7 +47,6 @@ def read_shards(
         tensors: sharded parameters or plain buffers of any dtype by name; values are cast.
         locations: file and key in the file of every name; shapes must be equal.
         whole_weights: weights that every rank needs unsharded, by name.
-        device: destination of `whole_weights`.
     """
     unsharded = whole_weights or {}
     by_file: dict[Path, list[str]] = {}
@@ -77,14 +76,9 @@ def broadcast_weights(
 ) -> None:
     """Give every rank its rows of the weights that `make` returns on rank 0, tensor by tensor. A collective.
 
+    `make` returns full tensors of the same names and shapes; values are cast to the dtypes of `tensors`.
     Only rank 0 holds the full model; other ranks hold one full tensor at a time, on their devices. If `make` fails, all
     ranks fail.
-
-    Args:
-        tensors: sharded parameters or plain buffers of any dtype by name; values are cast.
-        whole_weights: weights that every rank needs unsharded, by name.
-        world: the ranks.
-        make: returns full tensors with the same names and shapes.
     """
     full: Mapping[str, Tensor] = {}
     with world.fail_together("reading the model's weights on rank 0"):

@@ -36,24 +36,15 @@ _LOST = re.compile(
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks.
+    """This process among all ranks."""
 
-    Attributes:
-        rank: over all hosts.
-        size: number of ranks.
-        local_rank: rank within this host.
-        local_size: number of ranks on this host.
-        device: where this rank computes.
-        group: process group of collectives; None is the default group.
-        watchdog: monitors the other ranks; None without other ranks, or if a test created the process group.
-    """
-
-    rank: int
+    rank: int  # over all hosts
     size: int
     local_rank: int
     local_size: int
     device: torch.device
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # process group of collectives; None is the default group
+    # Monitors the other ranks; None without other ranks, or if a test created the process group.
     watchdog: Watchdog | None = None
 
     @property
@@ -63,21 +54,14 @@ class World:
 
     @contextlib.contextmanager
     def watchdog_guard(self) -> Iterator[None]:
-        """Report a failure of the block to the other ranks before enclosing context managers close, which takes time.
-
-        Raises:
-            LostContact: another rank ended or stopped responding.
-        """
+        """Report a failure of the block to the other ranks before enclosing context managers take time to close."""
         with contextlib.nullcontext() if self.watchdog is None else self.watchdog.guard(), explain_lost_contact():
             yield
 
     def new_cpu_group(self, timeout: float) -> "World":
         """The same ranks with a new gloo process group, for use in another thread. Every rank must call it.
 
-        The caller destroys the group.
-
-        Args:
-            timeout: seconds that a rank waits in a collective of the group.
+        A collective of the group waits up to `timeout` seconds. The caller destroys the group.
         """
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=BACKGROUND_GROUP)
         return replace(self, device=torch.device("cpu"), group=group)
@@ -105,9 +89,6 @@ class World:
 
         Without this, a rank that raises leaves the others waiting in the next collective until they time out. The block
         must not call collectives, because a failed rank would be missing in them.
-
-        Raises:
-            EmbedtrainError: the error of the first rank that failed; the message on other ranks names that rank.
         """
         error: Exception | None = None
         previous = current_activity().name
@@ -137,14 +118,7 @@ class World:
 
 @contextlib.contextmanager
 def explain_lost_contact(name: str | None = None) -> Iterator[None]:
-    """Convert the error of a collective in which another rank is missing into LostContact.
-
-    Args:
-        name: the current activity, such as "evaluating dev"; None if unknown.
-
-    Raises:
-        LostContact: another rank ended or stopped responding.
-    """
+    """Convert the error of a collective in which another rank is missing into LostContact."""
     try:
         with activity(name) if name else contextlib.nullcontext():
             yield
@@ -181,8 +155,7 @@ def rank_from_environment() -> int:
 def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     """Join the process group that torchrun prepared, or form a world of one rank; leave it at the end.
 
-    Args:
-        timeout: seconds that a rank waits in a collective before it gives up.
+    A collective waits up to `timeout` seconds.
 
     Raises:
         ConfigError: the launcher's variables contradict each other, there are fewer GPUs than local ranks, or the port

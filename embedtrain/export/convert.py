@@ -38,23 +38,12 @@ def export_checkpoint(
     trust_remote_code: bool,
     console: Console,
 ) -> ExportResult:
-    """Write a checkpoint as a model directory.
+    """Write a checkpoint as a model directory, which replaces `output_dir` once it has passed all checks.
 
     At most one copy of the model is in memory, and none if `config.check` is false.
 
-    Args:
-        run_dir: directory of the run.
-        recipe: recipe of the run.
-        checkpoint: checkpoint of the step.
-        output_dir: replaced once the new directory has passed all checks.
-        config: what to write.
-        trust_remote_code: whether Python in the run directory may run.
-        console: displays progress.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit the model, or the directory does not reproduce its embeddings.
-        ConfigError: another export to the same directory is running.
-        OSError: the directory cannot be written.
+    Raises CheckpointError if the checkpoint does not fit the model, or the directory does not reproduce its embeddings;
+    ConfigError if another export to the directory is running.
     """
     source = open_model_source(ModelConfig(path=str(run_dir.architecture), trust_remote_code=trust_remote_code))
     loaded = load_tokenizer(source)

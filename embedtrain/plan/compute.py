@@ -39,29 +39,17 @@ _DEFAULT_LENGTH = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """A plan.
+    """A plan."""
 
-    Attributes:
-        name: name of the recipe.
-        model: costs of the model.
-        cluster: the ranks.
-        work: workload of a step.
-        best: the chosen layout.
-        next_best: the second choice.
-        activation_tokens: tokens with cached graphs: the recipe's value, or what fits in memory with `best`.
-        largest_chunk: largest `train.chunk_tokens` with which `best` fits; None: not even one text.
-        changes: options to change if it does not fit.
-    """
-
-    name: str
+    name: str  # of the recipe
     model: ModelSpec
     cluster: ClusterSpec
     work: StepWorkload
     best: LayoutCandidate
     next_best: LayoutCandidate | None
-    activation_tokens: int
-    largest_chunk: int | None
-    changes: list[str]
+    activation_tokens: int  # with cached graphs: the recipe's value, or what fits with `best`
+    largest_chunk: int | None  # largest `train.chunk_tokens` with which `best` fits; None: not even one text
+    changes: list[str]  # options to change if it does not fit
 
     @property
     def local(self) -> RankWorkload:
@@ -121,11 +109,7 @@ def _candidate_json(candidate: LayoutCandidate) -> dict[str, Any]:
 
 
 def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
-    """Plan a training without a GPU and without weights.
-
-    Raises:
-        ConfigError, ModelError: as in training.
-    """
+    """Plan a training without a GPU and without weights; raises ConfigError and ModelError as training does."""
     encoder, blocks, max_length = build_meta_encoder(recipe)
     length = options.tokens_per_text or max_length
     precision, parallel = recipe.parallel.precision, recipe.parallel
@@ -218,13 +202,9 @@ def changes(
 
 
 def build_meta_encoder(recipe: Recipe) -> tuple[Encoder, list[nn.Module], int]:
-    """The encoder that a recipe trains, on the meta device, from configuration files alone.
+    """The encoder that a recipe trains on the meta device, its blocks, and the maximum length of texts in tokens.
 
-    Returns:
-        Encoder with adapters and `requires_grad` as in training, its blocks, and the maximum length of texts in tokens.
-
-    Raises:
-        ConfigError, ModelError: as in training.
+    Read from configuration files alone; with adapters and `requires_grad` as in training.
     """
     model = recipe.model
     source = open_model_source(_download_configuration(model))

@@ -19,55 +19,40 @@ from embedtrain.models.four_bit import four_bit_layers
 def token_flops(matmul_elements: float, trained: float, attention: float) -> tuple[float, float]:
     """FLOPs of the forward and of the backward pass of a token: 2 per weight, and 2 more per gradient of a weight.
 
-    Args:
-        matmul_elements: elements of weights that the token is multiplied with.
-        trained: those of them that have a gradient.
-        attention: FLOPs of the products of queries, keys and values in the forward pass.
+    `matmul_elements` are those of weights that the token is multiplied with, `trained` those with a gradient;
+    `attention` is FLOPs of the products of queries, keys and values in the forward pass.
     """
     return 2.0 * matmul_elements + attention, 2.0 * (matmul_elements + trained) + 2.0 * attention
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayers:
-    """Attention layers of the same kind.
-
-    Attributes:
-        layers: number of layers.
-        width: number of heads x head size, of the queries.
-        causal: whether a token attends only to itself and earlier tokens.
-        window: maximum number of tokens that a token attends to in each direction, without itself; None: all.
-    """
+    """Attention layers of the same kind."""
 
     layers: int
-    width: int
-    causal: bool
-    window: int | None = None
+    width: int  # number of heads x head size, of the queries
+    causal: bool  # whether a token attends only to itself and earlier tokens
+    window: int | None = None  # tokens that a token attends to in each direction, without itself; None: all
 
     def pairs(self, lengths: Tensor) -> Tensor:
-        """Pairs of tokens that attend to each other in texts of the given lengths; float64, of the same shape."""
+        """Pairs of tokens that attend to each other in texts of these lengths; float64, of the same shape."""
         lengths = lengths.double()
         reach = lengths if self.window is None else lengths.clamp(max=self.window + 1)
-        # The first tokens attend to all earlier ones, the others to `reach - 1`.
+        # The first tokens attend to all earlier ones, later tokens to `reach - 1`.
         before = reach * (reach - 1) / 2 + (lengths - reach) * (reach - 1)
         return lengths + (before if self.causal else 2.0 * before)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """FLOPs of a model as a function of text lengths.
+    """FLOPs of a model as a function of text lengths."""
 
-    Attributes:
-        matmul_elements: elements of weights that every token is multiplied with: no embeddings, biases and norms.
-        trained: those of them that have a gradient.
-        attention: its attention layers.
-    """
-
-    matmul_elements: int
-    trained: int
+    matmul_elements: int  # of weights that every token is multiplied with: no embeddings, biases and norms
+    trained: int  # those of them that have a gradient
     attention: tuple[AttentionLayers, ...]
 
     def of(self, lengths: Tensor) -> float:
-        """FLOPs of the forward and backward pass of texts of the given lengths, int64 [N], in tokens."""
+        """FLOPs of the forward and backward pass of texts of these lengths, int64 [N], in tokens."""
         attention = sum(4.0 * kind.layers * kind.width * float(kind.pairs(lengths).sum()) for kind in self.attention)
         tokens = float(lengths.sum())
         return sum(token_flops(tokens * self.matmul_elements, tokens * self.trained, attention))

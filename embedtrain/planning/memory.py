@@ -29,27 +29,16 @@ _CACHED_GRAPHS_FRACTION = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes of one rank by kind.
+    """Bytes of one rank by kind."""
 
-    Attributes:
-        parameters: trained weights in fp32, frozen ones in their own type, and buffers.
-        gradients: between passes, reduced or unreduced.
-        optimizer: Adam's moments.
-        activations: of cached graphs and of the running pass.
-        loss: embeddings of this rank and of all ranks, their gradients, and scores.
-        gathered: unsharded weights in the compute type.
-        reducing: gradients on their way to be reduced.
-        phase: the phase of the step.
-    """
-
-    parameters: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    loss: float = 0.0
-    gathered: float = 0.0
-    reducing: float = 0.0
-    phase: str = ""
+    parameters: float = 0.0  # trained weights in fp32, frozen ones in their own type, and buffers
+    gradients: float = 0.0  # between passes, reduced or unreduced
+    optimizer: float = 0.0  # Adam's moments
+    activations: float = 0.0  # of cached graphs and of the running pass
+    loss: float = 0.0  # embeddings of this rank and of all ranks, their gradients, and scores
+    gathered: float = 0.0  # unsharded weights in the compute type
+    reducing: float = 0.0  # gradients on their way to be reduced
+    phase: str = ""  # of the step
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -65,21 +54,12 @@ class MemoryUse:
 def reduces_once_per_step(option: GradientReduction, layout: ParallelLayout, trained: int, memory: int) -> bool:
     """Whether gradients are reduced once per step; then a rank holds unreduced gradients between chunks.
 
-    With replicated weights a rank holds all gradients in any case.
-
-    Args:
-        option: `parallel.gradient_reduction`.
-        layout: of the weights.
-        trained: elements of weights with a gradient.
-        memory: bytes of the rank with the least memory.
+    With replicated weights a rank holds all gradients in any case. `trained` is the number of elements with a gradient,
+    `memory` the bytes of the rank with the least memory.
     """
-    match option:
-        case GradientReduction.per_step:
-            return True
-        case GradientReduction.per_chunk:
-            return False
-        case GradientReduction.auto:
-            return layout.shard == 1 or _FP32 * trained <= _UNREDUCED_GRADIENTS_FRACTION * memory
+    if option is GradientReduction.auto:
+        return layout.shard == 1 or _FP32 * trained <= _UNREDUCED_GRADIENTS_FRACTION * memory
+    return option is GradientReduction.per_step
 
 
 def step_memory(
@@ -186,13 +166,7 @@ class _Step:
                     yield from self._backward(chunk, first=first, last=last_chunk and last_batch)
 
     def _backward(self, chunk: int, *, first: bool, last: bool) -> Iterator[MemoryUse]:
-        """A backward pass: at its start, after its first block, and at its end.
-
-        Args:
-            chunk: index within the batch.
-            first: whether there are no gradients yet.
-            last: whether it is the last of the step.
-        """
+        """A backward pass at its start, after its first block, and at its end; `first`: there are no gradients yet."""
         weights, activations, local = self.model.weights, self.activations, self.local
         size, block = self.model.compute_bytes, weights.largest_block.trained
         graphs = max(1, local.num_cached_graphs - chunk) * self.graph

@@ -21,17 +21,11 @@ from embedtrain.planning.activations import Activations
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Weights that FSDP gathers together.
+    """Weights that FSDP gathers together."""
 
-    Attributes:
-        trained: elements with a gradient.
-        frozen: elements without a gradient.
-        frozen_bytes: storage of the frozen elements.
-    """
-
-    trained: int = 0
-    frozen: int = 0
-    frozen_bytes: int = 0
+    trained: int = 0  # elements with a gradient
+    frozen: int = 0  # elements without
+    frozen_bytes: int = 0  # storage of the frozen elements
 
     @property
     def elements(self) -> int:
@@ -41,23 +35,14 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """The weights of a model.
-
-    Attributes:
-        blocks: one group per transformer block, in order.
-        root: weights outside the blocks and `embedding`.
-        embedding: the vocabulary embedding if it is large enough to be a separate group.
-        lookup_elements: elements that are looked up instead of multiplied: embeddings.
-        frozen_by_dtype: bytes of frozen weights, by name of the type.
-        buffers: bytes of buffers, which every rank holds.
-    """
+    """The weights of a model."""
 
     blocks: tuple[ParameterGroup, ...]
-    root: ParameterGroup
-    embedding: ParameterGroup
-    lookup_elements: int
-    frozen_by_dtype: dict[str, int]
-    buffers: int
+    root: ParameterGroup  # weights outside the blocks and `embedding`
+    embedding: ParameterGroup  # the vocabulary's, if it is large enough to be a separate group
+    lookup_elements: int  # of embeddings, which are looked up instead of multiplied
+    frozen_by_dtype: dict[str, int]  # bytes, by name of the type
+    buffers: int  # bytes, which every rank holds
 
     @property
     def groups(self) -> tuple[ParameterGroup, ...]:
@@ -87,24 +72,16 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a plan needs of a model.
+    """What a plan needs of a model."""
 
-    Attributes:
-        name: class of the backbone.
-        weights: parameter groups and buffers.
-        hidden: hidden size.
-        dimension: size of an embedding.
-        precision: in which the model computes.
-        activations: Activations with activation checkpointing (True) or without, measured on the first call.
-        activation_bound: an upper bound of `activations` that needs no measurement.
-    """
-
-    name: str
+    name: str  # class of the backbone
     weights: WeightSpec
     hidden: int
-    dimension: int
+    dimension: int  # of an embedding
     precision: Precision
+    # With activation checkpointing (True) or without, measured on the first call.
     activations: Callable[[bool], Activations] = field(repr=False, compare=False)
+    # An upper bound of `activations` that needs no measurement.
     activation_bound: Callable[[bool], Activations] = field(repr=False, compare=False)
 
     @property
@@ -131,15 +108,9 @@ def model_spec(
     gpu: bool,
     packed: bool = False,
 ) -> ModelSpec:
-    """The costs of an encoder on the meta device.
+    """The costs of an encoder on the meta device, with `requires_grad` and types as in training.
 
-    Args:
-        encoder: with `requires_grad` and types as in training.
-        blocks: modules that become separate FSDP groups.
-        precision: in which it computes.
-        tokens_per_text: length of its texts.
-        gpu: whether it runs on a GPU.
-        packed: whether texts are packed.
+    `blocks` are the modules that become separate FSDP groups.
     """
     embedding = large_embedding(encoder)
     grouped = {id(p) for block in blocks for p in block.parameters()}

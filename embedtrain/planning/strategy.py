@@ -26,42 +26,34 @@ _GIB, _GB = 2**30, 1e9
 
 @dataclass(frozen=True, slots=True)
 class LayoutCandidate:
-    """A layout and its costs.
-
-    Attributes:
-        layout: of the weights.
-        memory: of one rank at its peak.
-        traffic: of a step, and its duration.
-        fits: whether the memory suffices.
-        reduce_per_step: whether gradients are reduced once per step; else after every chunk.
-    """
+    """A layout and its costs."""
 
     layout: ParallelLayout
-    memory: MemoryUse
+    memory: MemoryUse  # of one rank at its peak
     traffic: StepTraffic
     fits: bool
-    reduce_per_step: bool
+    reduce_per_step: bool  # whether gradients are reduced once per step; else after every chunk
 
     @property
     def name(self) -> str:
         """Short description of the layout."""
-        return layout_name(self.layout)
+        layout = self.layout
+        words = [layout.strategy.value]
+        if layout.strategy is Strategy.hsdp:
+            words.append(f"{layout.replicate} x {layout.shard}")
+        if layout.shard > 1:
+            words.append("resharded after forward" if layout.reshard_after_forward else "not resharded after forward")
+        words += ["activation checkpointing"] * layout.activation_checkpointing + ["CPU offload"] * layout.cpu_offload
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """The chosen layout.
+    """The chosen layout."""
 
-    Attributes:
-        layout: with its `reason`.
-        reduce_per_step: whether gradients are reduced once per step; else after every chunk.
-        best: the layout with its costs; None for a model that only encodes.
-        next_best: the second choice, if there is any.
-    """
-
-    layout: ParallelLayout
-    reduce_per_step: bool
-    best: LayoutCandidate | None = None
+    layout: ParallelLayout  # with its `reason`
+    reduce_per_step: bool  # as of LayoutCandidate
+    best: LayoutCandidate | None = None  # None for a model that only encodes
     next_best: LayoutCandidate | None = None
 
 
@@ -73,21 +65,14 @@ def choose_layout(
     *,
     always_measure: bool = False,
 ) -> LayoutChoice:
-    """The layout of a training.
+    """The layout of a training; raises ConfigError if `parallel.shard_size` is impossible.
 
     Options of the recipe are obeyed. Replicated weights are preferred if they fit without further savings, because no
     forward pass waits for communication then. Otherwise the fastest layout that fits is chosen, according to
     `step_traffic`; if none fits, the one with the lowest memory.
 
-    Args:
-        parallel: options of the recipe.
-        cluster: the ranks, with the memory of the rank that has the least.
-        model: costs of the model.
-        work: workload of a step.
-        always_measure: measure activations even if their upper bound, which needs no measurement, fits.
-
-    Raises:
-        ConfigError: `parallel.shard_size` does not divide the number of ranks, or is set without hsdp.
+    The memory of `cluster` is that of the rank that has the least. `always_measure` measures activations even if their
+    upper bound, which needs no measurement, fits.
     """
     layouts = list(_layouts(parallel, cluster, model))
     bounded = model.bounded()
@@ -106,11 +91,7 @@ def choose_layout(
 
 
 def choose_encoding_layout(parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec) -> LayoutChoice:
-    """The layout of a model that only encodes: replicated if the weights use at most half of the memory.
-
-    Raises:
-        ConfigError: as `choose_layout`.
-    """
+    """The layout of a model that only encodes: replicated if the weights use at most half of the memory."""
     layouts = [
         ParallelLayout(
             strategy,
@@ -137,20 +118,12 @@ def choose_encoding_layout(parallel: ParallelConfig, cluster: ClusterSpec, model
 def layout_candidates(
     parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec, work: StepWorkload
 ) -> list[LayoutCandidate]:
-    """All layouts that the recipe allows, the simplest first.
-
-    Raises:
-        ConfigError: as `choose_layout`.
-    """
+    """All layouts that the recipe allows, the simplest first."""
     return [_candidate(layout, parallel, cluster, model, work) for layout in _layouts(parallel, cluster, model)]
 
 
 def mesh_shape(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_node: int) -> tuple[int, int]:
-    """Number of replicas, and number of shards of each.
-
-    Raises:
-        ConfigError: `parallel.shard_size` does not divide the number of ranks.
-    """
+    """Number of replicas, and of shards of each; ConfigError if `parallel.shard_size` does not divide the ranks."""
     match strategy:
         case Strategy.fsdp:
             return 1, ranks
@@ -164,17 +137,6 @@ def mesh_shape(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_nod
             return ranks // size, size
         case _:
             return ranks, 1
-
-
-def layout_name(layout: ParallelLayout) -> str:
-    """Short description of a layout."""
-    words = [layout.strategy.value]
-    if layout.strategy is Strategy.hsdp:
-        words.append(f"{layout.replicate} x {layout.shard}")
-    if layout.shard > 1:
-        words.append("resharded after forward" if layout.reshard_after_forward else "not resharded after forward")
-    words += ["activation checkpointing"] * layout.activation_checkpointing + ["CPU offload"] * layout.cpu_offload
-    return ", ".join(words)
 
 
 def _layouts(parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec) -> Iterator[ParallelLayout]:

@@ -16,27 +16,16 @@ _HOST_BANDWIDTH = 25e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTraffic:
-    """Bytes that a rank sends in a step, and the seconds of the step.
+    """Bytes that a rank sends in a step, and the seconds of the step."""
 
-    Attributes:
-        all_gather: all-gathers of weights, bytes.
-        reduce_scatter: reduce-scatters of gradients, bytes.
-        all_reduce: all-reduces of gradients over replicas, bytes.
-        embeddings: of the loss, and of texts that are encoded on another rank than that of their row, bytes.
-        communication: seconds of all communication at the given bandwidths.
-        exposed: seconds of communication that do not overlap with computation.
-        compute: seconds of computation.
-        offload: seconds of transfers to host memory and of the optimizer there.
-    """
-
-    all_gather: float
-    reduce_scatter: float
-    all_reduce: float
-    embeddings: float
-    communication: float
-    exposed: float
-    compute: float
-    offload: float
+    all_gather: float  # of weights, bytes
+    reduce_scatter: float  # of gradients, bytes
+    all_reduce: float  # of gradients over replicas, bytes
+    embeddings: float  # bytes of the loss, and of texts encoded on another rank than that of their row
+    communication: float  # seconds of all communication at the cluster's bandwidths
+    exposed: float  # seconds of communication that do not overlap with computation
+    compute: float  # seconds
+    offload: float  # seconds of transfers to host memory and of the optimizer there
 
     @property
     def bytes(self) -> float:

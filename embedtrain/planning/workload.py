@@ -5,11 +5,6 @@ from dataclasses import dataclass, field
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.recipe import Recipe, TrainConfig
 
-# An H100 with NVLink and a 400 Gb/s network adapter: GB/s that it sends, and TFLOP/s that published trainers reach in
-# bf16 (llm-foundry: 399 to 459).
-BANDWIDTH_NODE = 300.0
-BANDWIDTH_NETWORK = 50.0
-TFLOPS = 400.0
 # Fraction of a rank's memory that a plan may use: the rest is for the driver, the communication library and
 # fragmentation of the allocator.
 USABLE = 0.9
@@ -17,25 +12,17 @@ USABLE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """The ranks and their links.
-
-    Attributes:
-        ranks: number of ranks.
-        per_node: number of ranks per node.
-        memory: bytes per rank.
-        gpu: whether the ranks are GPUs.
-        bandwidth_node: bytes per second that a rank sends within its node.
-        bandwidth_network: bytes per second that a rank sends to other nodes.
-        flops: floating-point operations per second that a rank reaches.
-    """
+    """The ranks and their links."""
 
     ranks: int
-    per_node: int
-    memory: int
+    per_node: int  # ranks
+    memory: int  # bytes per rank
     gpu: bool = True
-    bandwidth_node: float = BANDWIDTH_NODE * 1e9
-    bandwidth_network: float = BANDWIDTH_NETWORK * 1e9
-    flops: float = TFLOPS * 1e12
+    # Defaults: an H100 with NVLink and a 400 Gb/s network adapter, and what published trainers reach in bf16
+    # (llm-foundry: 399 to 459 TFLOP/s).
+    bandwidth_node: float = 300e9  # bytes per second that a rank sends within its node
+    bandwidth_network: float = 50e9  # bytes per second that a rank sends to other nodes
+    flops: float = 400e12  # operations per second that a rank reaches
 
     @property
     def usable(self) -> int:
@@ -45,24 +32,14 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWorkload:
-    """The work of an optimizer step.
+    """The work of an optimizer step."""
 
-    Attributes:
-        rows: rows of a global batch.
-        texts_per_row: query, positive and hard negatives.
-        tokens_per_text: mean number of tokens, padding included.
-        chunk_tokens: maximum number of tokens of a forward pass on one rank.
-        activation_tokens: maximum number of tokens with cached graphs; None: `chunk_tokens`.
-        gradient_accumulation_steps: global batches per step.
-        loss: options of the loss.
-    """
-
-    rows: int = TrainConfig.global_batch_size
-    texts_per_row: int = 2
-    tokens_per_text: int = 512
-    chunk_tokens: int = TrainConfig.chunk_tokens
-    activation_tokens: int | None = None
-    gradient_accumulation_steps: int = 1
+    rows: int = TrainConfig.global_batch_size  # of a global batch
+    texts_per_row: int = 2  # query, positive and hard negatives
+    tokens_per_text: int = 512  # mean, padding included
+    chunk_tokens: int = TrainConfig.chunk_tokens  # maximum of a forward pass on one rank
+    activation_tokens: int | None = None  # maximum with cached graphs; None: `chunk_tokens`
+    gradient_accumulation_steps: int = 1  # global batches per step
     loss: LossConfig = field(default_factory=InfoNCEConfig)
 
     @classmethod
@@ -93,16 +70,9 @@ class StepWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWorkload:
-    """One rank's part of a global batch.
-
-    Attributes:
-        texts: number of texts to encode.
-        chunks: number of chunks, each with one forward and backward pass.
-        num_cached_graphs: number of chunks whose graphs are kept; the others are encoded twice.
-        tokens: tokens of the largest chunk.
-    """
+    """One rank's part of a global batch."""
 
     texts: int
-    chunks: int
-    num_cached_graphs: int
-    tokens: int
+    chunks: int  # each with one forward and backward pass
+    num_cached_graphs: int  # chunks whose graphs are cached; the remaining ones are encoded twice
+    tokens: int  # of the largest chunk

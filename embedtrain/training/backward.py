@@ -31,10 +31,6 @@ class Backward:
     """Computes the gradient of a step.
 
     Args:
-        encoder: sharded.
-        loss: minimised.
-        world: all ranks.
-        seed: determines dropout masks.
         dummy: chunk for ranks that have fewer chunks than others.
         reduce_per_step: see `set_gradient_sync`.
         guides: other models that the loss needs, by path.

@@ -16,19 +16,12 @@ from embedtrain.distributed.collectives import exchange_rows
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Which embeddings go to which rank; every rank knows it without communication.
+    """Which embeddings go to which rank; every rank knows it without communication."""
 
-    Attributes:
-        send_order: int64 [n], this rank's encoded texts, sorted by the rank of their row.
-        num_sent: [W], texts sent to each rank.
-        num_received: [W], texts received from each rank.
-        received_rows: int64 [m], the index among this rank's texts of each text received, in the order of arrival.
-    """
-
-    send_order: Tensor
-    num_sent: Sequence[int]
-    num_received: Sequence[int]
-    received_rows: Tensor
+    send_order: Tensor  # int64 [n], this rank's encoded texts, sorted by the rank of their row
+    num_sent: Sequence[int]  # [W], texts sent to each rank
+    num_received: Sequence[int]  # [W], texts received from each rank
+    received_rows: Tensor  # int64 [m], the index among this rank's texts of each text received, in the order of arrival
 
     def to_row_owner(self, embeddings: Tensor) -> Tensor:
         """Embeddings [n, D] of the texts encoded here -> those of this rank's rows [m, D], without gradient.
@@ -56,8 +49,6 @@ def plan_exchange(
     Args:
         encoder_ranks: int64 [T], the rank that encodes each text of the global batch.
         row_ranks: int64 [T], the rank that has the row of each text.
-        rank: this rank.
-        size: number of ranks.
         encoded: int64 [n], the texts that this rank encodes, in the order of its embeddings.
     """
     destinations = row_ranks[encoded]

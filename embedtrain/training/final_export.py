@@ -40,11 +40,7 @@ def export_run(
     world: World,
     tracker: Tracker,
 ) -> ExportResult:
-    """Write `model/` from the live weights, those of the best step where one was asked for. Every rank calls it.
-
-    Raises:
-        EmbedtrainError: on every rank alike; checkpoints and an earlier `model/` stay.
-    """
+    """Write `model/` from the live weights, those of the best step where one was asked for. Every rank calls it."""
     step = exported_step(recipe, state)
     if step != state.step:
         with world.fail_together("opening the best checkpoint"):

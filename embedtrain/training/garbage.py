@@ -14,11 +14,7 @@ COLLECT_EVERY = 50
 
 
 class GarbageSchedule:
-    """Collects garbage after some steps; see `scheduled_collection`.
-
-    Args:
-        every: steps between two collections.
-    """
+    """Collects garbage after some steps; see `scheduled_collection`."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -36,11 +32,7 @@ class GarbageSchedule:
 
 @contextlib.contextmanager
 def scheduled_collection(every: int = COLLECT_EVERY) -> Iterator[GarbageSchedule]:
-    """Disable automatic collection during the block; restore it afterwards.
-
-    Args:
-        every: steps between two collections.
-    """
+    """Disable automatic collection during the block; restore it afterwards."""
     was_enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     try:

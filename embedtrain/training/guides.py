@@ -19,13 +19,7 @@ from embedtrain.training.rank_batch import GuideTokenizer
 
 
 class GuideModel:
-    """A frozen model that encodes the texts of a batch.
-
-    Args:
-        encoder: sharded.
-        texts: converts rows to its tokens.
-        world: the ranks.
-    """
+    """A frozen model that encodes the texts of a batch."""
 
     def __init__(self, encoder: Encoder, texts: GuideTokenizer, world: World) -> None:
         self.encoder = encoder.eval().requires_grad_(False)
@@ -50,11 +44,7 @@ class GuideModel:
 def load_guides(
     paths: Sequence[str], parallel: ParallelConfig, world: World, *, chunk_tokens: int, trust_remote_code: bool
 ) -> tuple[dict[str, GuideModel], list[str]]:
-    """Load the guides of a loss, by path or ID@REVISION, with a note about each. Every rank must call.
-
-    Raises:
-        ConfigError, ModelError: on every rank alike.
-    """
+    """Load the guides of a loss, by path or ID@REVISION, with a note about each. Every rank must call."""
     guides, notes = {}, []
     for path in paths:
         name, revision = split_revision(path)

@@ -34,25 +34,15 @@ from embedtrain.training.timing import BATCHES, CommunicationMeter, span
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatches:
-    """The local part of every global batch of a run, tokenised and cut into chunks.
-
-    Attributes:
-        data: the rows of all sources.
-        losses: the loss of each source.
-        tokenizer: bound to the model's maximum length.
-        chunk_options: how texts are cut into chunks.
-        guides: other models that a loss needs, by path.
-        world: ranks that share a global batch.
-        total: number of global batches of the run.
-    """
+    """The local part of every global batch of a run, tokenised and cut into chunks."""
 
     data: TrainData
-    losses: Sequence[LossConfig]
+    losses: Sequence[LossConfig]  # of each source
     tokenizer: TextTokenizer
     chunk_options: ChunkOptions
     guides: Mapping[str, GuideModel]
     world: World
-    total: int
+    total: int  # global batches of the run
 
     def __call__(self, number: int) -> RankBatch:
         """The local part of global batch `number`, counted from 0; callable from any thread."""
@@ -72,17 +62,10 @@ class RankBatches:
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicEvaluation:
-    """Evaluation during training, and the best step so far.
-
-    Attributes:
-        evaluator: evaluates the live model.
-        best_metric: set and metric of `checkpoint.best_metric`; None if the recipe sets none.
-        state: records the best step.
-        tracker: records the metrics.
-    """
+    """Evaluation during training, and the best step so far."""
 
     evaluator: Evaluator
-    best_metric: tuple[str, str] | None
+    best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`; None if the recipe sets none
     state: TrainState
     tracker: Tracker
 
@@ -130,11 +113,7 @@ class TrainingLoop:
     matmul_flops: float  # reference of `mfu`
 
     def run(self) -> Stopped | None:
-        """Train from the current state.
-
-        Returns:
-            Why the run ends, if a signal asked it to; a checkpoint has been written then.
-        """
+        """Train from the current state. After a signal, save a checkpoint and return why the run ends."""
         if not self._is_done or self.context.state.evaluation_due:
             with self.stop_signals.deferred():
                 self._train()
@@ -201,11 +180,7 @@ class TrainingLoop:
         return self.evaluation(stop=self._agree_to_stop)
 
     def _save(self) -> None:
-        """Write a checkpoint of the current step.
-
-        Raises:
-            TrainingError: on every rank, the output directory no longer exists.
-        """
+        """Write a checkpoint of the current step."""
         context = self.context
         self.timeouts.leave_steps()
         with context.world.fail_together("looking for the output directory"):

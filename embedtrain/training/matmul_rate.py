@@ -23,16 +23,10 @@ ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class MatmulRate:
-    """The measured rate.
+    """The measured rate."""
 
-    Attributes:
-        flops: floating point operations per second of one rank, the mean over ranks.
-        size: n.
-        dtype: of the matrices.
-    """
-
-    flops: float
-    size: int
+    flops: float  # floating point operations per second of one rank, the mean over ranks
+    size: int  # n
     dtype: torch.dtype
 
     def __str__(self) -> str:
@@ -41,12 +35,7 @@ class MatmulRate:
 
 
 def matmul_rate(world: World, dtype: torch.dtype) -> MatmulRate:
-    """Measure the rate on all ranks at the same time, within half a second. A collective.
-
-    Args:
-        world: all ranks.
-        dtype: compute dtype of the run.
-    """
+    """Measure the rate on all ranks at the same time, within half a second. A collective."""
     sizes, device = SIZES[world.device.type], world.device
     _seconds(sizes[0], dtype, device, rounds=1)  # warm-up: selects kernels, loads libraries
     once = _seconds(sizes[0], dtype, device, rounds=1)
@@ -94,8 +83,6 @@ def bf16_notes(
     """A note for a run that would be faster in fp32.
 
     Args:
-        precision: of the run.
-        device: where this rank computes.
         capabilities: of the CPU; default: those of this one, available from torch 2.12 on.
     """
     if precision is not Precision.bf16 or device.type != "cpu":

@@ -50,11 +50,7 @@ def build_loss(
     world: World,
     console: Console,
 ) -> Loss:
-    """The loss of all sources, on this rank's device. Prints notes about it.
-
-    Raises:
-        ConfigError: on every rank, options do not match the model or the vectors in the rows.
-    """
+    """The loss of all sources, on this rank's device. Prints notes about it."""
     with world.fail_together("building the loss"):
         dimension, guide_dimensions = model.encoder.dimension, _guide_dimensions(guides, data)
         loss = build_losses(losses, dimension=dimension, guide_dimensions=guide_dimensions, seed=recipe.seed)

@@ -37,8 +37,6 @@ class Schedule:
     """The learning rate as a function of the step, so there is nothing to save or restore.
 
     Args:
-        optimizer: its learning rates are set.
-        optim: peak learning rates, schedule, warm-up.
         total_steps: where linear and cosine schedules reach zero.
     """
 

@@ -12,7 +12,6 @@ class Prefetcher:
 
     Args:
         make: step -> this rank's batch of that step; a function of the step alone.
-        start: first step.
         stop: step behind the last.
         workers: threads; 0 makes each batch when it is asked for.
         ahead: how many batches are made before they are asked for, at least one a thread.

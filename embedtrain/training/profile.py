@@ -33,61 +33,37 @@ _MAX_RANKS = 8
 
 @dataclass
 class TimeShares:
-    """How one rank spent its time in the profiled steps: fractions of `seconds` that add up to 1.
+    """How one rank spent its time in the profiled steps: fractions of `seconds` that add up to 1."""
 
-    Attributes:
-        seconds: from requesting the batches of a step to its end, summed over steps.
-        compute: GPU: kernels other than NCCL's; CPU: the parts of a step, excluding waits.
-        communication: exposed collectives, counted for as long as the last rank to enter each of them spent in it.
-            Includes `ranks` if the two cannot be separated.
-        ranks: the rest of the time in exposed collectives: waiting for a rank that entered later.
-        data: waiting for batches.
-        rest: everything else: Python, kernel launches, logging.
-        parts: fractions of encode, loss, backward, ...; their sum is `compute` on a CPU, host time on a GPU.
-    """
-
-    seconds: float
-    compute: float
+    seconds: float  # from requesting the batches of a step to its end, summed over steps
+    compute: float  # GPU: kernels other than NCCL's; CPU: the parts of a step, excluding waits
+    # Exposed collectives, counted for as long as the last rank to enter each of them spent in it. Includes `ranks` if
+    # the two cannot be separated.
     communication: float
-    ranks: float
-    data: float
-    rest: float
+    ranks: float  # the rest of the time in exposed collectives: waiting for a rank that entered later
+    data: float  # waiting for batches
+    rest: float  # everything else: Python, kernel launches, logging
+    # Fractions of encode, loss, backward, ...; their sum is `compute` on a CPU, host time on a GPU.
     parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class RankTiming:
-    """Measurements of one rank.
+    """Measurements of one rank."""
 
-    Attributes:
-        seconds: duration of the steps.
-        spans: seconds of each span.
-        exposed: seconds in collectives without overlapping computation.
-        computed: seconds of other kernels; None on a CPU.
-        collectives: seconds of each collective.
-        operators: name, seconds and calls of the longest operators.
-        problem: why there is no trace.
-    """
-
-    seconds: float
-    spans: dict[str, float]
-    exposed: float
-    computed: float | None
-    collectives: list[float]
-    operators: list[tuple[str, float, int]]
-    problem: str | None = None
+    seconds: float  # duration of the steps
+    spans: dict[str, float]  # seconds of each span
+    exposed: float  # seconds in collectives without overlapping computation
+    computed: float | None  # seconds of other kernels; None on a CPU
+    collectives: list[float]  # seconds of each collective
+    operators: list[tuple[str, float, int]]  # name, seconds and calls of the longest operators
+    problem: str | None = None  # why there is no trace
 
 
 class StepProfiler:
     """Profiles the steps in `tracking.profile`; consecutive steps share a profile.
 
     Every rank times its steps; those in `tracking.profile_ranks` also write a trace. Failures only cause a warning.
-
-    Args:
-        tracking: steps and ranks to profile.
-        world: all ranks.
-        directory: destination of traces.
-        tracker: prints the table.
     """
 
     def __init__(self, tracking: TrackingConfig, world: World, directory: Path, tracker: Tracker) -> None:
@@ -126,7 +102,6 @@ class StepProfiler:
         """Enter around a step and its batches. The end of the last of consecutive steps is a collective.
 
         Args:
-            step: counted from 1.
             last: whether something follows that does not belong in the trace, such as an evaluation.
         """
         if step not in self._steps:

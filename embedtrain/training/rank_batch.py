@@ -22,14 +22,7 @@ from embedtrain.training.exchange import Exchange, plan_exchange
 
 @dataclass(frozen=True, slots=True)
 class GuideTokenizer:
-    """Tokenises a rank's rows for a guide model, with the guide's vocabulary, maximal length and prompts.
-
-    Attributes:
-        tokenizer: the guide's.
-        query_prompt: the guide's; the trained model's prompt is left out.
-        document_prompt: the guide's.
-        chunk_tokens: tokens of one forward pass, including padding.
-    """
+    """Tokenises a rank's rows for a guide model, with the guide's vocabulary, maximal length and prompts."""
 
     tokenizer: TextTokenizer
     query_prompt: str
@@ -55,17 +48,12 @@ def pass_overhead(*, on_gpu: bool, sharded: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
-    """How texts are cut into chunks; each chunk is one forward pass.
+    """How texts are cut into chunks; each chunk is one forward pass."""
 
-    Attributes:
-        chunk_tokens: maximal tokens of a chunk, including padding.
-        activation_tokens: maximal tokens whose graphs are kept in memory together; default: `chunk_tokens`.
-        pass_overhead_tokens: cost of one more pass, in tokens; more passes need less padding.
-    """
-
-    chunk_tokens: int
+    chunk_tokens: int  # maximal tokens of a chunk, including padding
+    # Maximal tokens whose graphs are kept in memory together; default: `chunk_tokens`.
     activation_tokens: int | None = None
-    pass_overhead_tokens: int = 32
+    pass_overhead_tokens: int = 32  # cost of one more pass, in tokens; more passes need less padding
 
     def num_cached_graphs(self, sizes: Iterable[int]) -> int:
         """How many of the first chunks keep their graphs, given the tokens of each chunk including padding."""
@@ -75,30 +63,19 @@ class ChunkOptions:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """One rank's part of a global batch, tokenised.
+    """One rank's part of a global batch, tokenised."""
 
-    Attributes:
-        step: counted from 0.
-        chunks: the texts that this rank encodes, longest first; `Tokens.rows` counts through all chunks.
-        num_queries: B.
-        batch_info: what the loss needs besides the embeddings of this rank's rows.
-        num_rows: rows of the global batch.
-        num_cached_graphs: how many of the first chunks keep their graphs in memory; the same on all ranks.
-        num_passes: the largest number of chunks of any rank.
-        max_documents: documents of the longest row of the global batch.
-        exchange: sends embeddings to the ranks of their rows.
-        guides: chunks of this rank's rows for guide models, by path.
-    """
-
-    step: int
+    step: int  # counted from 0
+    # The texts that this rank encodes, longest first; `Tokens.rows` counts through all chunks.
     chunks: tuple[Tokens, ...]
-    num_queries: int
+    num_queries: int  # B
     batch_info: BatchInfo
-    num_rows: int
-    num_cached_graphs: int
-    num_passes: int
-    max_documents: int
-    exchange: Exchange
+    num_rows: int  # rows of the global batch
+    num_cached_graphs: int  # how many of the first chunks keep their graphs in memory; the same on all ranks
+    num_passes: int  # the largest number of chunks of any rank
+    max_documents: int  # documents of the longest row of the global batch
+    exchange: Exchange  # sends embeddings to the ranks of their rows
+    # Chunks of this rank's rows for guide models, by path.
     guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)
 
     @property
@@ -151,12 +128,6 @@ def make_rank_batch(
     those of the longest texts are kept, which saves the most computation.
 
     Args:
-        batch: the global batch, tokenised.
-        rank: this rank.
-        size: number of ranks.
-        tokenizer: bound to the model's length.
-        chunk_options: sizes of chunks.
-        guides: tokenizers of guide models, by path.
         teacher_dimension: dimension of the teacher's vectors in the rows, if there are any; also on ranks without rows.
     """
     tokens = batch.tokens
@@ -207,9 +178,7 @@ def _make_batch_info(
         num_documents: int64 [B], of each row.
         query_keys: int64 [B], hashes of `text_keys`.
         document_keys: int64 [M].
-        step: the same on every rank.
         source: index in `data.train`, if all rows are of one source.
-        teacher_dimension: dimension of the teacher's vectors, if there are any.
     """
     owners = torch.repeat_interleave(torch.arange(len(num_documents)), num_documents)
     known_rows = [] if rows is None else list(rows)

@@ -81,14 +81,7 @@ class _Origin:
 def choose_sample(
     sets: Sequence[LoadedSet], data: TrainData, losses: Sequence[LossConfig], prompts: Mapping[str, str]
 ) -> Sample:
-    """The sample of a run.
-
-    Args:
-        sets: the evaluation sets, if any.
-        data: the training rows.
-        losses: of each source.
-        prompts: the model's, by name: `query` and `document`.
-    """
+    """The sample of a run; `losses` has the loss of each source."""
     chosen = _SampleBuilder()
     some = [sets[at] for at in _evenly(len(sets), MAX_SETS)]
     for loaded in some:

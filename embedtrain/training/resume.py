@@ -30,15 +30,10 @@ _SOURCES, _ROWS_PER_EPOCH = "data.train", "rows of an epoch"
 
 @dataclass
 class RunStart:
-    """Where a run starts: from scratch, from a checkpoint, or from the weights of one.
-
-    Attributes:
-        checkpoint: the newest intact checkpoint of the run; None if there is none.
-        state: progress of the run, valid after `restore`.
-    """
+    """Where a run starts: from scratch, from a checkpoint, or from the weights of one."""
 
     checkpoint: Checkpoint | None
-    state: TrainState = field(default_factory=TrainState)
+    state: TrainState = field(default_factory=TrainState)  # progress of the run, valid after `restore`
 
     @property
     def from_scratch(self) -> bool:
@@ -51,11 +46,7 @@ class RunStart:
         return self.state.step or None
 
     def check(self, identity: Mapping[str, Any], recipe: Recipe, console: Console) -> None:
-        """Reject a checkpoint of another run, and print which other options have changed since it was written.
-
-        Raises:
-            CheckpointError: see `require_same_run`.
-        """
+        """Reject a checkpoint of another run, and print which other options have changed since it was written."""
         if self.checkpoint is None:
             return
         require_same_run(self.checkpoint, identity)
@@ -214,11 +205,7 @@ def _loss_identity(loss: LossConfig) -> dict[str, Any]:
 
 
 def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
-    """Reject a checkpoint of a run with another identity.
-
-    Raises:
-        CheckpointError: with the first option that differs, both values, and what to do.
-    """
+    """Reject a checkpoint of a run with another identity."""
     before = _model_identity(to_plain(ModelConfig())) | dict(checkpoint.manifest.get("identity", {}))
     for option, value in identity.items():
         difference = next(_differences(option, before.get(option, value), value), None)
@@ -308,11 +295,7 @@ def _defaults_of(option: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_same_data(data: TrainData, world: World) -> None:
-    """Reject training files that differ between hosts: ranks would use different rows for one batch.
-
-    Raises:
-        DataError: on every rank.
-    """
+    """Reject training files that differ between hosts: ranks would use different rows for one batch."""
     files_by_rank = world.gather([(store.report.name, store.content) for store in data.stores])
     reference = files_by_rank[0]
     for rank, files in enumerate(files_by_rank):
@@ -331,11 +314,7 @@ def require_same_data(data: TrainData, world: World) -> None:
 
 
 def require_same_tokenizer(tokenizer: TextTokenizer, world: World) -> None:
-    """Reject tokenizers that differ between hosts: ranks would disagree about lengths and chunks.
-
-    Raises:
-        DataError: on every rank.
-    """
+    """Reject tokenizers that differ between hosts: ranks would disagree about lengths and chunks."""
     reference, *others = world.gather(tokenizer.fingerprint)
     for rank, fingerprint in enumerate(others, start=1):
         if fingerprint != reference:

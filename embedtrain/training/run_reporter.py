@@ -23,15 +23,6 @@ class RunReporter:
     """Records sessions and a sample of a run, and writes its report at the end. Failures only cause a warning.
 
     All methods except entering and leaving are collectives.
-
-    Args:
-        recipe: `tracking.report` enables the sample and the report.
-        run_dir: destination.
-        world: all ranks; rank 0 writes.
-        encoder: the live model.
-        tracker: prints notes and warnings.
-        start: where the run starts; its state is updated by the run.
-        total_steps: planned optimizer steps.
     """
 
     def __init__(
@@ -77,11 +68,7 @@ class RunReporter:
             self._on_main_rank("sessions.jsonl", lambda: self._record_end("failed", error=text))
 
     def encode_before_training(self, choose: Callable[[], Sample]) -> None:
-        """Encode a sample before the first step, unless an earlier session did.
-
-        Args:
-            choose: returns the sample; called on rank 0.
-        """
+        """Encode a sample before the first step, unless an earlier session did."""
         if not self._is_enabled or not self._starts_at_zero:
             return
 

@@ -61,37 +61,21 @@ class Run:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads: the model's files, training rows and evaluation sets.
-
-    Attributes:
-        source: the opened model directory or configuration.
-        base_digest: digest of the weights below adapters; None without adapters.
-        cache: prepared rows and tokens on disk.
-        data: training rows.
-        losses: the loss of each training source.
-        sets: evaluation sets.
-        best_metric: set and metric of `checkpoint.best_metric`.
-        total_steps: optimizer steps.
-        total_batches: global batches; the last step may have fewer than the others.
-    """
+    """What a run reads: the model's files, training rows and evaluation sets."""
 
     source: ModelSource
-    base_digest: str | None
+    base_digest: str | None  # digest of the weights below adapters; None without adapters
     cache: Cache
     data: TrainData
-    losses: Sequence[LossConfig]
+    losses: Sequence[LossConfig]  # of each source
     sets: Sequence[LoadedSet]
-    best_metric: tuple[str, str] | None
-    total_steps: int
-    total_batches: int
+    best_metric: tuple[str, str] | None  # set and metric of `checkpoint.best_metric`
+    total_steps: int  # optimizer steps
+    total_batches: int  # global batches; the last step may have fewer than the others
 
 
 def read_inputs(run: Run) -> RunInputs:
-    """Read everything that the user may have got wrong, before anything is written.
-
-    Raises:
-        EmbedtrainError: on every rank.
-    """
+    """Read everything that the user may have got wrong, before anything is written."""
     recipe, world = run.recipe, run.world
     with world.fail_together("opening the model"):
         if world.is_main:
@@ -134,11 +118,7 @@ def claim_output_dir(run: Run) -> Iterator[None]:
 
 
 def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStart]:
-    """The checkpoints of the run, and the one from which it starts.
-
-    Raises:
-        CheckpointError: on every rank, the newest checkpoint belongs to another run.
-    """
+    """The checkpoints of the run, and the one from which it starts."""
     identity = run_identity(run.recipe, inputs.data, inputs.losses, inputs.source.prompts)
     identity |= {BASE_WEIGHTS: run.world.broadcast(inputs.base_digest)}
     checkpointer = Checkpointer(
@@ -164,15 +144,7 @@ def measure_matmul_rate(run: Run) -> MatmulRate:
 
 @dataclass(kw_only=True)
 class TrainedParts:
-    """What a run trains, and what it needs for that.
-
-    Attributes:
-        model: encoder and tokenizer.
-        guides: other models that a loss needs, by path.
-        loss: of all sources.
-        module: encoder and loss.
-        optimizer: updates both.
-    """
+    """What a run trains, and what it needs for that."""
 
     model: LoadedModel
     guides: Mapping[str, GuideModel]

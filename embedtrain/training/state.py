@@ -16,26 +16,16 @@ class TrainState:
 
     It contains no random state: the order of the data and all dropout masks are functions of the seed and the step, so
     these numbers suffice to resume exactly, on any number of ranks.
-
-    Attributes:
-        step: completed optimizer steps.
-        samples: rows consumed.
-        best_by: `checkpoint.best_metric`.
-        best: best value of that metric so far.
-        best_step: its step.
-        not_better: evaluations since then.
-        evaluation_due: whether a stop interrupted the evaluation of this step, which is repeated on resume.
-        wandb_id: id of the wandb run to continue.
     """
 
-    step: int = 0
-    samples: int = 0
+    step: int = 0  # completed optimizer steps
+    samples: int = 0  # rows consumed
     best_by: str | None = None
-    best: float | None = None
-    best_step: int | None = None
-    not_better: int = 0
-    evaluation_due: bool = False
-    wandb_id: str | None = None
+    best: float | None = None  # best value of that metric so far
+    best_step: int | None = None  # its step
+    not_better: int = 0  # evaluations since then
+    evaluation_due: bool = False  # whether a stop interrupted the evaluation of this step, which is repeated on resume
+    wandb_id: str | None = None  # id of the wandb run to continue
 
 
 def as_dict(state: TrainState) -> dict[str, Any]:
@@ -54,10 +44,6 @@ class EncoderWithLoss(nn.Module):
 
     It is never called: FSDP gathers weights around the encoder's own `__call__`, and the loss is called with
     embeddings.
-
-    Args:
-        encoder: sharded.
-        loss: replicated on every rank.
     """
 
     def __init__(self, encoder: Encoder, loss: Loss) -> None:

@@ -28,49 +28,23 @@ from embedtrain.training.timing import span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Result of one step over all ranks.
+    """Result of one step over all ranks."""
 
-    Attributes:
-        loss: mean over the rows of the global batches.
-        measures: other metrics of the loss, such as `accuracy`.
-        grad_norm: before clipping.
-        lr: learning rate of the encoder.
-        num_rows: rows of the global batches.
-        real_tokens: tokens without padding.
-        computed_tokens: tokens with padding.
-        flops: of the model, for real tokens only.
-        seconds: duration on this rank.
-        notices: union of the notices of all ranks.
-    """
-
-    loss: float
-    measures: dict[str, float]
-    grad_norm: float
-    lr: float
-    num_rows: int
+    loss: float  # mean over the rows of the global batches
+    measures: dict[str, float]  # other metrics of the loss, such as `accuracy`
+    grad_norm: float  # before clipping
+    lr: float  # learning rate of the encoder
+    num_rows: int  # rows of the global batches
     real_tokens: int
     computed_tokens: int
-    flops: float
+    flops: float  # of the model, for real tokens only
     seconds: float
-    notices: Notice
+    notices: Notice  # union of the notices of all ranks
 
 
 @dataclass(slots=True, kw_only=True)
 class StepContext:
-    """What a step reads and updates.
-
-    Attributes:
-        world: all ranks.
-        module: encoder and loss.
-        optimizer: updates the module.
-        schedule: sets its learning rates.
-        backward: computes the gradient.
-        optim: options of clipping.
-        state: progress of the run.
-        flops: cost of texts in the encoder.
-        notices: returns what this rank announces to the others.
-        wait_for_staging: called before weights change: an asynchronous checkpoint may still be copying them.
-    """
+    """What a step reads and updates."""
 
     world: World
     module: EncoderWithLoss
@@ -80,7 +54,8 @@ class StepContext:
     optim: OptimConfig
     state: TrainState
     flops: ModelFlops = NO_FLOPS
-    notices: Callable[[], Notice] = lambda: Notice(0)
+    notices: Callable[[], Notice] = lambda: Notice(0)  # returns what this rank announces to the others
+    # Called before weights change: an asynchronous checkpoint may still be copying them.
     wait_for_staging: Callable[[], None] = lambda: None
 
 
@@ -88,8 +63,6 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
     """Take one optimizer step on the local parts of one or several global batches. Every rank must call it.
 
     Args:
-        context: updated by the step.
-        batches: local parts, on any device.
         measured: whether to compute `Backward.row_specs` metrics as well.
 
     Raises:

@@ -93,13 +93,7 @@ def active_clock(clock: Clock) -> Iterator[None]:
 
 
 class CommunicationMeter:
-    """Measures exposed communication in some steps.
-
-    Args:
-        world: all ranks. A single rank is not measured, because it waits for nobody.
-        log_every: steps between two logged rows.
-        rows_between: logged rows between two measurements.
-    """
+    """Measures exposed communication in some steps."""
 
     def __init__(self, world: World, log_every: int, *, rows_between: int = ROWS_BETWEEN) -> None:
         self._world, self._interval = world, rows_between * log_every
@@ -137,11 +131,7 @@ class CommunicationMeter:
 
 @contextlib.contextmanager
 def timed_waits(clock: Clock | None = None) -> Iterator[Callable[[], float]]:
-    """Time this thread's waits for collectives during the block; the yielded function returns their seconds.
-
-    Args:
-        clock: records each wait; default: a new one.
-    """
+    """Time this thread's waits for collectives during the block; the yielded function returns their seconds."""
     thread, active = threading.get_ident(), clock or Clock()
 
     def timed(wait: Callable[..., Any]) -> Callable[..., Any]:

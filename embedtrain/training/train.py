@@ -37,14 +37,6 @@ from embedtrain.training.step import StepContext
 def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None) -> Path:
     """Train a recipe, or resume an earlier run of it. Every rank calls it.
 
-    Args:
-        recipe: what to train.
-        world: ranks that train.
-        stop_signals: signals of this process, if it listens to them.
-
-    Returns:
-        The directory of the exported model.
-
     Raises:
         EmbedtrainError: on every rank; the message on the first rank that failed has the cause.
         Stopped: on every rank after the same step, a rank received a signal.

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from embedtrain.checkpoint.export.model_directory import ADAPTER_PREFIX, WeightRows, WeightStream
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.step_directory import Checkpoint
-from embedtrain.checkpoint.tensor_files import TensorReader
+from embedtrain.checkpoint.tensor_files import TensorReader, require_fit
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import LoraConfig, ModelConfig
 from embedtrain.errors import CheckpointError
@@ -55,11 +55,7 @@ BASE_WEIGHTS = "weights of model.path"
 
 
 def require_same_base(checkpoint: Checkpoint, base: ModelSource) -> None:
-    """Reject a base model with other weights than those that the checkpoint's adapters were trained on.
-
-    Raises:
-        CheckpointError: the weights differ.
-    """
+    """Raise CheckpointError if the base model's weights are not those that the adapters were trained on."""
     digest = checkpoint.manifest.get("identity", {}).get(BASE_WEIGHTS)
     if digest is not None and digest != weights_digest(base):
         raise CheckpointError(
@@ -132,10 +128,8 @@ def write_adapter_config(directory: Path, adapted: AdapterInfo, model: ModelConf
 def copy_adapter_config(directory: Path, target: Path) -> None:
     """Write the settings of an adapter_config.json that we read to another directory.
 
-    The file itself is not copied, because PEFT interprets more of it and its author may not be trusted.
-
-    Raises:
-        ModelError: it is damaged, or describes an adapter that is not supported.
+    The file itself is not copied, because PEFT interprets more of it and its author may not be trusted. Raises
+    ModelError if it is damaged, or describes an adapter that is not supported.
     """
     files = read_settings(directory)
     files.config.modules_to_save = list(files.modules_to_save) or None
@@ -156,27 +150,14 @@ def _write_adapter_config(directory: Path, config: PeftLoraConfig, base: str | N
 def encoder_rows(
     reader: TensorReader, state: Mapping[str, Tensor], ignored: Collection[str] = ()
 ) -> Iterator[WeightRows]:
-    """Rows of the encoder's tensors in a checkpoint, after comparing their names and shapes with `state`.
+    """Rows of the encoder's tensors in a checkpoint, which may also hold the tensors `ignored`.
 
-    Args:
-        reader: the checkpoint's tensors.
-        state: the tensors that the checkpoint has to hold.
-        ignored: further tensors that it may hold.
-
-    Raises:
-        CheckpointError: they are not the same tensors.
+    Raises CheckpointError if names or shapes are not those of `state`.
     """
     specs = {n.removeprefix(ENCODER): spec for n, spec in reader.specs.items() if n.startswith(ENCODER)}
     specs = {name: spec for name, spec in specs.items() if name not in ignored}
-    for name in sorted(state.keys() ^ specs.keys()):
-        missing = "checkpoint" if name in state else "model"
-        raise CheckpointError(f"{reader.folder} does not fit the model: {name} is missing in the {missing}")
-    for name, spec in specs.items():
-        if tuple(state[name].shape) != spec.shape:
-            raise CheckpointError(
-                f"{reader.folder} does not fit the model: {name} has the shape {list(spec.shape)}, the model "
-                f"expects {list(state[name].shape)}"
-            )
+    require_fit(reader.folder, state, specs)
+    for name in specs:
         for first, rows in reader.all_rows(ENCODER + name):
             yield name, first, rows
 
@@ -189,48 +170,27 @@ def load_rows(weights: Iterable[WeightRows], state: Mapping[str, Tensor]) -> Non
 
 @dataclass(frozen=True)
 class AdapterCheckpoint:
-    """A checkpoint of adapters, and their base model.
-
-    Attributes:
-        base: the base model with the location of its weights.
-        seed: initialises a base model without weights.
-        files: settings of the adapter.
-        reader: the checkpoint's tensors.
-        load_in_4bit: whether the run quantized the base's linear layers; adapters are then merged with the quantized
-            weights.
-    """
+    """A checkpoint of adapters, and their base model."""
 
     base: ModelSource
-    seed: int
+    seed: int  # initialises a base model without weights
     files: AdapterFiles
     reader: TensorReader
-    load_in_4bit: bool = False
+    load_in_4bit: bool = False  # of the run: adapters are merged with the quantized weights
 
     @classmethod
     def open(
         cls, adapter: Path, model: ModelConfig, seed: int, run: ModelSource, reader: TensorReader
     ) -> "AdapterCheckpoint":
-        """Open the base model that the recipe names.
+        """Open the base model that the recipe names; `run` is the architecture in the run directory.
 
-        Args:
-            adapter: directory of adapter_config.json.
-            model: model options of the recipe.
-            seed: seed of the recipe.
-            run: the architecture in the run directory.
-            reader: the checkpoint's tensors.
-
-        Raises:
-            ConfigError, ModelError: the base model no longer exists, or the settings are damaged.
+        Raises ConfigError or ModelError if the base model no longer exists, or the settings are damaged.
         """
         base = replace(open_model_source(model), config=run.config)
         return cls(base, seed, read_settings(adapter), reader, model.lora.load_in_4bit)
 
     def encoder(self) -> Encoder:
-        """The encoder in this process's memory, with unmerged adapters as in training.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit the model.
-        """
+        """The encoder in this process's memory, with unmerged adapters as in training."""
         encoder = assemble_encoder(self.base)
         specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
         encoder.load_state_dict(dict(self._base_weights(specs)))
@@ -239,11 +199,7 @@ class AdapterCheckpoint:
         return encoder
 
     def merged(self) -> WeightStream:
-        """All weights of the merged model, one tensor at a time.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit the model.
-        """
+        """All weights of the merged model, one tensor at a time."""
         encoder = build_encoder(self.base)
         specs = {name: TensorSpec.of(tensor) for name, tensor in encoder.state_dict().items()}
         self._attach(encoder)

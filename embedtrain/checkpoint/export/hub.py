@@ -14,11 +14,7 @@ _REPLACED_FILES = ["*.safetensors", "*.safetensors.index.json", "onnx/*"]
 
 
 def require_export_support(export: ExportConfig) -> None:
-    """Check before training what an export needs on this machine; in the process that will write it.
-
-    Raises:
-        ConfigError: a package is missing, or the Hub cannot be used.
-    """
+    """Raise ConfigError if a package that an export needs is missing here, or the Hub cannot be used."""
     if ONNX in export.formats:
         missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
         if missing:
@@ -38,16 +34,9 @@ def require_export_support(export: ExportConfig) -> None:
 
 
 def upload_model(directory: Path, name: str, *, private: bool, step: int) -> str:
-    """Upload a model directory in one commit; returns the address of the repository.
+    """Upload a model directory to the repository `name` in one commit; returns the repository's address.
 
-    Args:
-        directory: model directory.
-        name: id of the repository, created if missing.
-        private: whether a new repository is private.
-        step: training step of the weights, for the commit message.
-
-    Raises:
-        CheckpointError: the Hub cannot be reached, or rejects the upload.
+    A missing repository is created. Raises CheckpointError if the Hub cannot be reached, or rejects the upload.
     """
     api = HfApi()
     try:

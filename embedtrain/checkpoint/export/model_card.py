@@ -24,15 +24,8 @@ def model_card(
 ) -> str:
     """README.md of a model directory.
 
-    Args:
-        recipe: the resolved recipe as plain dictionaries.
-        metrics: evaluation set -> metric -> value at this step; may be empty.
-        step: optimizer step of the weights.
-        dimension: size of an embedding.
-        max_length: maximum number of tokens of a text.
-        prompts: of queries and documents, by name.
-        formats: `export.formats`.
-        name: id of the Hub repository to which it is uploaded.
+    `metrics` are evaluation set -> metric -> value at this step; `prompts` those of queries and documents; `name` is
+    the id of the Hub repository to which it is uploaded.
     """
     base = recipe["model"].get("path")
     onnx = ONNX in formats

@@ -1,6 +1,6 @@
 """Model directories in the format of sentence-transformers and transformers.
 
-A directory is written in two parts. The architecture (configuration, tokenizer, pooling, prompts) is known before the
+A directory is written in two parts. The architecture (configuration, tokenizer, pooling, prompts) exists before the
 first step and is part of every run directory. An export adds weights to a copy of it, rows at a time: all ranks of a
 live run write their own rows, or one process streams them from a checkpoint. No process holds the whole model.
 """
@@ -76,13 +76,7 @@ def _pooler_weights(source: ModelSource) -> dict[str, Tensor]:
 
 
 def write_architecture(directory: Path, source: ModelSource, tokenizer: TextTokenizer) -> None:
-    """Write a sentence-transformers directory without its weights.
-
-    Args:
-        directory: created if missing.
-        source: what the encoder was built from; the type of its weights is recorded.
-        tokenizer: includes the maximum length.
-    """
+    """Write a sentence-transformers directory without its weights; records the type of the source's weights."""
     directory.mkdir(parents=True, exist_ok=True)
     source.config.save_pretrained(directory)
     _write_code(directory, source)
@@ -96,29 +90,19 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     for dense in source.dense:
         folder = f"{len(modules)}_Dense"
         modules.append((folder, "Dense"))
-        _write_json(
-            directory / folder / "config.json",
-            {
-                "in_features": dense.num_in,
-                "out_features": dense.num_out,
-                "bias": dense.bias,
-                "activation_function": dense.activation,
-            },
-        )
+        settings = {"in_features": dense.num_in, "out_features": dense.num_out, "bias": dense.bias}
+        _write_json(directory / folder / "config.json", settings | {"activation_function": dense.activation})
     if source.normalize:
         folder = f"{len(modules)}_Normalize"
         modules.append((folder, "Normalize"))
         (directory / folder).mkdir(exist_ok=True)
-    _write_json(
-        directory / "modules.json",
-        [
-            {"idx": index, "name": str(index), "path": path, "type": _MODULE + kind}
-            for index, (path, kind) in enumerate(modules)
-        ],
-    )
-    _write_json(
-        directory / "sentence_bert_config.json", {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
-    )
+    entries = [
+        {"idx": index, "name": str(index), "path": path, "type": _MODULE + kind}
+        for index, (path, kind) in enumerate(modules)
+    ]
+    _write_json(directory / "modules.json", entries)
+    settings = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
+    _write_json(directory / "sentence_bert_config.json", settings)
     _write_json(
         directory / "config_sentence_transformers.json",
         {
@@ -132,30 +116,19 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """The weights of a model to export.
+    """The weights of a model to export."""
 
-    Attributes:
-        specs: type and shape of the unsharded weights, by the encoder's names.
-        rows: of this process; names of the adapter's weights have the prefix ADAPTER_PREFIX.
-        adapter: type and shape of the adapter's weights, if there is one.
-    """
-
-    specs: Mapping[str, TensorSpec]
-    rows: Iterator[WeightRows]
-    adapter: Mapping[str, TensorSpec] = field(default_factory=dict)
+    specs: Mapping[str, TensorSpec]  # of the unsharded weights, by the encoder's names
+    rows: Iterator[WeightRows]  # of this process; names of the adapter's weights have the prefix ADAPTER_PREFIX
+    adapter: Mapping[str, TensorSpec] = field(default_factory=dict)  # specs of the adapter's weights
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """The weight files of a model directory.
+    """The weight files of a model directory."""
 
-    Attributes:
-        files: path below the directory -> layout of the file.
-        locations: the encoder's name of a weight -> file, and name in the file.
-    """
-
-    files: Mapping[str, FileLayout]
-    locations: Mapping[str, tuple[str, str]]
+    files: Mapping[str, FileLayout]  # path below the directory -> layout of the file
+    locations: Mapping[str, tuple[str, str]]  # the encoder's name of a weight -> file, and name in the file
 
 
 def plan_weights(
@@ -167,14 +140,11 @@ def plan_weights(
 ) -> WeightPlan:
     """Compute the layout of the weight files; the same in every process.
 
-    Args:
-        architecture: written by `write_architecture`.
-        specs: of the unsharded encoder weights (`backbone.*`, `dense.<index>.*`).
-        dtype: to which floating-point weights are converted.
-        max_file_size: size above which the backbone is split into several files, such as `5GB`.
-        adapter: of the weights that are also written as a PEFT adapter in float32, by the encoder's names.
+    Floating-point weights are converted to `dtype`, those of `adapter` are also written in float32 as a PEFT adapter. A
+    backbone above `max_file_size`, such as `5GB`, is split into several files.
     """
-    converted = {name: _convert(spec, dtype) for name, spec in (_pooler_specs(architecture) | dict(specs)).items()}
+    pooler = {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
+    converted = {name: _convert(spec, dtype) for name, spec in (pooler | dict(specs)).items()}
     backbone = {name.removeprefix(_BACKBONE): spec for name, spec in converted.items() if name.startswith(_BACKBONE)}
     split = split_state_dict_into_shards_factory(
         backbone, get_storage_size=lambda spec: spec.num_bytes, max_shard_size=max_file_size, filename_pattern=_WEIGHTS
@@ -193,11 +163,7 @@ def plan_weights(
 
 
 def create_model_directory(directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
-    """Copy the architecture, and write the index if the weights are split into several files.
-
-    Raises:
-        OSError: it exists, or cannot be written.
-    """
+    """Copy the architecture, and write the index if the weights are split into several files."""
     shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE))
     _write_dtype(directory, dtype)
     weights = {name: file for key, (file, name) in plan.locations.items() if key.startswith(_BACKBONE)}
@@ -210,15 +176,8 @@ def create_model_directory(directory: Path, architecture: Path, plan: WeightPlan
 def write_weights(directory: Path, plan: WeightPlan, weights: Iterable[WeightRows], *, writes_header: bool) -> None:
     """Write rows of weights into the files of a directory; several processes may do so at the same time.
 
-    Args:
-        directory: created by `create_model_directory`.
-        plan: the same in every process.
-        weights: rows of this process, on any device; converted one item at a time.
-        writes_header: whether this process writes the headers of all files; one of them has to.
-
-    Raises:
-        CheckpointError: a weight exceeds the range of the type in which it is stored.
-        OSError: the directory cannot be written.
+    One process has to write the headers of all files. Raises CheckpointError if a weight exceeds the range of the type
+    in which it is stored.
     """
     with ExitStack() as stack:
         writers: dict[str, RowWriter] = {}
@@ -241,10 +200,6 @@ def write_weights(directory: Path, plan: WeightPlan, weights: Iterable[WeightRow
                     f"export as bf16 or fp32"
                 )
             writer(file).write(name, converted, first)
-
-
-def _pooler_specs(architecture: Path) -> dict[str, TensorSpec]:
-    return {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
 
 
 def pooler_rows(architecture: Path) -> Iterator[WeightRows]:

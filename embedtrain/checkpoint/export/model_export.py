@@ -52,13 +52,10 @@ _LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """A finished export.
-
-    `difference` is the largest relative difference of its embeddings from the encoder's, None if it was not checked.
-    """
+    """A finished export."""
 
     directory: Path
-    difference: float | None
+    difference: float | None  # largest relative one from the encoder's embeddings; None if not checked
     dtype: torch.dtype
 
     def describe(self) -> str:
@@ -69,20 +66,11 @@ class ExportResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelExport:
-    """An export in progress: begun by one process, written by all, finished by one.
+    """An export in progress: begun by one process, written by all, finished by one."""
 
-    Attributes:
-        output_dir: replaced once the new directory has passed all checks.
-        architecture: written by `write_architecture`.
-        plan: layout of the weight files; the same in every process.
-        dtype: in which weights are stored.
-        formats: `export.formats`.
-        adapter: the adapter that is also written on its own.
-    """
-
-    output_dir: Path
-    architecture: Path
-    plan: WeightPlan
+    output_dir: Path  # replaced once the new directory has passed all checks
+    architecture: Path  # written by `write_architecture`
+    plan: WeightPlan  # the same in every process
     dtype: torch.dtype
     formats: tuple[str, ...] = ()
     adapter: AdapterBase | None = None
@@ -93,11 +81,7 @@ class ModelExport:
         return self.output_dir.with_name(self.output_dir.name + ".tmp")
 
     def begin(self) -> None:
-        """Create the directory without weights; in one process.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Create the directory without weights; in one process."""
         shutil.rmtree(self.unfinished, ignore_errors=True)
         self.output_dir.parent.mkdir(parents=True, exist_ok=True)
         create_model_directory(self.unfinished, self.architecture, self.plan, self.dtype)
@@ -105,15 +89,9 @@ class ModelExport:
             copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
 
     def write(self, weights: Iterable[WeightRows], *, main: bool) -> None:
-        """Write the weights of this process, after `begin`.
+        """Write this process's rows of weights, after `begin`; `main` is the process that begins and finishes.
 
-        Args:
-            weights: rows of this process.
-            main: whether this is the process that begins and finishes the export.
-
-        Raises:
-            CheckpointError: a weight exceeds the range of the type in which it is stored.
-            OSError: the directory cannot be written.
+        Raises CheckpointError if a weight exceeds the range of the type in which it is stored.
         """
         pooler = pooler_rows(self.architecture) if main else ()
         planned = (item for item in itertools.chain(weights, pooler) if item[0] in self.plan.locations)
@@ -129,17 +107,11 @@ class ModelExport:
     ) -> ExportResult:
         """Reopen the directory, compare, and rename it; in one process, after all have written.
 
-        Args:
-            card: text of the model card.
-            reference: what the export has to reproduce; None skips all checks that load the model, except for tracing
-                an ONNX graph if it is requested.
-            trust_remote_code: whether the model's own Python may run when it is reopened.
-            phase: displays progress while a block runs.
+        Without a reference all checks that load the model are skipped, except for tracing a requested ONNX graph.
+        `phase` displays progress while a block runs.
 
-        Raises:
-            CheckpointError: a library cannot open the directory or computes other embeddings; the directory is kept
-                under its unfinished name.
-            OSError: it cannot be written.
+        Raises CheckpointError if a library cannot open the directory or computes other embeddings; the directory then
+        keeps its unfinished name.
         """
         directory = self.unfinished
         (directory / "README.md").write_text(card, encoding="utf-8")
@@ -170,13 +142,9 @@ class ModelExport:
 
 @contextmanager
 def export_lock(output_dir: Path) -> Iterator[None]:
-    """Prevent concurrent exports to the same directory.
+    """Prevent concurrent exports to the same directory; raises ConfigError if one is running.
 
     The operating system releases the lock if the export is killed.
-
-    Raises:
-        ConfigError: another export to it is running.
-        OSError: its parent folder cannot be written.
     """
     path = output_dir.with_name(output_dir.name + ".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,16 +179,7 @@ def plan_export(
     *,
     adapter: AdapterBase | None = None,
 ) -> ModelExport:
-    """An export of the given weights.
-
-    Args:
-        output_dir: directory to write or replace.
-        architecture: written by `write_architecture`.
-        weights: `backbone.*`, `dense.<index>.*`.
-        dtype: in which weights are stored.
-        config: export options of the recipe.
-        adapter: of the model, if it has one; written on its own if `export.formats` requests it.
-    """
+    """An export of the weights, with the adapter on its own if `export.formats` requests it."""
     formats = tuple(config.formats)
     adapter_specs = weights.adapter if ADAPTER in formats else {}
     plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
@@ -250,8 +209,7 @@ def checkpoint_weights(reader: TensorReader) -> WeightStream:
 def require_replaceable(output_dir: Path, run_dir: Path) -> Path:
     """The directory to export to, if nothing except an earlier export would be replaced.
 
-    Raises:
-        ConfigError: it is a file, contains the run, or is a folder with other content.
+    Raises ConfigError if it is a file, contains the run, or is a folder with other content.
     """
     output_dir = output_dir.expanduser()
     if output_dir.exists() and not output_dir.is_dir():
@@ -266,11 +224,7 @@ def require_replaceable(output_dir: Path, run_dir: Path) -> Path:
 
 
 def load_checkpoint_encoder(source: ModelSource, reader: TensorReader) -> Encoder:
-    """An encoder in this process's memory with the weights of a checkpoint.
-
-    Raises:
-        CheckpointError: the weights do not fit the model.
-    """
+    """An encoder in this process's memory; raises CheckpointError if the checkpoint does not fit it."""
     encoder = build_encoder(source)
     rows = encoder_rows(reader, encoder.state_dict())
     encoder._apply(  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from embedtrain.checkpoint.export.verify import (
     PROBES,
     add_heads,
-    encode_batch,
+    encode_probes,
     open_encoder,
     open_tokenizer,
     require_close,
@@ -36,21 +36,12 @@ _TOLERANCE = 1e-4
 
 
 def write_graph(directory: Path, source: ModelSource) -> Tensor:
-    """Write the graph of a directory that transformers opens.
+    """Write the graph of a directory; returns embeddings of PROBES by the traced model, [len(PROBES), D].
 
-    Args:
-        directory: with weights and tokenizer.
-        source: the opened directory.
-
-    Returns:
-        Embeddings of PROBES by the traced model, [len(PROBES), D].
-
-    Raises:
-        CheckpointError: the model cannot be expressed as a graph.
-        OSError: the directory cannot be written.
+    Raises CheckpointError if the model cannot be expressed as a graph.
     """
     encoder, tokenizer = open_encoder(directory, source), open_tokenizer(directory, source)
-    expected = torch.cat([encode_batch(encoder, tokenize_padded(tokenizer, [text])) for text in PROBES])
+    expected = encode_probes(encoder, tokenizer)
     backbone = encoder.backbone
     names = [name for name in tokenizer.model_input_names if name in inspect.signature(backbone.forward).parameters]
     # Two texts of different lengths, so that the trace does not assume a batch size of one or a mask of ones.
@@ -85,13 +76,7 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
 def check_graph(directory: Path, source: ModelSource, expected: Tensor) -> float:
     """Run the graph on PROBES one by one and as a padded batch; the largest relative difference of its embeddings.
 
-    Args:
-        directory: with the graph.
-        source: the opened directory.
-        expected: embeddings of PROBES by the traced model, [len(PROBES), D].
-
-    Raises:
-        CheckpointError: onnxruntime cannot run it, or its embeddings differ.
+    Raises CheckpointError if onnxruntime cannot run it, or its embeddings differ from those of `write_graph`.
     """
     import onnxruntime
 

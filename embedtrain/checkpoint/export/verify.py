@@ -43,47 +43,24 @@ _MIN_EFFECT, _MIN_EFFECT_FRACTION = 1e-4, 0.5
 
 @dataclass(frozen=True, slots=True)
 class ExportReference:
-    """The encoder that an export has to reproduce.
+    """The encoder that an export has to reproduce."""
 
-    Attributes:
-        vectors: its embeddings of PROBES without prompts, [len(PROBES), D].
-        tolerance: largest relative difference of an embedding that passes.
-        prompts: by name.
-        max_length: maximum number of tokens of a text.
-        base_vectors: embeddings of PROBES with the adapters disabled, if there are any.
-    """
-
-    vectors: Tensor
-    tolerance: float
-    prompts: Mapping[str, str]
-    max_length: int
-    base_vectors: Tensor | None = None
-
-    @property
-    def effect(self) -> float | None:
-        """Relative change of the embeddings by the adapters."""
-        if self.base_vectors is None:
-            return None
-        return max_relative_difference(self.vectors.float().cpu(), self.base_vectors)
+    vectors: Tensor  # of PROBES without prompts, [len(PROBES), D]
+    tolerance: float  # largest relative difference of an embedding that passes
+    prompts: Mapping[str, str]  # by name
+    max_length: int  # tokens
+    base_vectors: Tensor | None = None  # of PROBES with the adapters disabled
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterBase:
-    """An adapter of a run, and the model that it was trained on.
+    """An adapter of a run, and the model that it was trained on."""
 
-    Attributes:
-        directory: of its adapter_config.json.
-        source: the model's configuration as it was trained, and the location of its weights.
-        seed: initialises a model without weights.
-        rounded: whether the run held its weights in a coarser type than its files have.
-        load_in_4bit: whether the run quantized its linear layers to 4 bits.
-    """
-
-    directory: Path
-    source: ModelSource
-    seed: int
-    rounded: bool = False
-    load_in_4bit: bool = False
+    directory: Path  # of its adapter_config.json
+    source: ModelSource  # the model as it was trained, and the location of its weights
+    seed: int  # initialises a model without weights
+    rounded: bool = False  # whether the run held its weights in a coarser type than its files
+    load_in_4bit: bool = False  # whether the run quantized its linear layers
 
 
 def probe_vectors(encoder: Encoder, tokenizer: TextTokenizer) -> Tensor:
@@ -102,10 +79,7 @@ def export_tolerance(dtype: torch.dtype, *, exact_encoder: bool) -> float:
 
 
 def max_relative_difference(vectors: Tensor, expected: Tensor) -> float:
-    """Largest difference of vectors [N, D], relative to the norms of `expected`.
-
-    NaN if a value is NaN, infinite if shapes differ.
-    """
+    """Largest difference of vectors [N, D], relative to the norms of `expected`; infinite if shapes differ."""
     if vectors.shape != expected.shape:
         return float("inf")
     expected = expected.float().cpu()
@@ -113,12 +87,9 @@ def max_relative_difference(vectors: Tensor, expected: Tensor) -> float:
 
 
 def require_close(vectors: Tensor, expected: Tensor, tolerance: float, subject: str) -> float:
-    """The largest relative difference of vectors [N, D] from those expected.
+    """The largest relative difference of vectors [N, D]; CheckpointError if it is above `tolerance` or NaN.
 
     `subject` starts the error message, such as "transformers opens DIR".
-
-    Raises:
-        CheckpointError: the difference is above `tolerance` or not finite.
     """
     difference = max_relative_difference(vectors, expected)
     if not difference <= tolerance:  # also true of NaN
@@ -129,11 +100,7 @@ def require_close(vectors: Tensor, expected: Tensor, tolerance: float, subject: 
 
 
 def require_match(vectors: Tensor, reference: ExportReference, subject: str) -> float:
-    """Like `require_close`, and the embeddings must contain the effect of the adapters.
-
-    Raises:
-        CheckpointError: the difference is too large or not finite, or the adapters have hardly any effect.
-    """
+    """Like `require_close`, and CheckpointError if the embeddings hardly contain the effect of the adapters."""
     difference = require_close(vectors, reference.vectors, reference.tolerance, subject)
     fraction = _effect_fraction(vectors, reference)
     if fraction is not None and not fraction > _MIN_EFFECT_FRACTION:
@@ -150,22 +117,19 @@ def _effect_fraction(vectors: Tensor, reference: ExportReference) -> float | Non
 
     Rounding has no preferred direction, so it hardly contributes. None if the adapters change next to nothing.
     """
-    if reference.base_vectors is None or (reference.effect or 0.0) < _MIN_EFFECT:
+    if reference.base_vectors is None:
         return None
-    base = reference.base_vectors.float().cpu()
-    change = reference.vectors.float().cpu() - base
+    expected, base = reference.vectors.float().cpu(), reference.base_vectors.float().cpu()
+    if max_relative_difference(expected, base) < _MIN_EFFECT:
+        return None
+    change = expected - base
     return float(((vectors - base) * change).sum() / (change * change).sum())
 
 
 def require_shapes(directory: Path, *, trust_remote_code: bool) -> ModelSource:
-    """Compare every name and shape in the files with the model that the configuration describes; reads no weights.
+    """Open the directory, and compare all names and shapes in its files with its configuration; reads no weights.
 
-    Returns:
-        The opened directory.
-
-    Raises:
-        CheckpointError: a weight is missing, unexpected, or of another shape.
-        ModelError: the directory cannot be read.
+    Raises CheckpointError if a weight is missing, unexpected, or of another shape.
     """
     source = open_model_source(ModelConfig(path=str(directory), trust_remote_code=trust_remote_code))
     with init_empty_weights(include_buffers=False):
@@ -189,22 +153,15 @@ def _compare_shapes(directory: Path, shapes: dict[str, list[int]]) -> None:
 
 
 def check_transformers(directory: Path, source: ModelSource, reference: ExportReference) -> float:
-    """Open the directory with plain transformers; the largest relative difference of its embeddings.
-
-    Raises:
-        CheckpointError: it cannot be opened, weights do not fit, or the embeddings differ.
-    """
-    encoder = open_encoder(directory, source)
-    tokenizer = open_tokenizer(directory, source)
-    vectors = torch.cat([encode_batch(encoder, tokenize_padded(tokenizer, [text])) for text in PROBES])
+    """Open the directory with plain transformers; the largest relative difference of its embeddings."""
+    vectors = encode_probes(open_encoder(directory, source), open_tokenizer(directory, source))
     return require_match(vectors, reference, f"transformers opens {directory}")
 
 
 def check_sentence_transformers(directory: Path, source: ModelSource, reference: ExportReference) -> float:
     """Open the directory with sentence-transformers; the largest relative difference of its embeddings.
 
-    Raises:
-        CheckpointError: it cannot be opened, or its embeddings, prompts or maximum length differ.
+    Raises CheckpointError if embeddings, prompts or maximum length differ.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -239,9 +196,6 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
     """Load the adapter on its base model with PEFT; the largest relative difference of its embeddings.
 
     `source` is the merged model, whose tokenizer the adapter shares.
-
-    Raises:
-        CheckpointError: PEFT cannot open it, weights do not fit, or the embeddings differ.
     """
     encoder = assemble_encoder(base.source)
     encoder.load_state_dict(full_state_dict(base.source, base.seed))
@@ -254,8 +208,7 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
     except Exception as error:
         raise CheckpointError(f"PEFT cannot open {directory}: {type(error).__name__}: {error}") from error
     assert source.directory is not None
-    tokenizer = open_tokenizer(source.directory, source)
-    vectors = torch.cat([encode_batch(encoder.eval(), tokenize_padded(tokenizer, [text])) for text in PROBES])
+    vectors = encode_probes(encoder.eval(), open_tokenizer(source.directory, source))
     if base.load_in_4bit:
         return 0.0  # the adapter was trained on the quantized base, not on this one: embeddings are not comparable
     if base.rounded:
@@ -265,11 +218,7 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
 
 
 def open_encoder(directory: Path, source: ModelSource) -> Encoder:
-    """The fp32 backbone that transformers loads from a directory, with our pooling and heads.
-
-    Raises:
-        CheckpointError: it cannot be opened, or weights are missing, unexpected, or of another shape.
-    """
+    """The fp32 backbone that transformers loads from a directory, with our pooling and heads."""
     try:
         backbone, report = AutoModel.from_pretrained(
             directory,
@@ -299,11 +248,7 @@ def add_heads(backbone: nn.Module, source: ModelSource) -> Encoder:
 
 
 def open_tokenizer(directory: Path, source: ModelSource) -> PreTrainedTokenizerBase:
-    """The tokenizer as plain transformers loads it from a directory.
-
-    Raises:
-        CheckpointError: it cannot be opened.
-    """
+    """The tokenizer as plain transformers loads it from a directory."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=source.trust_remote_code
@@ -318,8 +263,8 @@ def tokenize_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Bat
     return tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
 
 
-def encode_batch(encoder: Encoder, batch: BatchEncoding) -> Tensor:
-    """Embeddings [N, D] of a batch."""
+def encode_probes(encoder: Encoder, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Embeddings of PROBES, [len(PROBES), D], one text per forward pass."""
+    batches = (tokenize_padded(tokenizer, [text]) for text in PROBES)
     with torch.no_grad():
-        vectors: Tensor = encoder(batch["input_ids"], batch["attention_mask"])
-    return vectors
+        return torch.cat([encoder(batch["input_ids"], batch["attention_mask"]) for batch in batches])

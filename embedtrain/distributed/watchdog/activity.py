@@ -9,19 +9,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What the main thread is doing.
+    """What the main thread is doing."""
 
-    Attributes:
-        name: such as "evaluating dev".
-        step: optimizer step it belongs to; None before training.
-        number: activities recorded so far. All ranks record the same sequence, so a rank with a lower number is behind.
-        since: start, on the clock of `time.monotonic`.
-    """
-
-    name: str = "starting"
-    step: int | None = None
+    name: str = "starting"  # such as "evaluating dev"
+    step: int | None = None  # optimizer step it belongs to; None before training
+    # Activities recorded so far. All ranks record the same sequence, so a rank with a lower number is behind.
     number: int = 0
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)  # start, on the clock of `time.monotonic`
 
     def __str__(self) -> str:
         return describe_activity(self.name, self.step)
@@ -42,12 +36,7 @@ def current_activity() -> Activity:
 
 
 def set_activity(name: str, step: int | None = None) -> None:
-    """Record what the main thread does next. Calls from other threads are ignored.
-
-    Args:
-        name: what is about to happen.
-        step: optimizer step; None keeps the previous one.
-    """
+    """Record what the main thread does next. Without a step, the previous one is kept. Other threads are ignored."""
     if threading.current_thread() is threading.main_thread():
         previous = _current[0]
         _current[0] = Activity(name, previous.step if step is None else step, previous.number + 1)

@@ -18,40 +18,24 @@ _REPLY_TIMEOUT = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A rank's sign of life.
+    """A rank's sign of life."""
 
-    Attributes:
-        count: heartbeats so far.
-        activity_number: see `Activity.number`.
-        activity: name of the current activity.
-        step: optimizer step.
-        seconds: duration of the activity so far.
-        exit_state: how the rank left; empty while it runs.
-    """
-
-    count: int
+    count: int  # heartbeats so far
     activity_number: int
     activity: str
-    step: int | None
-    seconds: float
-    exit_state: str
+    step: int | None  # optimizer step
+    seconds: float  # duration of the activity so far
+    exit_state: str  # how the rank left; empty while it runs
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the run ends.
-
-    Attributes:
-        text: one sentence for the user.
-        reporting_rank: the rank that prints it.
-        code: exit code of every rank.
-        hanging: ranks that do not respond; they print their stack once they can.
-    """
+    """Why the run ends."""
 
     text: str
-    reporting_rank: int
-    code: int = 1
-    hanging: tuple[int, ...] = ()
+    reporting_rank: int  # the rank that prints it
+    code: int = 1  # exit code of every rank
+    hanging: tuple[int, ...] = ()  # ranks that do not respond; they print their stack once they can
 
 
 class HeartbeatStore:
@@ -62,12 +46,7 @@ class HeartbeatStore:
 
     Args:
         store: a connection that no collective uses.
-        rank: this rank.
-        size: number of ranks.
         reports_alone: whether this rank prints a failure that ranks cannot agree on because the store is lost.
-
-    Attributes:
-        is_lost: whether the store has failed permanently.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, reports_alone: bool) -> None:

@@ -27,16 +27,8 @@ def agree_on_attempt(store: Store, rank: int, size: int, timeout: float) -> str:
     name read the failure that ended the previous start, and ended as well.
 
     Each rank announces itself under a fresh id. Rank 0 answers every id that it has not answered yet, until all ranks
-    have confirmed. No rank of an earlier start can confirm: a launcher ends all ranks before it starts new ones.
-
-    Args:
-        store: shared by all ranks.
-        rank: this rank.
-        size: number of ranks.
-        timeout: seconds that ranks wait for each other.
-
-    Raises:
-        LostContact: ranks did not announce themselves in time.
+    have confirmed or `timeout` seconds have passed. No rank of an earlier start can confirm: a launcher ends all ranks
+    before it starts new ones.
     """
     own_id = uuid.uuid4().hex
     if rank:
@@ -74,13 +66,7 @@ def _timed_out(missing: str, rank: int, timeout: float) -> LostContact:
 
 @dataclass(slots=True)
 class LocalProcesses:
-    """The processes of the other ranks on this host.
-
-    Args:
-        store: where each rank publishes its host and process id.
-        rank: this rank.
-        local: the ranks of this host.
-    """
+    """The processes of the other ranks on this host."""
 
     store: Store
     rank: int

@@ -38,9 +38,6 @@ class Watchdog:
 
     Args:
         store: a connection of its own to the rendezvous store, without entries of earlier starts.
-        rank: this rank.
-        size: number of ranks.
-        local: the ranks of this host.
         timeout: seconds that ranks wait for each other.
         store_on_rank_0: whether rank 0 hosts the store, which then ends with it.
 
@@ -85,11 +82,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Report a failure of the block to the other ranks at once, and agree on the rank that tells the user.
-
-        Raises:
-            LostContact: names the rank that is lost or hangs.
-        """
+        """Report a failure of the block to the other ranks at once, and agree on the rank that reports it."""
         try:
             yield
         except LostContact as error:
@@ -150,11 +143,7 @@ class Watchdog:
         self._linger()
 
     def _find_failure(self, activity: str) -> Failure | None:
-        """Find ranks that are lost or late; None if there are none.
-
-        Args:
-            activity: what all ranks were doing.
-        """
+        """Find ranks that are lost or late; None if there are none."""
         started, before = time.monotonic(), self._heartbeats.heartbeats()
         while time.monotonic() - started < OBSERVATION:
             failure = self._heartbeats.failure() or self._find_ended(activity)

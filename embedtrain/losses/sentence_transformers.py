@@ -22,8 +22,8 @@ from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.losses.sentence_transformers_classes import (
     PlaceholderModel,
+    build_loss_module,
     first_line,
-    instantiate,
     placeholder_tokenizer,
 )
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide, Loss, LossOutput
@@ -81,11 +81,11 @@ class SentenceTransformersLoss(Loss):
         guide = PlaceholderModel("guide", guide_dimensions.get(self.guide or "", dimension), tokenizer)
         with _rank_zero_warnings():
             if config.class_name == MATRYOSHKA:
-                inner = instantiate(name, arguments, model, guide, "loss.arguments.loss")
+                inner = build_loss_module(name, arguments, model, guide, "loss.arguments.loss")
                 outer_arguments = {**config.arguments, "loss": inner}
-                self.theirs = instantiate(MATRYOSHKA, outer_arguments, model, guide, "loss")
+                self.theirs = build_loss_module(MATRYOSHKA, outer_arguments, model, guide, "loss")
             else:
-                self.theirs = instantiate(name, arguments, model, guide, "loss")
+                self.theirs = build_loss_module(name, arguments, model, guide, "loss")
         if self.needs.vectors:
             self._check_teacher(guide_dimensions.get(FROM_ROWS, self.teacher_dimension), ConfigError)
             if config.class_name == MATRYOSHKA and _VERSION < (6, 2):

@@ -64,7 +64,7 @@ class _CachedGIST(losses.CachedGISTEmbedLoss):  # type: ignore[misc]
         return self.calculate_loss(vectors, guides)  # type: ignore[no-any-return]
 
 
-def instantiate(
+def build_loss_module(
     name: str, options: Mapping[str, Any], model: PlaceholderModel, guide: PlaceholderModel, option: str
 ) -> nn.Module:
     """An instance of the class `name` with the recipe's arguments `options`; `option` names the loss in messages.

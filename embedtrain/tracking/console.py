@@ -48,11 +48,7 @@ class Console:
     """
 
     def __init__(
-        self,
-        *,
-        enabled: bool = True,
-        terminal: RichConsole | None = None,
-        clock: Callable[[], float] | None = None,
+        self, *, enabled: bool = True, terminal: RichConsole | None = None, clock: Callable[[], float] | None = None
     ) -> None:
         self._rich = terminal or standard_output()
         self._enabled = enabled

@@ -118,11 +118,7 @@ def project(vectors: Vectors, reference: Projection | None = None) -> Projection
 
 
 def scatter_plot(
-    title: str,
-    sample: Sample,
-    projection: Projection,
-    colours: Mapping[tuple[str, bool], int],
-    snippets: Sequence[str],
+    title: str, sample: Sample, projection: Projection, colours: Mapping[tuple[str, bool], int], snippets: Sequence[str]
 ) -> Markup:
     """The map: every text of the sample as a point, with lines between queries and relevant documents.
 

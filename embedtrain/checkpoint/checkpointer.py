@@ -46,7 +46,7 @@ from embedtrain.checkpoint.step_directory import (
     unfinished_path,
     verify_checksums,
 )
-from embedtrain.checkpoint.tensor_files import TensorReader, describe_tensors, tensor_files, write_local_shards
+from embedtrain.checkpoint.tensor_files import describe_tensors, require_fit, tensor_files, write_local_shards
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
@@ -268,27 +268,12 @@ def read_tensors(checkpoint: Checkpoint, trained: nn.Module, optimizer: torch.op
 
 def _read_into(tensors: Mapping[str, Tensor], checkpoint: Checkpoint, kind: str) -> None:
     with checkpoint.tensors(kind) as reader, torch.no_grad():
-        for name in sorted(tensors.keys() ^ reader.specs.keys()):
-            missing = "checkpoint" if name in tensors else "model"
-            raise CheckpointError(f"{checkpoint.path} does not fit this model: {name} is missing in the {missing}")
+        require_fit(checkpoint.path, tensors, reader.specs)
         for name, tensor in tensors.items():
-            spec = reader.specs[name]
-            if tuple(tensor.shape) != spec.shape:
-                raise CheckpointError(
-                    f"{checkpoint.path} does not fit this model: {name} has the shape {list(spec.shape)}, the model "
-                    f"expects {list(tensor.shape)}"
-                )
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            _read_rows(local, reader, name, *row_range(tensor))
-
-
-def _read_rows(target: Tensor, reader: TensorReader, name: str, start: int, end: int) -> None:
-    """Read rows [start, end) of a tensor into `target`, whose first row is row `start`."""
-    for first, rows in reader.rows(name, start, end):
-        if target.dim() == 0:
-            target.copy_(rows)
-        else:
-            target[first - start : first - start + len(rows)].copy_(rows)
+            start, end = row_range(tensor)
+            for first, rows in reader.rows(name, start, end):
+                (local[first - start : first - start + len(rows)] if local.dim() else local).copy_(rows)
 
 
 def _phase(state: Mapping[str, Any]) -> str:

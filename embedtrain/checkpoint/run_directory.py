@@ -7,7 +7,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,71 +26,23 @@ from embedtrain.tracking.sessions import SESSIONS_FILE
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
 
 
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Files and folders of a run."""
 
-    path: Path
-
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe, versions and world size: enough to repeat the run."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One directory per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def architecture(self) -> Path:
-        """Configuration, tokenizer and pooling; with a checkpoint, all that an export needs."""
-        return self.path / "architecture"
-
-    @property
-    def adapter(self) -> Path:
-        """PEFT configuration of the adapters, if the recipe trains adapters."""
-        return self.path / "adapter"
-
-    @property
-    def tokenizer(self) -> Path:
-        """A tokenizer trained on the data, if the recipe requests one."""
-        return self.path / "tokenizer"
-
-    @property
-    def model(self) -> Path:
-        """The final export."""
-        return self.path / "model"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of the steps that `tracking.profile` names."""
-        return self.path / "profile"
-
-    @property
-    def cache(self) -> Path:
-        """Data cache, if the home directory cannot be written."""
-        return self.path / "cache"
-
-    @property
-    def sample(self) -> Path:
-        """A few texts and their embeddings before and after training, for the report."""
-        return self.path / "sample"
-
-    @property
-    def sessions(self) -> Path:
-        """Start, number of ranks and outcome of each session of the run."""
-        return self.path / SESSIONS_FILE
-
-    @property
-    def lock(self) -> Path:
-        """Lock file of the running process; contains its description."""
-        return self.path / "run.lock"
-
-    @property
-    def stopped(self) -> Path:
-        """Exists from when a signal stops the run until it resumes."""
-        return self.path / "stopped.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"  # the resolved recipe, versions and world size: enough to repeat the run
+        self.checkpoints = path / "checkpoints"  # one directory per saved step
+        self.architecture = path / "architecture"  # with a checkpoint, all that an export needs
+        self.adapter = path / "adapter"  # PEFT configuration, if the recipe trains adapters
+        self.tokenizer = path / "tokenizer"  # trained on the data, if the recipe requests one
+        self.model = path / "model"  # the final export
+        self.profile = path / "profile"  # traces of the steps in `tracking.profile`
+        self.cache = path / "cache"  # of data, if the home directory cannot be written
+        self.sample = path / "sample"  # texts and their embeddings before and after training, for the report
+        self.sessions = path / SESSIONS_FILE  # start, number of ranks and outcome of each session
+        self.lock = path / "run.lock"  # contains a description of the running process
+        self.stopped = path / "stopped.json"  # exists from when a signal stops the run until it resumes
 
     def require_exists(self) -> None:
         """Raise TrainingError if the directory was moved or deleted during the run."""

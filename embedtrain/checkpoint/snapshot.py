@@ -96,7 +96,7 @@ def shard_position(tensors: Mapping[str, Tensor]) -> ShardPosition:
     """Position of this rank in the mesh of the tensors."""
     mesh = next((tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
     if mesh is None:
-        return ShardPosition(0, 0, 1)
+        return ShardPosition(replica=0, shard=0, num_shards=1)
     return ShardPosition(mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank(), mesh["shard"].size())
 
 
@@ -137,15 +137,15 @@ class Staging:
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """The same snapshot in host memory; on a GPU it is complete after `wait`."""
         first = next(shard.rows for shards in snapshot.tensors.values() for shard in shards.values())
-        if first.is_cuda:
-            self._stream = self._stream or torch.cuda.Stream(first.device)
-            self._stream.wait_stream(torch.cuda.current_stream(first.device))
-            with torch.cuda.stream(self._stream):
-                copied = self._copy(snapshot)
-                self._copied = torch.cuda.Event()
-                self._copied.record(self._stream)
-            return copied
-        return self._copy(snapshot)
+        if not first.is_cuda:
+            return self._copy(snapshot)
+        self._stream = self._stream or torch.cuda.Stream(first.device)
+        self._stream.wait_stream(torch.cuda.current_stream(first.device))
+        with torch.cuda.stream(self._stream):
+            copied = self._copy(snapshot)
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+        return copied
 
     def wait(self) -> None:
         """Block until the copies are complete; for the writing thread."""
@@ -159,16 +159,13 @@ class Staging:
             self._copied = None if self._copied.query() else self._copied
 
     def _copy(self, snapshot: Snapshot) -> Snapshot:
-        return replace(
-            snapshot,
-            tensors={
-                kind: {
-                    name: replace(shard, rows=self._copy_rows((kind, name), shard.rows))
-                    for name, shard in shards.items()
-                }
-                for kind, shards in snapshot.tensors.items()
-            },
-        )
+        copies = {
+            kind: {
+                name: replace(shard, rows=self._copy_rows((kind, name), shard.rows)) for name, shard in shards.items()
+            }
+            for kind, shards in snapshot.tensors.items()
+        }
+        return replace(snapshot, tensors=copies)
 
     def _copy_rows(self, key: tuple[str, str], rows: Tensor) -> Tensor:
         buffer = self._buffers.get(key)

@@ -7,6 +7,7 @@ skipped. Tensors are safetensors and the manifest is JSON: reading a checkpoint 
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -25,9 +26,9 @@ from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.files import flush_to_disk
 
 MANIFEST = "checkpoint.json"
-FORMAT = 4  # of a step directory; raised whenever older versions can no longer read it
-# The oldest that this version reads. Earlier formats had a pickled index, which an attacker could have written.
-OLDEST_FORMAT = 4
+# Of a step directory; raised whenever older versions can no longer read it. Earlier formats are not read, because they
+# had a pickled index, which an attacker could have written.
+FORMAT = 4
 _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".tmp"
 _REPLACED = ".replaced.tmp"
@@ -74,10 +75,8 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
     """Committed step directories, newest first. They are not verified."""
     if not root.is_dir():
         return []
-    steps = [
-        (int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()
-    ]
-    return sorted(steps, reverse=True)
+    matches = [(_STEP.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()]
+    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
 
 def list_unfinished(root: Path) -> list[Path]:
@@ -99,13 +98,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         version = int(manifest["format"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
         raise _damaged(file, error) from None
-    if version > FORMAT:
+    if version != FORMAT:
+        age = "a newer" if version > FORMAT else "an older"
         raise UnsupportedFormatError(
-            f"{path} was written by a newer embedtrain (format {version}; this version reads {FORMAT})"
-        )
-    if version < OLDEST_FORMAT:
-        raise UnsupportedFormatError(
-            f"{path} was written by an older embedtrain (format {version}; this version reads {OLDEST_FORMAT} and up)"
+            f"{path} was written by {age} embedtrain (format {version}; this version reads {FORMAT})"
         )
     try:
         if manifest.pop("crc32") != _checksum(manifest):
@@ -196,10 +192,10 @@ def recover_replaced(root: Path) -> None:
 
 def delete_checkpoint(path: Path) -> None:
     """Delete a step; renames it first, because an interrupted deletion must not look like a checkpoint."""
-    doomed = path.with_name(f"{path.name}.old{_UNFINISHED}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    renamed = path.with_name(f"{path.name}.old{_UNFINISHED}")
+    shutil.rmtree(renamed, ignore_errors=True)
+    path.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def prunable(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> list[Path]:
@@ -209,10 +205,10 @@ def prunable(root: Path, newest: int, keep: int, *, every: int, protected: set[i
     If they stayed, every restart would try them first.
     """
     steps = list_steps(root)
-    kept = {step for step, _ in [item for item in steps if item[0] <= newest][:keep]} | protected
+    retained = {step for step, _ in [item for item in steps if item[0] <= newest][:keep]} | protected
     if every > 0:
-        kept |= {step for step, _ in steps if step <= newest and step % every == 0}
-    return [path for step, path in steps if step not in kept]
+        retained |= {step for step, _ in steps if step <= newest and step % every == 0}
+    return [path for step, path in steps if step not in retained]
 
 
 def checkpoint_bytes(trained: nn.Module, contents: CheckpointContents) -> int:
@@ -245,10 +241,10 @@ def require_disk_limit(config: CheckpointConfig, size: int, total_steps: int) ->
 def max_checkpoints_on_disk(config: CheckpointConfig, total_steps: int) -> int:
     """Number of checkpoints on disk while the last one is written, itself included."""
     saved = list(range(config.every, total_steps, config.every)) if config.every else []
-    kept = set(saved[-max(1, config.keep - 1) :])
-    kept |= {step for step in saved if config.keep_every and step % config.keep_every == 0}
+    retained = set(saved[-max(1, config.keep - 1) :])
+    retained |= {step for step in saved if config.keep_every and step % config.keep_every == 0}
     # A run that was stopped and resumes has a previous checkpoint even if it only saves at its end.
-    return max(2, len(kept) + 1 + (config.best_metric is not None))
+    return max(2, len(retained) + 1 + (config.best_metric is not None))
 
 
 def free_disk_space(root: Path, needed: int, limit_gb: float | None, deletable: Sequence[Path]) -> None:
@@ -259,14 +255,15 @@ def free_disk_space(root: Path, needed: int, limit_gb: float | None, deletable: 
     """
     for path in list_unfinished(root):
         shutil.rmtree(path, ignore_errors=True)
+    limit = math.inf if limit_gb is None else limit_gb * GB
     used, candidates = _directory_size(root), list(deletable)
-    while candidates and (_exceeds(used + needed, limit_gb) or needed > shutil.disk_usage(root).free):
+    while candidates and (used + needed > limit or needed > shutil.disk_usage(root).free):
         delete_checkpoint(candidates.pop())
         used = _directory_size(root)
-    if limit_gb is not None and _exceeds(used + needed, limit_gb):
+    if used + needed > limit:
         raise CheckpointError(
             f"no space for a checkpoint of {needed / GB:.3g} GB: {root} already holds {used / GB:.3g} GB, and "
-            f"checkpoint.max_disk_gb={limit_gb:g}; raise it, or keep fewer"
+            f"checkpoint.max_disk_gb={limit / GB:g}; raise it, or keep fewer"
         )
     free = shutil.disk_usage(root).free
     if needed > free:
@@ -283,7 +280,3 @@ def _directory_size(path: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.stat(os.path.join(folder, name)).st_size
     return total
-
-
-def _exceeds(size: int, limit_gb: float | None) -> bool:
-    return limit_gb is not None and size > limit_gb * GB

@@ -82,12 +82,8 @@ class TensorFiles:
         return range(self.num_shards if name in self.sharded else 1)
 
     def _shard_specs(self, shard: int) -> dict[str, TensorSpec]:
-        specs = {}
-        for name, spec in self.specs.items():
-            start, end = self.row_bounds(name, shard)
-            if end > start:
-                specs[name] = spec.rows(end - start)
-        return specs
+        bounds = ((name, *self.row_bounds(name, shard)) for name in self.specs)
+        return {name: self.specs[name].rows(end - start) for name, start, end in bounds if end > start}
 
 
 def tensor_files(kind: str, shards: Mapping[str, LocalShard], layout: CheckpointLayout, num_shards: int) -> TensorFiles:
@@ -101,9 +97,9 @@ def write_local_shards(
 ) -> dict[str, int]:
     """Write this rank's rows; returns their CRC-32 by tensor name."""
     checksums: dict[str, int] = {}
-    local = {name: shard for name, shard in shards.items() if shard.sharded or position.shard == 0}
     if not position.is_writer:
         return checksums
+    local = {name: shard for name, shard in shards.items() if shard.sharded or position.shard == 0}
     writes_header = files.layout is CheckpointLayout.sharded or position.shard == 0
     path, layout = folder / files.shard_file(position.shard), files.shard_layout(position.shard)
     with RowWriter(path, layout, writes_header=writes_header) as file:
@@ -215,6 +211,19 @@ class TensorReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._open.clear()
         self._stack.close()
+
+
+def require_fit(folder: Path, model: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    """Raise CheckpointError if a checkpoint's tensors do not have the names and shapes of the model's."""
+    for name in sorted(model.keys() ^ specs.keys()):
+        missing = "checkpoint" if name in model else "model"
+        raise CheckpointError(f"{folder} does not fit this model: {name} is missing in the {missing}")
+    for name, spec in specs.items():
+        if tuple(model[name].shape) != spec.shape:
+            raise CheckpointError(
+                f"{folder} does not fit this model: {name} has the shape {list(spec.shape)}, the model expects "
+                f"{list(model[name].shape)}"
+            )
 
 
 def _length(value: Any) -> int:

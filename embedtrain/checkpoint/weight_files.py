@@ -86,16 +86,13 @@ def file_layout(specs: Mapping[str, TensorSpec]) -> FileLayout:
     for name in names:
         spec = specs[name]
         starts[name], end = end, end + spec.num_bytes
-        entries[name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [starts[name], end],
-        }
+        offsets = [starts[name], end]
+        entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    offsets = {name: len(header) + start for name, start in starts.items()}
-    return FileLayout(dict(specs), header, offsets, len(header) + end)
+    starts = {name: len(header) + start for name, start in starts.items()}
+    return FileLayout(dict(specs), header, starts, len(header) + end)
 
 
 class RowWriter:

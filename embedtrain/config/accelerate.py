@@ -6,6 +6,7 @@ Each key is translated, reported as without effect, or rejected. The keys are th
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,12 @@ _SHARDING = {
     "HYBRID_SHARD": (Strategy.hsdp, True),
     "HYBRID_SHARD_ZERO2": (Strategy.hsdp, False),
 }
-_LAUNCHER = "the launcher reads it"
-_TPU = "training runs on GPUs or CPUs, not on TPUs"
 # Keys without effect, and the reason.
-_NO_EFFECT = {
-    "compute_environment": _LAUNCHER,
-    "debug": _LAUNCHER,
-    "enable_cpu_affinity": _LAUNCHER,
-    "gpu_ids": _LAUNCHER,
-    "machine_rank": _LAUNCHER,
-    "main_process_ip": _LAUNCHER,
-    "main_process_port": _LAUNCHER,
-    "main_training_function": _LAUNCHER,
-    "mpirun_config": _LAUNCHER,
-    "num_machines": _LAUNCHER,
-    "num_processes": _LAUNCHER,
-    "rdzv_backend": _LAUNCHER,
-    "same_network": _LAUNCHER,
+_LAUNCHER_KEYS = """
+    compute_environment debug enable_cpu_affinity gpu_ids machine_rank main_process_ip main_process_port
+    main_training_function mpirun_config num_machines num_processes rdzv_backend same_network
+"""
+_NO_EFFECT = dict.fromkeys(_LAUNCHER_KEYS.split(), "the launcher reads it") | {
     "use_cpu": "GPUs are used if there are any",
     "downcast_bf16": "it is for TPUs",
     "fsdp_version": "models are always sharded with FSDP2",
@@ -55,39 +45,25 @@ _NO_EFFECT = {
     "dynamo_use_regional_compilation": "layers are always compiled one by one",
 }
 # Keys that are rejected when they have a value, and what to write instead.
-_REFUSED = {
+_TPU_KEYS = "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file", "commands"
+_REJECTED = dict.fromkeys(_TPU_KEYS, "training runs on GPUs or CPUs, not on TPUs") | {
     "deepspeed_config": "write parallel.strategy=fsdp instead of DeepSpeed",
     "megatron_lm_config": "write parallel.strategy=fsdp instead of Megatron-LM",
     "fp8_config": "models are computed in bf16 or fp32; write parallel.precision=bf16",
     "fsdp_activation_checkpointing_offload": "recomputed activations stay on the device; leave it out",
-    "tpu_name": _TPU,
-    "tpu_zone": _TPU,
-    "tpu_use_cluster": _TPU,
-    "tpu_use_sudo": _TPU,
-    "tpu_vm": _TPU,
-    "tpu_env": _TPU,
-    "command_file": _TPU,
-    "commands": _TPU,
 }
 _PARALLELISM = ("tp_size", "cp_size", "sp_size", "pp_size", "ep_size")
-_EMPTY: tuple[Any, ...] = (None, False, "", 0, "no", "NO", "false", "False")
+_EMPTY: tuple[Any, ...] = (None, False, "", 0, "no", "NO", "false", "False", {}, [])
 
 
 @dataclass
 class AccelerateOptions:
-    """The content of one file of accelerate's.
+    """The content of one file of accelerate's."""
 
-    Attributes:
-        path: the file.
-        options: options of the recipe by name, such as `parallel.strategy`.
-        origins: the key and value of the file that each option comes from.
-        unused: keys and values without effect, by the reason.
-    """
-
-    path: str
-    options: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    unused: dict[str, list[str]] = field(default_factory=dict)
+    path: str  # the file
+    options: dict[str, Any] = field(default_factory=dict)  # options of the recipe by name, such as parallel.strategy
+    origins: dict[str, str] = field(default_factory=dict)  # key and value of the file that each option comes from
+    unused: dict[str, list[str]] = field(default_factory=dict)  # keys and values without effect, by reason
 
     def set(self, key: str, value: Any, option: str, translated: Any) -> None:
         """Translate `key=value` into `option=translated`."""
@@ -103,19 +79,19 @@ class AccelerateOptions:
         return ConfigError(f"{_OPTION}={self.path}: {key}={written(value)} is not supported: {reason}")
 
 
-def apply_accelerate_config(recipe: Recipe) -> Recipe:
-    """The recipe itself, with the options of its `parallel.accelerate_config`; options that the recipe sets win.
+Translator = Callable[[AccelerateOptions, str, Any], None]
 
-    Raises:
-        ConfigError: no such file, or a key that is not supported.
-    """
+
+def apply_accelerate_config(recipe: Recipe) -> Recipe:
+    """The recipe itself, with the options of its `parallel.accelerate_config`; options that the recipe sets win."""
     if recipe.parallel.accelerate_config is None:
         return recipe
     defaults = Recipe()
     for option, value in translate_accelerate_config(recipe.parallel.accelerate_config).options.items():
         if option == "parallel.shard_size" and recipe.parallel.strategy is not Strategy.hsdp:
             continue  # it belongs to a strategy that the recipe overrides
-        if _get(recipe, option) == _get(defaults, option):
+        get = attrgetter(option)
+        if get(recipe) == get(defaults):
             section, _, name = option.partition(".")
             setattr(getattr(recipe, section), name, value)
     return recipe
@@ -129,27 +105,23 @@ def describe_accelerate_config(recipe: Recipe) -> list[str]:
     accelerate = translate_accelerate_config(path)
     lines = []
     for option, value in accelerate.options.items():
-        used = _get(recipe, option)
-        result = (
-            f"{option}={written(value)}" if used == value else f"overridden by the recipe's {option}={written(used)}"
-        )
+        used = attrgetter(option)(recipe)
+        result = f"{option}={written(used)}"
+        if used != value:
+            result = f"overridden by the recipe's {result}"
         lines.append(f"{path}: {accelerate.origins[option]} -> {result}")
-    return lines + [
-        f"{path}: no effect, because {reason}: {', '.join(keys)}" for reason, keys in accelerate.unused.items()
-    ]
+    for reason, keys in accelerate.unused.items():
+        lines.append(f"{path}: no effect, because {reason}: {', '.join(keys)}")
+    return lines
 
 
 def translate_accelerate_config(path: str) -> AccelerateOptions:
-    """The options of the recipe that the file asks for.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key is unknown or not supported.
-    """
+    """The options of the recipe that the file sets; a ConfigError if it has a key that is unknown or not supported."""
     accelerate = AccelerateOptions(path)
+    keys = [*_TRANSLATORS, *_NO_EFFECT, *_REJECTED]
     values = _read(path)
-    fsdp = _mapping(values.pop("fsdp_config", None), "fsdp_config", path)
-    dynamo = _mapping(values.pop("dynamo_config", None), "dynamo_config", path)
-    parallelism = _mapping(values.pop("parallelism_config", None), "parallelism_config", path)
+    sections = ("fsdp_config", "dynamo_config", "parallelism_config")
+    fsdp, dynamo, parallelism = (_mapping(values.pop(name, None), name, path) for name in sections)
     if "dynamo_backend" in values:  # of older files
         dynamo.setdefault("dynamo_backend", values.pop("dynamo_backend"))
     if "fp16" in values:
@@ -157,7 +129,8 @@ def translate_accelerate_config(path: str) -> AccelerateOptions:
     distributed_type = values.get("distributed_type", "FSDP")
     uses_fsdp = str(distributed_type).upper() == "FSDP"
     for key, value in {**values, **fsdp, **dynamo}.items():
-        _check_known(key, path)
+        if key not in keys:
+            raise ConfigError(f"{_OPTION}={path}: {key} is not a key of accelerate's{did_you_mean(key, keys)}")
         if key in _TRANSLATORS and value is None:
             continue
         if key in fsdp and not uses_fsdp:
@@ -166,9 +139,9 @@ def translate_accelerate_config(path: str) -> AccelerateOptions:
             if key == "compute_environment" and value not in (None, "LOCAL_MACHINE"):
                 raise accelerate.error(key, value, "training runs on this machine; write LOCAL_MACHINE")
             accelerate.ignore(key, value, _NO_EFFECT[key])
-        elif key in _REFUSED:
-            if not _is_empty(value):
-                raise accelerate.error(key, value, _REFUSED[key])
+        elif key in _REJECTED:
+            if value not in _EMPTY:
+                raise accelerate.error(key, value, _REJECTED[key])
         else:
             _TRANSLATORS[key](accelerate, key, value)
     _translate_parallelism(accelerate, parallelism)
@@ -198,9 +171,8 @@ def _mapping(value: Any, name: str, path: str) -> dict[str, Any]:
 def _translate_distributed_type(accelerate: AccelerateOptions, key: str, value: Any) -> None:
     match str(value).upper():
         case "FSDP":
-            # Other keys define the sharding, and win.
-            accelerate.options.setdefault("parallel.strategy", Strategy.fsdp)
-            accelerate.origins.setdefault("parallel.strategy", f"{key}={written(value)}")
+            if "parallel.strategy" not in accelerate.options:  # other keys define the sharding, and win
+                accelerate.set(key, value, "parallel.strategy", Strategy.fsdp)
         case "MULTI_GPU" | "MULTI_CPU":
             accelerate.set(key, value, "parallel.strategy", Strategy.ddp)
         case "NO" | "FALSE":  # YAML reads an unquoted NO as false
@@ -225,23 +197,24 @@ def _translate_sharding(accelerate: AccelerateOptions, key: str, value: Any) -> 
         accelerate.set(key, value, "parallel.reshard_after_forward", reshard)
 
 
-def _flag(option: str) -> Callable[[AccelerateOptions, str, Any], None]:
+def _choice(option: str, allowed: dict[str, Any], hint: str) -> Translator:
     def translate(accelerate: AccelerateOptions, key: str, value: Any) -> None:
-        if str(value).lower() not in ("true", "false"):
-            raise accelerate.error(key, value, "write true or false")
-        accelerate.set(key, value, option, str(value).lower() == "true")
+        name = str(value).upper()
+        if name not in allowed:
+            raise accelerate.error(key, value, hint)
+        accelerate.set(key, value, option, allowed[name])
 
     return translate
 
 
+def _flag(option: str) -> Translator:
+    return _choice(option, {"TRUE": True, "FALSE": False}, "write true or false")
+
+
 def _translate_wrap_policy(accelerate: AccelerateOptions, key: str, value: Any) -> None:
     if str(value).upper() != "TRANSFORMER_BASED_WRAP":
-        raise accelerate.error(
-            key,
-            value,
-            "layers are sharded, those that fsdp_transformer_layer_cls_to_wrap names or those of the model; "
-            "write TRANSFORMER_BASED_WRAP",
-        )
+        hint = "layers are sharded, those in fsdp_transformer_layer_cls_to_wrap or those of the model"
+        raise accelerate.error(key, value, f"{hint}; write TRANSFORMER_BASED_WRAP")
     accelerate.ignore(key, value, "every layer is always an FSDP unit")
 
 
@@ -254,41 +227,11 @@ def _translate_layer_class(accelerate: AccelerateOptions, key: str, value: Any) 
         accelerate.ignore(key, value, "the layer class is detected")
 
 
-def _translate_state_dict(accelerate: AccelerateOptions, key: str, value: Any) -> None:
-    match str(value).upper():
-        case "FULL_STATE_DICT":
-            accelerate.set(key, value, "checkpoint.layout", CheckpointLayout.full)
-        case "SHARDED_STATE_DICT" | "LOCAL_STATE_DICT":
-            accelerate.set(key, value, "checkpoint.layout", CheckpointLayout.sharded)
-        case _:
-            raise accelerate.error(key, value, "write FULL_STATE_DICT or SHARDED_STATE_DICT")
-
-
-def _translate_precision(accelerate: AccelerateOptions, key: str, value: Any) -> None:
-    match str(value).lower():
-        case "bf16":
-            accelerate.set(key, value, "parallel.precision", Precision.bf16)
-        case "no" | "none" | "false":
-            accelerate.set(key, value, "parallel.precision", Precision.fp32)
-        case _:
-            raise accelerate.error(key, value, "models are computed in bf16 or fp32; write bf16, or no")
-
-
-def _translate_compiler(accelerate: AccelerateOptions, key: str, value: Any) -> None:
-    match str(value).upper():
-        case "INDUCTOR":
-            accelerate.set(key, value, "parallel.compile", True)
-        case "NO" | "FALSE" | "NONE":
-            accelerate.set(key, value, "parallel.compile", False)
-        case _:
-            raise accelerate.error(key, value, "layers are compiled with torch's inductor only; write INDUCTOR, or NO")
-
-
 def _translate_parallelism(accelerate: AccelerateOptions, values: Mapping[str, Any]) -> None:
     sizes = {key.removeprefix("parallelism_config_"): (key, value) for key, value in values.items()}
     for name in _PARALLELISM:
         key, value = sizes.pop(name, (name, 1))
-        if not _is_empty(value) and value != 1:
+        if value not in _EMPTY and value != 1:
             raise accelerate.error(key, value, "every rank computes whole texts with whole layers; write 1")
     replicas, shards = (sizes.pop(name, (name, 1)) for name in ("dp_replicate_size", "dp_shard_size"))
     for key, value in sizes.values():
@@ -307,30 +250,29 @@ def _translate_parallelism(accelerate: AccelerateOptions, values: Mapping[str, A
         accelerate.set(*shards, "parallel.strategy", Strategy.fsdp)
 
 
-_TRANSLATORS: dict[str, Callable[[AccelerateOptions, str, Any], None]] = {
+_TRANSLATORS: dict[str, Translator] = {
     "distributed_type": _translate_distributed_type,
-    "mixed_precision": _translate_precision,
+    "mixed_precision": _choice(
+        "parallel.precision",
+        # YAML reads an unquoted no as false
+        {"BF16": Precision.bf16} | dict.fromkeys(["NO", "NONE", "FALSE"], Precision.fp32),
+        "models are computed in bf16 or fp32; write bf16, or no",
+    ),
     "fsdp_sharding_strategy": _translate_sharding,
     "fsdp_reshard_after_forward": _translate_sharding,
     "fsdp_offload_params": _flag("parallel.cpu_offload"),
     "fsdp_activation_checkpointing": _flag("parallel.activation_checkpointing"),
     "fsdp_auto_wrap_policy": _translate_wrap_policy,
     "fsdp_transformer_layer_cls_to_wrap": _translate_layer_class,
-    "fsdp_state_dict_type": _translate_state_dict,
-    "dynamo_backend": _translate_compiler,
+    "fsdp_state_dict_type": _choice(
+        "checkpoint.layout",
+        {"FULL_STATE_DICT": CheckpointLayout.full}
+        | dict.fromkeys(["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"], CheckpointLayout.sharded),
+        "write FULL_STATE_DICT or SHARDED_STATE_DICT",
+    ),
+    "dynamo_backend": _choice(
+        "parallel.compile",
+        {"INDUCTOR": True} | dict.fromkeys(["NO", "NONE", "FALSE"], False),
+        "layers are compiled with torch's inductor only; write INDUCTOR, or NO",
+    ),
 }
-
-
-def _check_known(key: str, path: str) -> None:
-    known = [*_TRANSLATORS, *_NO_EFFECT, *_REFUSED]
-    if key not in known:
-        raise ConfigError(f"{_OPTION}={path}: {key} is not a key of accelerate's{did_you_mean(key, known)}")
-
-
-def _is_empty(value: Any) -> bool:
-    return value in _EMPTY or value in ({}, [])
-
-
-def _get(recipe: Recipe, option: str) -> Any:
-    section, _, name = option.partition(".")
-    return getattr(getattr(recipe, section), name)

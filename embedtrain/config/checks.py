@@ -1,6 +1,6 @@
-"""Checks of a recipe: values and combinations that cannot work, found before a model is loaded or a file is written.
+"""Checks of a recipe: values and combinations that cannot work, rejected before a model is loaded or a file is written.
 
-Types and unknown names are refused before, when the recipe is composed.
+Types and unknown names are rejected earlier, when the recipe is composed.
 """
 
 import math
@@ -31,15 +31,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|TB)")
 
 
 def check_recipe(recipe: Recipe) -> Recipe:
-    """The recipe itself, if it can work.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """The recipe itself, if it can work; otherwise a ConfigError of the first check that fails."""
     check = OptionChecks(recipe)
     if not recipe.name:
         raise ConfigError(
-            "no recipe is chosen: write recipe=NAME (`python -m embedtrain --help` lists them), or set name="
+            "no recipe is chosen: write recipe=NAME (listed by `python -m embedtrain --help`), or set name="
         )
     check.seed("seed")
     check_model(recipe.model)
@@ -67,11 +63,7 @@ def _check_data(data: DataConfig) -> None:
 
 
 def check_train_sources(sources: Sequence[TrainSource], option: str) -> None:
-    """Refuse sources that cannot work.
-
-    Raises:
-        ConfigError: an option of a source, or a name that two sources have.
-    """
+    """Raise a ConfigError for an option of a source that cannot work, or a name that two sources have."""
     paths_by_name: dict[str, str] = {}
     for source in sources:
         check = OptionChecks(source, f"{option}, {source.path}: ")
@@ -88,9 +80,8 @@ def check_train_sources(sources: Sequence[TrainSource], option: str) -> None:
         check.length("document_max_length")
         check.instruction_format()
         if source.name is not None:
-            check.require(
-                source.name not in paths_by_name, "name", f"is also the name of {paths_by_name.get(source.name)}"
-            )
+            other = paths_by_name.get(source.name)
+            check.require(other is None, "name", f"is also the name of {other}")
             paths_by_name[source.name] = source.path
 
 
@@ -156,30 +147,16 @@ def _check_evaluation(recipe: Recipe) -> None:
 
 
 def check_sets(sets: Sequence[EvaluationSet], option: str) -> None:
-    """Refuse evaluation sets that cannot work.
-
-    Args:
-        sets: the elements of a list option.
-        option: the name of that option, such as `evaluation.sets`.
-
-    Raises:
-        ConfigError: the first check that fails, with the element's index.
-    """
+    """Raise a ConfigError for a set that cannot work, named by its index in `option`, such as `evaluation.sets`."""
     for index, evaluation_set in enumerate(sets):
         check = OptionChecks(evaluation_set, f"{option}[{index}].")
         kind = evaluation_set.kind
-        check.require(
-            bool(evaluation_set.path), "path", "is empty; write a BEIR folder, a table, or the id of a Hub data set"
-        )
+        check.require(bool(evaluation_set.path), "path", "is empty; write a BEIR folder, a table or a Hub id")
         check.at_least(1, "subset", "null takes all queries or rows")
         check.at_least(1, "subset_documents", "null takes all documents")
         check.length("query_max_length")
         check.length("document_max_length")
-        check.require(
-            evaluation_set.metrics != [],
-            "metrics",
-            "is empty; name metrics, such as [ndcg@10], or null for the default",
-        )
+        check.require(evaluation_set.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
         check.require(
             evaluation_set.candidates is None or kind in (SetKind.auto, SetKind.reranking),
             "candidates",
@@ -201,24 +178,15 @@ def _check_checkpoint(recipe: Recipe) -> None:
     check.at_least(1, "keep", "training resumes from a checkpoint")
     check.at_least(0, "keep_every", "0 keeps none for good")
     check.positive("max_disk_gb", "null sets no limit")
-    check.require(
-        best is None or bool(recipe.evaluation.sets),
-        "best_metric",
-        "needs a metric to compare; evaluation.sets is empty",
-    )
-    check.require(best is None or "/" in best, "best_metric", "must be set/metric, such as dev/ndcg@10")
+    if best is not None:
+        check.require(
+            bool(recipe.evaluation.sets), "best_metric", "needs a metric to compare; evaluation.sets is empty"
+        )
+        check.require("/" in best, "best_metric", "must be set/metric, such as dev/ndcg@10")
 
 
 def check_export(export: ExportConfig, prefix: str = "") -> None:
-    """Refuse export options that cannot work.
-
-    Args:
-        export: the options.
-        prefix: precedes their names where the user writes them.
-
-    Raises:
-        ConfigError: an unknown format, an invalid size, or an id that the Hub does not accept.
-    """
+    """Raise a ConfigError for an unknown format, an invalid size, or an id that the Hub does not accept."""
     check = OptionChecks(export, prefix)
     check.require(set(export.formats) <= set(EXPORT_FORMATS), "formats", f"must be of {', '.join(EXPORT_FORMATS)}")
     size = _SIZE.fullmatch(export.max_file_size.strip().upper())
@@ -256,19 +224,10 @@ def _check_tracking(recipe: Recipe) -> None:
     )
     check.require(all(step >= 1 for step in tracking.profile), "profile", "must be numbers of steps, counted from 1")
     num_steps = len(set(tracking.profile))
-    check.require(
-        num_steps <= MAX_PROFILED_STEPS,
-        "profile",
-        f"has {num_steps} steps; at most {MAX_PROFILED_STEPS}, for every operator of a step is kept in memory",
-    )
-    check.require(
-        last_step is None or max(tracking.profile, default=0) <= last_step,
-        "profile",
-        f"train.steps={last_step} is the last step",
-    )
+    hint = f"has {num_steps} steps; at most {MAX_PROFILED_STEPS}, because every operator of a step is kept in memory"
+    check.require(num_steps <= MAX_PROFILED_STEPS, "profile", hint)
+    is_within = last_step is None or max(tracking.profile, default=0) <= last_step
+    check.require(is_within, "profile", f"train.steps={last_step} is the last step")
     ranks = tracking.profile_ranks
-    check.require(
-        ranks is None or (bool(ranks) and min(ranks) >= 0),
-        "profile_ranks",
-        "must be ranks, counted from 0; null for all",
-    )
+    are_ranks = ranks is None or (bool(ranks) and min(ranks) >= 0)
+    check.require(are_ranks, "profile_ranks", "must be ranks, counted from 0; null for all")

@@ -26,11 +26,16 @@ from omegaconf.resolvers import oc
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
-from embedtrain.config.elements import escape_interpolations, parse_items, parse_losses, parse_sources
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.messages import explain_hydra_error
+from embedtrain.config.parsing import (
+    escape_interpolations,
+    explain_hydra_error,
+    parse_items,
+    parse_losses,
+    parse_sources,
+)
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import unknown_option
 from embedtrain.errors import ConfigError
@@ -59,9 +64,7 @@ embedtrain/config/recipe.py, those of the losses in embedtrain/config/losses.py.
 def compose_recipes(arguments: Sequence[str]) -> list[Recipe]:
     """The recipe that the command line describes, checked; one for each job with `-m` (multirun).
 
-    Raises:
-        ConfigError: an unknown option, a value of the wrong type, a combination that cannot work.
-        SystemExit: after `--help` and `--cfg job`.
+    Raises a ConfigError if the recipe cannot work, and SystemExit after `--help` and `--cfg job`.
     """
     configs = _compose_recipe_configs(arguments, multirun=True)
     recipes = [check_recipe(apply_accelerate_config(to_recipe(config))) for config in configs]
@@ -79,37 +82,23 @@ def compose_recipes(arguments: Sequence[str]) -> list[Recipe]:
 
 
 def compose_recipe(arguments: Sequence[str]) -> Recipe:
-    """One recipe, not checked: for commands that can do without some of its options.
-
-    Raises:
-        ConfigError: as `compose_recipes`, or multirun.
-        SystemExit: after `--help` and `--cfg job`.
-    """
+    """One recipe, not checked: for commands that can do without some of its options."""
     (config,) = _compose_recipe_configs(arguments, multirun=False)
     return to_recipe(config)
 
 
 def compose_command(name: str, kind: type[Options], arguments: Sequence[str], help_text: str) -> Options:
-    """The options of `python -m embedtrain.NAME`. Types are checked, values are not.
+    """The options of `python -m embedtrain.NAME`. Names and types are checked, values are not.
 
-    Args:
-        name: of the command.
-        kind: the dataclass of its options.
-        arguments: the command line.
-        help_text: what `--help` prints, with `{options}` where the options and their values stand.
-
-    Raises:
-        ConfigError: an unknown option, a value of the wrong type, multirun.
-        SystemExit: after `--help` and `--cfg job`.
+    `--help` prints `help_text`, with the options and their values in place of `{options}`.
     """
-    command_line = _parse(arguments)
-    _refuse_multirun(command_line)
+    command_line = _parse(arguments, multirun=False)
     if command_line.config_dir is not None:
         raise ConfigError(f"--config-dir {command_line.config_dir}: {name} takes no recipe; leave it out")
     ConfigStore.instance().store(name=name, node=kind)
     config = _compose(name, command_line.overrides, groups=False)
     _print_if_asked(command_line, config, help_text)
-    return to_dataclass(config, kind)
+    return _to_dataclass(config, kind)
 
 
 def quote(text: str) -> str:
@@ -132,7 +121,7 @@ def option_of(argument: str) -> str:
 
 def to_recipe(config: DictConfig) -> Recipe:
     """A composed configuration as a Recipe, with dataclasses in its lists of sources, sets and losses as well."""
-    recipe = to_dataclass(config, Recipe)
+    recipe = _to_dataclass(config, Recipe)
     recipe.evaluation.sets = parse_items(recipe.evaluation.sets, EvaluationSet, "evaluation.sets")
     if isinstance(recipe.loss, CombinedConfig):
         recipe.loss.losses = parse_losses(recipe.loss.losses, "loss.losses")
@@ -153,27 +142,8 @@ def to_plain(options: Any) -> Any:
     return options
 
 
-def to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
-    """A composed configuration as the dataclass that it was composed from.
-
-    Raises:
-        ConfigError: an interpolation that cannot be resolved, or an option that the dataclass does not have.
-    """
-    try:
-        options = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain_hydra_error(error)) from None
-    assert isinstance(options, kind)
-    _refuse_added(options, "")
-    return options
-
-
 def load_recipe(path: Path) -> Recipe:
-    """The resolved recipe that a run wrote to `recipe.yaml`.
-
-    Raises:
-        ConfigError: no such file, or one that this version does not understand.
-    """
+    """The resolved recipe that a run wrote to `recipe.yaml`; a ConfigError if this version cannot read it."""
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         if not isinstance(saved, dict):
@@ -182,7 +152,7 @@ def load_recipe(path: Path) -> Recipe:
         loss = saved.get("loss")
         name = loss.get("name", "infonce") if isinstance(loss, dict) else "infonce"
         schema.loss = LOSSES[check_loss_name(name, "loss.name")]()
-        # The run has resolved its recipe. An interpolation now could only be there to read the environment.
+        # The run has resolved its recipe: an interpolation could only be there to read the environment.
         values = escape_interpolations({key: value for key, value in saved.items() if key != "versions"})
         return to_recipe(OmegaConf.merge(schema, values))  # type: ignore[arg-type]
     except FileNotFoundError:
@@ -210,7 +180,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str], *, multirun: bool) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
@@ -218,16 +188,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resolve", "-r", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd")
-    return parser.parse_intermixed_args(arguments)
-
-
-def _refuse_multirun(command_line: argparse.Namespace) -> None:
-    if command_line.multirun:
+    command_line = parser.parse_intermixed_args(arguments)
+    if command_line.multirun and not multirun:
         raise ConfigError("multirun (-m) is for training: write one value of each option, and call the command again")
+    return command_line
 
 
 def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, help_text: str) -> None:
-    """Print the help or the configuration, and leave, if the command line asks for it."""
+    """Print the help or the configuration, and exit, if the command line asks for it."""
     if not command_line.help and not command_line.cfg:
         return
     options = OmegaConf.to_yaml(config, resolve=command_line.resolve)
@@ -238,9 +206,7 @@ def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, help_t
 
 
 def _compose_recipe_configs(arguments: Sequence[str], *, multirun: bool) -> list[DictConfig]:
-    command_line = _parse(arguments)
-    if not multirun:
-        _refuse_multirun(command_line)
+    command_line = _parse(arguments, multirun=multirun)
     _register_recipes(command_line.overrides)
     jobs = _jobs(command_line.overrides) if command_line.multirun else [command_line.overrides]
     configs = [_compose("config", overrides, command_line.config_dir, groups=True) for overrides in jobs]
@@ -263,11 +229,7 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
 
 
 def _compose(name: str, overrides: Sequence[str], config_dir: str | None = None, *, groups: bool) -> DictConfig:
-    """What Hydra composes from the overrides, and from configs/ and `config_dir` if there are groups to choose from.
-
-    Raises:
-        ConfigError: it cannot be composed, or it changes Hydra's own settings.
-    """
+    """What Hydra composes from the overrides, and from configs/ and `config_dir` if there are groups to choose from."""
     for override in overrides:
         if re.match(r"hydra\b", option_of(override)):
             raise ConfigError(f"{override}: settings of Hydra can name code to run, and embedtrain never runs code")
@@ -384,13 +346,22 @@ def _available_choices() -> str:
     return "\n".join(lines)
 
 
+def _to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
+    """A composed configuration as the dataclass that it was composed from."""
+    try:
+        options = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain_hydra_error(error)) from None
+    assert isinstance(options, kind)
+    _refuse_added(options, "")
+    return options
+
+
 def _refuse_added(options: Any, prefix: str) -> None:
     """Refuse options that `+option=value` added to the dataclass: nothing would read them."""
     names = [field.name for field in fields(options)]
-    for name in vars(options):
+    for name, value in vars(options).items():
         if name not in names:
             raise ConfigError(unknown_option(f"{prefix}{name}", names))
-    for name in names:
-        value = getattr(options, name)
         if is_dataclass(value):
             _refuse_added(value, f"{prefix}{name}.")

@@ -28,21 +28,13 @@ from embedtrain.errors import ConfigError
 
 
 def check_loss(loss: LossConfig) -> None:
-    """Refuse options of the recipe's loss that cannot work.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Reject options of the recipe's loss that cannot work: a ConfigError of the first check that fails."""
     OptionChecks(loss, "loss.").require(loss.weight == 1.0, "weight", "is for the parts of loss=combined; leave it out")
     _check(loss, "loss")
 
 
 def check_loss_name(name: Any, option: str) -> str:
-    """The name itself, if a loss has it.
-
-    Raises:
-        ConfigError: no loss has it; names the nearest.
-    """
+    """The name itself if a loss has it, else a ConfigError with the nearest name."""
     if str(name) not in LOSSES:
         hint = did_you_mean(str(name), list(LOSSES))
         raise ConfigError(f"{option}={name}: there is no such loss{hint} Available are {', '.join(LOSSES)}")
@@ -61,12 +53,7 @@ def guide_paths(loss: LossConfig) -> list[str]:
 
 
 def _check(loss: LossConfig, option: str) -> None:
-    """Check one loss, and the parts of a combined one.
-
-    Args:
-        loss: its options.
-        option: its name in the recipe, such as `loss.losses[1]`.
-    """
+    """Check one loss, named `option` in the recipe (such as `loss.losses[1]`), and the parts of a combined one."""
     check = OptionChecks(loss, f"{option}.")
     check.require(
         type(loss) is LOSSES[check_loss_name(loss.name, f"{option}.name")],
@@ -178,9 +165,7 @@ def _check_infonce(loss: InfoNCEConfig, check: OptionChecks) -> None:
 
 def _check_combined(loss: CombinedConfig, option: str) -> None:
     OptionChecks(loss, f"{option}.").require(
-        bool(loss.losses),
-        "losses",
-        "must name losses, such as [{name: infonce}, {name: distill_scores, weight: 0.5}]",
+        bool(loss.losses), "losses", "must name losses, such as [{name: infonce}, {name: distill_scores, weight: 0.5}]"
     )
     for index, part in enumerate(loss.losses):
         part_option = f"{option}.losses[{index}]"
@@ -197,7 +182,7 @@ def _check_combined(loss: CombinedConfig, option: str) -> None:
 
 
 def _check_same_rows(loss: CombinedConfig, option: str) -> None:
-    """Refuse parts that require different rows."""
+    """Reject parts that require different rows."""
     requirements = [row_requirements(part) for part in loss.losses]
     of_classes = [row.loss for row in requirements if row.label]
     of_pairs = [row.loss for row in requirements if row.documents]

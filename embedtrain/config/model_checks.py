@@ -16,20 +16,12 @@ _ROPE_EXAMPLE = "such as model.rope_scaling={rope_type: yarn, factor: 4}"
 
 
 def check_model(model: ModelConfig) -> None:
-    """Refuse options of the model that cannot work, as far as they show before it is opened.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Raise a ConfigError for options that cannot work, as far as they show before the model is opened."""
     check = OptionChecks(model, "model.")
     if model.path is None and model.config is None:
-        raise ConfigError(
-            "no model: set model.path to a Hub id or a directory, or model.config to start from random weights"
-        )
+        raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config for random weights")
     if model.path is not None and model.config is not None:
-        raise ConfigError(
-            "model.path and model.config are both set: the first loads weights, the second has none; keep one"
-        )
+        raise ConfigError("model.path and model.config are both set: the second has no weights; keep one")
     check.require(
         model.revision is None or model.path is not None,
         "revision",
@@ -58,11 +50,7 @@ def include_prompt_error(pooling: Pooling) -> str:
 
 
 def check_rope_scaling(scaling: Any) -> None:
-    """Refuse a `model.rope_scaling` that no model can have.
-
-    Raises:
-        ConfigError: not a mapping, an unknown type, a factor or number of positions out of range.
-    """
+    """Raise a ConfigError for a `model.rope_scaling` that no model can have."""
     if not isinstance(scaling, Mapping):
         raise ConfigError(
             f"model.rope_scaling={scaling!r}: must be a mapping with rope_type and factor, {_ROPE_EXAMPLE}"
@@ -79,26 +67,18 @@ def check_rope_scaling(scaling: Any) -> None:
         )
     factor = scaling.get("factor")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not (math.isfinite(factor) and factor > 1):
-        raise ConfigError(
-            f"model.rope_scaling.factor={factor}: must be a number above 1, the factor of the context length"
-        )
+        raise ConfigError(f"model.rope_scaling.factor={factor}: must be above 1, the factor of the context length")
     original = scaling.get("original_max_position_embeddings")
     if original is not None and (isinstance(original, bool) or not isinstance(original, int) or original < 1):
         raise ConfigError(
-            f"model.rope_scaling.original_max_position_embeddings={original}: must be a number of positions; "
-            "default: the model's"
+            f"model.rope_scaling.original_max_position_embeddings={original}: must be a number; default: the model's"
         )
 
 
 def check_lora(lora: LoraConfig, export_formats: Sequence[str]) -> None:
-    """Refuse options of adapters that cannot work, also together with `export.formats`.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Raise a ConfigError for options of adapters that cannot work, also together with `export.formats`."""
     defaults = LoraConfig()
     check = OptionChecks(lora, "model.lora.")
-    has_adapter_export = ADAPTER in export_formats
     if not lora.on:
         for name in ("alpha", "targets", "dropout", "modules_to_save", "base_dtype", "load_in_4bit", "revision"):
             check.require(
@@ -106,7 +86,7 @@ def check_lora(lora: LoraConfig, export_formats: Sequence[str]) -> None:
                 name,
                 "has no effect without adapters; set model.lora.rank, or model.lora.path to start from an adapter",
             )
-        if has_adapter_export:
+        if ADAPTER in export_formats:
             raise ConfigError(
                 f"export.formats={written(list(export_formats))}: there is no adapter to export; set model.lora.rank, "
                 "or leave adapter out"
@@ -136,7 +116,7 @@ def check_lora(lora: LoraConfig, export_formats: Sequence[str]) -> None:
         "revision",
         "chooses a version of a Hub adapter; set model.lora.path to its id",
     )
-    if has_adapter_export and "dense" in lora.modules_to_save:
+    if ADAPTER in export_formats and "dense" in lora.modules_to_save:
         raise ConfigError(
             "export.formats has adapter and model.lora.modules_to_save has dense: PEFT's adapter format cannot "
             "hold the heads behind the pooling; leave one of them out (the merged model has them)"

@@ -35,8 +35,7 @@ class LoraConfig:
     alpha: float | None = None  # adapters are scaled by alpha / r; default: 2 r
     targets: Any = ALL_LINEAR  # all-linear (of the blocks), or names of linear layers, such as [q_proj, v_proj]
     dropout: float = 0.0  # applied to the input of an adapter
-    # Modules that are trained in full besides the adapters: embeddings, norms, or names of modules.
-    modules_to_save: list[str] = field(default_factory=list)
+    modules_to_save: list[str] = field(default_factory=list)  # trained in full: embeddings, norms, or names of modules
     base_dtype: BaseDtype = BaseDtype.auto  # type of the frozen weights
     load_in_4bit: bool = False  # frozen linear layers in 4 bits (QLoRA): CUDA, bitsandbytes
     path: str | None = None  # start from an adapter of PEFT: directory or Hub id; its rank and targets are used
@@ -184,9 +183,7 @@ class ModelConfig:
     pooling: Pooling | None = None  # default: that of a sentence-transformers directory
     normalize: bool | None = None  # L2-normalize embeddings; default: that of the directory, else true
     max_length: int | None = None  # tokens, including special tokens; default: that of the directory
-    bidirectional: bool | None = (
-        None  # tokens attend to later tokens as well; default: that of the model's configuration
-    )
+    bidirectional: bool | None = None  # tokens attend to later tokens as well; default: the configuration's
     append_eos: bool | None = None  # end every text with the end-of-text token; default: true with pooling `last`
     include_prompt: bool | None = None  # include the prompt in mean pooling; default: that of the directory, else true
     attention: Attention = Attention.auto
@@ -218,14 +215,11 @@ class TrainSource:
     document_max_length: int | None = None  # tokens; default: the model's
     loss: Any = None  # options that differ from the recipe's loss, or another loss by `name`
     temperature: float | None = None  # default: loss.temperature
-    # Default: loss.in_batch_negatives; false for a path with no_in_batch_neg.
-    in_batch_negatives: bool | None = None
+    in_batch_negatives: bool | None = None  # default: loss.in_batch_negatives; false for a path with no_in_batch_neg
     negatives: int | None = 7  # hard negatives per row, drawn from all of its negatives in each epoch; null: all
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # split of a Hub data set
-    columns: list[str] | None = (
-        None  # names of the columns: query, positive, negatives in this order, and a score column
-    )
+    columns: list[str] | None = None  # columns of the query, positive, negatives in this order, and of a score
     score_scale: float = 1.0  # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
 
 
@@ -269,8 +263,7 @@ class TrainConfig:
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
     # Tokens whose activations are kept, so that they are not encoded twice; default: what fits into memory.
     activation_tokens: int | None = None
-    # The cost of one more forward pass, in tokens: a smaller value means less padding in more passes.
-    pass_overhead_tokens: int | None = None
+    pass_overhead_tokens: int | None = None  # cost of a forward pass, in tokens: smaller is less padding in more passes
     gradient_accumulation_steps: int = 1  # global batches per step; each has its own negatives
     log_every: int = 10  # steps between log lines and rows of metrics.jsonl
 

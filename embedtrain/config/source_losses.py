@@ -11,14 +11,9 @@ from embedtrain.errors import ConfigError
 
 
 def source_loss(source: TrainSource, loss: LossConfig) -> LossConfig:
-    """The loss for rows of `source`.
+    """The loss for rows of `source`, an element of `data.train`; `loss` is that of the recipe.
 
-    Args:
-        source: an element of `data.train`.
-        loss: of the recipe.
-
-    Raises:
-        ConfigError: the source sets an option that its loss does not have, or that conflicts with others.
+    A ConfigError if the source sets an option that its loss does not have, or that conflicts with others.
     """
     config = loss if source.loss is None else source.loss
     options = {"temperature": source.temperature, "in_batch_negatives": source.in_batch_negatives}
@@ -43,14 +38,9 @@ def distinct_losses(losses: Sequence[LossConfig]) -> tuple[list[LossConfig], lis
 
 
 def uses_batches_by_source(batches: BatchMode, losses: Sequence[LossConfig]) -> bool:
-    """Whether all rows of a global batch are of one source.
+    """Whether all rows of a global batch are of one source; `losses` has the loss of each source.
 
-    Args:
-        batches: `data.batches`.
-        losses: of each source.
-
-    Raises:
-        ConfigError: mixed batches of sources with different losses.
+    Mixed batches of sources with different losses raise a ConfigError.
     """
     differ = len(distinct_losses(losses)[0]) > 1
     if differ and batches is BatchMode.mixed:

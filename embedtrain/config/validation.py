@@ -3,7 +3,7 @@
 import difflib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -13,60 +13,50 @@ MAX_SEED = 2**63 - 1
 
 
 class OptionChecks:
-    """Checks fields of one dataclass of options.
+    """Checks of the fields of one dataclass; `prefix`, such as `train.`, precedes their names in messages.
 
     Numbers that are None pass: null stands for a default. NaN and infinity never pass.
-
-    Args:
-        options: the dataclass.
-        prefix: what precedes the names of its fields where the user writes them, such as `train.`.
     """
 
     def __init__(self, options: Any, prefix: str = "") -> None:
         self.options, self._prefix = options, prefix
 
     def require(self, condition: bool, name: str, message: str) -> None:
-        """Raise `name=value: message` unless the condition holds.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Raise a ConfigError `name=value: message` unless the condition holds."""
         if not condition:
             raise ConfigError(f"{self._prefix}{name}={written(getattr(self.options, name))}: {message}")
 
     def at_least(self, minimum: float, name: str, hint: str = "") -> None:
-        """Raise unless the number is `minimum` or larger."""
-        value = getattr(self.options, name)
-        holds = value is None or (math.isfinite(value) and value >= minimum)
-        self.require(holds, name, _with_hint(f"must be at least {minimum}", hint))
+        """Require a number that is `minimum` or larger."""
+        self._number(name, lambda value: value >= minimum, f"must be at least {minimum}", hint)
 
     def number(self, name: str, hint: str = "") -> None:
-        """Raise unless the number is finite."""
-        value = getattr(self.options, name)
-        self.require(value is None or math.isfinite(value), name, _with_hint("must be a number", hint))
+        """Require a finite number."""
+        self._number(name, lambda _: True, "must be a number", hint)
 
     def positive(self, name: str, hint: str = "") -> None:
-        """Raise unless the number is above 0."""
-        value = getattr(self.options, name)
-        holds = value is None or (math.isfinite(value) and value > 0)
-        self.require(holds, name, _with_hint("must be above 0", hint))
+        """Require a number above 0."""
+        self._number(name, lambda value: value > 0, "must be above 0", hint)
 
     def within(self, minimum: float, maximum: float, name: str, hint: str = "") -> None:
-        """Raise unless the number is from `minimum` to `maximum`."""
+        """Require a number from `minimum` to `maximum`."""
+        self._number(name, lambda value: minimum <= value <= maximum, f"must be from {minimum} to {maximum}", hint)
+
+    def _number(self, name: str, is_allowed: Callable[[float], bool], message: str, hint: str) -> None:
         value = getattr(self.options, name)
-        holds = value is None or minimum <= value <= maximum
-        self.require(holds, name, _with_hint(f"must be from {minimum} to {maximum}", hint))
+        holds = value is None or (is_allowed(value) and math.isfinite(value))
+        self.require(holds, name, f"{message}; {hint}" if hint else message)
 
     def seed(self, name: str) -> None:
-        """Raise unless the number is a seed that every generator accepts."""
+        """Require a seed that every generator accepts."""
         self.within(0, MAX_SEED, name)
 
     def length(self, name: str) -> None:
-        """Raise unless a maximum length in tokens leaves room for text."""
+        """Require a maximum length in tokens that leaves room for text."""
         self.at_least(3, name, "two of them are special tokens")
 
     def instruction_format(self) -> None:
-        """Raise unless `instruction_format` has `{instruction}` and then `{text}`, each once."""
+        """Require `{instruction}` and then `{text}` in `instruction_format`, each once."""
         if self.options.instruction_format is None:
             return
         before, marker, after = self.options.instruction_format.partition("{instruction}")
@@ -99,25 +89,12 @@ def did_you_mean(name: str, allowed: Sequence[str], *, cutoff: float = 0.6) -> s
 
 
 def unknown_option(option: str, allowed: Sequence[str]) -> str:
-    """The message for an option that does not exist.
-
-    Args:
-        option: its full name; the part behind the last dot is the one that does not exist.
-        allowed: the names that its last part may have.
-    """
+    """The message for an option, by its full name; `allowed` are the names that its last part may have."""
     hint = did_you_mean(option.rpartition(".")[2], allowed)
     return f"unknown option {option}{hint} Allowed are {', '.join(allowed)}"
 
 
 def require_single_process(command: str) -> None:
-    """Refuse to start `command` under torchrun or srun.
-
-    Raises:
-        ConfigError: there are several ranks.
-    """
+    """Raise a ConfigError if `command` was started under torchrun or srun with several ranks."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"{command} runs in a single process: start it with python, not with torchrun or srun")
-
-
-def _with_hint(message: str, hint: str) -> str:
-    return f"{message}; {hint}" if hint else message

@@ -1,5 +1,6 @@
 """`torchrun -m embedtrain.evaluate model=DIR sets=[...] mteb=[...]`: evaluate a model, sharded over all ranks."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
@@ -16,9 +17,7 @@ Metrics = dict[str, dict[str, float]]
 
 def main(options: EvaluateOptions) -> None:
     """Load the model, measure it on every set and task, print tables, append rows to metrics.jsonl."""
-    from pathlib import Path
-
-    from embedtrain.data.cache.cache import Cache, cache_place
+    from embedtrain.data.cache.cache import Cache, writable_cache_directory
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, resolve_tasks, run_tasks
@@ -31,7 +30,7 @@ def main(options: EvaluateOptions) -> None:
     output_dir = Path(options.output_dir)
     with joined_world(options.timeout) as world:
         console = Console(enabled=world.is_main)
-        cache = Cache(directory=cache_place(None, output_dir / "cache", world, console.note))
+        cache = Cache(directory=writable_cache_directory(None, output_dir / "cache", world, console.note))
         sets = load_sets(options.sets, world, subset=options.subset, option="sets", cache=cache)
         for note in (note for loaded in sets for note in loaded.notes):
             console.note(note)
@@ -51,12 +50,7 @@ def main(options: EvaluateOptions) -> None:
         with console.progress() as progress:
             if sets:
                 evaluator = Evaluator(
-                    sets,
-                    encoder,
-                    world,
-                    run_depth=options.run_depth,
-                    index=options.index,
-                    vector_cache=vector_cache,
+                    sets, encoder, world, run_depth=options.run_depth, index=options.index, vector_cache=vector_cache
                 )
                 with console.phase("evaluating"):
                     runs = output_dir / "runs" if options.save_runs else None
@@ -72,8 +66,7 @@ def main(options: EvaluateOptions) -> None:
                     progress=progress,
                 )
         _report(options, metrics | task_results.metrics, world, console)
-        failures = task_results.failures
-        if failures:
+        if failures := task_results.failures:
             raise DataError(f"{len(failures)} of mteb's tasks could not be run: {'; '.join(failures)}")
 
 
@@ -92,8 +85,6 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
 
 def _report(options: EvaluateOptions, metrics: Metrics, world: "World", console: "Console") -> None:
     """Print tables and the memory used, and append a row per set to metrics.jsonl."""
-    from pathlib import Path
-
     from embedtrain.formatting import format_count
     from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile
     from embedtrain.tracking.tracker import peak_memory_gib

@@ -29,51 +29,39 @@ _SETTINGS_FILE = "config_sentence_transformers.json"
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The model that mteb evaluates.
-
-    Attributes:
-        encoder: of the live model.
-        source: the contents of the model's directory.
-        name: for mteb's result files: a Hub id, or a directory.
-        identity: what the model's vectors depend on; results of another model with the same name are not reused.
-    """
+    """The model that mteb evaluates."""
 
     encoder: SentenceEncoder
     source: ModelSource
-    name: str
-    identity: Mapping[str, Any]
+    name: str  # for mteb's result files: a Hub id, or a directory
+    identity: Mapping[str, Any]  # of its vectors; results of another model with the same name are not reused
 
 
 @dataclass
 class TaskResults:
-    """The results of several tasks, the same on every rank.
+    """The results of several tasks, the same on every rank."""
 
-    Attributes:
-        metrics: by `task`, or `task/subset/split` if a task has several, the main score by its name.
-        failures: a sentence for each task that could not be run.
-    """
-
+    # By `task`, or `task/subset/split` if a task has several, the main score by its name.
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # a sentence for each task that could not be run
 
 
 def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> list[Any]:
-    """The tasks with the given names, in this order, each once.
+    """The tasks and benchmarks of mteb with these names, in this order, each task once.
 
-    Args:
-        names: of tasks, as for `mteb.get_task`, or of benchmarks, as for `mteb.get_benchmark`.
-        reserved_names: names under which other metrics are reported.
-
-    Raises:
-        ConfigError: mteb is not installed, a name is unknown or reserved, or a task is not about text alone.
+    Raises ConfigError if mteb is not installed, a name is unknown or reserved, or a task is not about text alone.
     """
     if importlib.util.find_spec("mteb") is None:
         raise ConfigError(f"mteb={list(names)} needs a package that is not installed: pip install 'embedtrain[mteb]'")
+    import datasets
     import mteb
     from mteb.benchmarks import get_benchmarks
     from mteb.get_tasks import TASK_LIST
 
-    _silence_mteb()
+    # Hide mteb's log and the progress bars of libraries; the encoder reports progress.
+    datasets.disable_progress_bars()
+    logging.getLogger("mteb").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="mteb")
     task_names = {task.metadata.name for task in TASK_LIST}
     benchmarks = {name: each for each in get_benchmarks() for name in (each.name, *(each.aliases or ()))}
     tasks: list[Any] = []
@@ -101,15 +89,6 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
     return list({(t.metadata.name, tuple(t.hf_subsets), tuple(t.eval_splits)): t for t in tasks}.values())
 
 
-def _silence_mteb() -> None:
-    """Hide mteb's log and the progress bars of libraries; the encoder reports progress."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    logging.getLogger("mteb").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="mteb")
-
-
 def run_tasks(
     tasks: Sequence[Any],
     model: EvaluatedModel,
@@ -127,18 +106,11 @@ def run_tasks(
 
     Args:
         tasks: from `resolve_tasks`; only those of rank 0 are used.
-        model: the same on every rank.
-        console: for messages of rank 0.
         folder: of mteb's files: `results/MODEL/REVISION/TASK.json`.
-        index: data type and placement of document vectors.
-        vector_cache: stores document vectors on disk.
         max_characters: of the texts that are sent to all ranks at a time.
         progress: called with the name of the task before the description.
 
-    Raises:
-        TrainingError: on every rank, if a vector is not finite on any.
-        LostContact: another rank is gone.
-        FailedElsewhere: on the other ranks, if rank 0 failed on its own.
+    Raises TrainingError on every rank if a vector is not finite, FailedElsewhere on the others if rank 0 failed alone.
     """
     encoder, world = model.encoder, model.encoder.world
     with world.fail_together("reading the model's settings for mteb"):
@@ -251,11 +223,7 @@ def _model_meta(model: EvaluatedModel, settings: MtebSettings) -> Any:
 
 
 def read_settings(source: ModelSource) -> MtebSettings:
-    """Read the prompts and the similarity of a model directory, as sentence-transformers does.
-
-    Raises:
-        ModelError: the file cannot be read.
-    """
+    """Read the prompts and the similarity of a model directory, as sentence-transformers does."""
     content = _read_settings_file(source)
     default_prompt = source.prompts.get(str(content.get("default_prompt_name")), "")
     similarity = content.get("similarity_fn_name") or "cosine"
@@ -267,9 +235,7 @@ def read_settings(source: ModelSource) -> MtebSettings:
 
 def _read_settings_file(source: ModelSource) -> dict[str, Any]:
     """The settings file is beside modules.json: in the directory of the backbone, or in its parent."""
-    if source.directory is None:
-        return {}
-    folders = [source.directory, source.directory.parent]
+    folders = [] if source.directory is None else [source.directory, source.directory.parent]
     path = next((folder / _SETTINGS_FILE for folder in folders if (folder / "modules.json").is_file()), None)
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}

@@ -91,15 +91,7 @@ class CommandChannel:
     The constructor is a collective. Rank 0 then calls `run`, and finally `finish`; the other ranks call `serve`, which
     returns after `finish`.
 
-    Args:
-        encoder: of the live model.
-        world: the ranks.
-        index: data type and placement of document vectors.
-        normalize: compare texts by cosine instead of inner product.
-        vector_cache: stores document vectors on disk.
-
-    Attributes:
-        in_sync: whether the other ranks wait for a command; False after a command that was not completed.
+    With `normalize`, texts are compared by cosine instead of inner product.
     """
 
     def __init__(
@@ -115,17 +107,12 @@ class CommandChannel:
         self._config, self._normalize, self._vector_cache = index, normalize, vector_cache
         self._index: ShardedIndex | None = None
         self._task = "mteb"
-        self.in_sync = True
+        self.in_sync = True  # whether the other ranks wait for a command; False after one that was not completed
         # Commands are Python objects on the CPU, on whatever device the ranks compute.
         self._group = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
 
     def run(self, command: Command) -> Any:
-        """Execute a command on all ranks and return its result. On rank 0.
-
-        Raises:
-            TrainingError: on every rank, if a vector is not finite on any.
-            LostContact: another rank is gone.
-        """
+        """Execute a command on all ranks and return its result. On rank 0."""
         # After an interruption, the ranks are at different points and cannot receive further commands.
         self.in_sync = False
         with explain_lost_contact(f"running {self._task}"):
@@ -141,12 +128,7 @@ class CommandChannel:
                 self._broadcast(Finish(None if error is None else f"{type(error).__name__}: {error}"))
 
     def serve(self) -> None:
-        """Execute rank 0's commands until it finishes. On every other rank.
-
-        Raises:
-            FailedElsewhere: rank 0 finished with an error.
-            TrainingError, LostContact: as in `run`.
-        """
+        """Execute rank 0's commands until it finishes, or raise FailedElsewhere if it failed. On every other rank."""
         while True:
             with explain_lost_contact(f"running {self._task}"):
                 command = self._broadcast(None)
@@ -180,14 +162,10 @@ class CommandChannel:
         return None
 
     def _add_documents(self, texts: list[str], prompt: str, first: int) -> None:
-        dtype = dtype_of(self._config)
-        blocks = self.encoder.encode_blocks(
-            texts,
-            prompt,
-            vector_cache=self._vector_cache,
-            transform=lambda vectors: self._normalized(vectors).to(dtype),
-        )
-        for block in blocks:
+        def transform(vectors: Tensor) -> Tensor:
+            return self._normalized(vectors).to(dtype_of(self._config))
+
+        for block in self.encoder.encode_blocks(texts, prompt, vector_cache=self._vector_cache, transform=transform):
             self._current_index.add(EncodedShard(block.vectors, block.rows + first))
 
     def _encode_queries(self, texts: list[str], prompt: str) -> Tensor:

@@ -29,29 +29,18 @@ _QUERIES_PER_COMMAND = 8192
 
 @dataclass(frozen=True)
 class MtebSettings:
-    """Settings of a model directory that mteb uses with sentence-transformers as well.
+    """Settings of a model directory that mteb uses with sentence-transformers as well."""
 
-    Attributes:
-        prompts: by name: of tasks, of types of tasks, `query` and `document`.
-        default_prompt: for texts without a prompt in `prompts`.
-        similarity: `cosine` or `dot`.
-        note: a warning about an unsupported setting, or "".
-    """
-
-    prompts: Mapping[str, str]
-    default_prompt: str
-    similarity: str
-    note: str = ""
+    prompts: Mapping[str, str]  # by name: of tasks, of types of tasks, `query` and `document`
+    default_prompt: str  # for texts without a prompt in `prompts`
+    similarity: str  # `cosine` or `dot`
+    note: str = ""  # a warning about an unsupported setting
 
 
 class ShardedModel:
     """Encodes and searches for mteb on all ranks; exists on rank 0.
 
-    Args:
-        channel: to all ranks.
-        settings: prompts and similarity.
-        meta: mteb's ModelMeta, whose name and revision name the result files.
-        max_characters: of the texts that are sent to all ranks at a time.
+    The name and the revision of `meta`, mteb's ModelMeta, name the result files.
     """
 
     def __init__(
@@ -119,9 +108,8 @@ class ShardedModel:
             batch = slice(start, start + _QUERIES_PER_COMMAND)
             if top_ranked is None:
                 ranking = self._channel.run(SearchDocuments(texts[batch], prompt, top_k))
-                rankings: Iterable[tuple[list[int], list[float]]] = zip(
-                    ranking.documents.tolist(), ranking.scores.tolist(), strict=True
-                )
+                lists = ranking.documents.tolist(), ranking.scores.tolist()
+                rankings: Iterable[tuple[list[int], list[float]]] = zip(*lists, strict=True)
             else:
                 candidates = [top_ranked.get(query_id) or [] for query_id in query_ids[batch]]
                 rankings = self._rank_candidates(texts[batch], prompt, candidates, ids, top_k)

@@ -5,8 +5,8 @@ from typing import Any
 
 from embedtrain.config.checks import check_sets
 from embedtrain.config.compose import compose_command
-from embedtrain.config.elements import parse_items
 from embedtrain.config.evaluation import EvaluationSet, IndexConfig, Unshard
+from embedtrain.config.parsing import parse_items
 from embedtrain.config.recipe import Pooling, Precision
 from embedtrain.config.validation import OptionChecks
 
@@ -63,11 +63,7 @@ class EvaluateOptions:
 
 
 def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
-    """The options themselves, if they can work.
-
-    Raises:
-        ConfigError: no model, no set, or a number out of range.
-    """
+    """The options themselves, if they can work."""
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
     check.require(

@@ -46,11 +46,8 @@ class Evaluator:
     Similarity is the cosine, as in sentence-transformers and MTEB, even if the model does not normalize.
 
     Args:
-        sets: from `load_sets`, the same on every rank.
         encoder: of the live model; its prompts are used for sets without their own.
-        world: the ranks.
-        run_depth: documents per query in run files. Metrics do not depend on it.
-        index: data type and placement of document vectors.
+        run_depth: documents per query in run files; does not affect metrics.
         vector_cache: stores document vectors on disk, so that an interrupted evaluation resumes.
     """
 
@@ -82,16 +79,12 @@ class Evaluator:
 
         The set `mean` holds the means of the metrics that several sets have, over these sets.
 
-        Args:
-            save_runs: a directory; rank 0 writes the rankings and judgements of each retrieval and reranking set there
-                as TREC files.
-            progress: called with the name of the set before the description.
-            stop: called before each set; True interrupts the evaluation. The same on every rank.
+        Raises TrainingError on every rank if a vector is not finite, and DataError for a set that cannot be measured.
 
-        Raises:
-            EvaluationInterrupted: `stop` returned True.
-            TrainingError: on every rank, if a vector is not finite.
-            DataError: a set cannot be measured.
+        Args:
+            save_runs: directory for TREC files of each retrieval and reranking set, which rank 0 writes.
+            progress: called with the name of the set before the description.
+            stop: called before each set; True, on every rank, raises EvaluationInterrupted.
         """
         results: dict[str, dict[str, float]] = {}
         for loaded in self.sets:
@@ -102,16 +95,14 @@ class Evaluator:
                 results[name] = self._measure(loaded, save_runs)
         shared = _shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets})
         if shared:
-            values = {metric: [each[metric] for each in results.values() if metric in each] for metric in shared}
-            results[MEAN] = {metric: math.fsum(each) / len(each) for metric, each in values.items()}
+            values = {m: [metrics[m] for metrics in results.values() if m in metrics] for m in shared}
+            results[MEAN] = {metric: math.fsum(of_sets) / len(of_sets) for metric, of_sets in values.items()}
         return results
 
     def _report_progress(self, name: str, progress: ProgressCallback | None) -> contextlib.AbstractContextManager[None]:
         if progress is None:
             return contextlib.nullcontext()
-        return self.encoder.report_progress(
-            lambda description, done, total: progress(f"{name}: {description}", done, total)
-        )
+        return self.encoder.report_progress(lambda text, done, total: progress(f"{name}: {text}", done, total))
 
     def _measure(self, loaded: LoadedSet, save_runs: Path | None) -> dict[str, float]:
         context = EvaluationContext(
@@ -155,11 +146,7 @@ def metric_names(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
 
 
 def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> None:
-    """Reject metrics that a set does not have; `option` is the name of the option for the message.
-
-    Raises:
-        ConfigError: with the option, its value and what is allowed.
-    """
+    """Raise ConfigError for metrics that a set does not have; `option` is the name of the option for the message."""
     kind, allowed = _kind_and_metrics(data)
     if not metrics:
         raise ConfigError(f"{option}=[] is empty: name metrics, or write null for those of {kind}")

@@ -30,10 +30,8 @@ def retrieval_metrics(
 ) -> dict[str, float]:
     """Means over all queries that have judgements; a query that is missing in the run counts as 0.
 
-    Args:
-        judgements: by query id, the gain of each judged document.
-        run: by query id, the scores of the best documents; `required_depth(metrics)` of them, if there are as many.
-        metrics: their names.
+    By query id, `judgements` has the gain of each judged document, and `run` the scores of the best documents, at least
+    `required_depth(metrics)` if there are as many.
     """
     return mean_metrics(metrics_per_query(judgements, run, metrics, judged_documents(judgements)), metrics)
 
@@ -41,14 +39,9 @@ def retrieval_metrics(
 def metrics_per_query(
     judgements: Mapping[str, Mapping[str, int]], run: Run, metrics: Sequence[str], judged: Set[str]
 ) -> NDArray[np.float64]:
-    """Metrics of each query that has judgements, in their order: float64 [Q, M].
+    """Metrics of each query that has judgements, in their order: float64 [Q, M]; arguments as in `retrieval_metrics`.
 
-    Args:
-        judgements: as for `retrieval_metrics`.
-        run: as for `retrieval_metrics`.
-        metrics: M names; `hole@k` is the fraction of the first k documents that are not judged for any query, as in
-            MTEB.
-        judged: all documents that are judged for any query.
+    `hole@k` is the fraction of the first k documents that are not in `judged`, those judged for any query, as in MTEB.
     """
     gains_by_query = {query: dict(gains) for query, gains in judgements.items() if gains}
     parsed = [_parse_metric(metric) for metric in metrics]
@@ -91,27 +84,18 @@ def required_depth(metrics: Sequence[str]) -> int:
 
 
 def check_retrieval_metrics(metrics: Sequence[str], option: str) -> None:
-    """Reject unknown names.
-
-    Raises:
-        ConfigError: with the option and what is allowed.
-    """
+    """Raise ConfigError for an unknown name."""
+    families = (*_CUTOFF_METRICS, *_OWN_METRICS)
     for metric in metrics:
         family, _, cutoff = metric.partition("@")
-        is_known = family in _UNCUT_METRICS
+        is_allowed = family in _UNCUT_METRICS
         if cutoff:
-            is_known = family in (*_CUTOFF_METRICS, *_OWN_METRICS) and _is_cutoff(cutoff)
-        if not is_known:
-            allowed = ", ".join(
-                [*(f"{name}@K" for name in dict.fromkeys((*_CUTOFF_METRICS, *_OWN_METRICS))), *_UNCUT_METRICS]
-            )
+            is_allowed = family in families and cutoff.isascii() and cutoff.isdigit() and int(cutoff) > 0
+        if not is_allowed:
+            allowed = ", ".join([*(f"{name}@K" for name in families), *_UNCUT_METRICS])
             raise ConfigError(
                 f"{option}: {metric!r} is not a metric of rankings: allowed are {allowed}, such as ndcg@10"
             )
-
-
-def _is_cutoff(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) > 0
 
 
 def _parse_metric(metric: str) -> tuple[str, int | None]:
@@ -140,14 +124,9 @@ def sts_metrics(cosines: Sequence[float], gold: Sequence[float]) -> dict[str, fl
 
 
 def parse_best_metric(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[str, str]:
-    """Cut `checkpoint.best_metric` into the name of a set and a metric.
+    """Cut `checkpoint.best_metric`, `set/metric`, into the name of a set and a metric.
 
-    Args:
-        best: `set/metric`.
-        metrics: which metrics each evaluation set has.
-
-    Raises:
-        ConfigError: there is no such set, or it has no such metric.
+    `metrics` are those of each set. Raises ConfigError for another set or metric.
     """
     name, _, metric = best.rpartition("/")
     if name == MEAN and name not in metrics:
@@ -156,8 +135,8 @@ def parse_best_metric(best: str, metrics: Mapping[str, Sequence[str]]) -> tuple[
             f"{', '.join(metrics) or 'evaluation.sets, which is empty,'} have one"
         )
     if name not in metrics:
-        known = ", ".join(f"{known}/{metrics[known][0]}" for known in metrics) or "none: evaluation.sets is empty"
-        raise ConfigError(f"checkpoint.best_metric={best} must be set/metric with a set of evaluation.sets: {known}")
+        allowed = ", ".join(f"{each}/{names[0]}" for each, names in metrics.items()) or "none: evaluation.sets is empty"
+        raise ConfigError(f"checkpoint.best_metric={best} must be set/metric with a set of evaluation.sets: {allowed}")
     if metric not in metrics[name]:
         raise ConfigError(
             f"checkpoint.best_metric={best}: {name} has the metrics {', '.join(metrics[name])}, not {metric!r}"

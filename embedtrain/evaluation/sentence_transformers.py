@@ -48,13 +48,8 @@ class SentenceTransformersAdapter:
     ) -> Any:
         """Vectors of one text, [D], or of several, [n, D]; a collective.
 
-        Other options of sentence-transformers, such as `batch_size` and `device`, have no effect.
-
-        Returns:
-            A tensor on the encoder's device with `convert_to_tensor`, else a numpy array, else a list of tensors.
-
-        Raises:
-            ConfigError: the prompt name is unknown, or token vectors are requested.
+        A tensor on the encoder's device with `convert_to_tensor`, else a numpy array, else a list of tensors. Other
+        options of sentence-transformers, such as `batch_size` and `device`, have no effect.
         """
         if output_value != "sentence_embedding":
             raise ConfigError(f"output_value={output_value} is not supported: only sentence_embedding is")

@@ -63,16 +63,9 @@ def load_sets(
 ) -> list[LoadedSet]:
     """Read all sets on every rank; an error on one rank is raised on all.
 
-    Args:
-        configs: options of the sets.
-        world: all ranks.
-        subset: of sets without their own.
-        cache: where large corpora are kept; default: the default of data.cache_dir.
-        option: name of the list in messages.
-
-    Raises:
-        ConfigError: two sets have the same name, or an option does not fit a set.
-        DataError: a set cannot be read.
+    `subset` is that of sets without their own; `option` names the list in messages; `cache`, for large corpora,
+    defaults to that of data.cache_dir. Raises ConfigError if two sets have the same name or an option does not fit a
+    set, and DataError if a set cannot be read.
     """
     with world.fail_together("reading evaluation sets"):
         check_names(configs, option)
@@ -80,11 +73,7 @@ def load_sets(
 
 
 def check_names(configs: Sequence[EvaluationSet], option: str) -> None:
-    """Reject two sets with the same name: their metrics could not be distinguished.
-
-    Raises:
-        ConfigError: with the two paths.
-    """
+    """Reject two sets with the same name, with a ConfigError: their metrics could not be distinguished."""
     paths: dict[str, str] = {}
     for config in configs:
         name = set_name(config)
@@ -108,14 +97,8 @@ def set_name(config: EvaluationSet) -> str:
 def read_set(config: EvaluationSet, *, subset: int | None = None, cache: Cache | None = None) -> LoadedSet:
     """Read one set from a table, a BEIR folder, a folder of tables, a copy of a Hub repository, or the Hub.
 
-    Args:
-        config: options of the set.
-        subset: maximal number of queries or rows, where the options have none.
-        cache: where a large corpus is kept; default: the default of data.cache_dir.
-
-    Raises:
-        DataError: it does not exist, is not of the kind that the options name, or cannot be read.
-        ConfigError: an option does not fit the set.
+    `subset` is the maximal number of queries or rows, where the options have none. Raises DataError if the set does not
+    exist, is of another kind or cannot be read, and ConfigError if an option does not fit it.
     """
     name = set_name(config)
     data, notes = _read(config, name, cache or Cache(directory=cache_directory(None)))
@@ -223,11 +206,7 @@ def _require_kind(config: EvaluationSet, path: Path, layout: str) -> None:
 
 
 def _check_options(config: EvaluationSet, data: EvaluationData) -> list[str]:
-    """Reject options that would have no effect; document prompts and lengths only cause a note.
-
-    Raises:
-        ConfigError: an option does not apply to this kind of set.
-    """
+    """Reject options that would have no effect; document prompts and lengths only cause a note."""
     default = {field.name: field.default for field in fields(EvaluationSet)}
     for option, kinds in _KINDS_OF_OPTION.items():
         value = getattr(config, option)
@@ -247,15 +226,7 @@ def _check_options(config: EvaluationSet, data: EvaluationData) -> list[str]:
 
 
 def _require_usable(data: EvaluationData, source: str) -> None:
-    """Reject a set on which the metric is undefined or the same for every model.
-
-    Args:
-        data: the set, as it is measured.
-        source: its name in the message.
-
-    Raises:
-        DataError: with what it lacks.
-    """
+    """Reject a set on which the metric is undefined or the same for every model. `source` names it in the message."""
     match data:
         case RetrievalSet() if not any(
             gain > 0 and (data.candidates is None or data.candidates.get(query))

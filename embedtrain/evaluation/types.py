@@ -24,25 +24,17 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalSet:
-    """Queries, documents, and judgements of their relevance.
-
-    Attributes:
-        name: in reports.
-        queries: texts by query id, in the order of the file.
-        documents: the corpus.
-        judgements: the gain of each judged document by query id; only ids of `queries`. Documents that `documents`
-            lacks stay: they are relevant and can never be found, as in trec_eval.
-        candidates: the numbers of the documents to rank (reranking), for every judged query; None: all documents are
-            searched.
-        ignore_identical_ids: whether a document with the query's own id is never found.
-    """
+    """Queries, documents, and judgements of their relevance."""
 
     name: str
-    queries: Mapping[str, str]
+    queries: Mapping[str, str]  # texts by id, in the order of the file
     documents: Corpus
+    # The gain of each judged document by query id. Documents that `documents` lacks stay: they are relevant and never
+    # retrieved, as in trec_eval.
     judgements: Mapping[str, Mapping[str, int]]
+    # The indices of the documents to rank (reranking), for every judged query; None: all documents are searched.
     candidates: Mapping[str, Sequence[int]] | None = None
-    ignore_identical_ids: bool = False
+    ignore_identical_ids: bool = False  # whether a document with the query's own id is never retrieved
 
     @property
     def judged_queries(self) -> list[str]:
@@ -81,18 +73,7 @@ class Bitext:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationSet:
-    """Texts to learn classes from, and texts to classify.
-
-    Attributes:
-        name: in reports.
-        train_texts: to learn from.
-        train_labels: classes of `train_texts`, whole numbers or texts.
-        texts: to classify.
-        labels: classes of `texts`.
-        classifier: fitted to the vectors.
-        samples_per_label: training texts of each class per experiment; None: all.
-        experiments: number of draws that are averaged.
-    """
+    """Texts to learn classes from, and texts to classify. Labels are whole numbers or texts."""
 
     name: str
     train_texts: Sequence[str]
@@ -100,26 +81,18 @@ class ClassificationSet:
     texts: Sequence[str]
     labels: Sequence[int | str]
     classifier: Classifier = Classifier.logistic
-    samples_per_label: int | None = 8
-    experiments: int = 10
+    samples_per_label: int | None = 8  # training texts of each class per experiment; None: all
+    experiments: int = 10  # draws that are averaged
 
 
 @dataclass(frozen=True, slots=True)
 class ClusteringSet:
-    """Texts with their clusters.
-
-    Attributes:
-        name: in reports.
-        texts: of all clusters.
-        labels: the cluster of each text, a whole number or a text; nested clusters from the coarsest to the finest.
-        groups: numbers of the texts that are clustered together, as in older sets of MTEB; None: texts are drawn,
-            `experiments` times.
-        experiments: number of draws that are averaged.
-    """
+    """Texts with their clusters, of which nested ones are listed from the coarsest to the finest."""
 
     name: str
     texts: Sequence[str]
     labels: Sequence[Sequence[int | str]]
+    # Indices of texts that are clustered together, as in older sets of MTEB; None: texts are drawn.
     groups: Sequence[Sequence[int]] | None = None
     experiments: int = 10
 
@@ -129,22 +102,12 @@ EvaluationData = RetrievalSet | ScoredPairs | LabelledPairs | Bitext | Classific
 
 @dataclass(frozen=True, slots=True)
 class LoadedSet:
-    """A set with its options.
-
-    Attributes:
-        data: the set itself.
-        query_prompt: of queries and of all texts that are not documents; None: the model's.
-        document_prompt: None: the model's.
-        query_max_length: tokens; None: the model's.
-        document_max_length: tokens; None: the model's.
-        metrics: the metrics to report, the main one first; None: those of its kind.
-        notes: irregularities and how they are handled, one line each.
-    """
+    """A set with its options. A prompt or length of None is the model's."""
 
     data: EvaluationData
-    query_prompt: str | None = None
+    query_prompt: str | None = None  # of queries and of all texts that are not documents
     document_prompt: str | None = None
     query_max_length: int | None = None
     document_max_length: int | None = None
-    metrics: tuple[str, ...] | None = None
-    notes: tuple[str, ...] = ()
+    metrics: tuple[str, ...] | None = None  # the main one first; None: those of its kind
+    notes: tuple[str, ...] = ()  # irregularities and how they are handled, one line each

@@ -35,16 +35,10 @@ _EMPTY_CHUNK: _Chunk = ([], [])
 
 @dataclass(frozen=True, slots=True)
 class EncodedShard:
-    """The vectors on this rank.
+    """The vectors on this rank; each text is on exactly one rank."""
 
-    Attributes:
-        vectors: [n_r, D] on this rank's device; float32, unless `transform` returned another type.
-        rows: int64 [n_r] on the CPU, the index of each vector's text among the n texts. Each text is on exactly one
-            rank.
-    """
-
-    vectors: Tensor
-    rows: Tensor
+    vectors: Tensor  # [n_r, D] on this rank's device; float32, unless `transform` returned another type
+    rows: Tensor  # int64 [n_r] on the CPU, the index of each vector's text among the n texts
 
 
 class SentenceEncoder:
@@ -62,15 +56,8 @@ class SentenceEncoder:
     Args:
         encoder: maps token ids and mask [N, L], and the mask of tokens to pool or None, to float32 [N, D]; it is called
             directly, never its `forward`.
-        tokenizer: bound to a maximum length.
-        world: the ranks.
         chunk_tokens: maximum number of tokens, including padding, of one forward pass.
-        query_prompt: default prompt of queries, for callers that have no other.
-        document_prompt: default prompt of documents.
-        unshard: how much of the sharded weights is gathered at a time.
-
-    Attributes:
-        progress: called after each block.
+        query_prompt: default for callers that have no other; likewise `document_prompt`.
     """
 
     def __init__(
@@ -91,7 +78,7 @@ class SentenceEncoder:
         self.query_prompt = query_prompt
         self.document_prompt = document_prompt
         self.unshard = unshard
-        self.progress: ProgressCallback = lambda _description, _done, _total: None
+        self.progress: ProgressCallback = lambda _description, _done, _total: None  # called after each block
 
     @classmethod
     def from_model(
@@ -136,11 +123,10 @@ class SentenceEncoder:
             label: what the texts are, for progress.
             existing_prompt: a prompt that all texts already start with, or one per text.
 
-        Raises:
-            TrainingError: on every rank, if a vector is not finite on any.
+        Raises TrainingError on every rank if a vector is not finite on any.
         """
         prompted = self._with_prompt(texts, prompt, existing_prompt)
-        plan = self._plan(prompted, max_length)
+        plan = plan_encoding(prompted, self.tokenizer, max_length, self.chunk_tokens, self.world)
         blocks = list(self._encode(prompted, max_length, plan, None, label))
         with torch.inference_mode(False), torch.no_grad():
             local_vectors = torch.cat([vectors for vectors, _ in blocks])
@@ -166,23 +152,15 @@ class SentenceEncoder:
         """Encode n texts and leave each vector on the rank that encoded it; yields blocks.
 
         There is at least one block, and the same number on every rank. Equal texts are encoded once, so their vectors
-        are bit-identical.
+        are bit-identical. Arguments and errors are those of `encode_all`, and DataError if vectors cannot be stored or
+        read.
 
         Args:
-            texts: may contain duplicates.
-            prompt: prepended to each text.
-            max_length: in tokens, if less than the model's maximum.
             vector_cache: stores vectors on disk, so that interrupted encoding resumes.
             transform: applied row by row to vectors [m, D] before they are stored and yielded.
-            label: what the texts are, for progress.
-            existing_prompt: a prompt that all texts already start with.
-
-        Raises:
-            TrainingError: on every rank, if a vector is not finite on any.
-            DataError: stored vectors cannot be written or read.
         """
         prompted = self._with_prompt(texts, prompt, existing_prompt)
-        plan = self._plan(prompted, max_length)
+        plan = plan_encoding(prompted, self.tokenizer, max_length, self.chunk_tokens, self.world)
         if vector_cache is not None:
             vector_cache = vector_cache.for_texts(prompted, self.tokenizer, max_length, plan.chunk_tokens)
         for encoded, distinct in self._encode(prompted, max_length, plan, vector_cache, label, transform):
@@ -195,9 +173,6 @@ class SentenceEncoder:
     def _with_prompt(self, texts: Sequence[str], prompt: str, existing_prompt: str | Sequence[str]) -> PromptedTexts:
         # Existing prompts only matter if prompt tokens are excluded from pooling.
         return PromptedTexts(texts, prompt, "" if self.tokenizer.include_prompt else existing_prompt)
-
-    def _plan(self, texts: PromptedTexts, max_length: int | None) -> EncodingPlan:
-        return plan_encoding(texts, self.tokenizer, max_length, self.chunk_tokens, self.world)
 
     def _encode(
         self,
@@ -256,8 +231,7 @@ class SentenceEncoder:
         texts, prompts = chunk
         ids = self.tokenizer.ids(texts, max_length, prompts)
         tokens = self.tokenizer.chunk(ids, range(len(ids))) if ids else self.tokenizer.dummy()
-        tokens = tokens.to(self.world.device)
-        vectors: Tensor = self.encoder(*tokens.inputs)
+        vectors: Tensor = self.encoder(*tokens.to(self.world.device).inputs)
         return vectors.float()[: len(texts)]
 
     def _require_finite(self, vectors: Tensor, texts: list[str]) -> None:

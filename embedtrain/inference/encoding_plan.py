@@ -26,25 +26,19 @@ _MIN_CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class PromptedTexts:
-    """Texts and their prompts.
-
-    Attributes:
-        texts: n texts.
-        prompt: prepended to each.
-        existing_prompt: a prompt that all texts already start with, or one per text; it matters if prompt tokens are
-            excluded from pooling.
-    """
+    """Texts and their prompts."""
 
     texts: Sequence[str]
-    prompt: str = ""
+    prompt: str = ""  # prepended to each
+    # A prompt that all texts already start with, or one per text; matters if prompt tokens are excluded from pooling.
     existing_prompt: str | Sequence[str] = ""
 
     def with_prompt(self, rows: Sequence[int]) -> list[str]:
-        """Some of the texts as the model sees them."""
+        """The texts `rows` as the model sees them."""
         return [self.prompt + self.texts[row] for row in rows]
 
     def prompts(self, rows: Sequence[int]) -> list[str]:
-        """The whole prompt that each of these starts with."""
+        """The whole prompt that each of the texts `rows` starts with."""
         existing = self.existing_prompt
         return [self.prompt + (existing if isinstance(existing, str) else existing[row]) for row in rows]
 
@@ -58,24 +52,15 @@ class PromptedTexts:
 
 @dataclass(frozen=True, slots=True)
 class EncodingPlan:
-    """The chunks of a set of texts; they depend on the texts and their lengths alone.
+    """The chunks of a set of texts; they depend on the texts and their lengths alone."""
 
-    Attributes:
-        first: int64 [U], the first occurrence of each distinct text.
-        occurrences: int64 [n], the indices of all texts, grouped by distinct text.
-        starts: int64 [U + 1], where the group of each distinct text begins in `occurrences`.
-        order: int64 [U], distinct texts from the longest to the shortest, so that a lack of memory shows in the first
-            chunk or never.
-        cuts: where each chunk begins in `order`, and the end of the last.
-        chunk_tokens: maximum number of tokens of a chunk, including padding (a longer text has its own chunk).
-    """
-
-    first: NDArray[np.int64]
-    occurrences: NDArray[np.int64]
-    starts: NDArray[np.int64]
+    first: NDArray[np.int64]  # [U], the first occurrence of each distinct text
+    occurrences: NDArray[np.int64]  # [n], the indices of all texts, grouped by distinct text
+    starts: NDArray[np.int64]  # [U + 1], where the group of each distinct text begins in `occurrences`
+    # [U], distinct texts from the longest to the shortest, so that a lack of memory shows in the first chunk or never.
     order: NDArray[np.int64]
-    cuts: list[int]
-    chunk_tokens: int
+    cuts: list[int]  # where each chunk begins in `order`, and the end of the last
+    chunk_tokens: int  # maximum number of tokens of a chunk, including padding (a longer text has its own chunk)
 
     def __len__(self) -> int:
         return len(self.cuts) - 1

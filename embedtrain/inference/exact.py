@@ -15,7 +15,7 @@ _VECTOR_BATCH_SIZE = 16384
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
-    """Scale vectors [n, D] to unit length, float32; zero vectors stay zero. Independent of batching, bit by bit."""
+    """Scale vectors [n, D] to unit length, float32; zero vectors stay zero. Bit-identical for any batching."""
     parts = torch.split(vectors, _VECTOR_BATCH_SIZE)
     return torch.cat([(part / norms(part).clamp(min=1e-12).unsqueeze(1)).float() for part in parts])
 
@@ -55,10 +55,7 @@ def pairwise_dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def pack_keys(scores: Tensor, priorities: Tensor) -> Tensor:
-    """Combine float32 scores and tie priorities into integers of the same order.
-
-    The largest keys are then the best documents, with ties resolved, and one topk finds them.
-    """
+    """Combine float32 scores and tie priorities into integers of the same order, so that one topk resolves ties."""
     # Adding 0 turns -0.0 into 0.0. The bits of negative floats sort in reverse.
     bits = (scores + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()

@@ -47,12 +47,9 @@ _EXTRA_CANDIDATES = 32
 
 
 class VectorTiles:
-    """Vectors that are added block by block and read tile by tile, in the order in which they were added.
+    """Vectors that are added block by block and read tile by tile on `device`, in the order in which they were added.
 
-    Args:
-        config: data type and placement.
-        device: where tiles are read.
-        expected: the final number of vectors, by which `place=auto` decides.
+    `place=auto` decides by `expected`, the final number of vectors.
     """
 
     def __init__(self, config: IndexConfig, device: torch.device, expected: int) -> None:
@@ -124,15 +121,10 @@ def dtype_of(config: IndexConfig) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The best documents of each query, best first; K' = min(K, N).
+    """The best documents of each query, best first, on the CPU; K' = min(K, N)."""
 
-    Attributes:
-        scores: float32 [Q, K'], on the CPU.
-        documents: int64 [Q, K'], document numbers, on the CPU.
-    """
-
-    scores: Tensor
-    documents: Tensor
+    scores: Tensor  # float32 [Q, K']
+    documents: Tensor  # int64 [Q, K'], document numbers
 
 
 class ShardedIndex:
@@ -141,11 +133,8 @@ class ShardedIndex:
     Ties have a fixed order, so that a ranking depends neither on the number of ranks nor on the tiles or the placement
     of vectors.
 
-    Args:
-        priorities: int64 [N], a permutation: of documents with equal scores, the one with the highest priority ranks
-            first. The same on every rank; see `trec_order`.
-        world: the ranks.
-        config: data type and placement of vectors. Scores are those of the vectors in that data type.
+    `priorities`, int64 [N], is a permutation, the same on every rank: of documents with equal scores, the one with the
+    highest priority ranks first; see `trec_order`. Scores are those of the vectors in the data type of `config`.
     """
 
     def __init__(self, priorities: Tensor, world: World, config: IndexConfig | None = None) -> None:
@@ -179,11 +168,7 @@ class ShardedIndex:
     ) -> None:
         """Encode all N documents and add their unit vectors, so that scores are cosines. A collective.
 
-        Arguments are those of `SentenceEncoder.encode_blocks`.
-
-        Raises:
-            TrainingError: on every rank, if a vector is not finite.
-            DataError: stored vectors cannot be written or read.
+        Arguments and errors are those of `SentenceEncoder.encode_blocks`.
         """
         dtype = dtype_of(self.config)
         for block in encoder.encode_blocks(
@@ -198,11 +183,9 @@ class ShardedIndex:
             self.add(block)
 
     def search(self, queries: Tensor, k: int) -> Ranking:
-        """The K documents with the largest inner product. A collective: the same queries on every rank.
+        """The K documents with the largest inner product, at least 1; all documents if there are fewer. A collective.
 
-        Args:
-            queries: float32 [Q, D].
-            k: at least 1; all documents are ranked if there are fewer.
+        `queries` are float32 [Q, D], the same on every rank.
         """
         k = min(k, self.num_documents)
         scans = [scan for scan in torch.split(queries, QUERIES_PER_SCAN) if len(scan)]
@@ -212,12 +195,10 @@ class ShardedIndex:
 
     @torch.no_grad()
     def scores_of(self, queries: Tensor, documents: Tensor) -> Tensor:
-        """Scores of the given documents, float32 [Q, M] on the CPU, bit-identical to those of `search`. A collective.
+        """Scores of `documents`, float32 [Q, M] on the CPU, bit-identical to those of `search`. A collective.
 
-        Args:
-            queries: float32 [Q, D], the same on every rank.
-            documents: int64 [Q, M] on the CPU, document numbers, the same on every rank; the score of -1 is minus
-                infinity.
+        `queries`, float32 [Q, D], and `documents`, int64 [Q, M] numbers on the CPU, are the same on every rank; the
+        score of -1 is minus infinity.
         """
         rows, numbers = self._document_numbers().sort()
         at = torch.searchsorted(rows, documents.flatten()).clamp(max=max(0, len(rows) - 1))
@@ -225,11 +206,11 @@ class ShardedIndex:
         local = is_local.nonzero().flatten()
         scores = torch.full((documents.numel(),), -torch.inf, device=self.world.device)
         if len(local):
-            device, width = self.world.device, documents.shape[1]
-            local_queries = queries.to(device, torch.float32)
-            scores[local.to(device)] = self._scores(
-                local_queries, (local // width).to(device), numbers[at[local]].to(device)
+            device, query_rows = self.world.device, local // documents.shape[1]
+            local_scores = self._scores(
+                queries.to(device, torch.float32), query_rows.to(device), numbers[at[local]].to(device)
             )
+            scores[local.to(device)] = local_scores
         dist.all_reduce(scores, op=dist.ReduceOp.MAX)
         return scores.view(documents.shape).cpu()
 
@@ -330,10 +311,7 @@ class ShardedIndex:
 
 
 def trec_order(ids: Sequence[str]) -> Tensor:
-    """Priorities among equal scores as in trec_eval, by descending document id: int64 [N].
-
-    trec_eval compares bytes, and so does Arrow.
-    """
+    """Priorities among equal scores as in trec_eval, by descending document id, compared as bytes: int64 [N]."""
     order = torch.from_numpy(pc.sort_indices(pa.array(ids, pa.large_string())).to_numpy().astype("int64"))
     priorities = torch.empty(len(ids), dtype=torch.int64)
     priorities[order] = torch.arange(len(ids))

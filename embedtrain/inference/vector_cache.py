@@ -34,15 +34,10 @@ from embedtrain.models.source import ModelSource
 
 @dataclass(frozen=True)
 class VectorCache:
-    """Vectors in a directory that all ranks share.
+    """Vectors in a directory that all ranks share."""
 
-    Attributes:
-        directory: for all sets of texts, or that of one set (from `for_texts`).
-        identity: what the vectors depend on besides the texts: model, precision, data type.
-    """
-
-    directory: Path
-    identity: Mapping[str, Any]
+    directory: Path  # for all sets of texts, or that of one set (from `for_texts`)
+    identity: Mapping[str, Any]  # what the vectors depend on besides the texts: model, precision, data type
 
     def for_texts(
         self, texts: PromptedTexts, tokenizer: TextTokenizer, max_length: int | None, chunk_tokens: int
@@ -64,11 +59,7 @@ class VectorCache:
         return VectorCache(self.directory / digest.hexdigest(), identity)
 
     def list_files(self, world: World) -> list[tuple[str, list[int]]]:
-        """The names of the files and the chunks in each, the same on every rank. A collective.
-
-        Raises:
-            DataError: a file holds something else.
-        """
+        """The names of the files and the chunks in each, the same on every rank. A collective."""
         files: list[tuple[str, list[int]]] = []
         with world.fail_together("looking for stored vectors"):
             if world.is_main and self.directory.is_dir():
@@ -134,14 +125,12 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
     """What a model's vectors depend on: digests of its files, and how they are used. A collective.
 
     Two models with the same identity give the same vectors.
-
-    Raises:
-        DataError: a file cannot be read.
     """
+    directories = [source.directory, *(dense.directory for dense in source.dense)]
     files: dict[str, str] = {}
     with world.fail_together("reading the model's files"):
         if world.is_main:
-            for number, directory in enumerate(_directories(source)):
+            for number, directory in enumerate(filter(None, directories)):
                 for path in sorted(directory.iterdir()):
                     if path.is_file() and path.suffix in _MODEL_FILE_SUFFIXES:
                         files[f"{number}/{path.name}"] = file_digest(str(path))
@@ -153,7 +142,3 @@ def model_identity(source: ModelSource, precision: Precision, world: World) -> d
         "lowercase": source.tokenization.lowercase,
         "precision": precision.value,
     }
-
-
-def _directories(source: ModelSource) -> list[Path]:
-    return [path for path in (source.directory, *(dense.directory for dense in source.dense)) if path is not None]

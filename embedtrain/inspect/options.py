@@ -5,9 +5,9 @@ from typing import Any
 
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_command, compose_recipe, option_of, quote
-from embedtrain.config.elements import parse_sources
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES
+from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import DataConfig, Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process
 from embedtrain.errors import ConfigError

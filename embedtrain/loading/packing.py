@@ -13,8 +13,7 @@ from embedtrain.models.packing import PackingCheck, check_packing, disable_packi
 def prepare_packing(encoder: Encoder, attention: Attention, parallel: ParallelConfig, world: World) -> PackingCheck:
     """Check whether the model's code supports packing, and enable it unless `model.attention=padded`.
 
-    Raises:
-        ModelError: `model.attention=packed`, and it does not.
+    A ModelError if it does not and `model.attention=packed`.
     """
     if attention is Attention.padded:
         return PackingCheck("requested")
@@ -41,8 +40,7 @@ def packing_notes(support: PackingCheck, attention: Attention, world: World, *, 
 def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: ParallelConfig, world: World) -> str | None:
     """Why packed texts have different vectors on any rank; packing is then disabled. A collective.
 
-    Raises:
-        ModelError: they differ, and `model.attention=packed`.
+    A ModelError if they differ and `model.attention=packed`.
     """
     config = encoder.backbone.config
     assert isinstance(config, PretrainedConfig)

@@ -30,17 +30,11 @@ TILE_CELLS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRows:
-    """Which rows of a global batch are measured.
+    """Which rows of a global batch are measured; the maxima are at least 1 and the same on every rank."""
 
-    Attributes:
-        num_rows: the first so many rows of this rank.
-        max_rows: rows of the rank with the most, at least 1; the same on every rank.
-        max_documents: documents of the row with the most, at least 1; the same on every rank.
-    """
-
-    num_rows: int
-    max_rows: int
-    max_documents: int
+    num_rows: int  # the first so many rows of this rank
+    max_rows: int  # rows of the rank with the most
+    max_documents: int  # documents of the row with the most
 
     @classmethod
     def of(cls, num_rows: int, max_documents: int, rank: int, size: int) -> "MeasuredRows":
@@ -52,36 +46,22 @@ class MeasuredRows:
 
 @dataclass(frozen=True, slots=True)
 class RowSpec:
-    """What the documents of a row are to the loss of its source.
+    """What the documents of a row are to the loss of its source."""
 
-    Attributes:
-        has_positive: whether the first document answers the query.
-        in_batch_negatives: whether documents of other rows are negatives.
-    """
-
-    has_positive: bool = True
-    in_batch_negatives: bool = True
+    has_positive: bool = True  # the first document answers the query
+    in_batch_negatives: bool = True  # documents of other rows are negatives
 
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRows:
-    """Rows of one rank, or of all.
+    """Rows of one rank, or of all; vectors have length 1."""
 
-    Attributes:
-        queries: [R, D], of length 1.
-        documents: [R, H, D], of length 1.
-        has_document: bool [R, H].
-        is_row: bool [R], false for padding.
-        query_keys: int64 [R].
-        document_keys: int64 [R, 2 H], by text and by id.
-    """
-
-    queries: Tensor
-    documents: Tensor
-    has_document: Tensor
-    is_row: Tensor
-    query_keys: Tensor
-    document_keys: Tensor
+    queries: Tensor  # [R, D]
+    documents: Tensor  # [R, H, D]
+    has_document: Tensor  # bool [R, H]
+    is_row: Tensor  # bool [R], false for padding
+    query_keys: Tensor  # int64 [R]
+    document_keys: Tensor  # int64 [R, 2 H], by text and by id
 
     def gather(self) -> "_PaddedRows":
         """The rows of all ranks, [N, ...]."""
@@ -118,15 +98,8 @@ def batch_statistics(
       pairs of positives, the mean of both (Wang and Isola, "Understanding Contrastive Representation Learning
       through Alignment and Uniformity on the Hypersphere", 2020).
 
-    Args:
-        queries: [B, D].
-        documents: [M, D].
-        batch_info: of these rows.
-        measured: which rows are measured.
-        row_spec: rows without positives have only `uniformity`.
-
-    Returns:
-        This rank's parts, which add up over the ranks. NaN where there is nothing to measure.
+    Rows without positives have only `uniformity`. Queries [B, D] and documents [M, D] to this rank's parts, which add
+    up over the ranks; NaN where there is nothing to measure.
     """
     with torch.autocast(queries.device.type, enabled=False):
         local = _padded(at_least_float32(queries), at_least_float32(documents), batch_info, measured)
@@ -191,7 +164,7 @@ def _take(values: Tensor, indices: Tensor) -> Tensor:
 def _uniformity_sums(
     local: Tensor, vectors: Tensor, local_valid: Tensor, valid: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum of exp(-2 d^2) over pairs of one of this rank's vectors and another one, and the number of pairs."""
+    """Sum of exp(-2 d^2) over the pairs of a local vector and any other vector, and the number of pairs."""
     total, pairs = torch.zeros(2, dtype=torch.float64, device=local.device).unbind()
     for start, end in _tiles(len(local), len(vectors)):
         counted = local_valid[start:end].unsqueeze(1) & valid
@@ -203,11 +176,7 @@ def _uniformity_sums(
 
 
 def _similarity_sums(local: _PaddedRows, rows: _PaddedRows, first: int, in_batch_negatives: bool) -> list[Tensor]:
-    """Sums over this rank's rows.
-
-    Rows with a positive, its cosine, rows that also have a negative, the cosine of the hardest one, suspected false
-    negatives, negatives.
-    """
+    """Of this rank's rows, in the order of the returned list."""
     width = rows.has_document.shape[1]
     documents, has_document = rows.documents.flatten(0, 1), rows.has_document.flatten()
     codes = [_codes(keys.flatten()) for keys in rows.document_keys.split(width, dim=1)]

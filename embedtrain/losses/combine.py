@@ -12,12 +12,8 @@ from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 class CombinedLoss(Loss):
     """A weighted sum of losses on the same rows, such as distillation beside a contrastive loss.
 
-    Every part is a mean over the global rows, so their ratio is the same on any number of ranks. Logs the value of each
-    part under its name, without its weight.
-
-    Args:
-        parts: by name. They run in this order, which has to be the same on every rank: they run collectives.
-        weights: of each part.
+    Every part is a mean over the global rows, so their ratio is the same on any number of ranks. Parts run collectives,
+    so their order has to be the same on every rank. Logs the value of each part under its name, without its weight.
     """
 
     def __init__(self, parts: Mapping[str, Loss], weights: Mapping[str, float]) -> None:
@@ -38,11 +34,9 @@ class CombinedLoss(Loss):
 
 
 class LossPerSource(Loss):
-    """Applies the loss of the batch's training source; all rows of a batch are of one source.
+    """Applies the loss of the batch's training source: `indices` has the index of each source's loss.
 
-    Args:
-        losses: the distinct losses.
-        indices: for each source, the index of its loss.
+    All rows of a batch are of one source.
     """
 
     def __init__(self, losses: Sequence[Loss], indices: Sequence[int]) -> None:
@@ -66,12 +60,7 @@ class Matryoshka(Loss):
     """Kusupati et al., "Matryoshka Representation Learning" (2022).
 
     The weighted sum of a loss on the first n dimensions of the vectors, normalised again, for each n. Logs the metrics
-    of the largest n, and the value for each n.
-
-    Args:
-        inner: the loss.
-        dims: numbers of dimensions, the largest first.
-        weights: of each of `dims`.
+    of the largest n, which is the first of `dims`, and the value for each n.
     """
 
     def __init__(self, inner: Loss, dims: Sequence[int], weights: Sequence[float]) -> None:

@@ -86,15 +86,8 @@ class DistillEmbeddings(Loss):
     """Kim et al., "EmbedDistill: A Geometric Knowledge Distillation for Information Retrieval" (2023).
 
     The mean over all texts, queries and documents, of the distance from the teacher's vector: 1 - cosine, the
-    mean over dimensions of the squared difference (mse), or the length of the difference (l2).
-
-    Args:
-        config: the distance, the teacher, and whether a projection onto the teacher's dimensions is trained.
-        dimension: D.
-        guide_dimensions: T, by `config.teacher` or FROM_ROWS; optional without a projection.
-
-    Raises:
-        ConfigError: D and T differ without a projection, or T is unknown with one.
+    mean over dimensions of the squared difference (mse), or the length of the difference (l2). Unless D equals T, a
+    projection has to be trained; `guide_dimensions` has T by `config.teacher` or FROM_ROWS, optional without one.
     """
 
     def __init__(self, config: DistillEmbeddingsConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> None:

@@ -64,20 +64,12 @@ class _CachedGIST(losses.CachedGISTEmbedLoss):  # type: ignore[misc]
         return self.calculate_loss(vectors, guides)  # type: ignore[no-any-return]
 
 
-def instantiate(
+def build_loss_module(
     name: str, options: Mapping[str, Any], model: PlaceholderModel, guide: PlaceholderModel, option: str
 ) -> nn.Module:
-    """An instance of the class `name`.
+    """An instance of the class `name` with the recipe's arguments `options`; `option` names the loss in messages.
 
-    Args:
-        name: of the class.
-        options: the arguments in the recipe.
-        model: stands in for the trained model.
-        guide: stands in for the guide.
-        option: name of the loss in the recipe, for messages.
-
-    Raises:
-        ConfigError: an argument is unknown, missing, or of the wrong type or value.
+    An argument that is unknown, missing, or of the wrong type or value raises a ConfigError.
     """
     kind = getattr(losses, name)
     hints = get_type_hints(kind.__init__)

@@ -25,10 +25,8 @@ class SigLIP(Loss):
     For each query the sum over all K documents of -log sigmoid(y (similarity / temperature + bias)), y = 1 at
     its positive and -1 elsewhere; the mean over all queries. The documents of all ranks are gathered with their
     gradient; each rank computes its own queries, a chunk at a time, and recomputes a chunk's [b, K] in the
-    backward pass.
-
-    Logs `accuracy`, the fraction of queries whose positive is more similar than any other document, `temperature` and
-    `bias`.
+    backward pass. Logs `accuracy`, the fraction of queries whose positive is more similar than any other document,
+    `temperature` and `bias`.
     """
 
     def __init__(self, config: SigLIPConfig) -> None:
@@ -79,10 +77,7 @@ class SigLIP(Loss):
 def _chunk(
     indices: Tensor, queries: Tensor, documents: Tensor, scale: Tensor, bias: Tensor, excluded: ExcludedCandidates
 ) -> tuple[Tensor, Tensor]:
-    """Queries [b, D] against all documents [K, D]: the sum of their losses, and how many positives rank first.
-
-    `indices` [b] are those of the queries among all ranks.
-    """
+    """Queries [b, D], `indices` [b] of all ranks', against all documents: sum of losses, number of positives first."""
     logits = inner_products(queries, documents) * scale + bias
     positive = logits.gather(1, excluded.positives[indices].unsqueeze(1)).squeeze(1)
     negatives = excluded.mask_scores(logits.clone(), LossDirection.query_document, indices, 0)

@@ -17,13 +17,7 @@ MAX_CHUNK_BYTES = 256 * 2**20
 
 
 class Temperature(nn.Module):
-    """A temperature, fixed or trained as the logarithm of its inverse (Radford et al., 2021, "CLIP").
-
-    Args:
-        value: the temperature, or its initial value.
-        trained: whether it is a parameter.
-        bounds: the smallest and the largest value of a trained temperature.
-    """
+    """A temperature, fixed or trained as the logarithm of its inverse within `bounds` (Radford et al., 2021: CLIP)."""
 
     def __init__(self, value: float, *, trained: bool, bounds: Sequence[float] = (0.0, math.inf)) -> None:
         super().__init__()

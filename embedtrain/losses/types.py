@@ -13,45 +13,29 @@ FROM_ROWS = "rows"
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """Another model's vectors of the same texts, without gradient.
+    """Another model's vectors of the same texts, without gradient."""
 
-    Attributes:
-        queries: float32 [B, T].
-        documents: float32 [M, T].
-    """
-
-    queries: Tensor
-    documents: Tensor
+    queries: Tensor  # float32 [B, T]
+    documents: Tensor  # float32 [M, T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchInfo:
     """What a loss needs besides embeddings. B queries and M documents on this rank; either may be 0.
 
-    Attributes:
-        owners: int64 [M], ascending: the index of the query that a document belongs to, on this rank. A query's first
-            document is its positive, the others are its hard negatives.
-        query_keys: int64 [B], equal exactly where the texts of two queries are equal.
-        document_keys: int64 [M], the same for documents.
-        document_ids: int64 [M], equal exactly where the ids of two documents are equal; a document without id has the
-            key of its text. None if no document has an id.
-        scores: float32 [M], the relevance of a document to its query, by annotators or by a teacher; None if rows have
-            no scores.
-        labels: int64 [B], the classes of the rows; None if they have none.
-        guides: other models' vectors, by the path of the model; FROM_ROWS for vectors that came with the rows.
-        seed: a number that is the same on every rank and differs from step to step.
-        source: the training source of all rows, if batches are made by source.
+    A query's first document is its positive, the others are its hard negatives. A document without id has the key of
+    its text as id.
     """
 
-    owners: Tensor
-    query_keys: Tensor
-    document_keys: Tensor
-    document_ids: Tensor | None = None
-    scores: Tensor | None = None
-    labels: Tensor | None = None
-    guides: Mapping[str, Guide] = field(default_factory=dict)
-    seed: int = 0
-    source: int = 0
+    owners: Tensor  # int64 [M], ascending: the index on this rank of the query that a document belongs to
+    query_keys: Tensor  # int64 [B], equal exactly where the texts of two queries are equal
+    document_keys: Tensor  # int64 [M], the same for documents
+    document_ids: Tensor | None = None  # int64 [M], equal exactly where two ids are equal; None: no document has an id
+    scores: Tensor | None = None  # float32 [M], relevance of a document to its query, by annotators or a teacher
+    labels: Tensor | None = None  # int64 [B], classes of the rows
+    guides: Mapping[str, Guide] = field(default_factory=dict)  # by the path of the model, or FROM_ROWS
+    seed: int = 0  # the same on every rank, different from step to step
+    source: int = 0  # the training source of all rows, if batches are made by source
 
     @property
     def positives(self) -> Tensor:
@@ -67,21 +51,18 @@ class BatchInfo:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         guides = {name: Guide(change(guide.queries), change(guide.documents)) for name, guide in self.guides.items()}
-        return replace(self, guides=guides, **tensors)
+        return replace(self, guides=guides, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss and its metrics.
+    """A loss and its metrics, which are this rank's parts of means over the rows of the global batch.
 
-    Attributes:
-        local_loss: scalar, this rank's part of the mean over the rows of the global batch. The loss is the sum of the
-            ranks' parts, and so is its gradient. It has a graph on every rank, even without rows.
-        metrics: detached scalars to log, this rank's parts of means as well; the same names on every rank.
+    The loss is the sum of the ranks' parts, and so is its gradient.
     """
 
-    local_loss: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    local_loss: Tensor  # scalar, with a graph on every rank, even without rows
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # detached scalars; the same names on every rank
 
 
 class Loss(nn.Module, ABC):

@@ -1,5 +1,6 @@
 """`torchrun -m embedtrain.mine model=DIR data=[PATH,...] output_dir=DIR`: mine hard negatives on all ranks."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
@@ -11,23 +12,23 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.mine.teacher import Teacher, TeacherSpec
-    from embedtrain.models.source import ModelSource
     from embedtrain.tracking.console import Console
 
 
 def main(options: MineOptions) -> None:
     """Read the rows, encode all documents, choose the negatives of each row, write them, and print a summary."""
-    from pathlib import Path
-
-    from embedtrain.data.cache.cache import Cache, cache_place
+    from embedtrain.data.cache.cache import Cache, writable_cache_directory
     from embedtrain.distributed.world import explain_lost_contact, joined_world
     from embedtrain.inference.vector_cache import VectorCache, model_identity
+    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
     from embedtrain.loading.load import quiet_libraries
     from embedtrain.mine.folder import MiningFolder, mining_identity, require_same_files
     from embedtrain.mine.inputs import prepare_inputs
     from embedtrain.mine.miner import Miner
-    from embedtrain.mine.report import print_summary
     from embedtrain.mine.sources import corpus_parts, read_mining_sources
+    from embedtrain.mine.stats import print_summary
+    from embedtrain.mine.teacher import open_teacher
+    from embedtrain.models.source import open_model_source
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.pages import Page
 
@@ -36,10 +37,12 @@ def main(options: MineOptions) -> None:
         console = Console(enabled=world.is_main)
         precision = options.precision or (Precision.bf16 if world.device.type == "cuda" else Precision.fp32)
 
-        # User errors are found first: in the models, the rows, the output directory.
+        # User errors are reported first: in the models, the rows, the output directory.
         with world.fail_together("opening the models"):
-            model, teacher_spec = _open_models(options)
-        cache_dir = cache_place(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
+            with command_option_names(MODEL_OPTION_NAMES):
+                model = open_model_source(command_model_config(options))
+            teacher_spec = None if options.teacher is None else open_teacher(options)
+        cache_dir = writable_cache_directory(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
         with world.fail_together("reading rows"), console.progress() as progress:
             sources = read_mining_sources(options, model.prompts, Cache(directory=cache_dir, progress=progress))
             corpus = corpus_parts(options.corpus)
@@ -71,17 +74,6 @@ def main(options: MineOptions) -> None:
             summary = miner.finish()
         if world.is_main:
             print_summary(Page(), summary, options)
-
-
-def _open_models(options: MineOptions) -> tuple["ModelSource", "TeacherSpec | None"]:
-    """Read the directories of the model and of the teacher, without weights."""
-    from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
-    from embedtrain.mine.teacher import open_teacher
-    from embedtrain.models.source import open_model_source
-
-    with command_option_names(MODEL_OPTION_NAMES):
-        model = open_model_source(command_model_config(options))
-    return model, None if options.teacher is None else open_teacher(options)
 
 
 def _load_models(

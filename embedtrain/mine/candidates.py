@@ -12,13 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.keys import asked, text_keys
+from embedtrain.data.keys import instructed_query, text_keys
 from embedtrain.data.types import Example
 from embedtrain.inference.index import ShardedIndex
-from embedtrain.mine.inputs import MiningInputs
-from embedtrain.mine.multimap import IntArray, distinct_pairs, positions_within
+from embedtrain.mine.inputs import MiningInputs, distinct_pairs, positions_within
 from embedtrain.mine.options import MarginReference, MineOptions
-from embedtrain.mine.pool import stripped_keys
+from embedtrain.mine.pool import IntArray, stripped_keys
 from embedtrain.mine.sources import MiningSource
 
 FloatArray = NDArray[np.float32]
@@ -28,15 +27,10 @@ _SMALLEST_DEPTH = 32
 
 @dataclass(frozen=True, slots=True)
 class QueryDocumentPairs:
-    """Pairs of queries and documents: two int64 [P], `owners` (the query of each pair) ascending."""
+    """Pairs of queries and documents."""
 
-    owners: IntArray
-    documents: IntArray
-
-    @classmethod
-    def empty(cls) -> Self:
-        """No pairs."""
-        return cls(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+    owners: IntArray  # [P], the query of each pair, ascending
+    documents: IntArray  # [P]
 
     def counts(self, num_queries: int) -> IntArray:
         """The number of documents of each query: int64 [Q]."""
@@ -50,29 +44,17 @@ class QueryDocumentPairs:
 
 @dataclass(frozen=True, kw_only=True)
 class UniqueQueries:
-    """The distinct queries of a block: rows with the same text, instruction and prompt share one.
+    """The distinct queries of a block: rows with the same text, instruction and prompt share one."""
 
-    Attributes:
-        of_row: int64 [R], the query of each row.
-        texts: of the queries, without prompt.
-        inputs: of the queries, as the model sees them.
-        prompts: the prompt that each input starts with.
-        keys: int64 [Q], keys of query and instruction (`asked`).
-        answers: by query, the positives of all rows with this key.
-        excluded: by query, the documents that are never its negatives.
-        existing: by row, the negatives that the row already has and keeps, in their order, without excluded documents.
-        existing_pairs: the distinct pairs of `existing`, by query.
-    """
-
-    of_row: IntArray
-    texts: Sequence[str]
-    inputs: Sequence[str]
-    prompts: Sequence[str]
-    keys: IntArray
-    answers: QueryDocumentPairs
-    excluded: QueryDocumentPairs
-    existing: QueryDocumentPairs
-    existing_pairs: QueryDocumentPairs
+    of_row: IntArray  # [R], the query of each row
+    texts: Sequence[str]  # of the queries, without prompt
+    inputs: Sequence[str]  # of the queries, as the model sees them
+    prompts: Sequence[str]  # the prompt that each input starts with
+    keys: IntArray  # [Q], keys of query and instruction (`instructed_query`)
+    answers: QueryDocumentPairs  # by query, the positives of all rows with this key
+    excluded: QueryDocumentPairs  # by query, the documents that are never its negatives
+    existing: QueryDocumentPairs  # by row, in their order, the negatives to keep, without excluded documents
+    existing_pairs: QueryDocumentPairs  # the distinct pairs of `existing`, by query
 
     @classmethod
     def of(cls, rows: Sequence[Example], source: MiningSource, inputs: MiningInputs, *, keep_existing: bool) -> Self:
@@ -81,16 +63,14 @@ class UniqueQueries:
         texts: list[str] = []
         of_row: IntArray = np.empty(len(rows), dtype=np.int64)
         for index, row in enumerate(rows):
-            identity = (asked(row.query, row.instruction), *source.format_query(row))
+            identity = (instructed_query(row.query, row.instruction), *source.format_query(row))
             number = number_of.setdefault(identity, len(number_of))
             if number == len(texts):
                 texts.append(row.query)
             of_row[index] = number
         keys = text_keys([key for key, _, _ in number_of]).numpy()
         excluded = QueryDocumentPairs(*inputs.not_negatives.lookup(stripped_keys(texts)))
-        existing = QueryDocumentPairs.empty()
-        if keep_existing:
-            existing = _existing_negatives(rows, of_row, excluded, inputs)
+        existing = _existing_negatives(rows if keep_existing else [], of_row, excluded, inputs)
         return cls(
             of_row=of_row,
             texts=texts,
@@ -107,17 +87,16 @@ class UniqueQueries:
 def _existing_negatives(
     rows: Sequence[Example], of_row: IntArray, excluded: QueryDocumentPairs, inputs: MiningInputs
 ) -> QueryDocumentPairs:
-    counts = [len(row.negatives) for row in rows]
-    owners: IntArray = np.repeat(np.arange(len(rows)), counts)
+    owners: IntArray = np.repeat(np.arange(len(rows)), np.array([len(row.negatives) for row in rows], dtype=np.int64))
     documents = inputs.pool.numbers(text_keys([text for row in rows for text in row.negatives]).numpy())
     size = len(inputs.pool)
-    is_kept = ~np.isin(of_row[owners] * size + documents, excluded.owners * size + excluded.documents)
+    keep = ~np.isin(of_row[owners] * size + documents, excluded.owners * size + excluded.documents)
     # Negatives of a row that differ in surrounding whitespace only count once.
     stripped = inputs.pool.stripped_keys[documents]
     order = np.lexsort((np.arange(len(stripped)), stripped, owners))
     is_duplicate = (np.diff(owners[order]) == 0) & (np.diff(stripped[order]) == 0)
-    is_kept[order[1:][is_duplicate]] = False
-    return QueryDocumentPairs(owners[is_kept], documents[is_kept])
+    keep[order[1:][is_duplicate]] = False
+    return QueryDocumentPairs(owners[keep], documents[keep])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,28 +104,17 @@ class QueryCandidates:
     """The candidates of one query, its answers, and the scores of both.
 
     Scores are the teacher's if there is one; the order of the candidates is always the model's.
-
-    Attributes:
-        key: of query and instruction.
-        answers: int64 [A], ascending.
-        answer_scores: float32 [A].
-        answer_ranks: int64 [A], the number of candidates ranked before each answer.
-        reference: index of the answer that margins refer to.
-        existing: int64 [n], negatives that any row of this query keeps, ascending.
-        existing_scores: float32 [n].
-        candidates: int64 [C], best first.
-        scores: float32 [C], of the candidates.
     """
 
-    key: int
-    answers: IntArray
-    answer_scores: FloatArray
-    answer_ranks: IntArray
-    reference: int
-    existing: IntArray
-    existing_scores: FloatArray
-    candidates: IntArray
-    scores: FloatArray
+    key: int  # of query and instruction
+    answers: IntArray  # [A], ascending
+    answer_scores: FloatArray  # [A]
+    answer_ranks: IntArray  # [A], the number of candidates ranked before each answer
+    reference: int  # index of the answer that margins refer to
+    existing: IntArray  # [n], negatives that any row of this query keeps, ascending
+    existing_scores: FloatArray  # [n]
+    candidates: IntArray  # [C], best first
+    scores: FloatArray  # [C], of the candidates
 
     @property
     def reference_score(self) -> float:
@@ -156,23 +124,14 @@ class QueryCandidates:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCandidates:
-    """The candidates of all queries of a block, with one score per pair.
-
-    Attributes:
-        queries: of the block.
-        candidates: by query, best first by the model.
-        scores: float32, of `candidates`; the teacher's if there is one.
-        answer_scores: float32, of `queries.answers`.
-        answer_ranks: int64, the number of candidates ranked before each answer.
-        existing_scores: float32, of `queries.existing_pairs`.
-    """
+    """The candidates of all queries of a block, with one score per pair."""
 
     queries: UniqueQueries
-    candidates: QueryDocumentPairs
-    scores: FloatArray
-    answer_scores: FloatArray
-    answer_ranks: IntArray
-    existing_scores: FloatArray
+    candidates: QueryDocumentPairs  # by query, best first by the model
+    scores: FloatArray  # of `candidates`; the teacher's if there is one
+    answer_scores: FloatArray  # of `queries.answers`
+    answer_ranks: IntArray  # the number of candidates ranked before each answer
+    existing_scores: FloatArray  # of `queries.existing_pairs`
 
     def of_query(self, number: int, options: MineOptions) -> QueryCandidates:
         """The candidates of one query."""
@@ -197,35 +156,23 @@ class BlockCandidates:
 
 @dataclass(frozen=True, slots=True)
 class CandidateWindow:
-    """The best candidates of each query, best first; equal scores in the order of the pool.
+    """The best candidates of each query, best first; equal scores in the order of the pool."""
 
-    Attributes:
-        documents: int64 [Q, C]; -1 where a query has fewer candidates.
-        scores: float32 [Q, C]; minus infinity there.
-    """
+    documents: IntArray  # [Q, C]; -1 where a query has fewer candidates
+    scores: FloatArray  # [Q, C]; minus infinity there
 
-    documents: IntArray
-    scores: FloatArray
-
-    def pairs(self) -> QueryDocumentPairs:
-        """The candidates as pairs."""
-        return QueryDocumentPairs(
-            np.nonzero(self.documents >= 0)[0].astype(np.int64), self.documents[self.documents >= 0]
-        )
+    def pairs(self) -> tuple[QueryDocumentPairs, FloatArray]:
+        """The candidates as pairs, and their scores."""
+        rows, columns = np.nonzero(self.documents >= 0)
+        return QueryDocumentPairs(rows.astype(np.int64), self.documents[rows, columns]), self.scores[rows, columns]
 
 
 def find_window(index: ShardedIndex, queries: Tensor, excluded: QueryDocumentPairs, rank_max: int) -> CandidateWindow:
     """The `rank_max` best documents of each query that are not excluded. A collective.
 
     sentence-transformers' `mine_hard_negatives` counts ranks alike. But if a positive is beyond the window, it also
-    considers as many further documents as the query with the most positives has; here, the candidates of a row do not
-    depend on other queries.
-
-    Args:
-        index: of the pool.
-        queries: float32 [Q, D], the same on every rank.
-        excluded: distinct pairs.
-        rank_max: the number of candidates.
+    considers further documents, their number being the maximum number of positives of a query; here, the candidates of
+    a row do not depend on other queries. `queries` are float32 [Q, D], the same on every rank.
     """
     num_queries, width = len(queries), min(rank_max, index.num_documents)
     documents: IntArray = np.full((num_queries, width), -1, dtype=np.int64)
@@ -278,4 +225,4 @@ def ranks_of(window: CandidateWindow, pairs: QueryDocumentPairs, scores: FloatAr
 def group_by_depth(counts: IntArray) -> list[IntArray]:
     """Group queries by their number of documents, so that one with many does not make all others search as deep."""
     size = np.ceil(np.log2(np.maximum(counts, _SMALLEST_DEPTH) / _SMALLEST_DEPTH)).astype(np.int64)
-    return [np.flatnonzero(size == each).astype(np.int64) for each in np.unique(size)]
+    return [np.flatnonzero(size == group_size).astype(np.int64) for group_size in np.unique(size)]

@@ -15,14 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from embedtrain.config.compose import to_plain
+from embedtrain.data.sources.part_reader import PartReader
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.values import shorten
+from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write
 from embedtrain.mine.options import MineOptions
-from embedtrain.mine.sources import MiningSource, corpus_digests
+from embedtrain.mine.sources import MiningSource
 from embedtrain.mine.stats import MiningStats
 
 SUMMARY = "summary.json"
@@ -52,35 +56,21 @@ def mining_identity(
     model: dict[str, Any],
     teacher: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Everything that the mined rows depend on, as JSON.
-
-    Args:
-        options: of the command.
-        sources: to mine.
-        corpus: further documents to search.
-        model: its `model_identity`.
-        teacher: its `model_identity`, if there is one.
-
-    Raises:
-        DataError: a file of a corpus cannot be read.
-    """
+    """Everything that the mined rows depend on, as JSON; `model` and `teacher` are of `model_identity`."""
+    reader = PartReader()
     identity = {name: value for name, value in to_plain(options).items() if name not in _NOT_IN_IDENTITY}
     identity["index"] = identity["index"]["dtype"]
     return {
         **identity,
         "data": {source.name: source.identity() for source in sources},
-        "corpus": corpus_digests(corpus),
+        "corpus": [reader.digests(part) for part in corpus],
         "model": model,
         "teacher": teacher,
     }
 
 
 def require_same_files(identity: dict[str, Any], world: World) -> None:
-    """Check that all ranks read the same data. A collective.
-
-    Raises:
-        DataError: on every rank, if a rank read something else than rank 0.
-    """
+    """Raise DataError on every rank if a rank read something else than rank 0. A collective."""
     main = world.broadcast(identity)
     with world.fail_together("comparing the data of all ranks"):
         for option in ("data", "corpus"):
@@ -92,17 +82,10 @@ def require_same_files(identity: dict[str, Any], world: World) -> None:
 
 
 class MiningFolder:
-    """The output directory of one mining run.
+    """The output directory of one mining run, on a file system that all ranks share.
 
-    Args:
-        output_dir: on a file system that all ranks share.
-        identity: of the run, from `mining_identity`; the same on every rank.
-        world: the ranks.
-        timeout: seconds to wait for what rank 0 wrote to become visible; network file systems are slow to show it.
-
-    Attributes:
-        inputs: directory of `MiningInputs`.
-        vectors: directory of document vectors.
+    `identity` is from `mining_identity`. What rank 0 wrote must become visible within `timeout` seconds: network file
+    systems are slow to show it.
     """
 
     def __init__(self, output_dir: Path, identity: Mapping[str, Any], world: World, *, timeout: float = 40.0) -> None:
@@ -112,14 +95,10 @@ class MiningFolder:
         self.inputs, self.vectors, self._blocks = (self._temporary / name for name in ("prepared", "vectors", "blocks"))
 
     def begin(self, names: Sequence[str]) -> bool:
-        """Prepare to start or to resume; returns False if everything is done. A collective.
+        """Prepare to write files with these names, without suffix; returns False if all is done. A collective.
 
-        Args:
-            names: of the files to write, without suffix.
-
-        Raises:
-            DataError: the directory holds rows mined with other options, or files of other origin, or is not shared by
-                all ranks.
+        Raises DataError if the directory holds rows mined with other options or files of other origin, or is not shared
+        by all ranks.
         """
         is_unfinished, marker = False, f"seen-{secrets.token_hex(8)}"
         with self.world.fail_together("opening output_dir"):
@@ -174,8 +153,8 @@ class MiningFolder:
     def _require_same(self, other: object, content: str) -> None:
         for option, before, now in _differences(other, self.identity):
             raise DataError(
-                f"output_dir={self.output_dir} holds {content} of another command: {option} was {_shown(before)} and "
-                f"is now {_shown(now)}; use the same options to resume, choose another output_dir, or delete this one"
+                f"output_dir={self.output_dir} holds {content} of another command: {option} was {_format(before)} and "
+                f"is now {_format(now)}; use the same options to resume, choose another output_dir, or delete this one"
             )
 
     def finished_blocks(self) -> set[str]:
@@ -199,21 +178,13 @@ class MiningFolder:
                 unfinished.rename(self._blocks / name)
 
     def read_lines(self, blocks: Sequence[str]) -> Iterator[str]:
-        """The lines of some blocks, with line ends.
-
-        Raises:
-            DataError: a part of a block is missing.
-        """
+        """The lines of blocks, with line ends."""
         for path in self._block_files(blocks):
             with path.open(encoding="utf-8", newline="\n") as file:
                 yield from file
 
     def read_stats(self, blocks: Sequence[str]) -> MiningStats:
-        """The statistics of some blocks.
-
-        Raises:
-            DataError: a part of a block is missing.
-        """
+        """The statistics of blocks."""
         return MiningStats.merge([MiningStats.read(path) for path in self._block_files(blocks)])
 
     def _block_files(self, blocks: Sequence[str]) -> Iterator[Path]:
@@ -246,18 +217,48 @@ def _differences(before: object, now: object, name: str = "") -> Iterator[tuple[
         yield name, before, now
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return "not set" if value is None else shorten(value, 40)
 
 
 def _read_json(path: Path) -> object:
     try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}): choose another output_dir") from None
-    return content
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with atomic_write(path) as unfinished:
         unfinished.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def format_row(
+    row: Example, negatives: Sequence[str], ids: Sequence[str], scores: tuple[Sequence[float], Sequence[float]] | None
+) -> str:
+    """The row with `negatives` instead of its own, as JSON in FlagEmbedding's layout, which our reader restores.
+
+    `ids` has one per negative, "" for none, or is empty; `scores` has float32 scores of positives and of negatives.
+    """
+    query, positives = row.query, list(row.positives)
+    fields: dict[str, Any] = {"query": query, "pos": positives, "neg": list(negatives)}
+    symmetric = row.document_instruction is not None and row.document_instruction == row.instruction
+    if row.document_instruction is not None and (row.most_negatives is not None or not symmetric):
+        document_instruction = row.document_instruction
+        fields["query"] = [row.instruction or "", query]
+        fields["pos"] = [[document_instruction, text] for text in positives]
+        fields["neg"] = [[document_instruction, text] for text in negatives]
+    elif row.instruction is not None:
+        fields["prompt"] = row.instruction
+        if symmetric:
+            fields["type"] = "symmetric_sts"
+    if row.most_negatives is not None:
+        fields["type"] = "only_1neg"
+    if row.positive_ids:
+        fields["pos_id"] = [name or None for name in row.positive_ids]
+    if ids:
+        fields["neg_id"] = [name or None for name in ids]
+    if scores is not None:
+        # The shortest decimals that round to the same float32: 0.9, not 0.8999999761581421.
+        fields["pos_scores"], fields["neg_scores"] = ([float(str(np.float32(s))) for s in values] for values in scores)
+    return json.dumps(fields, ensure_ascii=False)

@@ -1,6 +1,6 @@
 """What mining needs to know of all rows at once: the document pool, the answers of each query, the document formats.
 
-T is the number of documents with duplicates, N of distinct ones, R of a source's rows.
+Shapes: T documents with duplicates, N distinct documents, R rows of a source, P pairs (key, item).
 """
 
 import shutil
@@ -12,15 +12,15 @@ import numpy as np
 
 from embedtrain.data.cache.cache import mapped, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import ArrowRows
-from embedtrain.data.keys import asked, text_keys
+from embedtrain.data.keys import instructed_query, text_keys
 from embedtrain.data.sources.parts import Part
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback
-from embedtrain.mine.multimap import IntArray, Multimap, join_pairs, positions_within, write_multimap
 from embedtrain.mine.pool import (
     DocumentIdCollector,
     DocumentPool,
+    IntArray,
     SourceDocumentIds,
     number_documents,
     stripped_keys,
@@ -29,28 +29,70 @@ from embedtrain.mine.pool import (
 from embedtrain.mine.sources import DocumentBatch, DocumentFormat, MiningSource, all_documents
 
 
+class Multimap:
+    """The memory-mapped multimap that `write_multimap` wrote as `name` to `directory`."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._keys, self._starts, self._items = (
+            mapped(directory / f"{name}-{part}.bin", np.int64) for part in ("keys", "starts", "items")
+        )
+
+    def lookup(self, keys: IntArray) -> tuple[IntArray, IntArray]:
+        """The items of keys, as two int64 arrays: the index of a key in `keys`, and one of its items; both ascend."""
+        if not len(self._keys):
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        at = np.minimum(self._keys.searchsorted(keys), len(self._keys) - 1)
+        starts = self._starts[at]
+        counts = np.where(self._keys[at] == keys, self._starts[at + 1] - starts, 0)
+        owners = np.repeat(np.arange(len(keys)), counts)
+        return owners, self._items[starts[owners] + positions_within(counts)]
+
+
+def write_multimap(directory: Path, name: str, keys: IntArray, items: IntArray) -> None:
+    """Write the pairs of `keys` and `items`, int64 [P]; duplicates are written once."""
+    keys, items = distinct_pairs(keys, items)
+    distinct, starts = np.unique(keys, return_index=True)
+    for part, values in (("keys", distinct), ("starts", np.append(starts, len(keys))), ("items", items)):
+        write_array(directory / f"{name}-{part}.bin", values.astype(np.int64))
+
+
+def distinct_pairs(keys: IntArray, items: IntArray) -> tuple[IntArray, IntArray]:
+    """Each pair once, sorted by key, then by item."""
+    order = np.lexsort((items, keys))
+    keys, items = keys[order], items[order]
+    is_new = np.ones(len(keys), dtype=bool)
+    is_new[1:] = (keys[1:] != keys[:-1]) | (items[1:] != items[:-1])
+    return keys[is_new], items[is_new]
+
+
+def join_pairs(keys: IntArray, links: IntArray, linked: IntArray, items: IntArray) -> tuple[IntArray, IntArray]:
+    """All pairs (key, item) for which a link exists with (key, link) and (link, item) among the inputs."""
+    # Without the deduplication, a pair that occurs in many rows would be joined with itself: quadratic memory.
+    (keys, links), (linked, items) = distinct_pairs(keys, links), distinct_pairs(linked, items)
+    starts = np.searchsorted(linked, links, side="left")
+    counts = np.searchsorted(linked, links, side="right") - starts
+    owners = np.repeat(np.arange(len(links)), counts)
+    return keys[owners], items[starts[owners] + positions_within(counts)]
+
+
+def positions_within(counts: IntArray) -> IntArray:
+    """0, ..., count - 1 for each count, concatenated: int64 [sum of counts]."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 @dataclass(frozen=True)
 class MiningInputs:
-    """Everything derived from the rows before mining, memory-mapped.
-
-    Attributes:
-        pool: the distinct documents.
-        answers: key of query and instruction (`asked`) -> positives of the rows with both, of any source.
-        not_negatives: key of the query alone (`stripped_keys`) -> positives of the rows with this query, all documents
-            that have the id of one of them or equal one up to whitespace, and the query itself. Instructions are
-            ignored, since another instruction can make a document relevant: a candidate too few does no harm, a false
-            negative does.
-        formats: the distinct document formats.
-        format_of: for each source, int64 [R], the index in `formats` for the documents of each row.
-        ids: for each source, the ids of its documents; None if it has none.
-    """
+    """Everything derived from the rows before mining, memory-mapped."""
 
     pool: DocumentPool
-    answers: Multimap
+    answers: Multimap  # key of `instructed_query` -> positives of the rows with this query, of any source
+    # Key of the query alone (`stripped_keys`) -> positives of the rows with this query, all documents that have the id
+    # of one of them or equal one up to whitespace, and the query itself. Instructions are ignored, since another
+    # instruction can make a document relevant: a candidate too few does no harm, a false negative does.
     not_negatives: Multimap
-    formats: Sequence[DocumentFormat]
-    format_of: Sequence[IntArray]
-    ids: Sequence[SourceDocumentIds | None]
+    formats: Sequence[DocumentFormat]  # distinct
+    format_of: Sequence[IntArray]  # for each source, [R], the index in `formats` for the documents of each row
+    ids: Sequence[SourceDocumentIds | None]  # for each source; None if its documents have no ids
 
     @classmethod
     def open(cls, directory: Path) -> "MiningInputs":
@@ -71,26 +113,17 @@ class MiningInputs:
         """Lines for the user."""
         notes = [f"{len(self.pool):,} distinct documents to find negatives among"]
         if len(self.formats) > 1:
-            notes.append(
-                f"documents are encoded {len(self.formats)} times, once for each prompt, instruction and maximum length"
-            )
+            times = f"{len(self.formats)} times, once for each prompt, instruction and maximum length"
+            notes.append(f"documents are encoded {times}")
         return notes
 
 
 def prepare_inputs(
     directory: Path, sources: Sequence[MiningSource], corpus: Sequence[Part], world: World, progress: ProgressCallback
 ) -> MiningInputs:
-    """Collect documents and queries, unless an earlier run has done so. A collective.
+    """Collect documents and queries on rank 0, unless an earlier run has done so. A collective.
 
-    Args:
-        directory: for the result, on a file system that all ranks share.
-        sources: to mine.
-        corpus: further documents to search.
-        world: rank 0 does the work.
-        progress: called while documents are collected.
-
-    Raises:
-        DataError: a document cannot be read, or a row cannot be written in the output format.
+    Raises DataError if a document cannot be read, or a row cannot be written in the output format.
     """
     with world.fail_together("collecting documents"):
         if world.is_main and not directory.is_dir():
@@ -125,7 +158,7 @@ def _write_inputs(
     excluded = np.concatenate([queries[rows], same_id[0]]), np.concatenate([positives, same_id[1]])
     write_multimap(unfinished, "no-negatives", *_extend_by_text(*excluded, queries, DocumentPool(unfinished)))
     metadata = {
-        "wordings": [[each.before, each.after, each.max_length] for each in formats],
+        "wordings": [[fmt.before, fmt.after, fmt.max_length] for fmt in formats],
         "has_ids": [(unfinished / f"ids-{number}.arrow").is_file() for number in range(len(sources))],
     }
     write_metadata(unfinished / "facts.json", metadata)
@@ -137,11 +170,8 @@ def _documents_with_same_id(
 ) -> tuple[IntArray, IntArray]:
     """Pairs (query key, document number) of documents with the id of a positive.
 
-    Args:
-        queries: the query key of each positive.
-        occurrences: of each positive, which of the T documents it is.
-        numbers: int64 [T], the number of each document.
-        ids: of the T documents.
+    `queries` and `occurrences` have, for each positive, the query key and which of the T documents it is; `numbers` is
+    int64 [T].
     """
     with_id, id_keys = ids.indices(), ids.keys()
     has_id = np.isin(occurrences, with_id)
@@ -174,7 +204,7 @@ def _read_row_keys(source: MiningSource, formats: dict[DocumentFormat, int]) -> 
             batch.column(name).to_pylist() if name in batch.schema.names else [None] * batch.num_rows
             for name in ("query", "instruction", "document_instruction")
         )
-        keys.append(text_keys([asked(*pair) for pair in zip(queries, instructions, strict=True)]).numpy())
+        keys.append(text_keys([instructed_query(*pair) for pair in zip(queries, instructions, strict=True)]).numpy())
         stripped.append(stripped_keys(map(str, queries)))
         for query_instruction, document_instruction in zip(instructions, document_instructions, strict=True):
             if document_instruction is not None and query_instruction is None:

@@ -1,6 +1,6 @@
 """Mining: block by block, finds and scores the candidates of each query, and chooses the negatives of each row.
 
-R is the number of rows of a source.
+Shapes: R rows of a source, C candidates of a query.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from embedtrain.data.keys import text_keys
+from embedtrain.data.sampling.permutation import make_key, random_bits
+from embedtrain.data.types import Example
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
@@ -25,31 +29,26 @@ from embedtrain.mine.candidates import (
     ranks_of,
     scores_of,
 )
-from embedtrain.mine.folder import MiningFolder
+from embedtrain.mine.folder import MiningFolder, format_row
 from embedtrain.mine.inputs import MiningInputs
-from embedtrain.mine.multimap import IntArray
-from embedtrain.mine.negatives import MinedRow, RowToMine, mine_row
-from embedtrain.mine.options import MineOptions
+from embedtrain.mine.options import MineOptions, Sampling
+from embedtrain.mine.pool import IntArray
 from embedtrain.mine.sources import DocumentFormat, MiningSource
-from embedtrain.mine.stats import MiningStats
+from embedtrain.mine.stats import MiningStats, SuspectedLabel
 from embedtrain.mine.teacher import Teacher
+
+# Purpose of the random key: the data order derives other numbers from the same seed.
+_MINING_KEY = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows of one source with one document format, which are mined and written together.
+    """Rows of one source with one document format, which are mined and written together."""
 
-    Attributes:
-        source: its number.
-        format: number of the document format.
-        number: of the block, from 0, among those of its source and format.
-        rows: int64, ascending.
-    """
-
-    source: int
-    format: int
-    number: int
-    rows: IntArray
+    source: int  # its number
+    format: int  # number of the document format
+    number: int  # of the block, from 0, among those of its source and format
+    rows: IntArray  # ascending
 
     @property
     def name(self) -> str:
@@ -58,12 +57,7 @@ class RowBlock:
 
 
 def row_blocks(format_of: Sequence[IntArray], size: int) -> list[RowBlock]:
-    """Cut the rows of all sources into blocks.
-
-    Args:
-        format_of: for each source, int64 [R], the document format of each row.
-        size: maximum number of rows of a block.
-    """
+    """Cut the rows of all sources into blocks of at most `size`; `format_of` is that of `MiningInputs`."""
     blocks: list[RowBlock] = []
     for source, formats in enumerate(format_of):
         for document_format in np.unique(formats).tolist():
@@ -74,15 +68,7 @@ def row_blocks(format_of: Sequence[IntArray], size: int) -> list[RowBlock]:
 
 
 def merge_in_row_order(formats: IntArray, lines: dict[int, Iterator[str]]) -> Iterator[str]:
-    """The lines of a source in the order of its rows.
-
-    Args:
-        formats: int64 [R], the document format of each row.
-        lines: those of the rows of each document format.
-
-    Raises:
-        DataError: there are fewer lines than rows.
-    """
+    """The lines of a source in the order of its rows, whose document formats, [R], are `formats`."""
     for done, document_format in enumerate(formats.tolist()):
         line = next(lines[document_format], None)
         if line is None:
@@ -95,32 +81,18 @@ def merge_in_row_order(formats: IntArray, lines: dict[int, Iterator[str]]) -> It
 
 @dataclass(frozen=True)
 class Miner:
-    """Mines all sources.
-
-    Attributes:
-        sources: to mine.
-        inputs: of all their rows.
-        encoder: of the model that finds candidates.
-        vector_cache: of the model's document vectors.
-        teacher: provides the scores; None: the model does.
-        folder: receives the mined rows.
-        options: of the command.
-    """
+    """Mines all sources."""
 
     sources: Sequence[MiningSource]
     inputs: MiningInputs
-    encoder: SentenceEncoder
-    vector_cache: VectorCache
-    teacher: Teacher | None
+    encoder: SentenceEncoder  # of the model that finds candidates
+    vector_cache: VectorCache  # of the model's document vectors
+    teacher: Teacher | None  # provides the scores; None: the model does
     folder: MiningFolder
     options: MineOptions
 
     def mine(self, progress: ProgressCallback) -> None:
-        """Mine every block that is not finished yet. A collective.
-
-        Raises:
-            TrainingError: on every rank, if a vector or a score is not finite.
-        """
+        """Mine every block that is not finished yet. A collective."""
         blocks = row_blocks(self.inputs.format_of, self.options.query_batch_size)
         finished = self.folder.finished_blocks()
         total = sum(len(block.rows) for block in blocks)
@@ -157,12 +129,13 @@ class Miner:
 
     def _mine_block(self, block: RowBlock, index: ShardedIndex, progress: ProgressCallback) -> None:
         world, source = self.folder.world, self.sources[block.source]
+        keep_existing = self.options.keep_existing_negatives
         with world.fail_together("reading rows to mine"):
             rows = [source.store[row] for row in block.rows.tolist()]
-            keep_existing = self.options.keep_existing_negatives
             queries = UniqueQueries.of(rows, source, self.inputs, keep_existing=keep_existing)
         candidates = self._find_candidates(queries, source.text_format.query_max_length, index, progress)
-        mined: list[MinedRow] = []
+        lines: list[str] = []
+        stats: list[MiningStats] = []
         edges = [len(rows) * rank // world.size for rank in range(world.size + 1)]
         with world.fail_together("choosing negatives"):
             by_query: dict[int, QueryCandidates] = {}
@@ -172,19 +145,21 @@ class Miner:
                     by_query[query] = candidates.of_query(query, self.options)
                 existing = queries.existing.documents[queries.existing.slice_of(row)]
                 target = RowToMine(rows[row], block.source, source.name, existing)
-                mined.append(mine_row(target, by_query[query], self.inputs, self.options))
-        stats = MiningStats.merge([row.stats for row in mined])
-        self.folder.write_block(block.name, [row.line for row in mined], stats)
+                line, row_stats = mine_row(target, by_query[query], self.inputs, self.options)
+                lines.append(line)
+                stats.append(row_stats)
+        self.folder.write_block(block.name, lines, MiningStats.merge(stats))
 
     def _find_candidates(
         self, queries: UniqueQueries, max_length: int | None, index: ShardedIndex, progress: ProgressCallback
     ) -> BlockCandidates:
-        vectors = self.encoder.encode_all(queries.inputs, max_length=max_length, existing_prompt=queries.prompts)
-        vectors = unit_vectors(vectors)
+        vectors = unit_vectors(
+            self.encoder.encode_all(queries.inputs, max_length=max_length, existing_prompt=queries.prompts)
+        )
         window = find_window(index, vectors, queries.excluded, self.options.rank_max)
         answer_scores = scores_of(index, vectors, queries.answers)
         ranks = ranks_of(window, queries.answers, answer_scores)
-        candidates, scores = window.pairs(), window.scores[window.documents >= 0]
+        candidates, scores = window.pairs()
         if self.teacher is not None:
             groups = [queries.answers, queries.existing_pairs, candidates]
             answer_scores, existing_scores, scores = _teacher_scores(self.teacher, queries.texts, groups, progress)
@@ -202,8 +177,7 @@ class Miner:
     def finish(self) -> dict[str, Any]:
         """Merge the blocks of each source into its file, write the summary, and delete the blocks. A collective.
 
-        Returns:
-            The summary, on every rank: statistics of each source, and the most suspicious labels of all.
+        Returns the summary on every rank: statistics of each source, and the most suspicious labels of all.
         """
         world = self.folder.world
         blocks = row_blocks(self.inputs.format_of, self.options.query_batch_size)
@@ -214,8 +188,8 @@ class Miner:
                 for number, source in enumerate(self.sources):
                     source_blocks = [block for block in blocks if block.source == number]
                     lines = {
-                        each: self.folder.read_lines([block.name for block in source_blocks if block.format == each])
-                        for each in {block.format for block in source_blocks}
+                        fmt: self.folder.read_lines([block.name for block in source_blocks if block.format == fmt])
+                        for fmt in {block.format for block in source_blocks}
                     }
                     self.folder.write_source(source.name, merge_in_row_order(self.inputs.format_of[number], lines))
         with world.fail_together("writing the summary"):
@@ -253,3 +227,112 @@ def _teacher_scores(
     scores: FloatArray = np.empty(len(owners), dtype=np.float32)
     scores[order] = teacher.scores(queries, QueryDocumentPairs(owners[order], documents[order]), progress)
     return np.split(scores, np.cumsum([len(pairs.owners) for pairs in groups])[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class RowToMine:
+    """A row with the number and name of its source, and the negatives that it keeps (document numbers, int64)."""
+
+    row: Example
+    source: int
+    source_name: str
+    existing: IntArray
+
+
+def mine_row(
+    target: RowToMine, query: QueryCandidates, inputs: MiningInputs, options: MineOptions
+) -> tuple[str, MiningStats]:
+    """Choose the negatives of one row among the candidates of its query; returns the line to write, and statistics."""
+    pool, row = inputs.pool, target.row
+    is_existing = np.isin(pool.stripped_keys[query.candidates], pool.stripped_keys[target.existing])
+    chosen = _choose(query, pool.keys[query.candidates], is_existing, len(target.existing), options)
+    negatives = np.concatenate([target.existing, query.candidates[chosen]])
+    existing_scores = query.existing_scores[np.searchsorted(query.existing, target.existing)]
+    scores = np.concatenate([existing_scores, query.scores[chosen]])
+    positives = np.searchsorted(query.answers, pool.numbers(text_keys(row.positives).numpy()))
+    positive_scores = query.answer_scores[positives]
+    source_ids = inputs.ids[target.source]
+    ids = [] if source_ids is None else [source_ids.get(number) for number in negatives.tolist()]
+    line = format_row(
+        row,
+        [pool[number] for number in negatives.tolist()],
+        ids if any(ids) else [],
+        (positive_scores.tolist(), scores.tolist()) if options.scores else None,
+    )
+
+    limit = threshold(query.reference_score, options)
+    best = int(query.scores.argmax()) if len(query.scores) else -1
+    best_is_too_high = best >= 0 and float(query.scores[best]) > min(query.reference_score, limit)
+    ranks = query.answer_ranks[positives]
+    beyond_window = positives[ranks >= options.rank_max]
+
+    def suspect(answer: int) -> SuspectedLabel:
+        return SuspectedLabel(
+            source=target.source_name,
+            place=f"{row.file}:{row.line}",
+            query=row.query,
+            positive=pool[int(query.answers[answer])],
+            positive_score=float(query.answer_scores[answer]),
+            document=pool[int(query.candidates[best])],
+            score=float(query.scores[best]),
+            written=bool(best in chosen or is_existing[best]),
+        )
+
+    stats = MiningStats(
+        negatives=np.array([len(scores)]),
+        positive_scores=positive_scores,
+        negative_scores=scores,
+        positive_ranks=ranks[ranks < options.rank_max] + 1,
+        negative_ranks=chosen + 1,
+        num_candidates=len(query.candidates),
+        num_above_margin=int((query.scores.astype(np.float64) > limit).sum()),
+        num_above_positive=int((query.scores > np.float32(query.reference_score)).sum()),
+        # One of each row: twenty from a single bad row would hide the others.
+        false_negatives=[suspect(query.reference)] if best_is_too_high else [],
+        wrong_labels=[suspect(int(beyond_window[query.answer_scores[beyond_window].argmin()]))]
+        if len(beyond_window)
+        else [],
+    )
+    return line, stats
+
+
+def threshold(positive_score: float, options: MineOptions) -> float:
+    """The score above which a candidate is too close to the positive; infinity without a margin.
+
+    The relative margin is a fraction of the score's magnitude, so that it lowers a negative score as well, as in
+    sentence-transformers; for positive scores it is the positive-aware rule of Moreira et al., "NV-Retriever" (2024),
+    arXiv 2407.15831: 0.05 keeps candidates that score at most 95 % of the positive.
+    """
+    limit = np.inf
+    if options.absolute_margin is not None:
+        limit = min(limit, positive_score - options.absolute_margin)
+    if options.relative_margin is not None:
+        limit = min(limit, positive_score - options.relative_margin * abs(positive_score))
+    return limit
+
+
+def _choose(
+    query: QueryCandidates, keys: IntArray, is_existing: NDArray[np.bool_], num_existing: int, options: MineOptions
+) -> IntArray:
+    """Indices of the candidates that become negatives, int64 [n], best first.
+
+    As in sentence-transformers' `mine_hard_negatives`, `rank_min` skips the best of the candidates that qualify.
+    Random sampling depends on the seed, the query and the documents alone. `keys`, [C], are the text keys of the
+    candidates; `is_existing`, [C], marks those among the `num_existing` negatives that the row keeps.
+    """
+    scores = query.scores
+    exact = scores.astype(np.float64)
+    qualifies = exact <= threshold(query.reference_score, options)  # all limits are inclusive
+    if options.max_score is not None:
+        qualifies &= exact <= options.max_score
+    if options.min_score is not None:
+        qualifies &= exact >= options.min_score
+    indices = np.flatnonzero(qualifies)
+    # A teacher's scores are not in the order of the search; ties keep that order.
+    indices = indices[np.argsort(-scores[indices], kind="stable")][options.rank_min :]
+    indices = indices[~is_existing[indices]]
+    count = max(0, options.negatives - num_existing)
+    if options.sampling is Sampling.random and len(indices) > count:
+        bits = random_bits(make_key(options.seed, _MINING_KEY, query.key), keys[indices])
+        indices = indices[np.sort(np.argsort(bits, kind="stable")[:count])]
+    return indices[:count].astype(np.int64)

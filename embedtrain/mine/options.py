@@ -7,9 +7,9 @@ from typing import Any
 
 from embedtrain.config.checks import check_train_sources
 from embedtrain.config.compose import compose_command
-from embedtrain.config.elements import parse_sources
 from embedtrain.config.evaluation import IndexConfig, Unshard
 from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import DataConfig, Pooling, Precision, TrainSource
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
@@ -92,31 +92,22 @@ class MineOptions:
     timeout: float = 1800.0  # seconds that a rank waits for the others, also while rank 0 collects documents
 
 
-MAX_QUERY_BATCH_SIZE = 8192
-
-
 def check_mine(options: MineOptions) -> MineOptions:
-    """Check the options; `data` must be a list of sources.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """Check the options; `data` must be a list of sources."""
     check = OptionChecks(options)
     check.require(bool(options.model), "model", "is missing; write a model directory or a Hub id")
-    check.require(
-        bool(options.data),
-        "data",
-        "is missing; write data=[PATH,...], files, folders or Hub data sets of training rows",
-    )
+    data = "is missing; write data=[PATH,...], files, folders or Hub data sets of training rows"
+    check.require(bool(options.data), "data", data)
     check.require(bool(options.output_dir), "output_dir", "is missing; write a directory for the mined rows")
     check.at_least(1, "negatives")
     check.at_least(0, "rank_min")
     check.require(options.rank_min < options.rank_max, "rank_min", f"must be below rank_max={options.rank_max}")
+    num_ranks = options.rank_max - options.rank_min
     check.require(
-        options.negatives <= options.rank_max - options.rank_min,
+        options.negatives <= num_ranks,
         "negatives",
-        f"between rank_min={options.rank_min} and rank_max={options.rank_max} are "
-        f"{options.rank_max - options.rank_min} documents; write a larger rank_max, or fewer negatives",
+        f"between rank_min={options.rank_min} and rank_max={options.rank_max} are {num_ranks} documents; "
+        "write a larger rank_max, or fewer negatives",
     )
     check.require(
         options.relative_margin is None or 0 <= options.relative_margin < 1,
@@ -133,32 +124,24 @@ def check_mine(options: MineOptions) -> MineOptions:
     )
     check.seed("seed")
     for name in ("teacher_max_length", "teacher_revision"):
-        check.require(
-            getattr(options, name) is None or options.teacher is not None,
-            name,
-            "has no effect without a teacher; write teacher=DIR",
-        )
+        has_effect = getattr(options, name) is None or options.teacher is not None
+        check.require(has_effect, name, "has no effect without a teacher; write teacher=DIR")
     check.require(options.teacher != "", "teacher", "is empty; write a bi-encoder or cross-encoder, or null for none")
     check.at_least(1, "teacher_batch_size")
     check.length("max_length")
     check.length("teacher_max_length")
     check.instruction_format()
     check.at_least(1, "chunk_tokens")
-    check.within(1, MAX_QUERY_BATCH_SIZE, "query_batch_size")
+    check.within(1, 8192, "query_batch_size")
     check.positive("timeout")
-    options.corpus = _paths(options.corpus)
+    corpus = [options.corpus] if isinstance(options.corpus, str) else options.corpus or []
+    if not isinstance(corpus, list) or not all(isinstance(path, str) and path for path in corpus):
+        raise ConfigError(f"corpus={written(corpus)}: must be a path or a list of paths")
+    options.corpus = corpus
     check_train_sources(options.data, "data")
     for source in options.data:
         _check_source(source, options.output_dir)
     return options
-
-
-def _paths(corpus: Any) -> list[str]:
-    """`corpus` as a list."""
-    paths = [corpus] if isinstance(corpus, str) else corpus or []
-    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
-        raise ConfigError(f"corpus={written(corpus)}: must be a path or a list of paths")
-    return paths
 
 
 def _check_source(source: TrainSource, output_dir: str) -> None:

@@ -5,35 +5,32 @@ documents with an id.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import mapped, write_array
 from embedtrain.data.keys import text_keys
-from embedtrain.mine.multimap import IntArray
 from embedtrain.mine.sources import NO_SOURCE, DocumentBatch
 
+IntArray = NDArray[np.int64]
 _CACHED_BATCHES = 4096  # views of the memory map, no copies of texts
 _DOCUMENTS_PER_BATCH = 1024
 _SCHEMA = pa.schema([("text", pa.large_string())])
 
 
 class DocumentPool(Sequence[str]):
-    """Texts by document number, and document numbers by text key; reads what `write_pool` wrote.
-
-    Attributes:
-        keys: int64 [N], `text_keys` of the documents.
-        stripped_keys: int64 [N], `stripped_keys` of the documents.
-    """
+    """Texts by document number, and document numbers by text key; reads what `write_pool` wrote."""
 
     def __init__(self, directory: Path) -> None:
         self._reader = pa.ipc.open_file(pa.memory_map(str(directory / "documents.arrow")))
-        self.keys = mapped(directory / "keys.bin", np.int64)
-        self.stripped_keys = mapped(directory / "bare-keys.bin", np.int64)
+        self.keys = mapped(directory / "keys.bin", np.int64)  # [N], `text_keys` of the documents
+        self.stripped_keys = mapped(directory / "bare-keys.bin", np.int64)  # [N], `stripped_keys` of the documents
         self._order = mapped(directory / "order.bin", np.int64)
         self._sorted = mapped(directory / "sorted.bin", np.int64)
         # Looking up a batch takes ten times as long as reading one of its texts.
@@ -42,16 +39,9 @@ class DocumentPool(Sequence[str]):
     def __len__(self) -> int:
         return len(self.keys)
 
-    @overload
-    def __getitem__(self, number: int) -> str: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[str]: ...
-    def __getitem__(self, number: int | slice) -> str | list[str]:
-        if isinstance(number, slice):
-            return [self[index] for index in range(len(self))[number]]
+    def __getitem__(self, number: Any) -> Any:  # an int: nothing here needs slices
         batch, row = divmod(range(len(self))[number], _DOCUMENTS_PER_BATCH)
-        text: str = self._batch(batch)[row].as_py()
-        return text
+        return self._batch(batch)[row].as_py()
 
     def numbers(self, keys: IntArray) -> IntArray:
         """The document number of each key, -1 for an unknown key: int64 [n]."""
@@ -70,18 +60,8 @@ class _FormattedTexts(Sequence[str]):
     def __len__(self) -> int:
         return len(self._pool)
 
-    @overload
-    def __getitem__(self, number: int) -> str: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[str]: ...
-    def __getitem__(self, number: int | slice) -> str | list[str]:
-        if isinstance(number, slice):
-            return [self._format(text) for text in self._pool[number]]
+    def __getitem__(self, number: Any) -> Any:
         return self._format(self._pool[number])
-
-    def __iter__(self) -> Iterator[str]:
-        for start in range(0, len(self), _DOCUMENTS_PER_BATCH):
-            yield from self[start : start + _DOCUMENTS_PER_BATCH]
 
 
 def stripped_keys(texts: Iterable[str]) -> IntArray:
@@ -92,8 +72,7 @@ def stripped_keys(texts: Iterable[str]) -> IntArray:
 def number_documents(batches: Iterable[DocumentBatch]) -> tuple[IntArray, IntArray]:
     """Number distinct texts in the order of their first occurrence.
 
-    Returns:
-        int64 [T], the number of each document; and int64 [N], the index of the first occurrence of each number.
+    Returns the number of each document, int64 [T], and the index of the first occurrence of each number, int64 [N].
     """
     keys = np.concatenate([np.empty(0, dtype=np.int64), *(text_keys(batch.texts).numpy() for batch in batches)])
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
@@ -106,15 +85,13 @@ def number_documents(batches: Iterable[DocumentBatch]) -> tuple[IntArray, IntArr
 def write_pool(directory: Path, batches: Iterable[DocumentBatch], first: IntArray) -> None:
     """Write the distinct texts to an existing, empty directory.
 
-    Args:
-        directory: for the files of the pool.
-        batches: the documents that `number_documents` saw, in a second pass.
-        first: int64 [N], from `number_documents`.
+    `batches` are those that `number_documents` read, in a second pass; `first`, int64 [N], is from there.
     """
     keys: list[IntArray] = [np.empty(0, dtype=np.int64)]
     stripped: list[IntArray] = [np.empty(0, dtype=np.int64)]
     with pa.OSFile(str(directory / "documents.arrow"), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-        for texts in _rebatch(_first_occurrences(batches, first)):
+        remaining = _first_occurrences(batches, first)
+        while texts := list(itertools.islice(remaining, _DOCUMENTS_PER_BATCH)):
             writer.write_batch(pa.RecordBatch.from_arrays([pa.array(texts, pa.large_string())], schema=_SCHEMA))
             keys.append(text_keys(texts).numpy())
             stripped.append(stripped_keys(texts))
@@ -132,17 +109,6 @@ def _first_occurrences(batches: Iterable[DocumentBatch], first: IntArray) -> Ite
         left, right = np.searchsorted(first, [start, start + len(batch.texts)])
         yield from (batch.texts[index - start] for index in first[left:right].tolist())
         start += len(batch.texts)
-
-
-def _rebatch(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == _DOCUMENTS_PER_BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 class DocumentIdCollector:

@@ -12,7 +12,7 @@ from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.layouts import TEXTS_ONLY
-from embedtrain.data.sources.part_reader import PartReader, Piece
+from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.sources.resolve import (
     NO_IN_BATCH_NEGATIVES,
@@ -49,18 +49,11 @@ class DocumentFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class MiningSource:
-    """The rows of one source and the options that hold for all of them.
+    """The rows of one source and the options that hold for all of them."""
 
-    Attributes:
-        name: of the source, and of the file that is written for it.
-        store: its rows.
-        document_parts: the corpus that its rows refer to by id, if any; all of it is searched.
-        text_format: prompts, instruction format and maximum lengths.
-    """
-
-    name: str
+    name: str  # of the source, and of the file that is written for it
     store: RowStore
-    document_parts: Sequence[Part]
+    document_parts: Sequence[Part]  # the corpus that its rows refer to by id, if any; all of it is searched
     text_format: TextFormat
 
     def format_query(self, row: Example) -> tuple[str, str]:
@@ -81,14 +74,8 @@ class MiningSource:
 def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache: Cache) -> list[MiningSource]:
     """Read and check every row of every source.
 
-    Args:
-        options: of the command.
-        prompts: of the model; `query` and `document` are used.
-        cache: of rows on disk.
-
-    Raises:
-        DataError: a row cannot be used (with file and line), or a file cannot be read.
-        ConfigError: options of a source contradict each other.
+    Of `prompts`, the model's, `query` and `document` are used. Raises DataError for a row that cannot be used, with its
+    file and line, and ConfigError for options of a source that contradict each other.
     """
     # The number of negatives that a training step draws does not matter here, and would only be reported.
     try:
@@ -139,17 +126,11 @@ def _unique_names(sources: Sequence[TrainSource]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class DocumentBatch:
-    """Documents in the order in which they are read.
+    """Documents in the order in which they are read."""
 
-    Attributes:
-        texts: may contain duplicates.
-        ids: one per text, "" for none; an empty list if no document has one.
-        source: number of the source whose rows refer to documents by these ids; NO_SOURCE if none does.
-    """
-
-    texts: list[str]
-    ids: list[str]
-    source: int
+    texts: list[str]  # may contain duplicates
+    ids: list[str]  # one per text, "" for none; an empty list if no document has one
+    source: int  # number of the source whose rows refer to documents by these ids; NO_SOURCE if none does
 
 
 def all_documents(
@@ -158,9 +139,6 @@ def all_documents(
     """The documents of all rows (positives before negatives), then of the sources' corpora, then of `corpus`.
 
     Blank documents of corpora are skipped: no row may contain one.
-
-    Raises:
-        DataError: a document cannot be read; with its file and line.
     """
     total = sum(len(source.store) for source in sources)
     done = 0
@@ -169,36 +147,19 @@ def all_documents(
             yield documents
             done += num_rows
             progress("collecting documents of rows", done, total)
-    for number, source in enumerate(sources):
-        for part in source.document_parts:
-            yield from _corpus_documents(part, number, progress)
-    for part in corpus:
-        yield from _corpus_documents(part, NO_SOURCE, progress)
+    parts = [(part, number) for number, source in enumerate(sources) for part in source.document_parts]
+    for part, number in (*parts, *((part, NO_SOURCE) for part in corpus)):
+        yield from _corpus_documents(part, number, progress)
 
 
 def corpus_parts(paths: Sequence[str]) -> list[Part]:
-    """The files that the option `corpus` refers to: the corpus of a BEIR folder, all tables of any other folder.
-
-    Raises:
-        DataError: a path does not exist or holds no documents.
-        ConfigError: as `resolve_parts`.
-    """
+    """The files that the option `corpus` refers to: the corpus of a BEIR folder, all tables of any other folder."""
     parts: list[Part] = []
     for path in paths:
         corpus_files = sorted(Path(path).expanduser().glob("corpus.*")) if Path(path).expanduser().is_dir() else []
         name, revision = split_revision(path)
         parts += resolve_parts(TrainSource(path=str(corpus_files[0]) if corpus_files else name, revision=revision))
     return parts
-
-
-def corpus_digests(parts: Sequence[Part]) -> list[list[str]]:
-    """Digests of the contents of corpus files.
-
-    Raises:
-        DataError: a file is gone or cannot be read.
-    """
-    reader = PartReader()
-    return [reader.digests(part) for part in parts]
 
 
 def _row_documents(store: RowStore, source: int) -> Iterator[tuple[int, DocumentBatch]]:

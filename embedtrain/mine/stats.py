@@ -1,7 +1,8 @@
-"""Statistics of mined rows: collected row by row, stored with each block of rows, merged into the summary."""
+"""Statistics of mined rows: collected row by row, stored with each block of rows, merged and printed."""
 
 import json
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,68 +13,43 @@ from numpy.typing import NDArray
 
 from embedtrain.data.sources.values import describe_error
 from embedtrain.errors import DataError
+from embedtrain.mine.options import MarginReference, MineOptions
+from embedtrain.tracking.pages import Page
 
 MAX_SUSPECTS = 20  # of each kind
+_MAX_PRINTED = 3  # of each kind
 QUANTILES = {"min": 0.0, "5%": 0.05, "25%": 0.25, "50%": 0.5, "75%": 0.75, "95%": 0.95, "max": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuspectedLabel:
-    """A row whose labels may be wrong; stored with these names.
-
-    Attributes:
-        source: its name.
-        place: file and line of the row.
-        query: its text.
-        positive: the text of the positive in question.
-        positive_score: its score.
-        document: the text of the candidate with the highest score.
-        score: its score.
-        written: whether the candidate is among the row's negatives.
-    """
+    """A row whose labels may be wrong; stored with these names."""
 
     source: str
-    place: str
+    place: str  # file and line of the row
     query: str
-    positive: str
+    positive: str  # the text of the positive in question
     positive_score: float
-    document: str
-    score: float
-    written: bool
-
-    @property
-    def sort_key(self) -> tuple[Any, ...]:
-        """Sorts the most suspicious first."""
-        return self.positive_score - self.score, self.query, self.document, self.positive, not self.written
+    document: str  # the text of the candidate with the highest score
+    score: float  # of the candidate
+    written: bool  # whether the candidate is among the row's negatives
 
 
 @dataclass(kw_only=True)
 class MiningStats:
-    """Statistics of some rows.
+    """Statistics of rows."""
 
-    Attributes:
-        negatives: the number of negatives of each row.
-        positive_scores: of all positives.
-        negative_scores: of all negatives.
-        positive_ranks: ranks, from 1, of the positives among the best `rank_max` documents.
-        negative_ranks: ranks, from 1, of the negatives that mining added.
-        num_candidates: of all rows.
-        num_above_margin: candidates that score more than the margin allows.
-        num_above_positive: candidates that score more than the positive that margins refer to.
-        false_negatives: rows whose best candidate is above the margin, or above the positive without a margin; the most
-            suspicious.
-        wrong_labels: rows with a positive that is not among the best `rank_max` documents; the most suspicious.
-    """
-
-    negatives: NDArray[np.int64]
+    negatives: NDArray[np.int64]  # the number of negatives of each row
     positive_scores: NDArray[np.float32]
     negative_scores: NDArray[np.float32]
-    positive_ranks: NDArray[np.int64]
-    negative_ranks: NDArray[np.int64]
+    positive_ranks: NDArray[np.int64]  # from 1, of the positives among the best `rank_max` documents
+    negative_ranks: NDArray[np.int64]  # from 1, of the negatives that mining added
     num_candidates: int = 0
-    num_above_margin: int = 0
-    num_above_positive: int = 0
+    num_above_margin: int = 0  # candidates that score more than the margin allows
+    num_above_positive: int = 0  # candidates that score more than the positive that margins refer to
+    # The most suspicious rows whose best candidate is above the margin, or above the positive without a margin.
     false_negatives: list[SuspectedLabel] = field(default_factory=list)
+    # The most suspicious rows with a positive that is not among the best `rank_max` documents.
     wrong_labels: list[SuspectedLabel] = field(default_factory=list)
 
     def write(self, beside: Path) -> None:
@@ -85,11 +61,7 @@ class MiningStats:
 
     @classmethod
     def read(cls, beside: Path) -> "MiningStats":
-        """Read what `write` wrote.
-
-        Raises:
-            DataError: the file holds something else.
-        """
+        """Read what `write` wrote, or raise DataError."""
         path = beside.with_suffix(".npz")
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -121,7 +93,7 @@ class MiningStats:
             "rows_with_fewer_negatives": int((counts < max_negatives).sum()),
             "rows_without_negatives": int((counts == 0).sum()),
             "negatives": int(counts.sum()),
-            "negatives_a_row": quantiles(self.negatives),
+            "negatives_a_row": quantiles(counts),
             "positive_scores": quantiles(self.positive_scores),
             "negative_scores": quantiles(self.negative_scores),
             "positive_ranks": quantiles(self.positive_ranks),
@@ -156,6 +128,106 @@ def quantiles(values: NDArray[Any]) -> dict[str, float] | None:
 def worst_suspects(suspects: Sequence[SuspectedLabel]) -> list[SuspectedLabel]:
     """The most suspicious, each pair of query and document once."""
     worst: dict[tuple[str, str], SuspectedLabel] = {}
-    for suspect in sorted(suspects, key=lambda suspect: suspect.sort_key):
+    for suspect in sorted(
+        suspects, key=lambda s: (s.positive_score - s.score, s.query, s.document, s.positive, not s.written)
+    ):
         worst.setdefault((suspect.query, suspect.document), suspect)
     return list(worst.values())[:MAX_SUSPECTS]
+
+
+def print_summary(page: Page, summary: Mapping[str, Any], options: MineOptions) -> None:
+    """Print what `Miner.finish` returned."""
+    output_dir = options.output_dir
+    for name, stats in summary["sources"].items():
+        page.heading(name)
+        page.facts(_facts(stats, summary, f"{output_dir}/{stats['file']}"))
+        if stats["rows_without_negatives"] * 4 > stats["rows"]:
+            page.note(f"many rows got no negative: {_advice(options)}", "yellow")
+        _print_quantiles(page, stats, options.rank_max)
+    false_negatives = summary["suspected_false_negatives"]
+    limit = "above what the margin allows" if _has_margin(options) else "above the positive"
+    for written, outcome in (False, "are not among the negatives"), (True, "are written as negatives"):
+        _print_suspects(
+            page,
+            f"candidates that score {limit} and {outcome}: perhaps they answer the query",
+            [suspect for suspect in false_negatives if suspect["written"] is written],
+        )
+    texts = operator.itemgetter("query", "positive", "document")
+    printed = [texts(suspect) for suspect in false_negatives]
+    _print_suspects(
+        page,
+        f"positives that are not among the {summary['rank_max']} best: perhaps they do not answer the query",
+        [suspect for suspect in summary["suspected_wrong_labels"] if texts(suspect) not in printed],
+    )
+    page.subheading(f"{output_dir}/summary.json has all of this, and more suspects")
+
+
+def _has_margin(options: MineOptions) -> bool:
+    return options.relative_margin is not None or options.absolute_margin is not None
+
+
+def _advice(options: MineOptions) -> str:
+    """Options that give more negatives."""
+    lowest = options.margin_reference is MarginReference.lowest and _has_margin(options)
+    ways = ["margin_reference=highest"] if lowest else []
+    ways.append(f"rank_max={4 * options.rank_max}")
+    if options.relative_margin is not None:
+        ways.append(f"relative_margin={options.relative_margin / 2:g} or null")
+    if options.absolute_margin is not None:
+        ways.append(f"absolute_margin={options.absolute_margin / 2:g} or null")
+    ways += [f"another {name}" for name in ("max_score", "min_score") if getattr(options, name) is not None]
+    if options.rank_min:
+        ways.append("a smaller rank_min")
+    return f"write {', '.join(ways[:-1])} or {ways[-1]}" if len(ways) > 1 else f"write {ways[0]}, or give a corpus="
+
+
+def _facts(stats: Mapping[str, Any], summary: Mapping[str, Any], path: str) -> list[tuple[str, str]]:
+    rows, max_negatives = stats["rows"], summary["negatives_wanted"]
+    facts = [("rows", f"{rows:,} in {path}"), ("negatives", f"{stats['negatives']:,}, at most {max_negatives} per row")]
+    fewer, none = stats["rows_with_fewer_negatives"], stats["rows_without_negatives"]
+    if fewer:
+        facts.append(("", f"{_with_percentage(fewer, rows)} of rows have fewer, {_with_percentage(none, rows)} none"))
+    candidates = stats["candidates"]
+    for key, description in (
+        ("candidates_above_margin", "above the margin: they are not selected, and may be false negatives"),
+        ("candidates_above_positive", "above the positive itself"),
+    ):
+        if stats[key]:
+            facts.append(("candidates", f"{_with_percentage(stats[key], candidates)} {description}"))
+    beyond = stats["positives_beyond_rank_max"]
+    if beyond:
+        text = f"{_with_percentage(beyond, stats['positives'])} not among the {summary['rank_max']} best"
+        facts.append(("positives", text))
+    return facts
+
+
+def _print_quantiles(page: Page, stats: Mapping[str, Any], rank_max: int) -> None:
+    labels = (
+        ("positive scores", "positive_scores", ".4f"),
+        ("negative scores", "negative_scores", ".4f"),
+        (f"positive ranks, of those among the best {rank_max}", "positive_ranks", ".0f"),
+        ("negative ranks", "negative_ranks", ".0f"),
+        ("negatives per row", "negatives_a_row", ".0f"),
+    )
+    available = [(label, stats[key], spec) for label, key, spec in labels if stats[key] is not None]
+    rows = [[label, *(format(value, spec) for value in values.values())] for label, values, spec in available]
+    if rows:
+        page.table(["", *available[0][1]], rows)
+
+
+def _print_suspects(page: Page, title: str, suspects: Sequence[Mapping[str, Any]]) -> None:
+    if not suspects:
+        return
+    page.subheading(title)
+    for suspect in suspects[:_MAX_PRINTED]:
+        page.texts(
+            [
+                ("query", "", suspect["query"]),
+                ("positive", f"{suspect['positive_score']:.4f}", suspect["positive"]),
+                ("candidate", f"{suspect['score']:.4f}", suspect["document"]),
+            ]
+        )
+
+
+def _with_percentage(part: int, total: int) -> str:
+    return f"{part:,} ({part / max(1, total):.1%})"

@@ -23,7 +23,7 @@ from embedtrain.inference.vector_cache import VectorCache, model_identity
 from embedtrain.loading.command_model import TEACHER_OPTION_NAMES, command_option_names
 from embedtrain.loading.load import load_model
 from embedtrain.mine.candidates import FloatArray, QueryDocumentPairs, scores_of
-from embedtrain.mine.multimap import positions_within
+from embedtrain.mine.inputs import positions_within
 from embedtrain.mine.options import MineOptions
 from embedtrain.mine.pool import DocumentPool
 from embedtrain.models.hub import one_line
@@ -47,39 +47,26 @@ class Teacher(Protocol):
         ...
 
     def scores(self, queries: Sequence[str], pairs: QueryDocumentPairs, progress: ProgressCallback) -> FloatArray:
-        """The score of each pair, float32 [P], on every rank. A collective.
+        """The score of each pair, float32 [P], on every rank; `queries` are without prompts. A collective.
 
-        Args:
-            queries: Q texts without prompts.
-            pairs: the same on every rank.
-            progress: called between batches.
-
-        Raises:
-            TrainingError: on every rank, if a score is not finite.
+        Raises TrainingError on every rank if a score is not finite.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TeacherSpec:
-    """A teacher whose directory was read, but whose weights are not loaded yet.
-
-    Attributes:
-        source: the contents of its directory.
-        is_cross_encoder: whether it reads query and document together.
-        model: the options to load it with.
-    """
+    """A teacher whose directory was read, but whose weights are not loaded yet."""
 
     source: ModelSource
-    is_cross_encoder: bool
-    model: ModelConfig
+    is_cross_encoder: bool  # whether it reads query and document together
+    model: ModelConfig  # the options to load it with
 
 
 def open_teacher(options: MineOptions) -> TeacherSpec:
     """Detect by its files whether `options.teacher` is a bi-encoder or a cross-encoder.
 
-    Raises:
-        ConfigError: it does not exist, or is neither a bi-encoder nor a cross-encoder with a single score.
+    Raises ConfigError if it does not exist, or is neither a bi-encoder nor a cross-encoder with a single score.
     """
     model = ModelConfig(
         path=options.teacher,
@@ -127,11 +114,7 @@ def _activation(source: ModelSource) -> Any:
 def load_teacher(
     spec: TeacherSpec, options: MineOptions, precision: Precision, world: World
 ) -> tuple[Teacher, tuple[str, ...]]:
-    """Load the weights; also returns lines for the user. A collective.
-
-    Raises:
-        ConfigError, ModelError: on every rank alike.
-    """
+    """Load the weights; also returns lines for the user. A collective."""
     if not spec.is_cross_encoder:
         model = load_model(spec.model, ParallelConfig(precision=precision), world, seed=0, work=None)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)

@@ -52,30 +52,18 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """A directory written by PEFT.
-
-    Attributes:
-        directory: with adapter_config.json and adapter_model.safetensors.
-        config: the supported part of its configuration.
-        base_model: name of the model it was trained on.
-        modules_to_save: modules that are stored in full.
-        revision: commit of the base model's Hub repository, if recorded.
-    """
+    """A directory written by PEFT."""
 
     directory: Path
-    config: peft.LoraConfig
-    base_model: str
-    modules_to_save: tuple[str, ...]
-    revision: str | None = None
+    config: peft.LoraConfig  # the supported part
+    base_model: str  # name of the model it was trained on
+    modules_to_save: tuple[str, ...]  # stored in full
+    revision: str | None = None  # commit of the base model's Hub repository, if recorded
 
     def read(self, names: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Weights by the encoder's names.
+        """Weights by the encoder's names; `names` has their shapes.
 
-        Args:
-            names: of the weights to read, with their shapes.
-
-        Raises:
-            ModelError: weights are missing, left over, or of other shapes: the adapter belongs to another model.
+        Weights that are missing, left over, or of other shapes raise a ModelError: the adapter is of another model.
         """
         path = self.directory / WEIGHTS
         expected = {peft_key(name): name for name in names}
@@ -112,9 +100,8 @@ class AdapterFiles:
 def open_adapter(lora: LoraConfig) -> AdapterFiles | None:
     """The adapter in `model.lora.path`, if it is set.
 
-    Raises:
-        ModelError: there is no such directory or Hub repository, or the adapter is not supported.
-        ConfigError: a revision is set for a local directory.
+    A ModelError if there is no such directory or Hub repository, or the adapter is not supported; a ConfigError if a
+    revision is set for a local directory.
     """
     if lora.path is None:
         return None
@@ -138,11 +125,7 @@ def _normalized(key: str, expected: Mapping[str, str]) -> str:
 
 
 def read_settings(directory: Path) -> AdapterFiles:
-    """Read the adapter_config.json of a directory.
-
-    Raises:
-        ModelError: it is missing, or the adapter is not supported.
-    """
+    """Read a directory's adapter_config.json; a ModelError if it is missing or the adapter is not supported."""
     settings: dict[str, Any] = read_json(directory / CONFIG)
     kind = settings.get("peft_type")
     if kind != "LORA":

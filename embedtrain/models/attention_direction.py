@@ -28,8 +28,7 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 def set_attention_direction(config: PretrainedConfig, bidirectional: bool | None) -> PretrainedConfig:
     """The configuration with bidirectional or causal attention; None leaves it unchanged.
 
-    Raises:
-        ConfigError: an encoder cannot be causal, or the code of a decoder supports only causal attention.
+    A ConfigError if an encoder should be causal, or the code of a decoder supports only causal attention.
     """
     kind = config.model_type
     if bidirectional is None or (bidirectional and _is_encoder(config)):
@@ -64,11 +63,7 @@ def attends_causally(config: PretrainedConfig) -> bool:
 
 
 def require_pooling(config: PretrainedConfig, pooling: Pooling) -> None:
-    """Reject a pooling that does not work with the model's attention.
-
-    Raises:
-        ConfigError: `cls` with causal attention, whose first token attends only to itself.
-    """
+    """Reject `cls` with causal attention, whose first token attends only to itself: a ConfigError."""
     if pooling is Pooling.cls and attends_causally(config):
         raise ConfigError(
             f"model.pooling=cls: the first token of {config.model_type} attends only to itself, so all texts would "
@@ -95,12 +90,8 @@ def attends_to_later_tokens(encoder: Forward, ids: tuple[int, int, int], device:
 
     Compares the first token's vector in two texts that differ in their second token, without padding and with it, since
     models build the two masks in different code. Two forward passes without gradient, which are collectives if the
-    encoder is sharded: every rank must call.
-
-    Args:
-        encoder: ids, mask and pooling mask, all int64 [N, L], to vectors [N, D]; without dropout.
-        ids: of the vocabulary: the first token, and two different second ones.
-        device: of the encoder.
+    encoder is sharded: every rank must call. The encoder maps ids, mask and pooling mask, all int64 [N, L], to vectors
+    [N, D] without dropout. `ids` are the first token and two different second ones.
     """
     first, *seconds = ids
     differs = [_differ(encoder, [[first, second, first][:length] for second in seconds], device) for length in (2, 3)]

@@ -14,25 +14,17 @@ from embedtrain.errors import ConfigError
 
 
 def find_blocks(
-    model: nn.Module,
-    block_class: str | None = None,
-    option: str = "parallel.block_class",
-    *,
-    required: bool = True,
+    model: nn.Module, block_class: str | None = None, option: str = "parallel.block_class", *, required: bool = True
 ) -> list[nn.Module]:
     """The repeated transformer blocks of `model`, in the order of its modules.
 
     By default the layers that `_no_split_modules` of the model (or of a Hugging Face model inside it) names, else those
-    of the most frequent class in the `ModuleList` with the most weights.
+    of the most frequent class in the `ModuleList` with the most weights. The model may be on the meta device.
 
     Args:
-        model: may be on the meta device.
         block_class: a class name, or several separated by commas. Blank names are ignored.
         option: where `block_class` was set, for messages.
-        required: whether a model without repeated blocks is an error.
-
-    Raises:
-        ConfigError: no block has the requested class, or there are no repeated blocks and `required` is set.
+        required: whether a model without repeated blocks is a ConfigError, as an unknown `block_class` always is.
     """
     classes = [name.strip() for name in (block_class or "").split(",") if name.strip()]
     layers = _layers(model)

@@ -37,11 +37,7 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 def pool_packed(hidden: Tensor, mask: Tensor | None, packing: Packing, pooling: Pooling) -> Tensor:
     """Pool token vectors [T, H] of concatenated texts to float32 [N, H].
 
-    Args:
-        hidden: [T, H].
-        mask: int64 [T], 0 for the tokens at the beginning of a text that are left out; None: all tokens are pooled.
-        packing: offsets of the texts.
-        pooling: as for `pool`.
+    `mask` int64 [T] is 0 for the tokens at the beginning of a text that are left out; None: all tokens are pooled.
     """
     starts = packing.starts.long()
     match pooling:
@@ -96,14 +92,7 @@ ACTIVATIONS: dict[str, nn.Module] = {
 
 
 class Encoder(nn.Module):
-    """Tokens of texts to vectors.
-
-    Args:
-        backbone: a Hugging Face encoder or decoder without a head.
-        pooling: of a text's token vectors.
-        normalize: whether vectors are scaled to L2 norm 1.
-        dense: heads between pooling and normalisation.
-    """
+    """Tokens of texts to vectors: a Hugging Face model without a head, pooling, dense heads, L2 normalisation."""
 
     def __init__(
         self, backbone: PreTrainedModel, pooling: Pooling, *, normalize: bool, dense: Sequence[Dense] = ()

@@ -18,16 +18,9 @@ def resolve_directory(
 ) -> Path:
     """A local directory, or the snapshot of a Hub repository, which is named after its commit.
 
-    Args:
-        path: directory or Hub id.
-        revision: commit, tag or branch of the Hub repository.
-        option: name of the option that holds the path, for messages.
-        revision_option: name of the option that holds the revision.
-        only: patterns of the files to download; None: all except unused formats.
-
-    Raises:
-        ConfigError: a revision is set for a local directory.
-        ModelError: there is no such directory or Hub repository.
+    `option` and `revision_option` are the names of options in messages; `only` has the patterns of the files to
+    download, by default all except unused formats. A ConfigError if a revision is set for a local directory, a
+    ModelError if there is no such directory or Hub repository.
     """
     local = Path(path).expanduser()
     if local.is_dir():

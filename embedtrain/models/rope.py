@@ -21,14 +21,9 @@ def has_rotary_positions(config: PretrainedConfig) -> bool:
 def scale_rope(config: PretrainedConfig, scaling: Mapping[str, Any] | None) -> None:
     """Set the scaling in place, and `max_position_embeddings` to the number of positions it allows.
 
-    Layers with a sliding window (Gemma 3, ModernBERT) are not scaled, since they never attend further.
-
-    Args:
-        config: of the model.
-        scaling: `rope_type`, `factor`, and further keys that transformers defines for that type; None changes nothing.
-
-    Raises:
-        ConfigError: the mapping is invalid, or the model has no rotary positions.
+    Layers with a sliding window (Gemma 3, ModernBERT) are not scaled, since they never attend further. `scaling` has
+    `rope_type`, `factor` and what transformers defines for that type; None changes nothing. A ConfigError if it is
+    invalid, or the model has no rotary positions.
     """
     if scaling is None:
         return

@@ -35,12 +35,7 @@ _MAX_LAYERS = 10_000
 def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
     """Reject a model directory whose files would run code or refer to other files.
 
-    Args:
-        directory: with weights, tokenizer, or both.
-        trust_remote_code: whether its authors' code may run; then only references to other files are rejected.
-
-    Raises:
-        ModelError: names the file and the setting.
+    With `trust_remote_code`, only references to other files are rejected. The ModelError names the file and setting.
     """
     # Otherwise transformers prompts at the terminal whether code may run, wherever it does not pass the setting on.
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
@@ -61,11 +56,7 @@ def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
 
 
 def require_safe_config(config: PretrainedConfig, where: str) -> None:
-    """Reject an attention kernel that would be downloaded, and a number of layers that would exhaust memory.
-
-    Raises:
-        ModelError: names the setting.
-    """
+    """Reject an attention kernel that would be downloaded, and a number of layers that would exhaust memory."""
     # A private name of transformers, as of version 5.23; `attn_implementation` in a config.json ends there.
     implementation = str(config._attn_implementation or "")
     if "/" in implementation:
@@ -76,22 +67,14 @@ def require_safe_config(config: PretrainedConfig, where: str) -> None:
 
 
 def require_no_links(directory: Path) -> None:
-    """Reject links in a directory that will be copied: the files they point to would be published with it.
-
-    Raises:
-        ModelError: names the link and its target.
-    """
+    """Reject links in a directory that will be copied: the files they point to would be published with it."""
     for path in sorted(directory.rglob("*")):
         if path.is_symlink():
             raise ModelError(f"{path} is a link to {path.readlink()}, which would be copied: replace it by a file")
 
 
 def weight_files(index: Path) -> list[Path]:
-    """The files that an index of weights names, without duplicates.
-
-    Raises:
-        ModelError: it cannot be read, or names a file outside its directory.
-    """
+    """The files that an index of weights names, without duplicates; a ModelError if one is outside its directory."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} cannot be read: it has no `weight_map` of keys to files")
@@ -103,11 +86,7 @@ def weight_files(index: Path) -> list[Path]:
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        ModelError: it is missing, damaged, or not of type `kind`.
-    """
+    """The content of a JSON file; a ModelError if it is missing, damaged, or not of type `kind`."""
     if not path.is_file():
         raise ModelError(f"{path} is missing")
     try:

@@ -12,19 +12,19 @@ HELP = """embedtrain.plan: memory, strategy and time of a training, before a GPU
 
   python -m embedtrain.plan recipe=NAME gpus=64 gpus_per_node=8 gpu_memory=80 [any option of a training] [--json]
 
-No GPU is needed, no data, and no weights: of a model on the Hub its configuration alone is fetched.
-The exit code is 0 where the training fits, and 1 where it does not.
+No GPU, data or weights are needed: only the configuration of a model on the Hub is downloaded.
+The exit code is 0 if the training fits in memory, and 1 if it does not.
 
 Options and their defaults (override with option=value):
 
 {options}
-Each option is explained in embedtrain/plan/options.py, PlanOptions. What is none of them is an option of the
-training: `python -m embedtrain --help` lists these, and all recipes."""
+Each option is explained in embedtrain/plan/options.py, PlanOptions. All other options are those of the training:
+`python -m embedtrain --help` lists them, and all recipes."""
 
 
 @dataclass(kw_only=True)
 class PlanOptions:
-    """Options of `python -m embedtrain.plan`; all others on its command line are the recipe's."""
+    """Options of `python -m embedtrain.plan`; further options on its command line are the recipe's."""
 
     gpus: int = 8  # total number of GPUs
     gpus_per_node: int = 8  # GPUs per machine
@@ -37,31 +37,26 @@ class PlanOptions:
     json: bool = False  # one JSON object instead of tables; `--json` is the same
 
 
-def check_plan(options: PlanOptions) -> PlanOptions:
-    """The options themselves; raises ConfigError for a number out of range, or a node that is not full."""
-    check = OptionChecks(options)
-    for name in ("gpus", "gpus_per_node", "texts_per_row", "tokens_per_text"):
-        check.at_least(1, name)
-    for name in ("gpu_memory", "bandwidth_node", "bandwidth_network", "tflops"):
-        check.positive(name)
-    full = options.gpus // options.gpus_per_node * options.gpus_per_node
-    check.require(
-        options.gpus <= options.gpus_per_node or options.gpus == full,
-        "gpus",
-        f"must be a multiple of gpus_per_node={options.gpus_per_node}; "
-        f"write gpus={full} or gpus={full + options.gpus_per_node}",
-    )
-    return options
-
-
 def compose_plan(arguments: list[str]) -> tuple[Recipe, PlanOptions]:
     """The recipe to plan and the options, checked. A recipe without data, steps or name can be planned."""
     require_single_process("plan")
     names = [field.name for field in fields(PlanOptions)]
     arguments = ["json=true" if argument == "--json" else argument for argument in arguments]
-    own = [argument for argument in arguments if option_of(argument) in names or argument in ("--help", "-h")]
-    training = [argument for argument in arguments if argument not in own]
-    options = check_plan(compose_command("plan", PlanOptions, own, HELP))
+    command = [argument for argument in arguments if option_of(argument) in names or argument in ("--help", "-h")]
+    training = [argument for argument in arguments if argument not in command]
+    options = compose_command("plan", PlanOptions, command, HELP)
+    check = OptionChecks(options)
+    for name in ("gpus", "gpus_per_node", "texts_per_row", "tokens_per_text"):
+        check.at_least(1, name)
+    for name in ("gpu_memory", "bandwidth_node", "bandwidth_network", "tflops"):
+        check.positive(name)
+    per_node = options.gpus_per_node
+    full = options.gpus // per_node * per_node
+    check.require(
+        options.gpus <= per_node or options.gpus == full,
+        "gpus",
+        f"must be a multiple of gpus_per_node={per_node}; write gpus={full} or gpus={full + per_node}",
+    )
     recipe = apply_accelerate_config(compose_recipe(training))
     if not any(option_of(argument) == "recipe" for argument in training):
         recipe.name = recipe.name or "plan"

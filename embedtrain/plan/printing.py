@@ -46,7 +46,13 @@ def print_plan(page: Page, plan: TrainingPlan) -> None:
     page.table(header, [*rows, ["total", *(_gb(c.traffic.bytes) for c in candidates)]])
     page.subheading("duration of a step, seconds")
     page.table(header, _durations(candidates))
-    page.note(_assumptions(plan), "dim")
+    cluster = plan.cluster
+    page.note(
+        f"estimates for {cluster.flops / 1e12:g} TFLOP/s per GPU (tflops=), {cluster.bandwidth_node / 1e9:g} GB/s "
+        f"within a node (bandwidth_node=) and {cluster.bandwidth_network / 1e9:g} GB/s between nodes "
+        "(bandwidth_network=)",
+        "dim",
+    )
     page.subheading("chunks")
     page.facts(_chunks(plan))
     if plan.changes:
@@ -82,15 +88,6 @@ def _durations(candidates: list[LayoutCandidate]) -> list[list[str]]:
         parts.pop()
     parts += [("total", "seconds"), ("communication, overlapped or not", "communication")]
     return [[label, *(f"{getattr(c.traffic, name):.3f}" for c in candidates)] for label, name in parts]
-
-
-def _assumptions(plan: TrainingPlan) -> str:
-    cluster = plan.cluster
-    return (
-        f"estimates for {cluster.flops / 1e12:g} TFLOP/s per GPU (tflops=), {cluster.bandwidth_node / 1e9:g} GB/s "
-        f"within a node (bandwidth_node=) and {cluster.bandwidth_network / 1e9:g} GB/s between nodes "
-        "(bandwidth_network=)"
-    )
 
 
 def _chunks(plan: TrainingPlan) -> list[tuple[str, str]]:

@@ -29,10 +29,10 @@ _TOKENS = 1 << 17
 _PADDED = "embedtrain_padded_shapes"
 _PACKED_ON_GPU, _PACKED_ON_CPU = "embedtrain_packed_shapes_on_gpu", "embedtrain_packed_shapes_on_cpu"
 # Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): without attention matrices
-# a block keeps 34 bytes per token and hidden unit in 16 bits.
+# a block saves 34 bytes per token and hidden unit in 16 bits.
 _RULE_OF_THUMB = 34 / 2
-# Elements per token, block and hidden unit: no known architecture keeps more, Gemma 3 keeps 35. And an attention that
-# computes its matrix keeps a few elements per head and token of the text; no head has fewer than 16 units.
+# Elements per token, block and hidden unit: no known architecture saves more, Gemma 3 saves 35. And an attention that
+# computes its matrix saves a few elements per head and token of the text; no head has fewer than 16 units.
 _BOUND, _BOUND_OF_HEADS = 80, 4 / 16
 
 
@@ -40,10 +40,10 @@ _BOUND, _BOUND_OF_HEADS = 80, 4 / 16
 class Activations:
     """Bytes per token."""
 
-    block: float  # that the forward pass of a block keeps for its backward pass
-    rest: float  # that everything else keeps: embeddings, final norm, pooling
-    forward: float  # peak of the forward pass above what it keeps
-    backward: float  # peak of the backward pass above what the forward pass kept
+    block: float  # that the forward pass of a block saves for its backward pass
+    rest: float  # that everything else saves: embeddings, final norm, pooling
+    forward: float  # peak of the forward pass above what it saves
+    backward: float  # peak of the backward pass above what the forward pass saved
     no_grad: float  # peak of a forward pass without gradients
 
     def cached(self, blocks: int) -> float:
@@ -55,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operations allocate while it is active, each once, without `existing`.
 
     As with an allocator, a storage counts until its last tensor is freed. After the forward pass, what is left is what
-    autograd keeps for the backward pass. Views of the tensors `existing` are not counted either.
+    autograd saves for the backward pass. Views of the tensors `existing` are not counted either.
     """
 
     def __init__(self, existing: Iterable[Tensor]) -> None:
@@ -113,10 +113,10 @@ def measure_activations(
         with _first_blocks(encoder, blocks, number):
             part = copy.deepcopy(encoder)
         passes.append(_measure_passes(_prepare(part, dtype, attention, recompute=recompute, gpu=gpu), tokens_per_text))
-    kept, forward, backward, no_grad = passes[-1]
-    block = kept - passes[0][0] if len(passes) == 2 else 0.0
-    rest = max(0.0, passes[0][0] - block) if blocks else kept
-    return Activations(block, rest, forward - kept, backward - kept, no_grad)
+    saved, forward, backward, no_grad = passes[-1]
+    block = saved - passes[0][0] if len(passes) == 2 else 0.0
+    rest = max(0.0, passes[0][0] - block) if blocks else saved
+    return Activations(block, rest, forward - saved, backward - saved, no_grad)
 
 
 def rule_of_thumb(hidden: int, dtype: torch.dtype, *, recompute: bool) -> Activations:
@@ -131,7 +131,7 @@ def upper_bound(hidden: int, dtype: torch.dtype, *, tokens_per_text: int, recomp
 
 def _from_elements(size: int, block: float, *, recompute: bool) -> Activations:
     return Activations(
-        block=size * (2.0 if recompute else block),  # the block's input, and a reserve for what a few models also keep
+        block=size * (2.0 if recompute else block),  # the block's input, and a reserve for what a few models also save
         rest=size * 4.0,
         forward=size * block,
         backward=size * block * (2.0 if recompute else 1.0),
@@ -140,15 +140,15 @@ def _from_elements(size: int, block: float, *, recompute: bool) -> Activations:
 
 
 def _measure_passes(encoder: Encoder, length: int) -> tuple[float, float, float, float]:
-    """Bytes per token: kept by the forward pass, peaks of forward pass, backward pass and pass without gradients."""
+    """Bytes per token: saved by the forward pass, peaks of forward pass, backward pass and pass without gradients."""
     texts = max(1, _TOKENS // length)
     ids = torch.empty((texts, length), dtype=torch.int64, device="meta")
     mask = torch.empty_like(ids)
     existing = [ids, mask, *encoder.parameters(), *encoder.buffers()]
     with LiveBytes(existing) as live:
         vectors = encoder(ids, mask)
-        kept, forward = live.bytes, live.peak
-        live.peak = kept
+        saved, forward = live.bytes, live.peak
+        live.peak = saved
         if vectors.requires_grad:
             vectors.sum().backward()
         backward = live.peak
@@ -157,7 +157,7 @@ def _measure_passes(encoder: Encoder, length: int) -> tuple[float, float, float,
         encoder(ids, mask)
         no_grad = live.peak
     tokens = texts * length
-    return kept / tokens, forward / tokens, backward / tokens, no_grad / tokens
+    return saved / tokens, forward / tokens, backward / tokens, no_grad / tokens
 
 
 def _prepare(part: Encoder, dtype: torch.dtype, attention: str, *, recompute: bool, gpu: bool) -> Encoder:
@@ -211,7 +211,7 @@ def _fused_dropout(p: float) -> Any:
 
 
 class _Attention(torch.autograd.Function):
-    """Allocates and keeps what a fused kernel does, with or without a mask. q, k, v: [N, heads, L, size]."""
+    """Allocates and saves what a fused kernel does, with or without a mask. q, k, v: [N, heads, L, size]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> Tensor:
@@ -231,16 +231,13 @@ class _Attention(torch.autograd.Function):
 def _padded(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    # With a mask transformers repeats the keys and values of grouped heads.
-    groups = query.shape[1] // key.shape[1]
-    return _fused(query, repeat_kv(key, groups), repeat_kv(value, groups), masked=True), None
+    return _fused(query, key, value, masked=True), None
 
 
 def _packed_on_gpu(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    groups = query.shape[1] // key.shape[1]
-    return _fused(query, repeat_kv(key, groups), repeat_kv(value, groups), masked=False), None
+    return _fused(query, key, value, masked=False), None
 
 
 def _packed_on_cpu(
@@ -253,7 +250,11 @@ def _packed_on_cpu(
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, *, masked: bool) -> Tensor:
-    out: Tensor = _Attention.apply(query, key, value, masked)  # type: ignore[no-untyped-call]
+    """Repeats the keys and values of grouped heads, as transformers does with a mask."""
+    groups = query.shape[1] // key.shape[1]
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, repeat_kv(key, groups), repeat_kv(value, groups), masked
+    )
     return out
 
 

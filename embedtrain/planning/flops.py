@@ -35,10 +35,10 @@ class AttentionLayers:
     window: int | None = None  # tokens that a token attends to in each direction, without itself; None: all
 
     def pairs(self, lengths: Tensor) -> Tensor:
-        """Pairs of tokens that attend to each other in texts of the given lengths; float64, of the same shape."""
+        """Pairs of tokens that attend to each other in texts of these lengths; float64, of the same shape."""
         lengths = lengths.double()
         reach = lengths if self.window is None else lengths.clamp(max=self.window + 1)
-        # The first tokens attend to all earlier ones, the others to `reach - 1`.
+        # The first tokens attend to all earlier ones, later tokens to `reach - 1`.
         before = reach * (reach - 1) / 2 + (lengths - reach) * (reach - 1)
         return lengths + (before if self.causal else 2.0 * before)
 
@@ -52,7 +52,7 @@ class ModelFlops:
     attention: tuple[AttentionLayers, ...]
 
     def of(self, lengths: Tensor) -> float:
-        """FLOPs of the forward and backward pass of texts of the given lengths, int64 [N], in tokens."""
+        """FLOPs of the forward and backward pass of texts of these lengths, int64 [N], in tokens."""
         attention = sum(4.0 * kind.layers * kind.width * float(kind.pairs(lengths).sum()) for kind in self.attention)
         tokens = float(lengths.sum())
         return sum(token_flops(tokens * self.matmul_elements, tokens * self.trained, attention))

@@ -57,13 +57,9 @@ def reduces_once_per_step(option: GradientReduction, layout: ParallelLayout, tra
     With replicated weights a rank holds all gradients in any case. `trained` is the number of elements with a gradient,
     `memory` the bytes of the rank with the least memory.
     """
-    match option:
-        case GradientReduction.per_step:
-            return True
-        case GradientReduction.per_chunk:
-            return False
-        case GradientReduction.auto:
-            return layout.shard == 1 or _FP32 * trained <= _UNREDUCED_GRADIENTS_FRACTION * memory
+    if option is GradientReduction.auto:
+        return layout.shard == 1 or _FP32 * trained <= _UNREDUCED_GRADIENTS_FRACTION * memory
+    return option is GradientReduction.per_step
 
 
 def step_memory(

@@ -37,7 +37,14 @@ class LayoutCandidate:
     @property
     def name(self) -> str:
         """Short description of the layout."""
-        return layout_name(self.layout)
+        layout = self.layout
+        words = [layout.strategy.value]
+        if layout.strategy is Strategy.hsdp:
+            words.append(f"{layout.replicate} x {layout.shard}")
+        if layout.shard > 1:
+            words.append("resharded after forward" if layout.reshard_after_forward else "not resharded after forward")
+        words += ["activation checkpointing"] * layout.activation_checkpointing + ["CPU offload"] * layout.cpu_offload
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +137,6 @@ def mesh_shape(strategy: Strategy, parallel: ParallelConfig, ranks: int, per_nod
             return ranks // size, size
         case _:
             return ranks, 1
-
-
-def layout_name(layout: ParallelLayout) -> str:
-    """Short description of a layout."""
-    words = [layout.strategy.value]
-    if layout.strategy is Strategy.hsdp:
-        words.append(f"{layout.replicate} x {layout.shard}")
-    if layout.shard > 1:
-        words.append("resharded after forward" if layout.reshard_after_forward else "not resharded after forward")
-    words += ["activation checkpointing"] * layout.activation_checkpointing + ["CPU offload"] * layout.cpu_offload
-    return ", ".join(words)
 
 
 def _layouts(parallel: ParallelConfig, cluster: ClusterSpec, model: ModelSpec) -> Iterator[ParallelLayout]:

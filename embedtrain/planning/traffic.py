@@ -22,7 +22,7 @@ class StepTraffic:
     reduce_scatter: float  # of gradients, bytes
     all_reduce: float  # of gradients over replicas, bytes
     embeddings: float  # bytes of the loss, and of texts encoded on another rank than that of their row
-    communication: float  # seconds of all communication at the given bandwidths
+    communication: float  # seconds of all communication at the cluster's bandwidths
     exposed: float  # seconds of communication that do not overlap with computation
     compute: float  # seconds
     offload: float  # seconds of transfers to host memory and of the optimizer there

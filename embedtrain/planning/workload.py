@@ -5,11 +5,6 @@ from dataclasses import dataclass, field
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.recipe import Recipe, TrainConfig
 
-# An H100 with NVLink and a 400 Gb/s network adapter: GB/s that it sends, and TFLOP/s that published trainers reach in
-# bf16 (llm-foundry: 399 to 459).
-BANDWIDTH_NODE = 300.0
-BANDWIDTH_NETWORK = 50.0
-TFLOPS = 400.0
 # Fraction of a rank's memory that a plan may use: the rest is for the driver, the communication library and
 # fragmentation of the allocator.
 USABLE = 0.9
@@ -23,9 +18,11 @@ class ClusterSpec:
     per_node: int  # ranks
     memory: int  # bytes per rank
     gpu: bool = True
-    bandwidth_node: float = BANDWIDTH_NODE * 1e9  # bytes per second that a rank sends within its node
-    bandwidth_network: float = BANDWIDTH_NETWORK * 1e9  # bytes per second that a rank sends to other nodes
-    flops: float = TFLOPS * 1e12  # operations per second that a rank reaches
+    # Defaults: an H100 with NVLink and a 400 Gb/s network adapter, and what published trainers reach in bf16
+    # (llm-foundry: 399 to 459 TFLOP/s).
+    bandwidth_node: float = 300e9  # bytes per second that a rank sends within its node
+    bandwidth_network: float = 50e9  # bytes per second that a rank sends to other nodes
+    flops: float = 400e12  # operations per second that a rank reaches
 
     @property
     def usable(self) -> int:
@@ -77,5 +74,5 @@ class RankWorkload:
 
     texts: int
     chunks: int  # each with one forward and backward pass
-    num_cached_graphs: int  # chunks whose graphs are kept; the others are encoded twice
+    num_cached_graphs: int  # chunks whose graphs are cached; the remaining ones are encoded twice
     tokens: int  # of the largest chunk

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from embedtrain.cli import run_command
 from embedtrain.search.options import SearchOptions, compose_search
@@ -9,8 +10,6 @@ from embedtrain.search.options import SearchOptions, compose_search
 
 def main(options: SearchOptions) -> None:
     """Encode the corpus once, then answer one query, or one after another from the keyboard or a pipe."""
-    from pathlib import Path
-
     from embedtrain.config.recipe import ModelConfig, ParallelConfig
     from embedtrain.distributed.world import joined_world
     from embedtrain.evaluation.readers.retrieval import read_corpus

@@ -21,10 +21,13 @@ class Exchange:
     send_order: Tensor  # int64 [n], this rank's encoded texts, sorted by the rank of their row
     num_sent: Sequence[int]  # [W], texts sent to each rank
     num_received: Sequence[int]  # [W], texts received from each rank
-    received_rows: Tensor  # int64 [m], the index among this rank's texts of each text received, in the order of arrival
+    received_rows: Tensor  # int64 [m], index among this rank's texts of each text received, in order of arrival
 
     def to_row_owner(self, embeddings: Tensor) -> Tensor:
-        """Embeddings [n, D] of texts encoded here -> those of the local rows [m, D], without gradient. A collective."""
+        """Embeddings [n, D] of the texts encoded here -> those of this rank's rows [m, D], without gradient.
+
+        A collective.
+        """
         received = exchange_rows(embeddings[self.send_order], self.num_sent, self.num_received)
         return torch.empty_like(received).index_copy_(0, self.received_rows, received)
 
@@ -41,9 +44,12 @@ class Exchange:
 def plan_exchange(
     encoder_ranks: NDArray[np.int64], row_ranks: NDArray[np.int64], rank: int, size: int, encoded: NDArray[np.int64]
 ) -> Exchange:
-    """What rank `rank` sends and receives; `encoded` int64 [n] are the texts that it encodes.
+    """What rank `rank` of `size` sends and receives.
 
-    `encoder_ranks` and `row_ranks` int64 [T] are the ranks that encode each text of the global batch and have its row.
+    Args:
+        encoder_ranks: int64 [T], the rank that encodes each text of the global batch.
+        row_ranks: int64 [T], the rank that has the row of each text.
+        encoded: int64 [n], the texts that this rank encodes, in the order of its embeddings.
     """
     destinations = row_ranks[encoded]
     send_order = np.lexsort((encoded, destinations))  # by rank, then by text: the order that the receiver expects

@@ -1,4 +1,4 @@
-"""Batches prepared in advance by threads: tokenisers and copies of arrays release the interpreter lock."""
+"""Batches prepared ahead of their use by threads: copies of arrays release the interpreter's lock."""
 
 import time
 from collections.abc import Callable, Generator
@@ -8,12 +8,12 @@ from embedtrain.training.rank_batch import RankBatch
 
 
 class Prefetcher:
-    """The batches of steps `start` to `stop`, in order.
+    """The batches of steps `start` to `stop` - 1, in order.
 
     Args:
         make: step -> this rank's batch of that step; a function of the step alone.
-        workers: threads; 0 prepares each batch when it is requested.
-        ahead: number of batches prepared in advance, at least one per thread.
+        workers: threads; 0 makes each batch when it is requested.
+        ahead: batches that are prepared in advance, at least one per thread.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class Prefetcher:
         return waited
 
     def __iter__(self) -> Generator[RankBatch, None, None]:
-        return self._on_request() if self._workers == 0 else self._in_advance()
+        return self._synchronous() if self._workers == 0 else self._in_advance()
 
-    def _on_request(self) -> Generator[RankBatch, None, None]:
+    def _synchronous(self) -> Generator[RankBatch, None, None]:
         for step in range(self._start, self._stop):
-            started = time.perf_counter()
+            start = time.perf_counter()
             batch = self._make(step)
-            self._waited += time.perf_counter() - started
+            self._waited += time.perf_counter() - start
             yield batch
 
     def _in_advance(self) -> Generator[RankBatch, None, None]:
@@ -45,9 +45,9 @@ class Prefetcher:
                 for step in range(self._start, self._stop):
                     while len(queue) <= self._ahead and step + len(queue) < self._stop:
                         queue.append(pool.submit(self._make, step + len(queue)))
-                    started = time.perf_counter()
+                    start = time.perf_counter()
                     batch = queue.pop(0).result()
-                    self._waited += time.perf_counter() - started
+                    self._waited += time.perf_counter() - start
                     yield batch
             finally:
                 for future in queue:

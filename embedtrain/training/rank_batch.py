@@ -51,8 +51,7 @@ class ChunkOptions:
     """How texts are cut into chunks; each chunk is one forward pass."""
 
     chunk_tokens: int  # maximal tokens of a chunk, including padding
-    # Maximal tokens whose graphs are kept in memory together; default: `chunk_tokens`.
-    activation_tokens: int | None = None
+    activation_tokens: int | None = None  # maximal tokens whose graphs are kept together; None: `chunk_tokens`
     pass_overhead_tokens: int = 32  # cost of one more pass, in tokens; more passes need less padding
 
     def num_cached_graphs(self, sizes: Iterable[int]) -> int:
@@ -65,18 +64,16 @@ class ChunkOptions:
 class RankBatch:
     """One rank's part of a global batch, tokenised."""
 
-    step: int  # counted from 0
-    # The texts that this rank encodes, longest first; `Tokens.rows` counts through all chunks.
-    chunks: tuple[Tokens, ...]
+    step: int
+    chunks: tuple[Tokens, ...]  # the texts that this rank encodes, longest first; rows count through all chunks
     num_queries: int  # B
     batch_info: BatchInfo
-    num_rows: int  # rows of the global batch
+    num_rows: int  # of the global batch
     num_cached_graphs: int  # how many of the first chunks keep their graphs in memory; the same on all ranks
     num_passes: int  # the largest number of chunks of any rank
     max_documents: int  # documents of the longest row of the global batch
     exchange: Exchange  # sends embeddings to the ranks of their rows
-    # Chunks of this rank's rows for guide models, by path.
-    guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)
+    guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)  # chunks for guide models, by path
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -125,8 +122,12 @@ def make_rank_batch(
 
     All ranks know all lengths, so texts are distributed such that every rank has the same number of chunks and about
     the same number of tokens; the embeddings are then sent to the ranks of their rows. If not all graphs fit in memory,
-    those of the longest texts are cached, which saves the most computation. `teacher_dimension` is the same on all
-    ranks, also on those without rows.
+    those of the longest texts are kept, which saves the most computation.
+
+    Args:
+        batch: the global batch, tokenised.
+        guides: tokenizers of guide models, by path.
+        teacher_dimension: dimension of the teacher's vectors in the rows, if there are any; also on ranks without rows.
     """
     tokens = batch.tokens
     assert tokens is not None, "the data is not tokenised"
@@ -169,17 +170,19 @@ def _make_batch_info(
     source: int,
     teacher_dimension: int | None,
 ) -> BatchInfo:
-    """What the loss needs besides the embeddings of B rows with M documents; no rows if these hold only texts.
+    """What the loss needs besides the embeddings of B rows with M documents.
 
-    `num_documents` int64 [B] counts those of each row; `query_keys` [B] and `document_keys` [M] are hashes of
-    `text_keys`.
+    Args:
+        rows: None if they hold nothing but texts.
+        num_documents, query_keys: int64 [B].
+        document_keys: int64 [M].
     """
     owners = torch.repeat_interleave(torch.arange(len(num_documents)), num_documents)
-    local_rows = [] if rows is None else list(rows)
+    known_rows = [] if rows is None else list(rows)
     # Ids are compared within a source: "7" of another source is another document.
-    ids = [name and f"{row.source} {name}" for row in local_rows for name in row.ids or [""] * len(row.documents)]
-    scores = [score for row in local_rows for score in row.scores]
-    labels = [row.label for row in local_rows if row.label is not None]
+    ids = [name and f"{row.source} {name}" for row in known_rows for name in row.ids or [""] * len(row.documents)]
+    scores = [score for row in known_rows for score in row.scores]
+    labels = [row.label for row in known_rows if row.label is not None]
     # A rank without rows cannot know whether other ranks have scores or labels: it has an empty tensor of each.
     return BatchInfo(
         owners=owners,
@@ -188,7 +191,7 @@ def _make_batch_info(
         document_ids=_id_keys(ids, document_keys) if any(ids) else None,
         scores=torch.tensor(scores, dtype=torch.float32) if len(scores) == len(owners) else None,
         labels=torch.tensor(labels, dtype=torch.int64) if len(labels) == len(query_keys) else None,
-        guides={} if teacher_dimension is None else {FROM_ROWS: _teacher_vectors(local_rows, teacher_dimension)},
+        guides={} if teacher_dimension is None else {FROM_ROWS: _teacher_vectors(known_rows, teacher_dimension)},
         seed=step,
         source=source,
     )

@@ -1,4 +1,4 @@
-"""The tokens of a run: a vocabulary trained on the data where the recipe asks for one, and all texts tokenised."""
+"""Prepare the tokens of a run: train a vocabulary if the recipe needs one, and tokenise all texts."""
 
 import shutil
 from dataclasses import replace
@@ -20,7 +20,10 @@ from embedtrain.training.resume import require_same_tokenizer
 def load_or_train_vocabulary(
     recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console, *, from_scratch: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The vocabulary trained on the data, for a model from scratch without a tokenizer; a resumed run reads its own."""
+    """The vocabulary trained on the data, for a model from scratch without a tokenizer.
+
+    A run that resumes reads its own; any other run trains one, because rows and options may differ.
+    """
     if recipe.model.config is None or recipe.model.tokenizer is not None:
         return None
     directory = run_dir.tokenizer
@@ -42,7 +45,7 @@ def load_or_train_vocabulary(
 
 
 def tokenize_data(data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console) -> None:
-    """Tokenise all texts, or open their tokens in the cache."""
+    """Tokenise all texts that are not in the cache, and print notes."""
     require_same_tokenizer(model.tokenizer, world)
     with world.fail_together("tokenising"), console.progress() as progress:
         notes = data.prepare(model.tokenizer, replace(cache, progress=progress))

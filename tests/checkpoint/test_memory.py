@@ -8,7 +8,7 @@ from embedtrain.checkpoint.snapshot import take_snapshot
 from embedtrain.config.recipe import CheckpointLayout, Strategy
 from embedtrain.distributed.world import World
 from tests.checkpoint.live import Live, open_checkpoints, state_of, verified
-from tests.memory import MB, growth
+from tests.memory import MB, memory_growth
 from tests.small import parallel
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -28,13 +28,13 @@ def measure(world: World, root: Path) -> dict[str, float]:
         for asynchronous in (False, True):
             with open_checkpoints(root, world, layout=layout, asynchronous=asynchronous, keep=1) as checkpoints:
                 grown: list[float] = []
-                with growth(grown):
+                with memory_growth(grown):
                     checkpoints.save(live.trained, live.optimizer, state_of(1))
                     checkpoints.wait()
             measured[f"save {layout.value} {asynchronous}"] = grown[0]
         grown = []
         checkpoint = verified(root, 1)
-        with growth(grown):
+        with memory_growth(grown):
             checkpoints.resume(checkpoint, live.trained, live.optimizer)
         measured[f"load {layout.value}"] = grown[0]
     return measured

@@ -8,8 +8,7 @@ import pytest
 from embedtrain.data.cache.cache import Cache
 from embedtrain.distributed.world import World
 from embedtrain.mine.candidates import UniqueQueries
-from embedtrain.mine.inputs import prepare_inputs
-from embedtrain.mine.multimap import join_pairs
+from embedtrain.mine.inputs import join_pairs, prepare_inputs
 from embedtrain.mine.options import compose_mine
 from embedtrain.mine.sources import read_mining_sources
 from tests.mine.runs import positive, write_jsonl

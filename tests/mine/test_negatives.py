@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.read_sources import read_sources
-from embedtrain.mine.negatives import MinedNegatives, format_row
+from embedtrain.mine.folder import format_row
 
 ROWS = [
     {"query": "a b", "pos": ["x", "y"], "neg": ["z"]},
@@ -33,7 +33,7 @@ def read(path):
 def test_a_row_comes_back(tmp_path, row):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (before,) = read(tmp_path / "rows.jsonl")
-    line = format_row(before, MinedNegatives(["n1", "n2"], ["i1", ""]), ([0.9] * len(before.positives), [0.5, 0.25]))
+    line = format_row(before, ["n1", "n2"], ["i1", ""], ([0.9] * len(before.positives), [0.5, 0.25]))
     (tmp_path / "mined.jsonl").write_text(line + "\n", encoding="utf-8")
     (after,) = read(tmp_path / "mined.jsonl")
     assert after.negatives == ("n1", "n2")
@@ -44,8 +44,8 @@ def test_a_row_comes_back(tmp_path, row):
 
 def test_scores_are_the_shortest_that_are_the_same():
     (row,) = [_example()]
-    assert json.loads(format_row(row, MinedNegatives(["n"], []), ([0.8999999761581421], [0.1])))["pos_scores"] == [0.9]
-    assert "scores" not in format_row(row, MinedNegatives(["n"], []), None)
+    assert json.loads(format_row(row, ["n"], [], ([0.8999999761581421], [0.1])))["pos_scores"] == [0.9]
+    assert "scores" not in format_row(row, ["n"], [], None)
 
 
 def _example():

@@ -126,7 +126,7 @@ def test_rows_are_those_of_the_definition(ranks, folder, to, options, same):
 
 def test_the_same_bytes_on_any_number_of_ranks(ranks, folder):
     written = []
-    for size, how in (1, {}), (2, {"gather": "whole", "index.place": "host"}), (3, {}):
+    for size, how in (1, {}), (2, {"unshard": "model", "index.place": "host"}), (3, {}):
         options = {
             **how,
             "negatives": 4,

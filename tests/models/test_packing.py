@@ -92,7 +92,7 @@ def test_packed_pooling_equals_padded_pooling(pooling, include_prompt):
         ids = texts(tokenizer, prompt="alpha beta ")
         chunk = tokenizer.chunk(ids, range(len(ids)))
         assert (chunk.packing is not None) is packed and (chunk.pooled is None) is include_prompt
-        assert chunk.lengths.sum() == sum(map(len, ids)) and (chunk.ids.numel() == chunk.lengths.sum()) is packed
+        assert chunk.lengths.sum() == sum(map(len, ids)) and bool(chunk.ids.numel() == chunk.lengths.sum()) is packed
         vectors.append(encoder(*chunk.inputs))
     torch.testing.assert_close(*vectors, atol=1e-6, rtol=0)
 

@@ -144,7 +144,7 @@ def test_kept_vectors(ranks, workshop):
         stored.write_bytes(content)
         (outcome,) = ranks(1, attempt, "evaluate", workshop, asked)
         assert outcome.kind == "DataError"
-        assert "not the vectors that were stored" in outcome.message
+        assert "not a file of stored vectors" in outcome.message
 
 
 def test_figures_of_mined_rows(tmp_path):

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
-from embedtrain.config.elements import parse_sources
+from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
 from tests.safety.payloads import MARKER, attempt, code, deep, edit, plant_module, plant_pickle

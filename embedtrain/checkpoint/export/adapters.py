@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from embedtrain.checkpoint.export.model_directory import ADAPTER_PREFIX, WeightRows, WeightStream
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.step_directory import Checkpoint
-from embedtrain.checkpoint.tensor_files import TensorReader
+from embedtrain.checkpoint.tensor_files import TensorReader, require_fit
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import LoraConfig, ModelConfig
 from embedtrain.errors import CheckpointError
@@ -156,15 +156,8 @@ def encoder_rows(
     """
     specs = {n.removeprefix(ENCODER): spec for n, spec in reader.specs.items() if n.startswith(ENCODER)}
     specs = {name: spec for name, spec in specs.items() if name not in ignored}
-    for name in sorted(state.keys() ^ specs.keys()):
-        missing = "checkpoint" if name in state else "model"
-        raise CheckpointError(f"{reader.folder} does not fit the model: {name} is missing in the {missing}")
-    for name, spec in specs.items():
-        if tuple(state[name].shape) != spec.shape:
-            raise CheckpointError(
-                f"{reader.folder} does not fit the model: {name} has the shape {list(spec.shape)}, the model "
-                f"expects {list(state[name].shape)}"
-            )
+    require_fit(reader.folder, state, specs)
+    for name in specs:
         for first, rows in reader.all_rows(ENCODER + name):
             yield name, first, rows
 

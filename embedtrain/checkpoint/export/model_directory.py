@@ -1,6 +1,6 @@
 """Model directories in the format of sentence-transformers and transformers.
 
-A directory is written in two parts. The architecture (configuration, tokenizer, pooling, prompts) is known before the
+A directory is written in two parts. The architecture (configuration, tokenizer, pooling, prompts) exists before the
 first step and is part of every run directory. An export adds weights to a copy of it, rows at a time: all ranks of a
 live run write their own rows, or one process streams them from a checkpoint. No process holds the whole model.
 """
@@ -90,29 +90,19 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     for dense in source.dense:
         folder = f"{len(modules)}_Dense"
         modules.append((folder, "Dense"))
-        _write_json(
-            directory / folder / "config.json",
-            {
-                "in_features": dense.num_in,
-                "out_features": dense.num_out,
-                "bias": dense.bias,
-                "activation_function": dense.activation,
-            },
-        )
+        settings = {"in_features": dense.num_in, "out_features": dense.num_out, "bias": dense.bias}
+        _write_json(directory / folder / "config.json", settings | {"activation_function": dense.activation})
     if source.normalize:
         folder = f"{len(modules)}_Normalize"
         modules.append((folder, "Normalize"))
         (directory / folder).mkdir(exist_ok=True)
-    _write_json(
-        directory / "modules.json",
-        [
-            {"idx": index, "name": str(index), "path": path, "type": _MODULE + kind}
-            for index, (path, kind) in enumerate(modules)
-        ],
-    )
-    _write_json(
-        directory / "sentence_bert_config.json", {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
-    )
+    entries = [
+        {"idx": index, "name": str(index), "path": path, "type": _MODULE + kind}
+        for index, (path, kind) in enumerate(modules)
+    ]
+    _write_json(directory / "modules.json", entries)
+    settings = {"max_seq_length": tokenizer.max_length, "do_lower_case": False}
+    _write_json(directory / "sentence_bert_config.json", settings)
     _write_json(
         directory / "config_sentence_transformers.json",
         {
@@ -153,7 +143,8 @@ def plan_weights(
     Floating-point weights are converted to `dtype`, those of `adapter` are also written in float32 as a PEFT adapter. A
     backbone above `max_file_size`, such as `5GB`, is split into several files.
     """
-    converted = {name: _convert(spec, dtype) for name, spec in (_pooler_specs(architecture) | dict(specs)).items()}
+    pooler = {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
+    converted = {name: _convert(spec, dtype) for name, spec in (pooler | dict(specs)).items()}
     backbone = {name.removeprefix(_BACKBONE): spec for name, spec in converted.items() if name.startswith(_BACKBONE)}
     split = split_state_dict_into_shards_factory(
         backbone, get_storage_size=lambda spec: spec.num_bytes, max_shard_size=max_file_size, filename_pattern=_WEIGHTS
@@ -209,10 +200,6 @@ def write_weights(directory: Path, plan: WeightPlan, weights: Iterable[WeightRow
                     f"export as bf16 or fp32"
                 )
             writer(file).write(name, converted, first)
-
-
-def _pooler_specs(architecture: Path) -> dict[str, TensorSpec]:
-    return {name: TensorSpec.of(tensor) for name, _, tensor in pooler_rows(architecture)}
 
 
 def pooler_rows(architecture: Path) -> Iterator[WeightRows]:

@@ -179,7 +179,7 @@ def plan_export(
     *,
     adapter: AdapterBase | None = None,
 ) -> ModelExport:
-    """An export of the given weights, with the adapter on its own if `export.formats` requests it."""
+    """An export of the weights, with the adapter on its own if `export.formats` requests it."""
     formats = tuple(config.formats)
     adapter_specs = weights.adapter if ADAPTER in formats else {}
     plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from embedtrain.checkpoint.export.verify import (
     PROBES,
     add_heads,
-    encode_batch,
+    encode_probes,
     open_encoder,
     open_tokenizer,
     require_close,
@@ -41,7 +41,7 @@ def write_graph(directory: Path, source: ModelSource) -> Tensor:
     Raises CheckpointError if the model cannot be expressed as a graph.
     """
     encoder, tokenizer = open_encoder(directory, source), open_tokenizer(directory, source)
-    expected = torch.cat([encode_batch(encoder, tokenize_padded(tokenizer, [text])) for text in PROBES])
+    expected = encode_probes(encoder, tokenizer)
     backbone = encoder.backbone
     names = [name for name in tokenizer.model_input_names if name in inspect.signature(backbone.forward).parameters]
     # Two texts of different lengths, so that the trace does not assume a batch size of one or a mask of ones.

@@ -51,13 +51,6 @@ class ExportReference:
     max_length: int  # tokens
     base_vectors: Tensor | None = None  # of PROBES with the adapters disabled
 
-    @property
-    def effect(self) -> float | None:
-        """Relative change of the embeddings by the adapters."""
-        if self.base_vectors is None:
-            return None
-        return max_relative_difference(self.vectors.float().cpu(), self.base_vectors)
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterBase:
@@ -124,10 +117,12 @@ def _effect_fraction(vectors: Tensor, reference: ExportReference) -> float | Non
 
     Rounding has no preferred direction, so it hardly contributes. None if the adapters change next to nothing.
     """
-    if reference.base_vectors is None or (reference.effect or 0.0) < _MIN_EFFECT:
+    if reference.base_vectors is None:
         return None
-    base = reference.base_vectors.float().cpu()
-    change = reference.vectors.float().cpu() - base
+    expected, base = reference.vectors.float().cpu(), reference.base_vectors.float().cpu()
+    if max_relative_difference(expected, base) < _MIN_EFFECT:
+        return None
+    change = expected - base
     return float(((vectors - base) * change).sum() / (change * change).sum())
 
 
@@ -159,16 +154,14 @@ def _compare_shapes(directory: Path, shapes: dict[str, list[int]]) -> None:
 
 def check_transformers(directory: Path, source: ModelSource, reference: ExportReference) -> float:
     """Open the directory with plain transformers; the largest relative difference of its embeddings."""
-    encoder = open_encoder(directory, source)
-    tokenizer = open_tokenizer(directory, source)
-    vectors = torch.cat([encode_batch(encoder, tokenize_padded(tokenizer, [text])) for text in PROBES])
+    vectors = encode_probes(open_encoder(directory, source), open_tokenizer(directory, source))
     return require_match(vectors, reference, f"transformers opens {directory}")
 
 
 def check_sentence_transformers(directory: Path, source: ModelSource, reference: ExportReference) -> float:
     """Open the directory with sentence-transformers; the largest relative difference of its embeddings.
 
-    Raises CheckpointError if prompts or maximum length differ, too.
+    Raises CheckpointError if embeddings, prompts or maximum length differ.
     """
     from sentence_transformers import SentenceTransformer
 
@@ -215,8 +208,7 @@ def check_adapter(directory: Path, base: AdapterBase, source: ModelSource, refer
     except Exception as error:
         raise CheckpointError(f"PEFT cannot open {directory}: {type(error).__name__}: {error}") from error
     assert source.directory is not None
-    tokenizer = open_tokenizer(source.directory, source)
-    vectors = torch.cat([encode_batch(encoder.eval(), tokenize_padded(tokenizer, [text])) for text in PROBES])
+    vectors = encode_probes(encoder.eval(), open_tokenizer(source.directory, source))
     if base.load_in_4bit:
         return 0.0  # the adapter was trained on the quantized base, not on this one: embeddings are not comparable
     if base.rounded:
@@ -271,8 +263,8 @@ def tokenize_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Bat
     return tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
 
 
-def encode_batch(encoder: Encoder, batch: BatchEncoding) -> Tensor:
-    """Embeddings [N, D] of a batch."""
+def encode_probes(encoder: Encoder, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Embeddings of PROBES, [len(PROBES), D], one text per forward pass."""
+    batches = (tokenize_padded(tokenizer, [text]) for text in PROBES)
     with torch.no_grad():
-        vectors: Tensor = encoder(batch["input_ids"], batch["attention_mask"])
-    return vectors
+        return torch.cat([encoder(batch["input_ids"], batch["attention_mask"]) for batch in batches])

@@ -44,13 +44,9 @@ def documents_build(
 ) -> Build:
     """The build of a corpus in the cache; DocumentStore opens it.
 
-    Args:
-        reader: the corpus.
-        on_error: stop at a document that cannot be read, or leave it out: rows that refer to it are then bad.
-        cache: where the corpus is kept, under a digest of its content.
-        digests: of the parts, where they are known.
-
-    The tasks raise DataError: a document cannot be read, an id has two texts, or a file changes meanwhile.
+    With `on_error=skip`, documents that cannot be read are left out, and rows that refer to them are bad. `digests` are
+    those of the parts, where they have been computed. The tasks raise DataError if a document cannot be read, an id has
+    two texts, or a file changes meanwhile.
     """
     version = SourceVersion(reader, None if digests is None else {"parts": digests, "documents": []})
     key = [FORMAT, version.content["parts"], on_error.value, PIECE_BYTES]
@@ -148,11 +144,7 @@ def _join(reader: DocumentReader, pieces: Mapping[str, Piece], directory: Path, 
 
 
 class DocumentStore:
-    """A corpus mapped into memory: texts by id, or all ids and texts in their order.
-
-    Args:
-        directory: of the build.
-    """
+    """A corpus mapped into memory: texts by id, or all ids and texts in their order."""
 
     def __init__(self, directory: Path) -> None:
         joined = directory / JOINED
@@ -192,9 +184,7 @@ def _columns(directory: Path, names: Sequence[str]) -> tuple["MappedTexts", "Map
 class MappedTexts(Sequence[str]):
     """Texts in Arrow files mapped into memory, as a sequence of which no process holds a copy.
 
-    Args:
-        column: texts without nulls.
-        rows: int64 [n], the selected rows in their order; None: all.
+    `rows`, int64 [n], are the selected rows in their order; None: all.
     """
 
     def __init__(self, column: pa.ChunkedArray, rows: NDArray[np.int64] | None = None) -> None:

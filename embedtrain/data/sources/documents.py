@@ -28,11 +28,7 @@ class Document:
 
 
 def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document:
-    """The document of a row with an id, a text and perhaps a title.
-
-    Raises:
-        BadRow: a value is missing, or has the wrong type.
-    """
+    """The document of a row with an id, a text and perhaps a title. Raises BadRow if it lacks one."""
     id_key = next((key for key in _ID_KEYS if key in row), None)
     if id_key is None and id_required:
         raise BadRow(f'a document needs an id ("docid" or "_id"), and this one has: {", ".join(row) or "nothing"}')
@@ -47,13 +43,7 @@ def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document
 
 
 class DocumentReader:
-    """Reads the documents of a corpus. Every method raises DataError where a part is gone or cannot be read.
-
-    Args:
-        parts: files or data sets.
-        name: of the corpus, in messages.
-        ids_required: whether every document must have an id.
-    """
+    """Reads the documents of a corpus. Every method raises DataError where a part is gone or cannot be read."""
 
     document_parts: Sequence[Part] = ()  # a corpus has no corpus
 

@@ -50,11 +50,7 @@ def local_path(path: str) -> str:
 
 
 def file_system(url: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL, and the path in it.
-
-    Raises:
-        DataError: the protocol is unknown, its package is not installed, or the file system cannot be reached.
-    """
+    """The file system of a URL, and the path in it. Raises DataError if it is unknown, not installed or unreachable."""
     protocol = url.split("://", maxsplit=1)[0]
     try:
         system, path = fsspec.core.url_to_fs(url)
@@ -123,11 +119,7 @@ _SUFFIXES = {".gz": Compression.gzip, ".zst": Compression.zstd}
 
 
 def compression_of(name: str) -> Compression:
-    """How a file is compressed according to its first bytes, whatever its name.
-
-    Raises:
-        DataError: it cannot be opened, or is named .gz or .zst and is neither.
-    """
+    """How a file is compressed according to its first bytes. One named .gz or .zst that is neither is rejected."""
     with open_binary(name) as file:
         start = file.read(4)
     for magic, compression in _MAGIC.items():
@@ -225,8 +217,7 @@ def file_digest(name: str) -> str:
 def read_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
     r"""The lines of a file with their numbers from 1, split at `\n`, without a byte order mark.
 
-    Raises:
-        DataError: the file is missing, unreadable, damaged, truncated, UTF-16, or not compressed as its name says.
+    Raises DataError if the file is missing, unreadable, damaged, truncated, UTF-16, or not compressed as its name says.
     """
     return read_lines_between(str(path))
 
@@ -234,15 +225,7 @@ def read_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
 def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a byte range of a file, with their numbers from 1 within the range.
 
-    Consecutive ranges give every line of the file once. The file's byte order mark is left out.
-
-    Args:
-        name: path or URL.
-        start: first byte; 0 in a compressed file.
-        stop: the byte after the last; None: the end of the file.
-
-    Raises:
-        DataError: as `read_lines`.
+    Consecutive ranges give every line of the file once. `start` must be 0 in a compressed file; `stop` is exclusive.
     """
     compression, number = compression_of(name), 0
     try:

@@ -14,16 +14,7 @@ T = TypeVar("T")
 
 
 def open_dataset(part: Part, subset: str | None, split: str) -> Any:
-    """One split of a data set of the Hub, or of a folder that `datasets` can open.
-
-    Args:
-        part: the data set; its own subset and split take precedence.
-        subset: where the part has none.
-        split: where the part has none.
-
-    Raises:
-        DataError: it cannot be opened.
-    """
+    """One split of a data set of the Hub or of a folder; the part's own subset and split take precedence."""
     import datasets  # takes a second, and most sources are plain files
 
     name, subset, split = part.name, part.subset or subset, part.split or split
@@ -56,15 +47,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 class HubRepository:
-    """The configurations and splits of a data set repository.
-
-    Args:
-        path: Hub id, or a folder with the layout of a repository.
-        revision: commit, tag or branch on the Hub.
-
-    Raises:
-        DataError: it cannot be loaded.
-    """
+    """The configurations and splits of a data set repository: a Hub id, or a folder with the layout of one."""
 
     def __init__(self, path: str, revision: str | None = None) -> None:
         import datasets

@@ -5,12 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from embedtrain.data.sources.files import (
-    count_lines_before,
-    file_digest,
-    read_lines_between,
-    splittable_size,
-)
+from embedtrain.data.sources.files import count_lines_before, file_digest, read_lines_between, splittable_size
 from embedtrain.data.sources.hub import open_dataset
 from embedtrain.data.sources.parts import Part, PartKind
 from embedtrain.data.sources.retrieval import judged_rows
@@ -31,14 +26,8 @@ def raw_rows(
 ) -> Iterator[RawRow]:
     """Every row of a part: its line or row number from 1, and its values by column or key.
 
-    Args:
-        part: a file or data set.
-        subset: configuration of a Hub data set, where the part has none.
-        split: split of a Hub data set, where the part has none.
-        columns: columns to read; None: all.
-
-    Raises:
-        DataError: the file as a whole cannot be read: missing, damaged, truncated, without a header.
+    `subset` and `split` are those of a Hub data set where the part has none. Raises DataError if the file as a whole
+    cannot be read: missing, damaged, truncated, without a header.
     """
     match part.kind:
         case PartKind.jsonl:
@@ -61,39 +50,25 @@ def raw_rows(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a source, or a range of one, that is read by itself.
-
-    Attributes:
-        part: the file or data set.
-        start: first byte of JSONL, row group of Parquet, record batch of Arrow, row of a data set.
-        stop: the one after the last, in the same unit; None: the end of the part.
-    """
+    """A part of a source, or a range of one, that is read by itself."""
 
     part: Part
-    start: int = 0
-    stop: int | None = None
+    start: int = 0  # byte of JSONL, row group of Parquet, record batch of Arrow, row of a data set
+    stop: int | None = None  # exclusive; None: the end of the part
 
 
 @dataclass(frozen=True, slots=True)
 class RawLine:
-    """A line or row as it is stored.
+    """A line or row as it is stored."""
 
-    Attributes:
-        number: from 1 within its piece.
-        row: values by column or key, or the problem; None for a blank line.
-    """
-
-    number: int
-    row: dict[str, Any] | BadRow | None
+    number: int  # from 1 within its piece
+    row: dict[str, Any] | BadRow | None  # None for a blank line
 
 
 class PartReader:
     """Reads the parts of one source. Every method raises DataError where a part is gone or cannot be read.
 
-    Args:
-        subset: configuration of Hub data sets that have none.
-        split: split of Hub data sets that have none.
-        columns: columns to read; None: all.
+    `subset` and `split` are those of Hub data sets that have none.
     """
 
     def __init__(self, *, subset: str | None = None, split: str = "train", columns: list[str] | None = None) -> None:

@@ -45,22 +45,14 @@ _KINDS_WITHOUT_LINES = (PartKind.parquet, PartKind.arrow, PartKind.hub)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file, one data set that `datasets` opens, or the three tables of a BEIR folder.
+    """One file, one data set that `datasets` opens, or the three tables of a BEIR folder."""
 
-    Attributes:
-        name: path, URL or Hub id, for messages; that of the judgements for a BEIR folder.
-        kind: how it is stored.
-        subset: configuration of a Hub data set, where it is not the source's.
-        split: split of a Hub data set, where it is not the source's.
-        revision: commit, tag or branch of a Hub data set.
-        tables: judgements, queries and corpus of a BEIR folder.
-    """
-
-    name: str
+    name: str  # path, URL or Hub id, for messages; that of the judgements for a BEIR folder
     kind: PartKind
-    subset: str | None = None
-    split: str | None = None
-    revision: str | None = None
+    subset: str | None = None  # of a Hub data set, where it is not the source's
+    split: str | None = None  # of a Hub data set, where it is not the source's
+    revision: str | None = None  # commit, tag or branch of a Hub data set
+    # Judgements, queries and corpus of a BEIR folder.
     tables: tuple["Part", ...] = ()
 
     def location(self, line: int) -> str:
@@ -73,11 +65,7 @@ class Part:
 
 
 def part_of_file(name: str) -> Part:
-    """The part of a file, with the kind that its name and, for JSON, its beginning tell.
-
-    Raises:
-        DataError: the kind is not supported, or the file cannot be read.
-    """
+    """The part of a file: its name and, for JSON, its beginning give the kind. Raises DataError for other kinds."""
     suffix = suffix_of(path_of(name))
     if suffix is None:
         raise DataError(f"{name}: this kind of file is not supported; supported are {SUPPORTED_FILES}")
@@ -129,11 +117,7 @@ def is_pattern(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether a path or URL is a folder.
-
-    Raises:
-        DataError: a URL that does not exist or cannot be reached.
-    """
+    """Whether a path or URL is a folder. Raises DataError if a URL cannot be reached."""
     if not is_url(path):
         return Path(path).is_dir()
     system, inside = file_system(path)
@@ -146,11 +130,7 @@ def is_folder(path: str) -> bool:
 
 
 def files_in(folder: str) -> list[str]:
-    """All files below a folder, sorted, without hidden files and folders. Links are followed.
-
-    Raises:
-        DataError: a folder cannot be read, or a data file is a broken link.
-    """
+    """All files below a folder, sorted, without hidden files and folders. Links are followed, broken ones rejected."""
     if is_url(folder):
         system, inside = file_system(folder)
         try:
@@ -164,11 +144,7 @@ def files_in(folder: str) -> list[str]:
 
 
 def files_matching(pattern: str) -> list[str]:
-    """All files that match a glob pattern, sorted; `**` matches any depth.
-
-    Raises:
-        DataError: there is none, or one is a broken link.
-    """
+    """All files that match a glob pattern, sorted; `**` matches any depth. Raises DataError if there is none."""
     if is_url(pattern):
         system, inside = file_system(pattern)
         try:
@@ -187,11 +163,7 @@ def files_matching(pattern: str) -> list[str]:
 
 
 def reject_broken_link(path: Path) -> None:
-    """Reject a link to a file that does not exist.
-
-    Raises:
-        DataError: with the link and its target.
-    """
+    """Reject a link to a file that does not exist."""
     if path.is_symlink() and not path.exists():
         raise DataError(f"{path}: is a link to {os.readlink(path)}, which does not exist")
 

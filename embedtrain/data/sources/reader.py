@@ -23,12 +23,9 @@ _KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arr
 class PieceRows:
     """The rows of one piece, in order: iterate once, then read `lines` and `layout`.
 
-    Yields pairs (line, texts): the line or row number within the piece from 1, and the row or its problem. Iterating
-    raises DataError where the piece cannot be read as a whole.
-
-    Attributes:
-        lines: number of lines (of JSONL, CSV, TSV) or rows of the piece, including blank ones; known at the end.
-        layout: its `features` and `ignored` are those of these rows.
+    Yields pairs (line, texts): the line or row number within the piece from 1, and the row or its problem. At the end,
+    `lines` is the number of lines or rows of the piece, including blank ones, and `layout` has the `features` and
+    `ignored` of these rows. Iterating raises DataError where the piece cannot be read as a whole.
     """
 
     def __init__(
@@ -54,20 +51,10 @@ class PieceRows:
 
 
 class SourceReader:
-    """Reads one source of training rows. Every method raises DataError where a part is gone or cannot be read.
+    """Reads one source of training rows: `parts` hold its rows, and `documents` the corpus that rows refer to by id.
 
-    Args:
-        source: an element of `data.train`.
-        name: its name in messages.
-        needs: what the loss needs of every row.
-
-    Attributes:
-        parts: the files or the data set that hold its rows, in order.
-        documents: the corpus, where rows refer to documents by id.
-
-    Raises:
-        DataError: nothing that can be read exists at the path.
-        ConfigError: options of the source contradict each other.
+    Every method raises DataError where a part is gone or cannot be read. Creating a reader raises DataError if nothing
+    readable exists at the path, and ConfigError if options of the source contradict each other.
     """
 
     def __init__(self, source: TrainSource, name: str, needs: RowRequirements) -> None:
@@ -114,11 +101,8 @@ class SourceReader:
     def detect_layout(self, on_error: OnError) -> RowLayout:
         """The layout that the options name, or that the first usable row has.
 
-        With `on_error=skip`, unusable rows before it are passed over; reading the rows finds them again.
-
-        Raises:
-            DataError: the first row cannot be used and `on_error` is stop, or no row can be used.
-            ConfigError: options do not fit the layout.
+        With `on_error=skip`, unusable rows before it are passed over; reading the rows finds them again. Raises
+        DataError if no row can be used.
         """
         num_rows, num_empty, first = 0, 0, ""
         for part, line, row in self._rows_and_empty_parts():
@@ -141,13 +125,7 @@ class SourceReader:
         return [piece for part in self.parts for piece in self._reader.split(part, piece_bytes)]
 
     def rows(self, piece: Piece, layout: RowLayout, documents: DocumentLookup | None = None) -> PieceRows:
-        """The rows of one piece.
-
-        Args:
-            piece: one of `pieces`.
-            layout: what `detect_layout` returned; it is copied.
-            documents: the corpus, if there is one.
-        """
+        """The rows of one piece. The layout, as `detect_layout` returned it, is copied."""
         return PieceRows(self._reader, piece, copy.deepcopy(layout), documents, self.source.score_scale)
 
     def lines_before(self, piece: Piece) -> int:
@@ -168,10 +146,5 @@ class SourceReader:
 def open_sources(
     sources: Sequence[TrainSource], names: Sequence[str], needs: Sequence[RowRequirements]
 ) -> list[SourceReader]:
-    """A reader for each source.
-
-    Raises:
-        DataError: as SourceReader.
-        ConfigError: as SourceReader.
-    """
+    """A reader for each source."""
     return [SourceReader(*args) for args in zip(sources, names, needs, strict=True)]

@@ -49,9 +49,8 @@ class SourceParts:
 def expand_sources(sources: Sequence[TrainSource]) -> list[TrainSource]:
     """The sources, with each one that has `each_file` replaced by one source per file, named after the file.
 
-    Raises:
-        DataError: nothing matches a path; or only some files of a source are named no_in_batch_neg.
-        ConfigError: `each_file` where there are no files.
+    Raises DataError if nothing matches a path or only some files of a source are named no_in_batch_neg, and ConfigError
+    for `each_file` where there are no files.
     """
     expanded: list[TrainSource] = []
     for source in sources:
@@ -78,8 +77,7 @@ def expand_sources(sources: Sequence[TrainSource]) -> list[TrainSource]:
 def no_in_batch_negatives(source: TrainSource) -> bool:
     """Whether a source's files or their folders are named ...no_in_batch_neg, which is FlagEmbedding's convention.
 
-    Raises:
-        DataError: only some are; or nothing matches the path.
+    Raises DataError if only some are, or if nothing matches the path.
     """
     path = local_path(source.path)
     may_hold_files = is_pattern(source.path) or is_folder(path)
@@ -129,15 +127,8 @@ def _last_name(path: str) -> str:
 def find_parts(source: TrainSource, parts: list[Part] | None = None) -> SourceParts:
     """The parts that hold a source's rows, and its corpus, if its rows refer to documents by id.
 
-    The corpus is `documents`, else the files or the folder next to the rows whose names begin with `corpus`.
-
-    Args:
-        source: an element of `data.train`.
-        parts: what `resolve_parts` returned for it, if that is known.
-
-    Raises:
-        DataError: as `resolve_parts`; or rows refer to documents and there is no corpus.
-        ConfigError: as `resolve_parts`; or `documents` is given and rows hold their texts.
+    The corpus is `documents`, else the files or the folder next to the rows whose names begin with `corpus`. Raises
+    DataError if rows need a corpus and there is none, and ConfigError for `documents` that have no use.
     """
     parts = parts or resolve_parts(source)
     if parts[0].kind is PartKind.beir:

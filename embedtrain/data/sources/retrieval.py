@@ -45,15 +45,11 @@ SPLITS = ("test", "dev", "validation")
 
 
 def choose_split(splits: Sequence[str], split: str | None, name: str) -> str:
-    """The split that is asked for, else test, dev or validation, else the only one.
-
-    Raises:
-        DataError: it does not exist, or none is asked for and there are several.
-    """
+    """The split that is asked for, else test, dev or validation, or the only one. Raises DataError if it is missing."""
     if not splits:
         raise DataError(f"{name} holds no split: expected one such as {SPLITS[0]}")
     if split is None:
-        split = next((known for known in SPLITS if known in splits), splits[0] if len(splits) == 1 else None)
+        split = next((default for default in SPLITS if default in splits), splits[0] if len(splits) == 1 else None)
         if split is None:
             raise DataError(f"{name} holds the splits {', '.join(splits)}: choose one with split=")
     if split not in splits:
@@ -63,17 +59,11 @@ def choose_split(splits: Sequence[str], split: str | None, name: str) -> str:
 
 @dataclass(frozen=True)
 class RetrievalFiles:
-    """The files of a BEIR folder by role; several where their names differ only in the suffix.
-
-    Attributes:
-        corpus: documents.
-        queries: texts of queries.
-        judgements: files of `qrels/` by split.
-    """
+    """The files of a BEIR folder by role; several where their names differ only in the suffix."""
 
     corpus: list[str] = field(default_factory=list)
     queries: list[str] = field(default_factory=list)
-    judgements: dict[str, list[str]] = field(default_factory=dict)
+    judgements: dict[str, list[str]] = field(default_factory=dict)  # files of `qrels/` by split
 
 
 def find_retrieval_files(names: Iterable[str], folder: Path) -> RetrievalFiles:
@@ -93,11 +83,7 @@ def find_retrieval_files(names: Iterable[str], folder: Path) -> RetrievalFiles:
 
 
 def judgements_part(name: str) -> Part:
-    """The part of a file of judgements, in TREC's format or a table.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """The part of a file of judgements, in TREC's format or a table."""
     return Part(name, PartKind.tsv) if _is_trec(path_of(name)) else part_of_file(name)
 
 
@@ -107,21 +93,13 @@ def _is_trec(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class RetrievalTables:
-    """The tables of a retrieval set on the Hub.
-
-    Attributes:
-        corpus: documents.
-        queries: texts of queries.
-        judgements: of one split.
-        instructions: of queries, if there are any.
-        candidates: the documents to rank for each query (reranking), if they are given.
-    """
+    """The tables of a retrieval set on the Hub."""
 
     corpus: Part
     queries: Part
     judgements: Part
     instructions: Part | None = None
-    candidates: Part | None = None
+    candidates: Part | None = None  # the documents to rank for each query (reranking)
 
 
 def find_hub_tables(
@@ -131,18 +109,11 @@ def find_hub_tables(
 
     There are four layouts: MTEB's (configurations `corpus`, `queries`, and `default` or `qrels`); the same with a
     language before or after each (`de-corpus`, `queries-de`); that of C-MTEB and BEIR (`corpus` and `queries` as splits
-    or configurations, judgements in a second repository `<path>-qrels`); each with `top_ranked` where candidates are
-    given, and `instruction`.
+    or configurations, judgements in a second repository `<path>-qrels`, of which `qrels_revision` is the version); each
+    with `top_ranked` where candidates are given, and `instruction`.
 
-    Args:
-        repository: which one.
-        language: the language to choose, where there are several.
-        split: of the judgements; None: test, dev or validation.
-        qrels_revision: of the second repository.
-
-    Raises:
-        ConfigError: `qrels_revision` where there is no second repository.
-        DataError: the set is incomplete, or the language or split cannot be chosen.
+    Raises ConfigError for `qrels_revision` without a second repository, and DataError if the set is incomplete or the
+    language or split cannot be chosen.
     """
     configs = _text_configs(repository, language)
     if configs is None:
@@ -172,11 +143,7 @@ def _config_of(repository: HubRepository, name: str, language: str | None) -> st
 
 
 def _text_configs(repository: HubRepository, language: str | None) -> tuple[str, str] | None:
-    """The configurations of corpus and queries; None where there are none.
-
-    Raises:
-        DataError: there are several languages and none is chosen.
-    """
+    """The configurations of corpus and queries; None where there are none."""
     corpus = _config_of(repository, "corpus", language)
     queries = _config_of(repository, "queries", language) or ("query" if "query" in repository.configs else None)
     if corpus is not None and queries is not None:
@@ -226,11 +193,7 @@ def _judgements_config(
 
 
 def parse_query(row: dict[str, Any]) -> tuple[str, str]:
-    """The id and the text of a query.
-
-    Raises:
-        BadRow: a value is missing, or has the wrong type.
-    """
+    """The id and the text of a query. Raises BadRow if one is missing or has the wrong type."""
     id_key = next((key for key in ("_id", "id", "query_id") if key in row), None)
     text_key = next((key for key in ("text", "query") if key in row), None)
     if id_key is None or text_key is None:
@@ -242,12 +205,7 @@ def parse_query(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def read_judgements(part: Part, read: ReadRows) -> Iterator[tuple[int, Judgement | BadRow]]:
-    """The judgements of a file or table: a table with ids and scores, or lines in BEIR's or TREC's format.
-
-    Args:
-        part: the judgements.
-        read: returns the rows of a table.
-    """
+    """The judgements of a file or table: a table with ids and scores, or lines in BEIR's or TREC's format."""
     if part.kind is PartKind.tsv:
         yield from _judgement_lines(part.name)
         return
@@ -313,13 +271,7 @@ def judged_rows(part: Part, read: ReadRows) -> Iterator[RawRow]:
 
     A row is `{"query", "positive_ids", "positive_scores", "negative_ids", "negative_scores"}`: documents with a score
     above 0 are positives, all others hard negatives. The problem of a judgement that cannot be read has its own line.
-
-    Args:
-        part: a BEIR folder.
-        read: returns the rows of another part.
-
-    Raises:
-        DataError: a table cannot be read as a whole, or two queries have the same id.
+    Raises DataError if a table cannot be read as a whole, or two queries have the same id.
     """
     judgements, queries, _ = part.tables
     table = _JudgementTable(read_judgements(judgements, read))
@@ -356,12 +308,7 @@ def _judged_row(name: str, query: str, documents: list[str], scores: list[float]
 
 
 class _JudgementTable:
-    """All judgements as Arrow arrays: some sets have millions.
-
-    Attributes:
-        query_ids: each query once, in the order of first judgements.
-        problems: lines that are not judgements.
-    """
+    """All judgements as Arrow arrays: some sets have millions."""
 
     def __init__(self, judgements: Iterable[tuple[int, Judgement | BadRow]]) -> None:
         self.problems: list[RawRow] = []
@@ -377,7 +324,7 @@ class _JudgementTable:
                 pending = []
         table = pa.Table.from_batches([*batches, _record_batch(pending)])
         queries = table["query"].combine_chunks().dictionary_encode()
-        self.query_ids = queries.dictionary
+        self.query_ids = queries.dictionary  # each query once, in the order of first judgements
         codes = queries.indices.to_numpy()
         order = np.argsort(codes, kind="stable")
         self._starts: list[int] = np.searchsorted(codes[order], np.arange(len(self.query_ids) + 1)).tolist()

@@ -62,11 +62,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_reject_repeated_keys)
 
 
 def is_json_list(name: str) -> bool:
-    """Whether a file holds one JSON value over several lines, or a list, and is therefore not JSONL.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Whether a file holds one JSON value over several lines, or a list, and is therefore not JSONL."""
     first = next((line.strip() for _, line in read_lines(name) if line.strip()), b"")
     if first.startswith(b"[") or re.match(rb'\{\s*"data"\s*:\s*\[', first):
         return True
@@ -82,11 +78,7 @@ def is_json_list(name: str) -> bool:
 
 
 def json_list_rows(name: str) -> Iterator[RawRow]:
-    """The elements of the list that a file holds, or of its `data`, numbered from 1.
-
-    Raises:
-        DataError: the file is larger than 1 GiB, is broken JSON, or holds no list of rows.
-    """
+    """The elements of the list that a file of at most 1 GiB holds, or of its `data`, numbered from 1."""
     text = _read_text(name)
     offset = _skip_space(text, _list_start(name, text) + 1)
     number = 0
@@ -180,9 +172,8 @@ class PlainTsv(csv.excel_tab):
 def delimited_rows(path: Path | str, dialect: type[csv.Dialect]) -> Iterator[RawRow]:
     """The rows of a CSV or TSV file with a header. An empty cell is None; a row's number is that of its first line.
 
-    Raises:
-        DataError: there is no header, or it has an empty or repeated name; or quotation marks do not match over
-            several lines, since the rows between them would be lost.
+    Raises DataError if the header is missing or has an empty or repeated name, or if quotation marks do not match over
+    several lines, since the rows between them would be lost.
     """
     # A long document exceeds the default limit of 128 KiB per cell. The setting is the process's, and harmless.
     csv.field_size_limit(sys.maxsize)

@@ -217,14 +217,9 @@ def _vector(value: object, name: str) -> Sequence[float]:
 def scores(value: object, name: str, num_positives: int, num_negatives: int, num_columns: int) -> list[float]:
     """The score of every document of a row, positives first, in the formats of sentence-transformers.
 
-    Args:
-        value: the score of a pair; the margin of the positive over the negative of a triplet; a list with the
-            score of each document; or a list with a margin for each negative. Margins give only differences of
-            scores, so the positive gets 0.
-        name: of the value, in messages.
-        num_positives: of the row.
-        num_negatives: of the row.
-        num_columns: text columns, including the query's: a triplet that lacks its negative is not a pair.
+    `value` is the score of a pair; the margin of the positive over the negative of a triplet; a list with the score of
+    each document; or a list with a margin for each negative. Margins give only differences of scores, so the positive
+    gets 0. `num_columns` counts text columns with the query's: a triplet that lacks its negative is not a pair.
     """
     num_documents = num_positives + num_negatives
     documents = f"{format_count(num_positives, 'positive')} and {format_count(num_negatives, 'negative')}"

@@ -19,20 +19,7 @@ Label = int | str
 def read_classification(
     name: str, config: EvaluationSet, train: Part, test: Part
 ) -> tuple[ClassificationSet, list[str]]:
-    """A set of two tables with `text` and `label`, as in MTEB.
-
-    Args:
-        name: of the set.
-        config: how classes are learnt.
-        train: texts to learn from.
-        test: texts to classify.
-
-    Returns:
-        The set, and notes on its irregularities.
-
-    Raises:
-        DataError: a row lacks a column, or a table is empty.
-    """
+    """A set of two tables with `text` and `label`, as in MTEB, and notes on its irregularities."""
     train_texts, train_labels = _read_labelled_texts(train)
     texts, labels = _read_labelled_texts(test)
     unified = _unify_types([*train_labels, *labels])
@@ -61,10 +48,7 @@ def read_clustering(name: str, rows: Iterable[Row], experiments: int) -> Cluster
     """A set of `sentences` (or `text`) and `labels` (or `label`).
 
     A row is a text with its cluster, or with a list of nested ones, from the coarsest to the finest; or a list of texts
-    with a list of their clusters, which is then clustered by itself.
-
-    Raises:
-        DataError: a row lacks a column, differs in form from the first, or its lists differ in length.
+    with a list of their clusters, which is then clustered by itself. Raises DataError if rows differ in form.
     """
     texts: list[str] = []
     labels: list[tuple[Label, ...]] = []

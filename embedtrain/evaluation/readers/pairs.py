@@ -13,11 +13,7 @@ LABEL = ("label", "labels")
 
 
 def read_scored(name: str, rows: Iterable[Row]) -> ScoredPairs:
-    """Pairs with a gold similarity: `sentence1`, `sentence2`, `score`.
-
-    Raises:
-        DataError: a row lacks a column, or a value is not a text or a number.
-    """
+    """Pairs with a gold similarity: `sentence1`, `sentence2`, `score`."""
     first, second, scores = [], [], []
     for row in _single_pairs(rows):
         first.append(row.text(*FIRST))
@@ -27,13 +23,7 @@ def read_scored(name: str, rows: Iterable[Row]) -> ScoredPairs:
 
 
 def read_labelled(name: str, rows: Iterable[Row]) -> LabelledPairs:
-    """Pairs with the same meaning (1) or not (0): `sentence1`, `sentence2`, `label`.
-
-    Older sets of MTEB have the columns `sent1`, `sent2`, `labels`.
-
-    Raises:
-        DataError: a row lacks a column, or a label is neither 0 nor 1.
-    """
+    """Pairs with the same meaning (1) or not (0): `sentence1`, `sentence2`, `label` (older sets: `sent1`, `labels`)."""
     first, second, labels = [], [], []
     for row in _single_pairs(rows):
         first.append(row.text(*FIRST))
@@ -48,16 +38,7 @@ def read_labelled(name: str, rows: Iterable[Row]) -> LabelledPairs:
 
 
 def read_bitext(name: str, rows: Iterable[Row], languages: Sequence[str] | None) -> Bitext:
-    """Sentences and their translations.
-
-    Args:
-        name: of the set.
-        rows: with `sentence1` and `sentence2`, or two columns of any names.
-        languages: the two columns, where a table has one per language.
-
-    Raises:
-        DataError: a row lacks a column, or a value is not a text.
-    """
+    """Sentences and translations: `sentence1` and `sentence2`, two columns of any names, or those of `languages`."""
     first, second = [], []
     for row in _single_pairs(rows):
         if languages is not None:

@@ -15,22 +15,11 @@ from embedtrain.evaluation.types import Corpus, RetrievalSet
 
 
 def read_reranking(name: str, rows: Iterable[Row], source: str, split: str) -> tuple[RetrievalSet, list[str]]:
-    """A set of rows with `query`, `positive` and `negative`, each a text or a list of texts.
+    """A set of rows with `query`, `positive` and `negative`, each a text or a list of texts, and notes.
 
     As in mteb, a row without positives or without negatives is left out; every text of a row is a document of its own,
-    even if texts are equal, with an id that sorts negatives before positives of the same score.
-
-    Args:
-        name: of the set.
-        rows: of the table.
-        source: the table's name in messages.
-        split: a part of the ids.
-
-    Returns:
-        The set, and notes on rows that are left out.
-
-    Raises:
-        DataError: a row lacks a column, or no row can be used.
+    even if texts are equal, with an id that sorts negatives before positives of the same score. `source` is the table's
+    name in messages. Raises DataError if a row lacks a column, or no row can be used.
     """
     queries: dict[str, str] = {}
     ids: list[str] = []
@@ -75,9 +64,7 @@ def _texts(row: Row, key: str) -> list[str]:
 def read_run(path: Path) -> dict[str, dict[str, str]]:
     """The documents of each query in a TREC run (`query Q0 document rank score tag`), with their locations by id.
 
-    Raises:
-        DataError: the file cannot be read or is empty, a line has another number of fields, or a document is repeated
-            for a query.
+    Raises DataError if the file is unreadable or empty, a line has too few or many fields, or a document is repeated.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such run file")
@@ -125,20 +112,11 @@ def candidates_of(run: Mapping[str, Mapping[str, str]], data: RetrievalSet) -> d
 def with_candidates(
     data: RetrievalSet, ranked: Mapping[str, Sequence[str]], source: str
 ) -> tuple[RetrievalSet, list[str]]:
-    """The same set with the documents to rank for each query; documents of no query are dropped.
+    """The set with the documents to rank for each query, without other documents, and notes on mismatches.
 
-    A judged query without candidates stays: it finds nothing and counts as 0, as with trec_eval -c.
-
-    Args:
-        data: queries, documents and judgements.
-        ranked: document ids by query id, in any order.
-        source: name of the candidates in messages.
-
-    Returns:
-        The set, and notes on queries and documents that do not match.
-
-    Raises:
-        DataError: no judged query has a candidate that is a document.
+    A judged query without candidates stays: it finds nothing and counts as 0, as with trec_eval -c. `ranked` holds
+    document ids by query id, in any order; `source` is its name in messages. Raises DataError if no judged query has a
+    candidate that is a document.
     """
     judged = data.judged_queries
     candidate_ids = {document for query in judged for document in ranked.get(query, ())}

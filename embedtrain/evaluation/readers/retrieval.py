@@ -58,19 +58,10 @@ def is_beir_folder(folder: Path) -> bool:
 
 
 def read_beir_folder(folder: Path, name: str, split: str | None, cache: Cache) -> tuple[RetrievalSet, list[str]]:
-    """Read a BEIR folder.
+    """Read a BEIR folder: the set, and notes on its irregularities.
 
-    Args:
-        folder: with corpus, queries and qrels.
-        name: of the set.
-        split: which file of qrels/, in BEIR's or TREC's format; default: test, else dev, else the only one.
-        cache: where a large corpus is kept.
-
-    Returns:
-        The set, and notes on its irregularities.
-
-    Raises:
-        DataError: a file is missing, or a line cannot be used.
+    `split` is a file of qrels/, in BEIR's or TREC's format; default: test, else dev, else the only one. A large corpus
+    is kept in the cache. Raises DataError if a file is missing, or a line cannot be used.
     """
     files = find_retrieval_files(_names_in(folder), folder)
     corpus, queries = _require_file(files.corpus, folder, "corpus"), _require_file(files.queries, folder, "queries")
@@ -83,15 +74,7 @@ def read_beir_folder(folder: Path, name: str, split: str | None, cache: Cache) -
 
 
 def read_corpus(path: Path, cache: Cache | None = None) -> Corpus:
-    """The documents of a BEIR folder, or of a file.
-
-    Args:
-        path: folder or file.
-        cache: where a large corpus is kept; default: the default of data.cache_dir.
-
-    Raises:
-        DataError: there is none, or a line cannot be used.
-    """
+    """The documents of a BEIR folder, or of a file; `cache`, for a large corpus, defaults to that of data.cache_dir."""
     if path.is_dir():
         part = _require_file(find_retrieval_files(_names_in(path), path).corpus, path, "corpus")
     elif path.is_file():
@@ -118,19 +101,10 @@ def _require_file(names: Sequence[str], folder: Path, stem: str) -> Part:
 def read_hub_retrieval(
     path: str, config: EvaluationSet, name: str, cache: Cache
 ) -> tuple[RetrievalSet, list[str]] | None:
-    """Read a retrieval or reranking set of the Hub.
+    """Read a retrieval or reranking set of the Hub, or of a folder with the layout of a repository.
 
-    Args:
-        path: Hub id, or a folder with the layout of a repository.
-        config: options of the set.
-        name: of the set.
-        cache: where a large corpus is kept.
-
-    Returns:
-        The set, and notes on its irregularities; None where the repository has another layout.
-
-    Raises:
-        DataError: it cannot be loaded, or its tables do not match.
+    Returns the set, and notes on its irregularities; None where the repository has another layout. Raises DataError if
+    it cannot be loaded, or its tables do not match.
     """
     repository = HubRepository(path, config.revision)
     tables = find_hub_tables(
@@ -169,17 +143,8 @@ def _candidate_ids(row: Row) -> list[str]:
 def read_llama_index(path: Path, name: str) -> tuple[RetrievalSet, list[str]] | None:
     """Read a JSON file that LlamaIndex's EmbeddingQAFinetuneDataset wrote.
 
-    {"queries": {id: text}, "corpus": {id: text}, "relevant_docs": {query id: [document ids]}}
-
-    Args:
-        path: a .json file.
-        name: of the set.
-
-    Returns:
-        The set, and notes on its irregularities; None where the file holds something else.
-
-    Raises:
-        DataError: the file or its content cannot be read.
+    Its content is {"queries": {id: text}, "corpus": {id: text}, "relevant_docs": {query id: [document ids]}}. Returns
+    the set, and notes on its irregularities; None where the file holds something else.
     """
     if path.suffix.lower() != ".json":
         return None
@@ -230,12 +195,7 @@ def _relevant_documents(value: Any, location: str) -> Iterator[LocatedJudgement]
 def read_documents(part: Part, cache: Cache) -> Corpus:
     """The documents of a corpus, in order. An id that is repeated with the same text is one document.
 
-    Args:
-        part: a file or data set.
-        cache: where a large corpus is kept.
-
-    Raises:
-        DataError: a row cannot be used, an id has two texts, or there is no document.
+    Raises DataError if a row cannot be used, an id has two texts, or there is no document.
     """
     with no_progress_bars() if part.kind is PartKind.hub else nullcontext():
         is_large = _num_bytes(part) >= MAPPED_BYTES
@@ -303,20 +263,10 @@ def assemble(
     located_judgements: Iterable[LocatedJudgement],
     sources: Sequence[object],
 ) -> tuple[RetrievalSet, list[str]]:
-    """Join three tables to a set, and report what does not match.
+    """Join three tables to a set, and report in notes what does not match.
 
-    Args:
-        name: of the set.
-        documents: the corpus.
-        queries: texts by id.
-        located_judgements: judgements with their locations.
-        sources: names of the three in messages: documents, queries, judgements.
-
-    Returns:
-        The set, and notes on its irregularities.
-
-    Raises:
-        DataError: a judgement cannot be used, or none can.
+    `sources` names the three in messages: documents, queries, judgements. Raises DataError if a judgement cannot be
+    used, or none can.
     """
     judgements: dict[str, dict[str, int]] = {}
     unknown_queries: set[str] = set()

@@ -17,14 +17,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a table. Every method raises DataError with the location where a value is missing or wrong.
+    """A row of a table. Every method raises DataError with the location where a value is missing or wrong."""
 
-    Attributes:
-        location: `file:line`, which begins every message.
-        fields: values by column.
-    """
-
-    location: str
+    location: str  # `file:line`, which begins every message
     fields: Mapping[str, Any]
 
     def key(self, *names: str) -> str:
@@ -82,11 +77,7 @@ def read_raw_rows(part: Part) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
 
 
 def read_rows(part: Part) -> Iterator[Row]:
-    """The rows of a table.
-
-    Raises:
-        DataError: the table or a row cannot be read.
-    """
+    """The rows of a table. Raises DataError if the table or a row cannot be read."""
     name = table_name(part)
     has_cells = part.kind in (PartKind.csv, PartKind.tsv)
     for number, fields in read_raw_rows(part):
@@ -98,11 +89,7 @@ def read_rows(part: Part) -> Iterator[Row]:
 
 
 def first_row(part: Part) -> Row:
-    """The first row of a table.
-
-    Raises:
-        DataError: the table cannot be read, or is empty.
-    """
+    """The first row of a table. Raises DataError if the table cannot be read, or is empty."""
     row = next(read_rows(part), None)
     if row is None:
         raise DataError(f"{table_name(part)} is empty")

@@ -34,10 +34,8 @@ def take_subset(
 ) -> tuple[EvaluationData, list[str]]:
     """A subset, and notes on it.
 
-    Args:
-        data: the whole set.
-        subset: the maximal number of judged queries, pairs, texts to classify or cluster, or groups of texts.
-        subset_documents: the maximal number of documents besides those that are judged for a remaining query.
+    `subset` is the maximal number of judged queries, pairs, texts to classify or cluster, or groups of texts;
+    `subset_documents` that of documents besides those that are judged for a remaining query.
     """
     notes: list[str] = []
     if subset is not None:

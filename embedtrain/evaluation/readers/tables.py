@@ -28,28 +28,16 @@ from embedtrain.evaluation.types import EvaluationData
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """A table that is measured, and the tables next to it.
-
-    Attributes:
-        measured: the table.
-        split: its key in `by_split`.
-        by_split: all tables.
-        languages: two columns of translations, where a table has one column per language.
-    """
+    """A table that is measured, and the tables next to it."""
 
     measured: Part
-    split: str
+    split: str  # of the measured table in `by_split`
     by_split: Mapping[str, Part] = field(default_factory=dict)
-    languages: tuple[str, str] | None = None
+    languages: tuple[str, str] | None = None  # two columns of translations, where a table has one per language
 
 
 def tables_of_file(path: Path, config: EvaluationSet) -> Tables:
-    """A file, and the tables in its folder.
-
-    Raises:
-        DataError: the file is not a table.
-        ConfigError: a configuration or split of a file.
-    """
+    """A file, and the tables in its folder. Raises ConfigError if a configuration or split of a file is asked for."""
     for option, value in (("config", config.config), ("split", config.split)):
         if value is not None:
             raise ConfigError(
@@ -60,12 +48,7 @@ def tables_of_file(path: Path, config: EvaluationSet) -> Tables:
 
 
 def tables_of_folder(folder: Path, config: EvaluationSet) -> Tables | None:
-    """The tables of a folder, of which the split's name chooses the measured one; None where there is no table.
-
-    Raises:
-        DataError: none has the name asked for, or none is asked for and there are several.
-        ConfigError: a configuration of a folder of tables.
-    """
+    """The tables of a folder, of which the split's name chooses the measured one; None where there is no table."""
     tables = tables_in(folder)
     if not tables:
         return None
@@ -97,11 +80,7 @@ def tables_in(folder: Path) -> dict[str, Part]:
 
 
 def tables_of_repository(path: str, config: EvaluationSet) -> Tables:
-    """The splits of a configuration on the Hub.
-
-    Raises:
-        DataError: it cannot be loaded, or there is no such configuration or split.
-    """
+    """The splits of a configuration on the Hub. Raises DataError if there is no such configuration or split."""
     repository = HubRepository(path, config.revision)
     chosen, languages = config.config, None
     if chosen is None:
@@ -130,11 +109,7 @@ def _language_columns(repository: HubRepository, pair: str) -> tuple[str, str] |
 
 
 def read_tables(name: str, config: EvaluationSet, tables: Tables) -> tuple[EvaluationData, list[str]]:
-    """The set that the columns of a table, or the options, make.
-
-    Raises:
-        DataError: the columns match no kind of set, a row cannot be used, or there are no texts to learn classes from.
-    """
+    """The set that the columns of a table, or the options, make, and notes. Raises DataError if they make none."""
     table, rows, notes = tables.measured, read_rows(tables.measured), list[str]()
     kind = config.kind
     if kind is SetKind.auto:
@@ -161,11 +136,7 @@ def read_tables(name: str, config: EvaluationSet, tables: Tables) -> tuple[Evalu
 
 
 def _train_table(config: EvaluationSet, tables: Tables) -> Part:
-    """The table to learn classes from.
-
-    Raises:
-        DataError: there is none, or it is the one that is measured.
-    """
+    """The table to learn classes from."""
     if config.train is not None:
         path = Path(config.train).expanduser()
         chosen = part_of_file(str(path)) if path.is_file() else tables.by_split.get(config.train)
@@ -184,11 +155,7 @@ def _train_table(config: EvaluationSet, tables: Tables) -> Part:
 
 
 def detect_kind(table: Part) -> SetKind:
-    """The kind of set that the columns of the first row make.
-
-    Raises:
-        DataError: the table is empty, or its columns match no kind or several.
-    """
+    """The kind of set that the columns of the first row make. Raises DataError if they match no kind or several."""
     row = first_row(table)
     columns = ", ".join(row.fields)
     if has_pair(row):

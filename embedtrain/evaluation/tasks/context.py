@@ -23,27 +23,16 @@ SEED = 42
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """One set on one model.
+    """One set on one model."""
 
-    Attributes:
-        encoder: of the live model; its prompts are used if the set has none of its own.
-        world: the ranks.
-        loaded: the set, with its prompts and maximum lengths.
-        metrics: the names of the metrics to compute.
-        index: data type and placement of document vectors.
-        vector_cache: for document vectors.
-        save_runs: directory for TREC files, or None.
-        run_depth: documents per query in a run file.
-    """
-
-    encoder: SentenceEncoder
+    encoder: SentenceEncoder  # of the live model; its prompts are used if the set has none of its own
     world: World
-    loaded: LoadedSet
-    metrics: tuple[str, ...]
+    loaded: LoadedSet  # the set, with its prompts and maximum lengths
+    metrics: tuple[str, ...]  # names of the metrics to compute
     index: IndexConfig
-    vector_cache: VectorCache | None
-    save_runs: Path | None
-    run_depth: int
+    vector_cache: VectorCache | None  # for document vectors
+    save_runs: Path | None  # directory for TREC files
+    run_depth: int  # documents per query in a run file
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor:
         """Unit vectors of queries: float32 [n, D], on every rank. A collective."""

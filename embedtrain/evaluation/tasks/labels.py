@@ -48,10 +48,8 @@ def measure_classification(data: ClassificationSet, context: EvaluationContext) 
 
     Samples, classifier and metrics are those of MTEB's AbsTaskClassification; `classifier=knn` is the classifier of its
     first version, the three nearest neighbours by cosine. Vectors are not normalized. F1, precision and recall are
-    means over classes. For average precision, the class that sorts last is the positive one.
-
-    Raises:
-        DataError: on every rank, if all training texts have the same class.
+    means over classes. For average precision, the class that sorts last is the positive one. Raises DataError on every
+    rank if all training texts have the same class.
     """
     world = context.world
     samples: list[NDArray[np.int64]] = []
@@ -79,10 +77,8 @@ def measure_classification(data: ClassificationSet, context: EvaluationContext) 
 
 def _class_numbers(data: ClassificationSet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The classes of training and test texts as numbers, in the order in which scikit-learn sorts the labels."""
-    labels = {*data.train_labels, *data.labels}
-    number_of = {
-        label: number for number, label in enumerate(sorted(labels, key=lambda label: (isinstance(label, str), label)))
-    }
+    labels = sorted({*data.train_labels, *data.labels}, key=lambda label: (isinstance(label, str), label))
+    number_of = {label: number for number, label in enumerate(labels)}
 
     def numbers(labels: Sequence[int | str]) -> NDArray[np.int64]:
         return np.array([number_of[label] for label in labels], dtype=np.int64)
@@ -114,11 +110,9 @@ def _draw_samples(
 
 
 def _make_classifier(classifier: Classifier, num_texts: int) -> LogisticRegression | KNeighborsClassifier:
-    match classifier:
-        case Classifier.logistic:
-            return LogisticRegression(max_iter=100, random_state=SEED)
-        case Classifier.knn:
-            return KNeighborsClassifier(n_neighbors=min(_NUM_NEIGHBORS, num_texts), metric="cosine")
+    if classifier is Classifier.knn:
+        return KNeighborsClassifier(n_neighbors=min(_NUM_NEIGHBORS, num_texts), metric="cosine")
+    return LogisticRegression(max_iter=100, random_state=SEED)
 
 
 def _classification_metrics(classes: NDArray[np.int64], predicted: NDArray[np.int64]) -> dict[str, float]:
@@ -189,7 +183,7 @@ def _labels_of_level(labels: Sequence[Sequence[int | str]], level: int) -> tuple
     As in MTEB, a text without a cluster on this level is skipped if clusters are numbers (-1 means none), and belongs
     to a cluster of all such texts if they are strings.
     """
-    of_level = np.array([own[level] if len(own) > level else -1 for own in labels])
+    of_level = np.array([of_text[level] if len(of_text) > level else -1 for of_text in labels])
     has_cluster = np.ones(len(labels), dtype=bool) if of_level.dtype.kind == "U" else of_level != -1
     rows = has_cluster.nonzero()[0]
     return rows, np.unique(of_level[rows], return_inverse=True)[1]

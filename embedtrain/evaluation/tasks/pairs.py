@@ -67,10 +67,8 @@ def measure_bitext(data: Bitext, context: EvaluationContext) -> dict[str, float]
     and `accuracy_mean` (of both directions) are those of sentence-transformers' TranslationEvaluator, which also
     accepts an equal sentence of another row. Of equally near sentences, the first counts.
     """
-    vectors = unit_vectors(context.encode_texts([*data.first, *data.second]))
-    first, second = vectors[: len(data.first)], vectors[len(data.first) :]
-    forward = _nearest(first, second, context)
-    backward = _nearest(second, first, context)
+    first, second = map(unit_vectors, context.encode_pairs(data.first, data.second))
+    forward, backward = _nearest(first, second, context), _nearest(second, first, context)
     metrics: dict[str, float] = {}
     with context.world.fail_together(f"computing the metrics of {data.name}"), reproducible_sklearn():
         if context.world.is_main:

@@ -4,21 +4,15 @@ Shapes: Q queries, M candidates of the query with the most, D dimensions.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from embedtrain.evaluation.metrics import (
-    judged_documents,
-    mean_metrics,
-    metrics_per_query,
-    required_depth,
-)
+from embedtrain.evaluation.metrics import judged_documents, mean_metrics, metrics_per_query, required_depth
 from embedtrain.evaluation.tasks.context import EvaluationContext
 from embedtrain.evaluation.types import RetrievalSet
 from embedtrain.files import atomic_write
@@ -76,9 +70,9 @@ def measure_reranking(data: RetrievalSet, context: EvaluationContext) -> dict[st
     scores = torch.cat([torch.empty((0, width)), *(index.scores_of(*batch) for batch in batches)])
 
     def ranked(number: int) -> dict[str, float]:
-        run = _sort_by_score(
-            [ids[document] for document in documents[number].tolist() if document >= 0], scores[number]
-        )
+        names = [ids[document] for document in documents[number].tolist() if document >= 0]
+        pairs = zip(scores[number, : len(names)].tolist(), names, strict=True)
+        run = {document: score for score, document in sorted(pairs, reverse=True)}  # ties by descending id
         if data.ignore_identical_ids:
             run.pop(judged[number], None)
         return run
@@ -86,25 +80,13 @@ def measure_reranking(data: RetrievalSet, context: EvaluationContext) -> dict[st
     return _ranking_metrics(data, ranked, width, context)
 
 
-def _sort_by_score(ids: list[str], scores: Tensor) -> dict[str, float]:
-    """Scores by id, best first; ties by descending id, as in trec_eval."""
-    pairs = zip(scores[: len(ids)].tolist(), ids, strict=True)
-    return {document: score for score, document in sorted(pairs, reverse=True)}
-
-
 def _ranking_metrics(
     data: RetrievalSet, ranked: Callable[[int], Mapping[str, float]], depth: int, context: EvaluationContext
 ) -> dict[str, float]:
     """Means over the judged queries, identical on every rank; each rank measures a part of them. A collective.
 
-    Rank 0 writes the TREC files if `context.save_runs` is set.
-
-    Args:
-        data: the set.
-        ranked: returns, for the number of a judged query, the scores of documents by id, best first, with ties in the
-            order of trec_eval. The same on every rank.
-        depth: the number of documents to measure.
-        context: defines the metrics.
+    Rank 0 writes the TREC files if `context.save_runs` is set. For the number of a judged query, `ranked` returns the
+    scores of documents by id, best first, with ties in the order of trec_eval; `depth` documents are measured.
     """
     world, judged, metrics = context.world, data.judged_queries, context.metrics
     first, end = (len(judged) * rank // world.size for rank in (world.rank, world.rank + 1))
@@ -139,36 +121,19 @@ def write_run(path: Path, rankings: Iterable[tuple[str, Mapping[str, float]]], d
     The format has no quoting, so whitespace within ids is percent-encoded (`%20`). Scores have nine digits: read as
     float32 they are the same bits, and trec_eval sees the same ties.
 
-    Args:
-        path: of the file.
-        rankings: for each query its id, and the scores of documents by id, best first.
-        depth: documents per query.
+    `rankings` has, for each query, its id and the scores of documents by id, best first; `depth` of them are written.
     """
-    _write_lines(
-        path,
-        (
-            f"{_escape(query)} Q0 {_escape(document)} {rank} {score:.9g} {_TAG}\n"
-            for query, scores in rankings
-            for rank, (document, score) in enumerate(islice(scores.items(), depth), start=1)
-        ),
-    )
+    with atomic_write(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        for query, scores in rankings:
+            for rank, (document, score) in enumerate(islice(scores.items(), depth), start=1):
+                file.write(f"{_escape(query)} Q0 {_escape(document)} {rank} {score:.9g} {_TAG}\n")
 
 
 def write_qrels(path: Path, judgements: Mapping[str, Mapping[str, int]]) -> None:
     """Write TREC qrels, `query 0 document gain` per line, with ids as in the run."""
-    _write_lines(
-        path,
-        (
-            f"{_escape(query)} 0 {_escape(document)} {gain}\n"
-            for query, gains in judgements.items()
-            for document, gain in gains.items()
-        ),
-    )
-
-
-def _write_lines(path: Path, lines: Iterator[str]) -> None:
     with atomic_write(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
+        for query, gains in judgements.items():
+            file.writelines(f"{_escape(query)} 0 {_escape(document)} {gain}\n" for document, gain in gains.items())
 
 
 def _file_name(name: str) -> str:

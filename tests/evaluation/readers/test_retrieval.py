@@ -255,7 +255,7 @@ def test_errors_of_paths_and_options(beir, tmp_path):
         read(beir, config="en")
     with pytest.raises(ConfigError, match=r"^experiments=3 has no use with .*my-set, which is a retrieval set: leave"):
         read(beir, experiments=3)
-    with pytest.raises(ConfigError, match=r"^metrics of my-set: 'spearman' is no metric of rankings: "):
+    with pytest.raises(ConfigError, match=r"^metrics of my-set: 'spearman' is not a metric of rankings: "):
         read(beir, metrics=["spearman"])
     assert "is one file" in error_of(beir / "corpus.jsonl", kind=SetKind.retrieval)
     (tmp_path / "empty").mkdir()

@@ -27,30 +27,16 @@ class DocumentLookup(Protocol):
 
 @dataclass
 class RowLayout(ABC):
-    """How rows of one layout are parsed. What optional values the rows have is collected for the report.
-
-    Attributes:
-        name: of the layout, in the report.
-        needs: what the loss needs of every row.
-        features: optional values that some rows have and that are used, in the order of their first occurrence.
-        ignored: names of values that are not used.
-    """
+    """How rows of one layout are parsed. What optional values the rows have is collected for the report."""
 
     name: ClassVar[str]
     needs: RowRequirements = TEXTS_ONLY
-    features: dict[str, None] = field(default_factory=dict)  # sets that keep their order
+    # Optional values that are used and names of values that are not: sets in the order of first occurrence.
+    features: dict[str, None] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
 
     def texts(self, row: dict[str, Any], documents: DocumentLookup | None = None) -> Texts:
-        """The texts of a row, and the values besides them that the loss needs.
-
-        Args:
-            row: values by column or key.
-            documents: the corpus, where rows refer to documents by id.
-
-        Raises:
-            BadRow: the row cannot be used.
-        """
+        """The texts of a row, and the values besides them that the loss needs. Raises BadRow if it cannot be used."""
         return _drop_repeated_negatives(self._parse(row, documents))
 
     def describe(self) -> str:
@@ -124,11 +110,7 @@ def reject_media(row: dict[str, Any], name: str) -> None:
 
 
 def lookup_texts(ids: Sequence[str], name: str, documents: DocumentLookup | None) -> tuple[str, ...]:
-    """The texts of documents by id.
-
-    Raises:
-        BadRow: the corpus does not have a document, or its text is empty.
-    """
+    """The texts of documents by id. Raises BadRow if the corpus lacks a document, or its text is empty."""
     if documents is None:
         raise BadRow(
             f"{name} names documents by id, and the source's first rows do not: "

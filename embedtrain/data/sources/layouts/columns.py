@@ -35,15 +35,7 @@ def choose_layout(
 ) -> RowLayout:
     """The layout that the source names, else the one that its first row has.
 
-    Args:
-        source: an element of `data.train`.
-        kind: of the part that holds the row.
-        row: the source's first row.
-        needs: what the loss needs of every row.
-
-    Raises:
-        ConfigError: `columns` is given for a format that has none, or names too few.
-        DataError: the row's columns do not hold what the loss needs.
+    Raises ConfigError if `columns` has no use or names too few, and DataError if the row lacks what the loss needs.
     """
     if source.columns is not None and source.format not in (DataFormat.auto, DataFormat.columns):
         raise ConfigError(f"{source.path}: columns has no use with format={source.format.value}: leave one of them out")
@@ -130,18 +122,13 @@ class Columns(RowLayout):
     """Columns by order: query, positive, then negatives. A value may be a text or a list of texts.
 
     The column `score` holds what the loss needs besides texts: scores, a class, or a teacher's vectors. For a loss
-    without such needs it marks the positives of a list of documents, as `mine_hard_negatives` of
-    sentence-transformers writes them (labeled-list).
-
-    Attributes:
-        names: of the columns of texts.
-        score: name of the column of scores, labels, vectors or marks.
-        is_cells: whether values are cells of CSV or TSV, in which numbers are texts.
+    without such needs it marks the positives of a list of documents, as `mine_hard_negatives` of sentence-transformers
+    writes them (labeled-list).
     """
 
-    names: list[str]
+    names: list[str]  # of the columns of texts
     score: str | None = None
-    is_cells: bool = False
+    is_cells: bool = False  # of CSV or TSV, in which numbers are texts
 
     def describe(self) -> str:
         """What each column is used as."""

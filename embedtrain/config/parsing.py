@@ -1,19 +1,24 @@
-"""Parses the list options of a recipe: mappings and bare paths become dataclasses."""
+"""Mappings become dataclasses, and errors of Hydra and OmegaConf become one sentence about an option and its value."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.messages import explain_hydra_error
-from embedtrain.config.recipe import TrainSource
+from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.validation import did_you_mean, unknown_option
 from embedtrain.errors import ConfigError
 
 Item = TypeVar("Item")
+
+_NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
+_LOSSES_EXAMPLE = "must be a list, such as loss.losses=[{name: infonce}, {name: orthogonal, weight: 0.1}]"
 
 
 def escape_interpolations(value: Any) -> Any:
@@ -34,12 +39,9 @@ def escape_interpolations(value: Any) -> Any:
 
 
 def parse_items(value: Any, kind: type[Item], option: str) -> list[Item]:
-    """The elements of a list option: a mapping of the dataclass's options, or a string, which is its `path`.
+    """The elements of a list option: each a mapping of the dataclass's options, or a string, which is its `path`.
 
-    A single path or mapping is a list of one.
-
-    Raises:
-        ConfigError: `value` is none of these, or an element does not fit the dataclass.
+    A single path or mapping is a list of one. Raises a ConfigError for other values.
     """
     if isinstance(value, str | dict):
         value = [value]
@@ -57,13 +59,7 @@ def parse_items(value: Any, kind: type[Item], option: str) -> list[Item]:
 
 
 def parse_sources(value: Any, option: str, loss: LossConfig) -> list[TrainSource]:
-    """Training sources; a source with a loss of its own gets all options of that loss.
-
-    Args:
-        value: as `parse_items`.
-        option: the name of the list.
-        loss: the recipe's.
-    """
+    """Training sources, as `parse_items`; a source with a loss of its own gets all options of that loss."""
     sources = parse_items(value, TrainSource, option)
     for index, source in enumerate(sources):
         if source.loss is not None:
@@ -101,3 +97,39 @@ def _merge(base: Any, options: Mapping[str, Any], option: str) -> Any:
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{option}: {explain_hydra_error(error, options)}") from None
+
+
+def explain_hydra_error(error: Exception, values: Mapping[str, Any] | None = None) -> str:
+    """The message for an error of Hydra or OmegaConf; `values` are those that the user wrote, by full option name."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        own = "; your own are DIR/recipe/NAME.yaml, with --config-dir DIR" if group == "recipe" else ""
+        hint = did_you_mean(name, error.options or (), cutoff=0.4)
+        return f"{group}={name}: there is no such {group}{hint} Available are {', '.join(error.options or ())}{own}"
+    if isinstance(error, OverrideParseException):
+        message = " ".join(error.message.partition("See https")[0].split())
+        return f"{error.override}: {message}; write option=value, with quotes around a value that has blanks"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__  # Hydra chains some explicitly and some not
+    if cause is None:  # `@recipe.` is the package of the options of a recipe without the line
+        return _NO_PACKAGE if "@recipe." in str(error) else " ".join(str(error).split())
+    option = cause.full_key or ""
+    parent_type = cause.object_type
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        if parent_type is Recipe and option == "recipe":
+            return _NO_PACKAGE
+        if dataclasses.is_dataclass(parent_type):
+            return unknown_option(option, [field.name for field in dataclasses.fields(parent_type)])
+        parent, _, key = option.rpartition(".")
+        return f"{parent} is a mapping: write {parent}={{{key}: ...}}"
+    message = " ".join(str(cause).partition("full_key:")[0].split())
+    if re.search(r"Merge error: \w+Config is not a subclass of \w+Config", message):
+        return f"loss takes one loss; for several write loss=combined and loss.losses, which {_LOSSES_EXAMPLE}"
+    if option == "loss.losses":
+        return f"loss.losses {_LOSSES_EXAMPLE}"
+    value = (values or {}).get(option)
+    written = option if value is None else f"{option}={value}"
+    if "is not a ListConfig" in message:
+        return f"{written}: must be a list, such as {option}=[{'...' if value is None else value}]"
+    return f"{written}: {message}" if option else message

@@ -213,7 +213,7 @@ def test_inspect_of_a_recipe(tmp_path):
     assert re.search(r"^  an epoch +100 rows, 7 batches$", told, re.M)
     assert re.search(r"^  all of it +21 steps of 1 batch, 3 epochs$", told, re.M)
     assert re.search(r"^  8 GPUs( +[\d,.]+){3} +\d+\.\d% +1\.\d{3}$", told, re.M)
-    assert "place  cache" in told
+    assert "directory  cache" in told
     assert not (tmp_path / "runs").exists()
     kept = sorted(path.name for path in (tmp_path / "cache").iterdir())
     assert {name.partition("-")[0] for name in kept} >= {"rows", "tokens"}

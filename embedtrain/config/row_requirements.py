@@ -5,20 +5,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from embedtrain.config.losses import (
-    AnglEConfig,
-    BatchTripletConfig,
     CombinedConfig,
-    ContrastiveConfig,
-    CoSENTConfig,
-    CosineMSEConfig,
     DistillEmbeddingsConfig,
-    DistillScoresConfig,
     LossConfig,
-    MarginMSEConfig,
-    OnlineContrastiveConfig,
-    OrthogonalConfig,
     SentenceTransformersConfig,
-    TripletConfig,
 )
 
 
@@ -53,27 +43,16 @@ class ScoreRange:
 
 @dataclass(frozen=True, kw_only=True)
 class RowRequirements:
-    """What a loss requires of every row.
+    """What a loss requires of every row."""
 
-    Attributes:
-        documents: at least a positive; otherwise a row may be a single text.
-        negatives: at least one hard negative.
-        scores: a score for every document.
-        range: the scores that it accepts.
-        label: the class of the row, a whole number.
-        vectors: a teacher's embedding of every text.
-        same_num_documents: the same number of documents in every row.
-        loss: the name of the loss, for messages.
-    """
-
-    documents: bool = True
-    negatives: bool = False
-    scores: ScoreRequirement = ScoreRequirement.none
-    range: ScoreRange = ScoreRange()
-    label: bool = False
-    vectors: bool = False
-    same_num_documents: bool = False
-    loss: str = "infonce"
+    documents: bool = True  # at least a positive; otherwise a row may be a single text
+    negatives: bool = False  # at least one hard negative
+    scores: ScoreRequirement = ScoreRequirement.none  # of every document
+    range: ScoreRange = ScoreRange()  # of accepted scores
+    label: bool = False  # the class of the row, a whole number
+    vectors: bool = False  # a teacher's embedding of every text
+    same_num_documents: bool = False  # in every row
+    loss: str = "infonce"  # its name, for messages
 
     def __or__(self, other: "RowRequirements") -> "RowRequirements":
         """What two losses on the same rows require together."""
@@ -90,18 +69,28 @@ class RowRequirements:
         )
 
 
-# A cosine; a weight of the attracting term, whose rest is that of the repelling term; the same, but 0 or 1.
-_COSINE, _WEIGHT, _BINARY = (
-    ScoreRange(low=-1, high=1),
-    ScoreRange(low=0, high=1),
-    ScoreRange(low=0, high=1, integers=True),
-)
+_COSINE = ScoreRange(low=-1, high=1)
+_WEIGHT = ScoreRange(low=0, high=1)  # of the attracting term; the repelling term has the rest
+_BINARY = ScoreRange(low=0, high=1, integers=True)
 _COLUMNS = RowRequirements(same_num_documents=True)
 _PAIRS = RowRequirements(same_num_documents=True, scores=ScoreRequirement.pairs)
 _TEACHER = RowRequirements(same_num_documents=True, negatives=True, scores=ScoreRequirement.teacher)
 _CLASSES = RowRequirements(documents=False, label=True, same_num_documents=True)
 _VECTORS = RowRequirements(documents=False, vectors=True, same_num_documents=True)
 
+# By `loss.name`; other losses have the default.
+_LOSSES = {
+    "cosent": RowRequirements(scores=ScoreRequirement.pairs),
+    "angle": RowRequirements(scores=ScoreRequirement.pairs),
+    "cosine_mse": RowRequirements(scores=ScoreRequirement.pairs, range=_COSINE),
+    "contrastive": RowRequirements(scores=ScoreRequirement.pairs, range=_WEIGHT),
+    "online_contrastive": RowRequirements(scores=ScoreRequirement.pairs, range=_BINARY),
+    "triplet": RowRequirements(negatives=True),
+    "batch_triplet": RowRequirements(documents=False, label=True),
+    "distill_scores": RowRequirements(negatives=True, scores=ScoreRequirement.teacher),
+    "margin_mse": RowRequirements(negatives=True, scores=ScoreRequirement.teacher),
+    "orthogonal": RowRequirements(documents=False),
+}
 # The loss classes of sentence-transformers 6.0 to 6.2 that compute from embeddings.
 SENTENCE_TRANSFORMERS_LOSSES: dict[str, RowRequirements] = {
     "MultipleNegativesRankingLoss": _COLUMNS,
@@ -153,23 +142,7 @@ def row_requirements(loss: LossConfig) -> RowRequirements:
             if name == "SoftmaxLoss" and isinstance(arguments.get("num_labels"), int):
                 return replace(requirements, range=ScoreRange(low=0, high=arguments["num_labels"] - 1, integers=True))
             return requirements
-        case CoSENTConfig() | AnglEConfig():
-            return RowRequirements(scores=ScoreRequirement.pairs, loss=loss.name)
-        case CosineMSEConfig():
-            return RowRequirements(scores=ScoreRequirement.pairs, range=_COSINE, loss=loss.name)
-        case ContrastiveConfig():
-            return RowRequirements(scores=ScoreRequirement.pairs, range=_WEIGHT, loss=loss.name)
-        case OnlineContrastiveConfig():
-            return RowRequirements(scores=ScoreRequirement.pairs, range=_BINARY, loss=loss.name)
-        case TripletConfig():
-            return RowRequirements(negatives=True, loss=loss.name)
-        case BatchTripletConfig():
-            return RowRequirements(documents=False, label=True, loss=loss.name)
-        case DistillScoresConfig() | MarginMSEConfig():
-            return RowRequirements(negatives=True, scores=ScoreRequirement.teacher, loss=loss.name)
         case DistillEmbeddingsConfig(teacher=teacher):
             return RowRequirements(documents=False, vectors=teacher is None, loss=loss.name)
-        case OrthogonalConfig():
-            return RowRequirements(documents=False, loss=loss.name)
         case _:
-            return RowRequirements(loss=loss.name)
+            return replace(_LOSSES.get(loss.name, RowRequirements()), loss=loss.name)

@@ -42,7 +42,7 @@ FUNCTION_ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 # Arguments that cannot be set, and why.
-_REFUSED = {
+_REJECTED = {
     "model": "the model is that of the recipe; leave it out",
     "guide": "set the guide beside class_name instead: guide=a directory or a Hub id",
     "gather_across_devices": "the batch of all ranks is always gathered; leave it out",
@@ -52,16 +52,11 @@ _REFUSED = {
 
 
 def check_sentence_transformers(loss: SentenceTransformersConfig, option: str = "loss") -> None:
-    """Refuse options that no supported version of sentence-transformers accepts.
+    """Reject options, named `option` in the recipe, that no supported version of sentence-transformers accepts.
 
-    Args:
-        loss: the options.
-        option: their name in the recipe.
-
-    Raises:
-        ConfigError: an unknown class, one that needs more than embeddings, an argument that cannot be set, a function
-            that is not known by name, a missing or superfluous guide, `matryoshka_dims` for a class that takes whole
-            embeddings.
+    A ConfigError for an unknown class, one that needs more than embeddings, an argument that cannot be set, a function
+    that is not known by name, a missing or superfluous guide, and `matryoshka_dims` for a class that takes whole
+    embeddings.
     """
     _check_class(loss.class_name, loss.arguments, option)
     name = loss.class_name
@@ -105,8 +100,8 @@ def _check_class(name: Any, arguments: Any, option: str) -> None:
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"{option}.arguments={arguments!r}: must be a mapping of the arguments of {name}")
     for argument, value in arguments.items():
-        if argument in _REFUSED:
-            raise ConfigError(f"{option}.arguments.{argument}={written(value)}: {_REFUSED[argument]}")
+        if argument in _REJECTED:
+            raise ConfigError(f"{option}.arguments.{argument}={written(value)}: {_REJECTED[argument]}")
         allowed = FUNCTION_ARGUMENTS.get(name, {}).get(argument)
         if allowed and value not in allowed:
             raise ConfigError(

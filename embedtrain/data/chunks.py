@@ -21,15 +21,10 @@ _UNKNOWN = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Which rank encodes which texts in which chunks.
+    """Which rank encodes which texts in which chunks."""
 
-    Attributes:
-        texts: int64 [G, W], the text of each group and rank; -1 in the last group for ranks without a text.
-        bounds: the first group of each chunk, and G; only 0 if there are no texts.
-    """
-
-    texts: NDArray[np.int64]
-    bounds: tuple[int, ...]
+    texts: NDArray[np.int64]  # [G, W], the text of each group and rank; -1 in the last group for ranks without a text
+    bounds: tuple[int, ...]  # the first group of each chunk, and G; only 0 if there are no texts
 
     @property
     def num_chunks(self) -> int:
@@ -80,8 +75,6 @@ def plan_chunks(
     Args:
         lengths: tokens of each text, [T].
         size: W.
-        chunk_tokens: maximal tokens of one forward pass, including padding.
-        pass_overhead_tokens: cost of one more forward pass, in tokens.
         packed: whether a chunk has no padding; else it has rows x longest tokens.
     """
     text_lengths = np.asarray(lengths, dtype=np.int64)
@@ -163,15 +156,15 @@ def _cheapest(
     cost[0] = 0
     previous = np.zeros(last + 1, dtype=np.int64)
     steps = zip(starts.tolist(), longest[starts].tolist(), stops.tolist(), strict=True)
-    for at, (start, length, stop) in enumerate(steps):
-        new_cost = (candidates[at + 1 : stop] - start) * length + (int(cost[at]) + pass_overhead_tokens)
-        is_better = new_cost < cost[at + 1 : stop]
-        np.copyto(cost[at + 1 : stop], new_cost, where=is_better)
-        previous[at + 1 : stop][is_better] = at
+    for index, (start, length, stop) in enumerate(steps):
+        new_cost = (candidates[index + 1 : stop] - start) * length + (int(cost[index]) + pass_overhead_tokens)
+        is_better = new_cost < cost[index + 1 : stop]
+        np.copyto(cost[index + 1 : stop], new_cost, where=is_better)
+        previous[index + 1 : stop][is_better] = index
     path = [last]
     while path[-1]:
         path.append(int(previous[path[-1]]))
-    return [int(candidates[at]) for at in reversed(path)]
+    return [int(candidates[index]) for index in reversed(path)]
 
 
 def _balanced(

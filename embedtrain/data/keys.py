@@ -1,4 +1,4 @@
-"""One number for each text, the same in every process: equal texts are found without comparing them."""
+"""Hashes of texts, the same in every process, to find equal texts."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 
 
 def text_key(text: str) -> int:
-    """A 63-bit hash of a text: BLAKE2b (RFC 7693) of its UTF-8 bytes, cut to 8 bytes and the sign left out."""
+    """A 63-bit hash of a text: BLAKE2b (RFC 7693) of its UTF-8 bytes, truncated, without the sign bit."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -19,10 +19,10 @@ def text_keys(texts: Sequence[str]) -> torch.Tensor:
     return torch.from_numpy(np.fromiter(map(text_key, texts), dtype=np.int64, count=len(texts)))
 
 
-def asked(query: str, instruction: str | None) -> str:
-    """What the key of a query is made of: its text, and the instruction that its own row carries.
+def instructed_query(query: str, instruction: str | None) -> str:
+    """The text that the key of a query is computed from: the query with the instruction of its own row.
 
-    One text under two instructions is two questions: what answers one may be a negative of the other. A source's
-    prompt says nothing of a single row, so it is left out, as it is of documents.
+    One text with two instructions is two queries: a positive of one may be a negative of the other. The prompt of a
+    source is not part of the key, nor is that of documents.
     """
     return f"{instruction}\0{query}" if instruction else query

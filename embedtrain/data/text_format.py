@@ -48,25 +48,17 @@ class HasTextOptions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """Prompts, format of instructions and maximal lengths of the texts of one source.
+    """Prompts, format of instructions and maximal lengths of the texts of one source."""
 
-    Attributes:
-        query_prompt: text before a query whose row has no instruction.
-        document_prompt: text before a document whose row has no instruction for documents.
-        instruction_format: contains `{instruction}`, and `{text}` once.
-        query_max_length: tokens kept of a query, including special tokens; None: the model's.
-        document_max_length: tokens kept of a document, including special tokens; None: the model's.
-    """
-
-    query_prompt: str = ""
-    document_prompt: str = ""
-    instruction_format: str = DataConfig.instruction_format
-    query_max_length: int | None = None
+    query_prompt: str = ""  # before a query whose row has no instruction
+    document_prompt: str = ""  # before a document whose row has no instruction for documents
+    instruction_format: str = DataConfig.instruction_format  # contains `{instruction}`, and `{text}` once
+    query_max_length: int | None = None  # tokens including special tokens; None: the model's
     document_max_length: int | None = None
 
     @classmethod
     def of(cls, source: HasTextOptions, default: "TextFormat") -> "TextFormat":
-        """The format that a source's own options ask for, and `default` where they ask for nothing."""
+        """The format from a source's own options, and from `default` where they are not set."""
         query_prompt, document_prompt = source.query_prompt, source.document_prompt
         return cls(
             query_prompt=default.query_prompt if query_prompt is None else query_prompt,
@@ -77,19 +69,11 @@ class TextFormat:
         )
 
     def query(self, instruction: str | None) -> Prompt:
-        """The prompt of a query whose row has this instruction.
-
-        Raises:
-            ConfigError: an invalid `instruction_format`.
-        """
+        """The prompt of a query whose row has this instruction; a ConfigError if `instruction_format` is invalid."""
         return self._prompt(instruction, self.query_prompt)
 
     def document(self, instruction: str | None) -> Prompt:
-        """The prompt of the documents of a row with this instruction for documents.
-
-        Raises:
-            ConfigError: an invalid `instruction_format`.
-        """
+        """The prompt of the documents of a row with this instruction for documents; errors as in `query`."""
         return self._prompt(instruction, self.document_prompt)
 
     def prompts(self, row: HasInstructions) -> tuple[Prompt, Prompt]:

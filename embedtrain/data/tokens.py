@@ -35,19 +35,12 @@ _LOCK = threading.RLock()
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of a Rust tokenizer without special tokens and truncation, which are applied here.
-
-    Attributes:
-        backend: the copy.
-        before: special tokens before every text.
-        after: special tokens after every text.
-        from_left: whether truncation removes the beginning of a text.
-    """
+    """A copy of a Rust tokenizer without special tokens and truncation, which are applied here."""
 
     backend: Tokenizer
-    before: list[int]
+    before: list[int]  # special tokens before every text
     after: list[int]
-    from_left: bool
+    from_left: bool  # whether truncation removes the beginning of a text
 
     def max_text_tokens(self, max_length: int) -> int:
         """Tokens of a text that fit besides the special tokens."""
@@ -66,9 +59,6 @@ class FastTokenizer:
 
     Calls a copy of the Rust tokenizer directly if that gives the same ids: no offsets, words and masks are computed,
     and no setting changes while another thread tokenises.
-
-    Args:
-        tokenizer: a fast or slow Hugging Face tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -151,9 +141,7 @@ def padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[in
     Args:
         ids: the concatenated tokens of all texts: int [sum of lengths]. The complement `~id`, a negative number, marks
             a token that is not pooled.
-        lengths: of each text, int64 [N].
         rows: index of each text in the list it is from, [N].
-        padding: id of the padding token.
     """
     mask = np.arange(max(1, int(lengths.max(initial=0)))) < lengths[:, None]
     filled = np.full(mask.shape, padding, dtype=np.int64)
@@ -167,10 +155,7 @@ def padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[in
 def packed(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
     """Texts as one chunk, concatenated into one row [1, T] without padding.
 
-    Args:
-        ids: as for `padded`.
-        lengths: of each text, at least one token; equal lengths adjacent, because they are computed together.
-        rows: as for `padded`.
+    `lengths` are at least 1, equal ones adjacent, because they are computed together; `ids` and `rows` as in `padded`.
     """
     flat = ids.astype(np.int64)[None, :]
     not_pooled = flat < 0
@@ -189,7 +174,6 @@ class TextTokenizer:
 
     Args:
         tokenizer: a fast or slow Hugging Face tokenizer with a padding token. It must not change afterwards.
-        max_length: maximal tokens of a text, including special tokens.
         include_prompt: whether the tokens of prompts are pooled.
         packed: whether the texts of a chunk are concatenated; else they are padded to the longest.
     """
@@ -219,8 +203,6 @@ class TextTokenizer:
         If prompts are not pooled, their tokens are marked as `~id`, which `padded` reverts; one token is always pooled.
 
         Args:
-            texts: with their prompts.
-            max_length: maximal tokens of a text, if less than the model's.
             prompts: the prompt that each text begins with, or all texts do.
         """
         if not texts:
@@ -259,12 +241,12 @@ class TextTokenizer:
 
     def chunk(self, ids: Sequence[Sequence[int]] | Sequence[NDArray[np.int32]], rows: Sequence[int]) -> Tokens:
         """The texts `rows` of `ids` as one chunk, packed or padded."""
-        chosen = [ids[row] for row in rows]
-        lengths = np.array([len(one) for one in chosen], dtype=np.int64)
-        if isinstance(chosen[0], np.ndarray):
-            flat = np.concatenate(chosen)
+        texts = [ids[row] for row in rows]
+        lengths = np.array([len(text) for text in texts], dtype=np.int64)
+        if isinstance(texts[0], np.ndarray):
+            flat = np.concatenate(texts)
         else:
-            flat = np.fromiter(itertools.chain.from_iterable(chosen), dtype=np.int32, count=int(lengths.sum()))
+            flat = np.fromiter(itertools.chain.from_iterable(texts), dtype=np.int32, count=int(lengths.sum()))
         return self.make_chunk(flat, lengths, rows)
 
     def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:

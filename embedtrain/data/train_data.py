@@ -26,21 +26,17 @@ from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negative
 from embedtrain.data.text_format import TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Example, GlobalBatch, Row
+from embedtrain.formatting import format_count
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSettings:
-    """What holds for all rows of a source.
-
-    Attributes:
-        text_format: prompts and maximal lengths.
-        negatives: hard negatives of a row that one step uses; None: all.
-    """
+    """Settings of all rows of a source."""
 
     text_format: TextFormat
-    negatives: int | None = None
+    negatives: int | None = None  # hard negatives of a row that one step uses; None: all
 
     def row(self, example: Example, positive: int, negatives: Sequence[int]) -> Row:
         """The query of `example` with one positive and some hard negatives, by their indices.
@@ -112,11 +108,7 @@ class SelectedRows(Sequence[Row]):
 class SelectedTokens:
     """The tokens of a global batch from the stores of its sources: implements BatchTokens.
 
-    Args:
-        stores: tokens of each source.
-        planned: the rows.
-        selection: which positive and negatives of each row.
-        num_positives: int64 [B], of each row.
+    `num_positives` are those of each row: int64 [B].
     """
 
     def __init__(
@@ -177,17 +169,11 @@ class Mixing:
     by_source: bool = False
     weights: WeightMode = WeightMode.epochs
     temperature: float = 1.0
+    losses: Sequence[int] | None = None  # a number per source, equal for sources with the same loss; None: one loss
 
 
 class TrainData:
-    """All training rows and their order.
-
-    Args:
-        stores: the rows of each source.
-        plan: the global order.
-        settings: of each source.
-        notes: lines for the user.
-    """
+    """All training rows and their order, with notes for the user."""
 
     def __init__(
         self, stores: Sequence[RowStore], plan: BatchPlan, settings: Sequence[SourceSettings], notes: list[str]
@@ -204,15 +190,9 @@ class TrainData:
         return [store.report.name for store in self.stores]
 
     def prepare(self, tokenizer: TextTokenizer, cache: Cache) -> list[str]:
-        """Tokenise all texts that are not in the cache; batches have tokens afterwards.
+        """Tokenise all texts that are not in the cache; batches have tokens afterwards. Returns notes for the user.
 
-        Processes that call this at the same time share the work.
-
-        Returns:
-            Lines for the user.
-
-        Raises:
-            DataError: the tokens cannot be written.
+        Processes that call this at the same time share the work. A DataError if the tokens cannot be written.
         """
         requests = [
             TokenRequest(store, settings.text_format)
@@ -272,20 +252,16 @@ def load_train_data(
     seed: int,
     global_batch_size: int,
     needs: RowRequirements | Sequence[RowRequirements] = TEXTS_ONLY,
-    losses: Sequence[int] | None = None,
     mixing: Mixing | None = None,
     cache: Cache | None = None,
 ) -> TrainData:
     """Read all sources of `data.train`, check every row, and plan the batches.
 
     Args:
-        sources: `data.train`.
         on_error: stop at the first invalid row, or skip invalid rows and report them in the notes.
         text_format: prompts and instruction format of sources without their own; default: no prompts.
         seed: determines the order of rows and the selection of positives and negatives.
-        global_batch_size: rows of a batch over all ranks.
         needs: what the loss requires of rows, for all sources or per source; default: a query and a positive.
-        losses: a number per source, equal for sources with the same loss; default: one loss.
         mixing: how sources are mixed; default: in proportion to their sizes, in every batch.
         cache: the cache of checked rows; default: a temporary directory.
 
@@ -294,13 +270,13 @@ def load_train_data(
         ConfigError: invalid options of a source or batch size, or options that do not fit the loss.
     """
     mixing = mixing or Mixing()
-    stores = read_sources(sources, on_error, needs, cache, losses=losses)
+    stores = read_sources(sources, on_error, needs, cache, losses=mixing.losses)
     sizes = [len(store) for store in stores]
     rows = rows_per_source_of_epoch(
         sizes,
         [source.weight for source in sources],
-        most=[source.max_rows for source in sources],
-        kind=mixing.weights,
+        max_rows=[source.max_rows for source in sources],
+        mode=mixing.weights,
         temperature=mixing.temperature,
     )
     plan = BatchPlan(sizes, rows, global_batch_size, seed, by_source=mixing.by_source)
@@ -325,7 +301,7 @@ def _instructions(stores: Sequence[RowStore], settings: Sequence[SourceSettings]
 
 
 def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mixing: Mixing) -> str:
-    note = f"an epoch: {plan.rows_per_epoch:,} rows in {_counted(plan.steps_per_epoch, 'step')} of "
+    note = f"an epoch: {plan.rows_per_epoch:,} rows in {format_count(plan.steps_per_epoch, 'step')} of "
     if mixing.by_source and len(stores) > 1:
         note += f"up to {plan.global_batch_size:,}, each of one source"
     else:
@@ -334,10 +310,6 @@ def _epoch(stores: Sequence[RowStore], rows: Sequence[int], plan: BatchPlan, mix
         counts = (f"{store.report.name} {count:,}" for store, count in zip(stores, rows, strict=True))
         note += f" ({', '.join(list(counts)[:8])}{', ...' * (len(stores) > 8)})"
     return note
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def resolve_sources(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]]:
@@ -359,14 +331,11 @@ def resolve_sources(recipe: Recipe) -> tuple[list[TrainSource], list[LossConfig]
 def load_recipe_data(
     recipe: Recipe, prompts: Mapping[str, str], cache: Cache, on_error: OnError | None = None
 ) -> tuple[TrainData, list[LossConfig]]:
-    """The checked rows of a recipe, and the loss of each source.
+    """The checked rows of a recipe, and the loss of each source; the errors are those of `load_train_data`.
 
     Args:
         prompts: the model's prompts by name, `query` and `document`.
         on_error: overrides the recipe's.
-
-    Raises:
-        DataError, ConfigError: as `load_train_data`.
     """
     sources, losses = resolve_sources(recipe)
     data = load_train_data(
@@ -380,11 +349,11 @@ def load_recipe_data(
         seed=recipe.seed,
         global_batch_size=recipe.train.global_batch_size,
         needs=[row_requirements(loss) for loss in losses],
-        losses=distinct_losses(losses)[1],
         mixing=Mixing(
             by_source=uses_batches_by_source(recipe.data.batches, losses),
             weights=recipe.data.weight_mode,
             temperature=recipe.data.mixing_temperature,
+            losses=distinct_losses(losses)[1],
         ),
         cache=cache,
     )

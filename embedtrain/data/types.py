@@ -44,42 +44,24 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training row, with texts without prompts.
+    """One training row, with texts without prompts."""
 
-    Attributes:
-        query: the query, or the only text of a row that has no documents.
-        positives: at least one, unless the loss needs no documents.
-        negatives: hard negatives.
-        source: index in `data.train`.
-        file: path of the file or id on the Hub.
-        line: line or row number in the file, from 1.
-        positive_scores: one per positive, in float32; empty if the row has no scores.
-        negative_scores: one per negative, if there are positive scores.
-        positive_ids: one per positive, "" for a document without an id; empty if the row has no ids.
-        negative_ids: one per negative.
-        label: the class of the row.
-        vectors: of a teacher, in float32: one for all texts, or one per text in the order query, positives, negatives;
-            empty if there are none.
-        instruction: replaces the prompt of the query; "" for no prompt, None to keep the source's.
-        document_instruction: replaces the prompt of all documents.
-        most_negatives: maximal number of hard negatives that a step uses; None: all.
-    """
-
-    query: str
-    positives: tuple[str, ...]
+    query: str  # or the only text of a row that has no documents
+    positives: tuple[str, ...]  # at least one, unless the loss needs no documents
     negatives: tuple[str, ...]
-    source: int
-    file: str
-    line: int
-    positive_scores: tuple[float, ...] = ()
+    source: int  # index in `data.train`
+    file: str  # path, or id on the Hub
+    line: int  # line or row number in the file, from 1
+    positive_scores: tuple[float, ...] = ()  # one per positive, in float32; empty if the row has no scores
     negative_scores: tuple[float, ...] = ()
-    positive_ids: tuple[str, ...] = ()
+    positive_ids: tuple[str, ...] = ()  # one per positive, "" for a document without an id; empty if the row has no ids
     negative_ids: tuple[str, ...] = ()
     label: int | None = None
+    # Of a teacher, in float32: one for all texts, or one per text in the order query, positives, negatives; or empty.
     vectors: tuple[Sequence[float], ...] = ()
-    instruction: str | None = None
-    document_instruction: str | None = None
-    most_negatives: int | None = None
+    instruction: str | None = None  # replaces the prompt of the query; "" for no prompt, None to keep the source's
+    document_instruction: str | None = None  # replaces the prompt of all documents
+    most_negatives: int | None = None  # maximal number of hard negatives that a step uses; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +97,13 @@ class BatchTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The rows of one batch over all ranks, in an order that does not depend on the number of ranks.
-
-    Attributes:
-        step: counted from 0.
-        rows: may read its elements lazily, so that a rank reads only its own.
-        source: index of the source of all rows, if every batch has rows of one source.
-        tokens: of all texts; None until the data is tokenised.
-        has_loss_columns: whether rows hold scores, ids, labels or vectors besides texts.
-    """
+    """The rows of one batch over all ranks, in an order that does not depend on the number of ranks."""
 
     step: int
-    rows: Sequence[Row]
-    source: int | None = None
-    tokens: BatchTokens | None = None
-    has_loss_columns: bool = True
+    rows: Sequence[Row]  # may read its elements lazily, so that a rank reads only its own
+    source: int | None = None  # of all rows, if every batch has rows of one source
+    tokens: BatchTokens | None = None  # None until the data is tokenised
+    has_loss_columns: bool = True  # whether rows hold scores, ids, labels or vectors besides texts
 
     def rows_of_rank(self, rank: int, size: int) -> tuple[Row, ...]:
         """The rows of rank `rank` of `size`: every `size`-th row, so that ranks differ by at most one."""

@@ -40,17 +40,13 @@ def main(arguments: tuple[DoctorOptions, Environment]) -> None:
     except (EmbedtrainError, RuntimeError) as error:  # of gloo and NCCL, such as a missing interface
         do = "See https://docs.pytorch.org/docs/stable/elastic/run.html for the launcher, and docs/several-hosts.md."
         failure = "a rank failed after joining" if has_joined else "the ranks could not join"
-        findings = in_order(
-            [*local, Finding("ranks", "process group", f"{failure}: {one_line(error)}", Level.problem, do)]
-        )
+        problem = Finding("ranks", "process group", f"{failure}: {one_line(error)}", Level.problem, do)
+        findings = in_order([*local, problem])
         reporting_rank = getattr(error, "reporting_rank", None)
         prints = rank_from_environment() == max(reporting_rank or 0, 0)  # -1: the ranks did not agree on one
     if prints and options.json:
-        print(
-            json.dumps(
-                {"worst": worst(findings).value, "findings": [finding.as_json() for finding in findings]}, indent=2
-            )
-        )
+        report = {"worst": worst(findings).value, "findings": [finding.as_json() for finding in findings]}
+        print(json.dumps(report, indent=2))
     elif prints:
         print_findings(findings)
     if worst(findings) is Level.problem:

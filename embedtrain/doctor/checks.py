@@ -28,33 +28,22 @@ _SLOW = 1.0  # GB/s between hosts with GPUs; below, NCCL probably uses TCP on a 
 def check_locally(options: DoctorOptions, environment: Mapping[str, str]) -> list[Finding]:
     """The checks of one process, without the others, so that they are reported even if ranks cannot join.
 
-    Args:
-        options: of the command.
-        environment: of the process at its start.
+    `environment` is that of the process at its start.
     """
     local_rank, local_size = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     # torchrun sets it; srun does not.
     num_hosts = int(environment.get("GROUP_WORLD_SIZE") or -(-int(environment.get("WORLD_SIZE", "1")) // local_size))
-    findings = [
-        *check_versions(),
-        *check_devices(local_rank, local_size),
-        *check_environment(environment, num_hosts),
-    ]
+    findings = [*check_versions(), *check_devices(local_rank, local_size), *check_environment(environment, num_hosts)]
     if local_rank == 0:  # the other ranks are on the same host
-        for name, directory in _directories(options).items():
+        directories = {"output_dir": Path(options.output_dir), "cache_dir": cache_directory(options.cache_dir)}
+        for name, directory in directories.items():
             findings += check_disk(name, directory, measure=not options.quick)
         findings += check_services(environment, ask_hub=options.hub and not options.quick)
     return findings
 
 
 def check_collectively(options: DoctorOptions, world: World, local: list[Finding]) -> list[Finding]:
-    """The merged findings of all ranks. A collective.
-
-    Args:
-        options: of the command.
-        world: all ranks.
-        local: this rank's findings of `check_locally`.
-    """
+    """The merged findings of all ranks; `local` are this rank's findings of `check_locally`. A collective."""
     hosts = world.gather(socket.gethostname())
     shared = check_process_group(world, hosts)
     if options.quick:
@@ -69,26 +58,15 @@ def check_collectively(options: DoctorOptions, world: World, local: list[Finding
     for rank, first in enumerate(hosts.index(host) for host in hosts):
         if local_ranks[rank]:
             findings[rank] = [*findings[rank], *filter(_is_of_host, findings[first])]
-    return merged(
-        [[*shared, *(finding for finding in of_rank if finding not in shared)] for of_rank in findings], hosts
-    )
+    return merged([[*shared, *(finding for finding in local if finding not in shared)] for local in findings], hosts)
 
 
 def _is_of_host(finding: Finding) -> bool:
     return finding.topic in ("disks", "services") or finding.name in PER_HOST
 
 
-def _directories(options: DoctorOptions) -> dict[str, Path]:
-    return {"output_dir": Path(options.output_dir), "cache_dir": cache_directory(options.cache_dir)}
-
-
 def check_process_group(world: World, hosts: Sequence[str]) -> list[Finding]:
-    """Whether a sum over all ranks is correct. A collective.
-
-    Args:
-        world: all ranks.
-        hosts: by rank.
-    """
+    """Whether a sum over all ranks is correct; `hosts` are by rank. A collective."""
     backend = "NCCL, and gloo for tensors on the CPU" if world.device.type == "cuda" else "gloo"
     text = f"{format_count(world.size, 'rank')} on {format_count(len(set(hosts)), 'host')} joined with {backend}"
     findings = [Finding("ranks", "process group", text)]
@@ -112,10 +90,9 @@ def check_bandwidth(world: World, hosts: Sequence[str]) -> list[Finding]:
         return [Finding("ranks", "bandwidth", "not measured, because there is one rank: start with torchrun")]
     findings = []
     if len(set(hosts)) > 1:
-        groups = {
-            host: dist.new_group([rank for rank, name in enumerate(hosts) if name == host])
-            for host in dict.fromkeys(hosts)
-        }
+        groups: dict[str, dist.ProcessGroup] = {}
+        for host in dict.fromkeys(hosts):
+            groups[host] = dist.new_group([rank for rank, name in enumerate(hosts) if name == host])
         group = groups[hosts[world.rank]]
         if max(hosts.count(host) for host in groups) > 1:
             rates_of_ranks = world.gather(_measure(world, group, group.size()) if group.size() > 1 else [])
@@ -139,15 +116,11 @@ class _Rate:
 
 
 def _finding(name: str, rates: Sequence[_Rate]) -> Finding:
-    operations = dict.fromkeys(rate.operation for rate in rates)
-    texts = [
-        f"{operation} "
-        + ", ".join(
-            f"{rate.gb_per_s:.3g} GB/s ({_size(rate.num_bytes)})" for rate in rates if rate.operation == operation
-        )
-        for operation in operations
-    ]
-    return Finding("ranks", name, "; ".join(texts))
+    texts: dict[str, list[str]] = {}
+    for rate in rates:
+        size = f"{rate.num_bytes >> 20} MiB" if rate.num_bytes >= 1 << 20 else f"{rate.num_bytes >> 10} KiB"
+        texts.setdefault(rate.operation, []).append(f"{rate.gb_per_s:.3g} GB/s ({size})")
+    return Finding("ranks", name, "; ".join(f"{operation} {', '.join(sizes)}" for operation, sizes in texts.items()))
 
 
 def _measure(world: World, group: dist.ProcessGroup | None, size: int) -> list[_Rate]:
@@ -185,7 +158,3 @@ def _seconds(collective: Callable[[], object], world: World, group: dist.Process
 def _synchronize(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"

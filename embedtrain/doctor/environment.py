@@ -24,18 +24,8 @@ _SECRET = ("TOKEN", "KEY", "PASSWORD", "SECRET")
 _ACCELERATE_PREFIXES = ("ACCELERATE_", "FSDP_")
 _LAYER_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"
 # Variables that other libraries read, which are reported as they are.
-_REPORTED_PREFIXES = (
-    "NCCL_",
-    "TORCH_NCCL_",
-    "GLOO_",
-    "PYTORCH_",
-    "OMP_",
-    "MKL_",
-    "HF_",
-    "TRANSFORMERS_",
-    "WANDB_",
-    "EMBEDTRAIN_",
-)
+_REPORTED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "WANDB_",
+                      "EMBEDTRAIN_")  # fmt: skip
 _REPORTED = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "LD_PRELOAD", "PYTHONPATH",
                "TOKENIZERS_PARALLELISM")  # fmt: skip
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -44,34 +34,21 @@ _TIMEOUT = 8.0  # seconds of a request to the Hub
 # Variable, harmful values, their effect, and what to do.
 _HARMFUL: list[tuple[str, tuple[str, ...], str, str]] = [
     ("NCCL_P2P_DISABLE", _ON, "GPUs of a host communicate through its memory, several times slower", "Unset it."),
-    (
-        "NCCL_SHM_DISABLE",
-        _ON,
-        "ranks of a host communicate over the network",
-        "Unset it, and give the container /dev/shm.",
-    ),
-    (
-        "NCCL_IB_DISABLE",
-        _ON,
-        "hosts communicate over TCP instead of InfiniBand or RoCE",
-        "Unset it if there is such a network.",
-    ),
+    ("NCCL_SHM_DISABLE", _ON, "ranks of a host communicate over the network",
+     "Unset it, and give the container /dev/shm."),
+    ("NCCL_IB_DISABLE", _ON, "hosts communicate over TCP instead of InfiniBand or RoCE",
+     "Unset it if there is such a network."),
     ("NCCL_DEBUG", ("TRACE",), "NCCL logs every operation", "Set NCCL_DEBUG=WARN, or INFO temporarily."),
     ("TORCH_NCCL_BLOCKING_WAIT", _ON, "the host waits for every collective and cannot run ahead", "Unset it."),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a collective of a lost rank never ends", "Unset it."),
     ("CUDA_LAUNCH_BLOCKING", _ON, "the host waits for every kernel, which is for debugging", "Unset it for training."),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is checked by another one", "Unset it for training."),
     ("CUDA_VISIBLE_DEVICES", ("", "-1"), "it hides all GPUs", "Unset it, or name the GPUs: CUDA_VISIBLE_DEVICES=0,1."),
-]
+]  # fmt: skip
 
 
 def check_environment(environment: Mapping[str, str], num_hosts: int) -> list[Finding]:
-    """Checks of environment variables.
-
-    Args:
-        environment: of the process at its start.
-        num_hosts: of all ranks.
-    """
+    """Checks of environment variables; `environment` is that of the process at its start."""
     harmful = [finding for finding in (_check_harmful(environment, *rule) for rule in _HARMFUL) if finding is not None]
     reported = {finding.name for finding in harmful}
     findings = [*_check_accelerate(environment), *harmful]
@@ -89,9 +66,8 @@ def check_environment(environment: Mapping[str, str], num_hosts: int) -> list[Fi
 
 
 def _check_accelerate(environment: Mapping[str, str]) -> Iterable[Finding]:
-    names = [
-        name for name in sorted(environment) if name.startswith(_ACCELERATE_PREFIXES) and name != _LAYER_CLASS_VARIABLE
-    ]
+    names = sorted(name for name in environment if name.startswith(_ACCELERATE_PREFIXES))
+    names = [name for name in names if name != _LAYER_CLASS_VARIABLE]
     if names:
         yield Finding(
             "environment",
@@ -100,15 +76,10 @@ def _check_accelerate(environment: Mapping[str, str]) -> Iterable[Finding]:
             Level.warning,
             f"Start with torchrun; parallel.accelerate_config=FILE reads the options: unset {' '.join(names)}",
         )
-    if _LAYER_CLASS_VARIABLE in environment:
-        do = f"parallel.block_class={environment[_LAYER_CLASS_VARIABLE]} sets the same in the recipe."
-        yield Finding(
-            "environment",
-            _LAYER_CLASS_VARIABLE,
-            f"{environment[_LAYER_CLASS_VARIABLE]} is the sharded class",
-            Level.note,
-            do,
-        )
+    layer_class = environment.get(_LAYER_CLASS_VARIABLE)
+    if layer_class is not None:
+        do = f"parallel.block_class={layer_class} sets the same in the recipe."
+        yield Finding("environment", _LAYER_CLASS_VARIABLE, f"{layer_class} is the sharded class", Level.note, do)
 
 
 def _check_harmful(
@@ -129,13 +100,8 @@ def _check_interface(variable: str, value: str, num_hosts: int) -> Finding:
         return Finding("environment", variable, f"{value}: this host has no such interface", Level.problem, do)
     if num_hosts > 1 and not value.startswith("^") and all(name == "lo" for name in selected):
         do = f"Name one that reaches the other hosts: {', '.join(name for name in existing if name != 'lo')}."
-        return Finding(
-            "environment",
-            variable,
-            f"{value} does not leave this host, but the ranks are on several hosts",
-            Level.problem,
-            do,
-        )
+        text = f"{value} does not leave this host, but the ranks are on several hosts"
+        return Finding("environment", variable, text, Level.problem, do)
     return Finding("environment", variable, value)
 
 
@@ -186,9 +152,8 @@ def _check_packages(own_version: str, requirements: list[str]) -> list[Finding]:
         if specifier.contains(version, prereleases=True):
             supported.append(f"{name} {version}")
         else:
-            problems.append(
-                Finding("versions", name, f"{version} is installed, required is {specifier}", Level.problem, do)
-            )
+            text = f"{version} is installed, required is {specifier}"
+            problems.append(Finding("versions", name, text, Level.problem, do))
     return [Finding("versions", "packages", ", ".join(supported)), *problems]
 
 
@@ -244,11 +209,8 @@ def _check_hub(environment: Mapping[str, str], *, send_requests: bool) -> list[F
     try:
         name = str(json.loads(user)["name"])
     except (ValueError, KeyError, TypeError):
-        do = "Check for a proxy or a login page of the network."
-        return [
-            *findings,
-            Finding("services", "hub token", f"{endpoint} answers, but not as the Hub", Level.warning, do),
-        ]
+        text, do = f"{endpoint} answers, but not as the Hub", "Check for a proxy or a login page of the network."
+        return [*findings, Finding("services", "hub token", text, Level.warning, do)]
     return [*findings, Finding("services", "hub token", f"belongs to {name}")]
 
 

@@ -1,7 +1,7 @@
 """Findings of the checks, and merging the findings of all ranks."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 
 from embedtrain.distributed.watchdog.peers import format_ranks
@@ -20,23 +20,14 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        topic: the group, such as "disks".
-        name: what was checked, in a word or two.
-        text: what was measured, or why it was not.
-        level: of severity.
-        do: one sentence on what to do; empty if nothing.
-        where: the ranks for which it holds; empty for all.
-    """
-
-    topic: str
-    name: str
-    text: str
+    topic: str  # one of TOPICS
+    name: str  # what was checked, in a word or two
+    text: str  # what was measured, or why it was not
     level: Level = Level.ok
-    do: str = ""
-    where: str = ""
+    do: str = ""  # one sentence on what to do
+    where: str = ""  # the ranks for which it holds; empty for all
 
     def as_json(self) -> dict[str, str]:
         """For `--json`."""
@@ -44,23 +35,15 @@ class Finding:
 
 
 def merged(findings_of_ranks: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """Every finding once, with its ranks if it does not hold for all.
-
-    Args:
-        findings_of_ranks: by rank.
-        hosts: by rank.
-    """
+    """Every finding once, with its ranks if it does not hold for all; findings and hosts are by rank."""
     ranks_of: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(findings_of_ranks):
         for finding in dict.fromkeys(findings):
             ranks_of.setdefault(finding, []).append(rank)
-    findings_once = [
-        finding
-        if len(ranks) == len(findings_of_ranks)
-        else Finding(**{**asdict(finding), "where": format_ranks(ranks, hosts)})
+    return in_order(
+        finding if len(ranks) == len(findings_of_ranks) else replace(finding, where=format_ranks(ranks, hosts))
         for finding, ranks in ranks_of.items()
-    ]
-    return in_order(findings_once)
+    )
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:

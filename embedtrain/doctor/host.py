@@ -24,20 +24,8 @@ _MAX_SIZE, _MAX_SECONDS = 256 << 20, 5.0  # of the file for measuring the speed
 _MIN_FREE = 5 * 10**9
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _CONTAINER_FILE_SYSTEMS = ("overlay", "aufs")
-_NETWORK_FILE_SYSTEMS = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "glusterfs",
-    "9p",
-    "virtiofs",
-    "wekafs",
-)
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p",
+                         "virtiofs", "wekafs")  # fmt: skip
 
 
 def check_devices(local_rank: int, local_size: int) -> list[Finding]:
@@ -59,9 +47,7 @@ def _check_cpu() -> Finding:
         return Finding("devices", "cpu", f"{text}, but the cgroup allows {quota:.3g} at a time", Level.warning, do)
     if not capabilities:
         return Finding("devices", "cpu", f"{text}; bf16 not checked, because this torch does not report it")
-    return Finding(
-        "devices", "cpu", f"{text}; bf16 with {', '.join(bf16)}" if bf16 else f"{text}; no bf16 instructions"
-    )
+    return Finding("devices", "cpu", f"{text}; " + (f"bf16 with {', '.join(bf16)}" if bf16 else "no bf16 instructions"))
 
 
 def _check_threads(local_size: int) -> Finding:
@@ -174,12 +160,9 @@ def _number(path: Path) -> int | None:
 
 
 def check_disk(name: str, directory: Path, *, measure: bool) -> list[Finding]:
-    """Whether a directory can be written, its free space, file system and speed.
+    """Whether the directory of option `name` can be written, its free space, file system and speed.
 
-    Args:
-        name: of the option.
-        directory: not created; if it does not exist, its nearest parent is checked.
-        measure: write and read a file to measure the speed.
+    If it does not exist, its nearest parent is checked. `measure`: write and read a file to measure the speed.
     """
     directory = directory.expanduser().absolute()
     existing = _nearest_existing(directory)
@@ -195,9 +178,8 @@ def check_disk(name: str, directory: Path, *, measure: bool) -> list[Finding]:
             speed = _speed(file.fileno()) if measure else "speed not measured, because quick=true"
     except OSError as error:
         do = f"Set {name} to a directory that this user can write to, with free space."
-        return [
-            Finding("disks", name, f"{shown} ({file_system}) cannot be written: {error.strerror}", Level.problem, do)
-        ]
+        text = f"{shown} ({file_system}) cannot be written: {error.strerror}"
+        return [Finding("disks", name, text, Level.problem, do)]
     status = os.statvfs(existing)
     free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     text = f"{shown}, {file_system}, {format_bytes(free)} free of {format_bytes(size)}; {speed}"
@@ -214,14 +196,7 @@ def check_disk(name: str, directory: Path, *, measure: bool) -> list[Finding]:
 
 
 def check_shared_disk(name: str, directory: Path, world: World, hosts: list[str]) -> list[Finding]:
-    """Whether all hosts see what rank 0 writes into a directory. A collective.
-
-    Args:
-        name: of the option.
-        directory: may not exist yet.
-        world: all ranks.
-        hosts: by rank.
-    """
+    """Whether all hosts see what rank 0 writes into the directory of option `name`. A collective."""
     if len(set(hosts)) == 1:
         return []
     existing = _nearest_existing(directory.expanduser().absolute())

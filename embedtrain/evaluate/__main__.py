@@ -17,7 +17,7 @@ Metrics = dict[str, dict[str, float]]
 
 def main(options: EvaluateOptions) -> None:
     """Load the model, measure it on every set and task, print tables, append rows to metrics.jsonl."""
-    from embedtrain.data.cache.cache import Cache, cache_place
+    from embedtrain.data.cache.cache import Cache, writable_cache_directory
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, resolve_tasks, run_tasks
@@ -30,7 +30,7 @@ def main(options: EvaluateOptions) -> None:
     output_dir = Path(options.output_dir)
     with joined_world(options.timeout) as world:
         console = Console(enabled=world.is_main)
-        cache = Cache(directory=cache_place(None, output_dir / "cache", world, console.note))
+        cache = Cache(directory=writable_cache_directory(None, output_dir / "cache", world, console.note))
         sets = load_sets(options.sets, world, subset=options.subset, option="sets", cache=cache)
         for note in (note for loaded in sets for note in loaded.notes):
             console.note(note)

@@ -107,13 +107,10 @@ def run_tasks(
     Args:
         tasks: from `resolve_tasks`; only those of rank 0 are used.
         folder: of mteb's files: `results/MODEL/REVISION/TASK.json`.
-        vector_cache: stores document vectors on disk.
         max_characters: of the texts that are sent to all ranks at a time.
         progress: called with the name of the task before the description.
 
-    Raises:
-        TrainingError: on every rank, if a vector is not finite on any.
-        FailedElsewhere: on the other ranks, if rank 0 failed on its own.
+    Raises TrainingError on every rank if a vector is not finite, FailedElsewhere on the others if rank 0 failed alone.
     """
     encoder, world = model.encoder, model.encoder.world
     with world.fail_together("reading the model's settings for mteb"):

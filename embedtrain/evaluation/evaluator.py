@@ -46,7 +46,6 @@ class Evaluator:
     Similarity is the cosine, as in sentence-transformers and MTEB, even if the model does not normalize.
 
     Args:
-        sets: from `load_sets`, the same on every rank.
         encoder: of the live model; its prompts are used for sets without their own.
         run_depth: documents per query in run files; does not affect metrics.
         vector_cache: stores document vectors on disk, so that an interrupted evaluation resumes.

@@ -30,9 +30,8 @@ def retrieval_metrics(
 ) -> dict[str, float]:
     """Means over all queries that have judgements; a query that is missing in the run counts as 0.
 
-    Args:
-        judgements: by query id, the gain of each judged document.
-        run: by query id, the scores of the best documents, at least `required_depth(metrics)` if there are as many.
+    By query id, `judgements` has the gain of each judged document, and `run` the scores of the best documents, at least
+    `required_depth(metrics)` if there are as many.
     """
     return mean_metrics(metrics_per_query(judgements, run, metrics, judged_documents(judgements)), metrics)
 

@@ -133,10 +133,8 @@ class ShardedIndex:
     Ties have a fixed order, so that a ranking depends neither on the number of ranks nor on the tiles or the placement
     of vectors.
 
-    Args:
-        priorities: int64 [N], a permutation: of documents with equal scores, the one with the highest priority ranks
-            first. The same on every rank; see `trec_order`.
-        config: data type and placement of vectors. Scores are those of the vectors in that data type.
+    `priorities`, int64 [N], is a permutation, the same on every rank: of documents with equal scores, the one with the
+    highest priority ranks first; see `trec_order`. Scores are those of the vectors in the data type of `config`.
     """
 
     def __init__(self, priorities: Tensor, world: World, config: IndexConfig | None = None) -> None:

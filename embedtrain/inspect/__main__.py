@@ -26,7 +26,7 @@ MACHINES = ((1, "1 GPU", True), (8, "8 GPUs", True), (8, "8 CPU processes", Fals
 MANY_ROWS = 200_000  # to count them takes a while
 
 
-def main(asked: tuple[Recipe, InspectOptions]) -> None:
+def main(arguments: tuple[Recipe, InspectOptions]) -> None:
     """Read the data as training does, and print what it holds: each source, then all of them."""
     from embedtrain.data.cache.cache import Cache, cache_directory
     from embedtrain.inspect.printing import print_cache_size, print_unusable
@@ -35,7 +35,7 @@ def main(asked: tuple[Recipe, InspectOptions]) -> None:
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.pages import Page
 
-    recipe, options = asked
+    recipe, options = arguments
     quiet_libraries()
     console, page = Console(), Page()
     tokenizer, prompts, no_tokenizer = _tokenizer(recipe)
@@ -200,14 +200,13 @@ def _costs(recipe: Recipe, data: "TrainData") -> dict[str, "Cost"]:
     from embedtrain.inspect.costs import batch_cost
     from embedtrain.training.rank_batch import pass_overhead
 
-    steps, asked = data.plan.steps_per_epoch, recipe.train.pass_overhead_tokens
+    steps, overhead = data.plan.steps_per_epoch, recipe.train.pass_overhead_tokens
     count = min(NUM_MEASURED_BATCHES, steps)
     batches = [number * steps // count for number in range(count)]
 
     def cost(ranks: int, on_gpu: bool) -> "Cost":
-        passes = pass_overhead(on_gpu=on_gpu, sharded=ranks > 1) if asked is None else asked
-        packed = on_gpu in packing
-        return batch_cost(data, batches, ranks, recipe.train.chunk_tokens, passes, packed=packed)
+        tokens = pass_overhead(on_gpu=on_gpu, sharded=ranks > 1) if overhead is None else overhead
+        return batch_cost(data, batches, ranks, recipe.train.chunk_tokens, tokens, packed=on_gpu in packing)
 
     packing = _packing(recipe)
     return {name: cost(ranks, on_gpu) for ranks, name, on_gpu in MACHINES}

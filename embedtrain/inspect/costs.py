@@ -1,4 +1,4 @@
-"""What batches cost before any is computed: padding, chunks, and how evenly the work falls to ranks."""
+"""The cost of batches before any is computed: padding, chunks, and the balance of ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,13 @@ from embedtrain.data.train_data import TrainData
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What some batches cost on a number of ranks.
-
-    Attributes:
-        ranks: how many.
-        tokens: real tokens of a batch over all ranks, the mean.
-        chunks: forward passes of a rank for a batch, the mean.
-        padding: share of computed tokens that are padding.
-        imbalance: tokens that the busiest rank computes, by the mean of all ranks; the mean of the batches.
-    """
+    """The mean cost of some batches."""
 
     ranks: int
-    tokens: float
-    chunks: float
-    padding: float
-    imbalance: float
+    tokens: float  # real tokens of a batch over all ranks
+    chunks: float  # forward passes of a rank for a batch
+    padding: float  # fraction of computed tokens that are padding
+    imbalance: float  # computed tokens of the busiest rank, divided by the mean of all ranks
 
 
 def batch_cost(
@@ -38,24 +30,15 @@ def batch_cost(
     *,
     packed: bool = False,
 ) -> Cost:
-    """What these batches cost; the data's tokens must be kept.
-
-    Args:
-        data: prepared with a tokenizer.
-        batches: their numbers.
-        ranks: how many ranks share them.
-        chunk_tokens: see `plan_chunks`.
-        pass_overhead_tokens: likewise.
-        packed: likewise.
-    """
+    """The cost of these batches of tokenised data; for other arguments see `plan_chunks`."""
     real, chunks, computed = 0, 0, []
     for number in batches:
         tokens = data.batch(number).tokens
         assert tokens is not None
-        dealt = plan_chunks(tokens.lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
-        real, chunks = real + int(tokens.lengths.sum()), chunks + dealt.num_chunks
+        plan = plan_chunks(tokens.lengths, ranks, chunk_tokens, pass_overhead_tokens, packed=packed)
+        real, chunks = real + int(tokens.lengths.sum()), chunks + plan.num_chunks
         computed.append(
-            [count_computed_tokens(dealt.chunks_of_rank(rank), tokens.lengths, packed=packed) for rank in range(ranks)]
+            [count_computed_tokens(plan.chunks_of_rank(rank), tokens.lengths, packed=packed) for rank in range(ranks)]
         )
     by_rank = np.array(computed, dtype=np.float64)
     return Cost(

@@ -1,4 +1,4 @@
-"""How inspected training data looks: what each source holds, its lengths, duplicates, and rows as they are seen."""
+"""Print inspected training data: what each source holds, lengths, duplicates, and rows as the model receives them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,28 +11,26 @@ from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.source_report import SourceReport
 from embedtrain.data.sampling.plan import BatchPlan
 from embedtrain.data.train_data import TrainData
+from embedtrain.formatting import format_bytes, format_count
 from embedtrain.inspect.costs import Cost
 from embedtrain.inspect.rows import Duplicates, ExtraColumns
 from embedtrain.inspect.sources import InspectedData, InspectedSource
 from embedtrain.inspect.texts import Lengths, ShownText, TextStatistics
 from embedtrain.tracking.pages import Page
 
-MANY_UNKNOWN = 0.01  # a share of tokens at which another model may serve better
-_FILES, _INSTRUCTIONS, _LABELS = 8, 3, 8  # named of each source
+MANY_UNKNOWN = 0.01  # fraction of tokens at which another model may be better
+_FILES, _INSTRUCTIONS, _LABELS = 8, 3, 8  # maximal number shown of each source
 
 
 def print_source(
-    page: Page, inspected: InspectedSource, beside: ExtraColumns, problems: Sequence[str], num_empty: int, read_for: str
+    page: Page, inspected: InspectedSource, extra: ExtraColumns, problems: Sequence[str], num_empty: int, read_for: str
 ) -> None:
     """What was recognised, and what cannot be used.
 
     Args:
-        page: where to print.
-        looked: the source.
-        beside: what lies beside its texts.
-        problems: rows and files that cannot be used, as many as are named.
-        num_empty: how many of its files are empty.
-        read_for: the option that says what rows are read for.
+        problems: invalid rows and files to list.
+        num_empty: number of empty files.
+        read_for: the option that names the loss.
     """
     assert inspected.data is not None
     store, settings = inspected.store, inspected.data.settings[inspected.number]
@@ -45,7 +43,7 @@ def print_source(
     if not report.one_text:
         facts.append(("positives", _counts(store.num_positives)))
         facts.append(("negatives", _negatives(store, settings.negatives)))
-    facts += _beside(beside)
+    facts += _extra_facts(extra)
     facts += [
         (label, repr(prompt))
         for label, prompt in (
@@ -55,26 +53,26 @@ def print_source(
         if prompt
     ]
     if inspected.source.in_batch_negatives is not None:
-        says = "" if inspected.source.in_batch_negatives else "no "
-        facts.append(("in a batch", f"rows are {says}negatives of each other"))
+        negation = "" if inspected.source.in_batch_negatives else "no "
+        facts.append(("in a batch", f"rows are {negation}negatives of each other"))
     if report.num_dropped:
-        which = "that equal a positive or repeat another"
-        facts.append(("left out", f"{_counted(report.num_dropped, 'negative')} {which}"))
+        dropped = format_count(report.num_dropped, "negative")
+        facts.append(("left out", f"{dropped} that equal a positive or repeat another"))
     if report.num_unscored:
-        facts.append(("without scores", f"{_counted(report.num_unscored, 'row')}: positives count 1, negatives 0"))
+        facts.append(("without scores", f"{format_count(report.num_unscored, 'row')}: positives count 1, negatives 0"))
     if report.ignored:
         facts.append(("not used", ", ".join(report.ignored)))
     page.facts(facts)
     if report.num_skipped:
         rows = report.num_skipped - num_empty
-        note = [f"{_counted(rows, 'row')} that cannot be used"] * (rows > 0)
-        page.subheading(" and ".join(note + [_counted(num_empty, "empty file")] * (num_empty > 0)))
+        note = [f"{format_count(rows, 'row')} that cannot be used"] * (rows > 0)
+        page.subheading(" and ".join(note + [format_count(num_empty, "empty file")] * (num_empty > 0)))
         more = report.num_skipped - len(problems)
         page.facts([("✗", problem) for problem in problems] + [("", f"... and {more:,} more")] * (more > 0), "red")
 
 
 def print_unusable(page: Page, inspected: InspectedSource) -> None:
-    """A source of which nothing can be read, and why."""
+    """A source that cannot be read, and why."""
     page.heading(inspected.name)
     page.facts([("path", inspected.source.path)])
     page.facts([("✗", inspected.error)], "red")
@@ -85,22 +83,22 @@ def print_not_combined(page: Page, inspected_data: InspectedData) -> None:
     if inspected_data.error:
         page.facts([("✗", inspected_data.error)], "red")
         return
-    broken = [one.name for one in inspected_data.sources if one.error]
+    broken = [source.name for source in inspected_data.sources if source.error]
     note = f"{', '.join(broken[:_FILES])}{', ...' * (len(broken) > _FILES)}"
     page.facts([("✗", f"{note} cannot be trained on: correct or remove the sources above")], "red")
 
 
 def print_cache_size(page: Page, directory: Path, datasets: Sequence[TrainData]) -> None:
-    """Where rows and tokens lie on disk, and how much they take."""
-    kept = sum(store.num_bytes for data in datasets for store in data.stores)
+    """The directory and size of rows and tokens on disk."""
+    num_bytes = sum(store.num_bytes for data in datasets for store in data.stores)
     for tokens in (tokens for data in datasets for tokens in data.tokens or []):
-        kept += sum(array.nbytes for array in (tokens.offsets, tokens.first, tokens.keys, tokens.values))
-    page.subheading("kept on disk")
-    page.facts([("place", str(directory)), ("size", f"{size(kept)} of this data")])
+        num_bytes += sum(array.nbytes for array in (tokens.offsets, tokens.first, tokens.keys, tokens.values))
+    page.subheading("cached on disk")
+    page.facts([("directory", str(directory)), ("size", f"{format_bytes(num_bytes)} of this data")])
 
 
 def print_lengths(page: Page, statistics: TextStatistics) -> None:
-    """A table of how long the texts of each role are, and how much of them the vocabulary lacks."""
+    """A table of the lengths of texts by role, and the fraction of unknown tokens."""
     shown = {role: lengths for role, lengths in statistics.lengths.items() if len(lengths.values)}
     with_limit = any(lengths.limit is not None for lengths in shown.values())
     page.subheading(f"length in {statistics.unit}")
@@ -109,67 +107,53 @@ def print_lengths(page: Page, statistics: TextStatistics) -> None:
         [[role, *_length_cells(lengths, with_limit=with_limit)] for role, lengths in shown.items()],
     )
     if not all(lengths.is_exact for lengths in shown.values()):
-        page.note("~ by a sample of texts", "dim")
+        page.note("~ estimated from a sample of texts", "dim")
     if statistics.num_unknown:
-        share = statistics.num_unknown / statistics.num_tokens
-        note = f"{share:.1%} of all tokens are" if share >= 0.001 else f"{statistics.num_unknown:,} tokens are"
-        page.note(f"{note} unknown to the vocabulary", "bold yellow" if share >= MANY_UNKNOWN else "dim")
+        fraction = statistics.num_unknown / statistics.num_tokens
+        note = f"{fraction:.1%} of all tokens are" if fraction >= 0.001 else f"{statistics.num_unknown:,} tokens are"
+        page.note(f"{note} unknown to the vocabulary", "bold yellow" if fraction >= MANY_UNKNOWN else "dim")
 
 
-def print_duplicates(page: Page, found: Duplicates) -> None:
-    """What occurs more than once, as far as anything does."""
+def print_duplicates(page: Page, duplicates: Duplicates) -> None:
+    """Texts and rows that occur more than once."""
+    repetitions = {
+        "rows with all texts equal": duplicates.rows,
+        "equal queries": duplicates.queries,
+        "equal positives": duplicates.positives,
+    }
+    if duplicates.documents != duplicates.positives:
+        repetitions["equal documents, positives or negatives"] = duplicates.documents
+    conflicts = {
+        "documents positive in one row, negative in another": duplicates.both,
+        "... of the same query": duplicates.contradictions,
+    }
     rows = [
-        ("rows with all texts equal", found.rows),
-        ("equal queries", found.queries),
-        ("equal positives", found.positives),
+        [what, f"{item.distinct:,}", f"{item.occurrences:,}"] for what, item in repetitions.items() if item.distinct
     ]
-    if found.documents != found.positives:
-        rows.append(("equal documents, positives or negatives", found.documents))
-    note = [[what, f"{one.different:,}", f"{one.places:,}"] for what, one in rows if one.different]
-    for what, count in (
-        ("documents positive in one row, negative in another", found.both),
-        ("... of the same query", found.contradictions),
-    ):
-        if count:
-            note.append([what, f"{count:,}", ""])
+    rows += [[what, f"{count:,}", ""] for what, count in conflicts.items() if count]
     page.subheading("duplicates")
-    if note:
-        page.table(["", "different", "places"], note)
+    if rows:
+        page.table(["", "distinct", "occurrences"], rows)
     else:
-        page.note("none: no text stands in two rows")
+        page.note("none: no text occurs in two rows")
 
 
-def print_example(page: Page, place: str, texts: Sequence[ShownText], num_left_out: int, label: int | None) -> None:
-    """One row as the model sees it.
-
-    Args:
-        page: where to print.
-        place: its file and line.
-        texts: those that are shown of it.
-        num_left_out: documents of it that are not.
-        label: its class, if it has one.
-    """
-    page.subheading(f"as the model sees it: {place}" + (f", class {label}" if label is not None else ""))
+def print_example(page: Page, location: str, texts: Sequence[ShownText], num_left_out: int, label: int | None) -> None:
+    """One row as the model receives it: some texts, and the number of documents left out."""
+    page.subheading(f"as the model sees it: {location}" + (f", class {label}" if label is not None else ""))
     page.texts([(_role(text), _size(text), text.text) for text in texts])
     if num_left_out:
         page.note(f"... and {num_left_out:,} more document{'s' * (num_left_out > 1)}", "dim")
 
 
 def print_total(page: Page, stores: Sequence[RowStore], num_empty: Sequence[int], epoch: Sequence[int] | None) -> None:
-    """A row for each source.
-
-    Args:
-        page: where to print.
-        stores: their rows.
-        num_empty: how many files of each are empty.
-        epoch: the rows that an epoch has of each, where there is a recipe.
-    """
+    """A line for each source, given its number of empty files and, if there is a recipe, its rows of an epoch."""
     rows = []
     skipped = [store.report.num_skipped - empty for store, empty in zip(stores, num_empty, strict=True)]
-    for place, store in enumerate(stores):
-        row = [store.report.name, f"{len(store):,}", f"{skipped[place]:,}"]
+    for i, store in enumerate(stores):
+        row = [store.report.name, f"{len(store):,}", f"{skipped[i]:,}"]
         if epoch is not None:
-            row += [f"{epoch[place]:,}", f"{epoch[place] / len(store):.2f}", f"{epoch[place] / sum(epoch):.1%}"]
+            row += [f"{epoch[i]:,}", f"{epoch[i] / len(store):.2f}", f"{epoch[i] / sum(epoch):.1%}"]
         rows.append(row)
     total = ["total", f"{sum(map(len, stores)):,}", f"{sum(skipped):,}"]
     rows.append(total if epoch is None else [*total, f"{sum(epoch):,}", "", "100.0%"])
@@ -178,24 +162,24 @@ def print_total(page: Page, stores: Sequence[RowStore], num_empty: Sequence[int]
 
 
 def print_run(page: Page, plan: BatchPlan, train: TrainConfig) -> None:
-    """How long an epoch and the run are."""
+    """The length of an epoch and of the run."""
     batches = plan.total_steps(train.steps, train.epochs)
     steps = batches if train.steps is not None else -(-batches // train.gradient_accumulation_steps)
     epochs = steps * train.gradient_accumulation_steps / plan.steps_per_epoch
-    made = "" if len(plan.sizes) == 1 else ", of one source each" if plan.by_source else ", of all sources mixed"
-    of_step = _counted(train.gradient_accumulation_steps, "batch", "es")
+    mixing = "" if len(plan.sizes) == 1 else ", of one source each" if plan.by_source else ", of all sources mixed"
+    of_step = format_count(train.gradient_accumulation_steps, "batch", "batches")
     page.subheading("the run")
     page.facts(
         [
-            ("an epoch", f"{plan.rows_per_epoch:,} rows, {_counted(plan.steps_per_epoch, 'batch', 'es')}"),
-            ("a batch", f"up to {_counted(plan.global_batch_size, 'row')}{made}"),
-            ("all of it", f"{_counted(steps, 'step')} of {of_step}, {_counted(epochs, 'epoch')}"),
+            ("an epoch", f"{plan.rows_per_epoch:,} rows, {format_count(plan.steps_per_epoch, 'batch', 'batches')}"),
+            ("a batch", f"up to {format_count(plan.global_batch_size, 'row')}{mixing}"),
+            ("all of it", f"{format_count(steps, 'step')} of {of_step}, {_epochs(epochs)}"),
         ]
     )
 
 
 def print_costs(page: Page, costs: Mapping[str, Cost], chunk_tokens: int) -> None:
-    """What a batch costs on several machines, by their names."""
+    """The cost of a batch by machine."""
     page.subheading(f"a batch, in chunks of up to {chunk_tokens:,} tokens")
     page.table(
         ["on", "tokens", "tokens a rank", "chunks a rank", "padding", "busiest rank over mean"],
@@ -212,14 +196,6 @@ def print_costs(page: Page, costs: Mapping[str, Cost], chunk_tokens: int) -> Non
         ],
     )
     page.note("of batches from all over an epoch; the fewer tokens a rank has, the more it pads to save passes", "dim")
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in the largest unit of which there is one."""
-    units = ["bytes", "KB", "MB", "GB", "TB"]
-    while num_bytes >= 1000 and len(units) > 1:
-        num_bytes, units = num_bytes / 1000, units[1:]
-    return f"{num_bytes:,.0f} {units[0]}" if units[0] == "bytes" else f"{num_bytes:,.1f} {units[0]}"
 
 
 def _files(report: SourceReport) -> str:
@@ -244,38 +220,37 @@ def _negatives(store: RowStore, option: int | None) -> str:
         note += f"; {option:,} drawn each epoch" if option else "; none used (negatives=0)"
     if store.most_negatives is not None:
         limited = int(np.count_nonzero(store.most_negatives >= 0))
-        note += f"; {_counted(limited, 'row')} with a limit of {'its' if limited == 1 else 'their'} own"
+        note += f"; {format_count(limited, 'row')} with a limit of {'its' if limited == 1 else 'their'} own"
     return note
 
 
-def _beside(beside: ExtraColumns) -> list[tuple[str, str]]:
+def _extra_facts(extra: ExtraColumns) -> list[tuple[str, str]]:
     facts = []
-    if beside.scores is not None:
-        count, low, high, total = beside.scores
-        facts.append(
-            ("scores", f"{low:g} to {high:g}, {total / count:.3g} in the mean, of {_counted(count, 'document')}")
-        )
-    if beside.labels:
-        common = ", ".join(f"{label}: {count:,}" for label, count in beside.labels.most_common(_LABELS))
-        more = ", ..." * (len(beside.labels) > _LABELS)
-        facts.append(("classes", f"{len(beside.labels):,} ({common}{more} rows)"))
-    if beside.width is not None:
-        facts.append(("vectors", f"{beside.width:,} dimensions"))
+    if extra.scores is not None:
+        count, low, high, total = extra.scores
+        mean = f"{total / count:.3g} in the mean"
+        facts.append(("scores", f"{low:g} to {high:g}, {mean}, of {format_count(count, 'document')}"))
+    if extra.labels:
+        common = ", ".join(f"{label}: {count:,}" for label, count in extra.labels.most_common(_LABELS))
+        more = ", ..." * (len(extra.labels) > _LABELS)
+        facts.append(("classes", f"{len(extra.labels):,} ({common}{more} rows)"))
+    if extra.width is not None:
+        facts.append(("vectors", f"{extra.width:,} dimensions"))
     for label, counter in (
-        ("instructions", beside.instructions),
-        ("instructions of documents", beside.document_instructions),
+        ("instructions", extra.instructions),
+        ("instructions of documents", extra.document_instructions),
     ):
-        facts += _instructions(label, counter, many=beside.more_instructions > 0)
+        facts += _instructions(label, counter, many=extra.more_instructions > 0)
     return facts
 
 
 def _instructions(label: str, counter: Counter[str], *, many: bool) -> list[tuple[str, str]]:
     shown = counter.most_common(_INSTRUCTIONS)
     facts = [
-        (label if not place else "", f"{text!r} ({_counted(rows, 'row')})") for place, (text, rows) in enumerate(shown)
+        (label if i == 0 else "", f"{text!r} ({format_count(rows, 'row')})") for i, (text, rows) in enumerate(shown)
     ]
     left = len(counter) - len(shown)
-    return facts + [("", f"... and {'more than ' * many}{_counted(left, 'other')}")] * (left > 0)
+    return facts + [("", f"... and {'more than ' * many}{format_count(left, 'other')}")] * (left > 0)
 
 
 def _length_cells(lengths: Lengths, *, with_limit: bool) -> list[str]:
@@ -285,14 +260,13 @@ def _length_cells(lengths: Lengths, *, with_limit: bool) -> list[str]:
     cells += [f"{ninety:,.0f}", f"{ninety_nine:,.0f}", f"{about}{values.max():,}"]
     if with_limit:
         limit = "" if lengths.limit is None else f"{lengths.limit:,}"
-        share = lengths.num_truncated / len(values)
-        cells += [limit, f"{about}{share * lengths.num_texts:,.0f} ({share:.1%})" if lengths.num_truncated else "0"]
+        cut = lengths.num_truncated / len(values)
+        cells += [limit, f"{about}{cut * lengths.num_texts:,.0f} ({cut:.1%})" if lengths.num_truncated else "0"]
     return cells
 
 
-def _counted(count: float, what: str, plural: str = "s") -> str:
-    note = f"{count:,}" if isinstance(count, int) else f"{count:,.3g}" if count < 100 else f"{count:,.0f}"
-    return f"{note} {what}{plural * (count != 1)}"
+def _epochs(epochs: float) -> str:
+    return f"{epochs:,.3g} epoch{'s' * (epochs != 1)}" if epochs < 100 else f"{epochs:,.0f} epochs"
 
 
 def _role(text: ShownText) -> str:
@@ -303,8 +277,5 @@ def _role(text: ShownText) -> str:
 def _size(text: ShownText) -> str:
     if text.num_tokens is None or text.num_untruncated is None:
         return f"{len(text.text):,}"
-    return (
-        f"{text.num_tokens:,} of {text.num_untruncated:,}"
-        if text.num_untruncated > text.num_tokens
-        else f"{text.num_tokens:,}"
-    )
+    is_cut = text.num_untruncated > text.num_tokens
+    return f"{text.num_tokens:,}" + f" of {text.num_untruncated:,}" * is_cut

@@ -5,7 +5,7 @@ R: rows; P, N: positives and negatives of all rows, row by row.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import pyarrow as pa
@@ -15,57 +15,48 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.row_store import EXTRA_COLUMNS, RowStore
 from embedtrain.data.sampling.permutation import random_bits
 
-MAX_INSTRUCTIONS = 1_000  # different ones that are told apart
+MAX_INSTRUCTIONS = 1_000  # distinct instructions that are counted
 
 
 @dataclass(slots=True)
 class ExtraColumns:
-    """What lies beside the texts of a source's rows.
+    """Statistics of the extra columns of a source."""
 
-    Attributes:
-        scores: how many, the smallest, the largest, and their sum.
-        labels: how many rows are of each class.
-        instructions: how many rows carry each one; for queries.
-        document_instructions: likewise, for documents.
-        more_instructions: rows whose instructions were too many to be told apart.
-        width: of a teacher's vectors.
-    """
-
-    scores: tuple[int, float, float, float] | None = None
-    labels: Counter[int] = field(default_factory=Counter)
-    instructions: Counter[str] = field(default_factory=Counter)
+    scores: tuple[int, float, float, float] | None = None  # number, minimum, maximum, sum
+    labels: Counter[int] = field(default_factory=Counter)  # rows of each class
+    instructions: Counter[str] = field(default_factory=Counter)  # rows with each instruction for queries
     document_instructions: Counter[str] = field(default_factory=Counter)
-    more_instructions: int = 0
-    width: int | None = None
+    more_instructions: int = 0  # rows with further instructions, beyond MAX_INSTRUCTIONS
+    width: int | None = None  # dimension of a teacher's vectors
 
 
 def summarise_extra_columns(store: RowStore) -> ExtraColumns:
-    """What lies beside the texts of a source's rows."""
-    found = ExtraColumns()
+    """Statistics of the extra columns of a source."""
+    extra = ExtraColumns()
     if "vectors" in store.extra_columns:
         vectors = store[0].vectors
-        found.width = len(vectors[0]) if vectors else None
+        extra.width = len(vectors[0]) if vectors else None
     if not store.extra_columns & (EXTRA_COLUMNS.keys() - {"vectors", "most_negatives"}):
-        return found
+        return extra
     for batch in batches_of(store):
         names = set(batch.schema.names)
         if "positive_scores" in names:
             parts = [batch.column(name).flatten() for name in ("positive_scores", "negative_scores") if name in names]
             values = np.concatenate([part.to_numpy(zero_copy_only=False) for part in parts])
-            found.scores = _scores(found.scores, values)
+            extra.scores = _scores(extra.scores, values)
         if "label" in names:
-            found.labels.update(batch.column("label").drop_null().to_pylist())
+            extra.labels.update(batch.column("label").drop_null().to_pylist())
         for name, counter in (
-            ("instruction", found.instructions),
-            ("document_instruction", found.document_instructions),
+            ("instruction", extra.instructions),
+            ("document_instruction", extra.document_instructions),
         ):
             if name in names:
-                found.more_instructions += _count(counter, batch.column(name))
-    return found
+                extra.more_instructions += _count(counter, batch.column(name))
+    return extra
 
 
 def batches_of(store: RowStore) -> Iterator[pa.RecordBatch]:
-    """All rows as columns."""
+    """All rows in batches of columns."""
     for number in range(len(store.rows.batch_starts) - 1):
         yield store.rows.batch(number)
 
@@ -82,77 +73,59 @@ def _scores(
 
 
 def _count(counter: Counter[str], column: pa.Array) -> int:
-    """Count the instructions of some rows; how many rows have one that is new and one too many."""
+    """Count the instructions of some rows; returns the number of rows with an instruction beyond the limit."""
     left_out = 0
-    for found in pc.value_counts(column.drop_null()).to_pylist():
-        if found["values"] in counter or len(counter) < MAX_INSTRUCTIONS:
-            counter[found["values"]] += found["counts"]
+    for item in pc.value_counts(column.drop_null()).to_pylist():
+        if item["values"] in counter or len(counter) < MAX_INSTRUCTIONS:
+            counter[item["values"]] += item["counts"]
         else:
-            left_out += found["counts"]
+            left_out += item["counts"]
     return left_out
 
 
-_QUERY, _POSITIVE, _NEGATIVE, _PAIR = 1, 2, 3, 4  # what a key is hashed as
+_QUERY, _POSITIVE, _NEGATIVE, _PAIR = 1, 2, 3, 4  # kinds of keys, hashed with them
 
 
 @dataclass(frozen=True, slots=True)
 class RowKeys:
-    """The texts of rows by their keys; see data/keys.py.
+    """The keys of the texts of rows; see data/keys.py."""
 
-    Attributes:
-        queries: int64 [R].
-        positives: int64 [P].
-        negatives: int64 [N].
-        num_positives: int [R], of each row.
-        num_negatives: int [R], likewise.
-    """
-
-    queries: NDArray[np.int64]
-    positives: NDArray[np.int64]
-    negatives: NDArray[np.int64]
-    num_positives: NDArray[np.integer]
-    num_negatives: NDArray[np.integer]
+    queries: NDArray[np.int64]  # [R]
+    positives: NDArray[np.int64]  # [P]
+    negatives: NDArray[np.int64]  # [N]
+    num_positives: NDArray[np.integer]  # [R]
+    num_negatives: NDArray[np.integer]  # [R]
 
     @classmethod
     def joined(cls, parts: Sequence["RowKeys"]) -> "RowKeys":
-        """The rows of several, one after the other."""
-        names = ("queries", "positives", "negatives", "num_positives", "num_negatives")
-        return (
-            parts[0] if len(parts) == 1 else cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
-        )
+        """The concatenated rows of several sources."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate([getattr(part, key.name) for part in parts]) for key in fields(cls)))
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """Of things that occur more than once: how many different ones, and in how many places."""
+    """Items that occur more than once: the number of distinct items, and of their occurrences."""
 
-    different: int
-    places: int
+    distinct: int
+    occurrences: int
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """What stands in several rows.
-
-    Attributes:
-        queries: equal queries.
-        positives: equal positives.
-        documents: documents, positive or negative, that occur in several places.
-        rows: rows whose texts are all equal, in whatever order the documents stand.
-        both: documents that are a positive in one row and a negative in another.
-        contradictions: pairs of query and document that are positive in one row and negative in another.
-    """
+    """Texts and rows that occur several times."""
 
     queries: Repetition
     positives: Repetition
-    documents: Repetition
-    rows: Repetition
-    both: int
-    contradictions: int
+    documents: Repetition  # positives and negatives
+    rows: Repetition  # with all texts equal, in any order of documents
+    both: int  # documents that are a positive in one row and a negative in another
+    contradictions: int  # pairs of query and document that are positive in one row and negative in another
 
 
 def duplicates_in(keys: RowKeys) -> Duplicates:
-    """What stands in several of these rows."""
+    """Texts and rows that occur several times in these rows."""
     return Duplicates(
         queries=_repeated(keys.queries),
         positives=_repeated(keys.positives),
@@ -169,8 +142,8 @@ def duplicates_in(keys: RowKeys) -> Duplicates:
 def _repeated(keys: NDArray[np.generic]) -> Repetition:
     ordered = np.sort(keys)
     same = ordered[1:] == ordered[:-1]
-    different = int(np.count_nonzero(same[1:] > same[:-1])) + int(bool(len(same) and same[0]))
-    return Repetition(different, int(np.count_nonzero(same)) + different)
+    distinct = int(np.count_nonzero(same[1:] > same[:-1])) + int(bool(len(same) and same[0]))
+    return Repetition(distinct, int(np.count_nonzero(same)) + distinct)
 
 
 def _in_both(first: NDArray[np.generic], other: NDArray[np.generic]) -> int:
@@ -178,7 +151,7 @@ def _in_both(first: NDArray[np.generic], other: NDArray[np.generic]) -> int:
 
 
 def _row_keys(keys: RowKeys) -> NDArray[np.uint64]:
-    """A key of all texts of each row: a sum of hashes, so the order of a row's documents does not count."""
+    """A key of all texts of each row: a sum of hashes, so the order of a row's documents does not matter."""
     return (
         random_bits(_QUERY, keys.queries)
         + _sums(random_bits(_POSITIVE, keys.positives), keys.num_positives)

@@ -24,23 +24,14 @@ _FALLBACK_LOSSES = {"cosent": "positive_scores", "batch_triplet": "label", "dist
 
 @dataclass(frozen=True, slots=True)
 class InspectedSource:
-    """One source, read as far as possible.
-
-    Attributes:
-        source: its options.
-        name: its name in messages.
-        data: the data that it is part of; None if it cannot be read.
-        number: its index in `data`.
-        loss: the loss that its rows were read for.
-        error: why it cannot be trained on with the recipe; "" if it can.
-    """
+    """One source, read as far as possible."""
 
     source: TrainSource
     name: str
-    data: TrainData | None = None
-    number: int = 0
-    loss: LossConfig | None = None
-    error: str = ""
+    data: TrainData | None = None  # which it is part of; None if it cannot be read
+    number: int = 0  # its index in `data`
+    loss: LossConfig | None = None  # that its rows were read for
+    error: str = ""  # why it cannot be trained on with the recipe
 
     @property
     def store(self) -> RowStore:
@@ -51,34 +42,23 @@ class InspectedSource:
 
 @dataclass(frozen=True, slots=True)
 class InspectedData:
-    """All sources of a recipe.
+    """All sources of a recipe."""
 
-    Attributes:
-        sources: all sources, split into files if requested.
-        data: all sources together; None if they cannot be trained on.
-        error: why not, if each could be trained on alone.
-    """
-
-    sources: list[InspectedSource]
-    data: TrainData | None = None
-    error: str = ""
+    sources: list[InspectedSource]  # split into files if requested
+    data: TrainData | None = None  # all sources together; None if they cannot be trained on
+    error: str = ""  # why not, if each could be trained on alone
 
     @property
     def datasets(self) -> list[TrainData]:
         """The distinct `data` of the sources."""
-        return list({id(one.data): one.data for one in self.sources if one.data is not None}.values())
+        return list({id(source.data): source.data for source in self.sources if source.data is not None}.values())
 
 
 def inspect_sources(recipe: Recipe, prompts: Mapping[str, str], cache: Cache) -> InspectedData:
     """Read all valid rows as training does: all sources together, or else each alone.
 
-    Args:
-        recipe: has the data, model and loss.
-        prompts: the model's prompts by name, `query` and `document`.
-        cache: the cache of rows.
-
-    Raises:
-        DataError, ConfigError: there is only one source, and it cannot be read.
+    The prompts are the model's by name, `query` and `document`. A DataError or ConfigError if there is only one source
+    and it cannot be read.
     """
     try:
         data, losses = _load_valid_rows(recipe, prompts, cache)
@@ -86,32 +66,30 @@ def inspect_sources(recipe: Recipe, prompts: Mapping[str, str], cache: Cache) ->
         parts = enumerate(zip(sources, data.names, losses, strict=True))
         return InspectedData([InspectedSource(source, name, data, i, loss) for i, (source, name, loss) in parts], data)
     except (DataError, ConfigError) as error:
-        found = _expanded(recipe)
-        sources = [replace(source, name=name) for source, name in zip(found, source_names(found), strict=True)]
+        expanded = _expanded(recipe)
+        sources = [replace(source, name=name) for source, name in zip(expanded, source_names(expanded), strict=True)]
         inspected = [_inspect_alone(recipe, source, prompts, cache) for source in sources]
         if len(inspected) == 1 and inspected[0].data is None:
             raise
-        return InspectedData(inspected, error="" if any(one.error for one in inspected) else str(error))
+        return InspectedData(inspected, error="" if any(source.error for source in inspected) else str(error))
 
 
 def _load_valid_rows(recipe: Recipe, prompts: Mapping[str, str], cache: Cache) -> tuple[TrainData, list[LossConfig]]:
     """All valid rows; invalid rows are counted."""
-    try:
-        return load_recipe_data(
-            recipe, prompts, cache
-        )  # as training does, so that training finds these rows in the cache
+    try:  # as training does, so that training finds these rows in the cache
+        return load_recipe_data(recipe, prompts, cache)
     except DataError:
         return load_recipe_data(recipe, prompts, cache, OnError.skip)
 
 
 def _expanded(recipe: Recipe) -> list[TrainSource]:
-    found: list[TrainSource] = []
+    expanded: list[TrainSource] = []
     for source in recipe.data.train:
         try:
-            found += resolve_sources(_with_sources(recipe, [source]))[0]
+            expanded += resolve_sources(_with_sources(recipe, [source]))[0]
         except (DataError, ConfigError):  # reported when the source is read
-            found.append(source)
-    return found
+            expanded.append(source)
+    return expanded
 
 
 def _inspect_alone(recipe: Recipe, source: TrainSource, prompts: Mapping[str, str], cache: Cache) -> InspectedSource:
@@ -123,14 +101,14 @@ def _inspect_alone(recipe: Recipe, source: TrainSource, prompts: Mapping[str, st
     except (DataError, ConfigError) as error:
         message = str(error)
     plain = replace(source, loss=None, temperature=None)
-    for name, what in _FALLBACK_LOSSES.items():
+    for name, column in _FALLBACK_LOSSES.items():
         other = _with_sources(replace(recipe, loss=LOSSES[name]()), [plain])
         try:
             data, (loss, *_) = load_recipe_data(other, prompts, cache, OnError.skip)
         except (DataError, ConfigError):
             continue
         report = data.stores[0].report
-        if what in data.stores[0].extra_columns and report.num_unscored < report.num_rows:
+        if column in data.stores[0].extra_columns and report.num_unscored < report.num_rows:
             return InspectedSource(plain, source.name, data, 0, loss, message)
     return InspectedSource(source, source.name, error=message)
 
@@ -142,18 +120,11 @@ def _with_sources(recipe: Recipe, sources: Sequence[TrainSource]) -> Recipe:
 _WHOLE_FILE_BYTES = 2**62  # bytes of a piece: no part is cut, so that lines are counted from its beginning
 
 
-def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, most: int, cache: Cache) -> list[str]:
-    """The first `most` invalid rows in order, each as `path:line: problem`.
-
-    Args:
-        source: an element of `data.train`.
-        name: its name in messages.
-        needs: what the loss asks of every row.
-        most: maximal number of rows.
-        cache: where the corpus is kept, if rows name documents by id.
+def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, limit: int, cache: Cache) -> list[str]:
+    """The first `limit` invalid rows in order, each as `path:line: problem`; the cache is for documents named by id.
 
     Raises:
-        DataError: as Reading, and where a part cannot be read as a whole.
+        DataError: a part cannot be read at all.
     """
     reading = SourceReader(source, name, needs)
     layout, documents = reading.detect_layout(OnError.skip), None
@@ -161,7 +132,7 @@ def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, most:
         corpus = documents_build(reading.documents, OnError.skip, cache)
         build([corpus])
         documents = DocumentStore(corpus.directory)
-    found: list[str] = []
+    problems: list[str] = []
     for piece in reading.pieces(_WHOLE_FILE_BYTES):
         check, is_empty = RowCheck(needs), True
         for line, row in reading.rows(piece, layout, documents):
@@ -171,29 +142,19 @@ def first_bad_rows(source: TrainSource, name: str, needs: RowRequirements, most:
                     raise row
                 check(row)
             except BadRow as bad:
-                found.append(f"{piece.part.location(line)}: {bad}")
-            if len(found) >= most:
-                return found
+                problems.append(f"{piece.part.location(line)}: {bad}")
+            if len(problems) >= limit:
+                return problems
         if is_empty:
-            found.append(f"{piece.part.name}: holds no rows")
-            if len(found) >= most:
-                return found
-    return found
+            problems.append(f"{piece.part.name}: holds no rows")
+            if len(problems) >= limit:
+                return problems
+    return problems
 
 
 def num_empty_files(source: TrainSource, store: RowStore) -> int:
-    """How many files of a source have no rows, valid or not.
-
-    Args:
-        source: an element of `data.train`.
-        store: its rows.
-
-    Raises:
-        DataError: a file is gone or cannot be read.
-    """
-    with_rows, opened = (
-        {stretch.part for stretch in store.row_ranges},
-        PartReader(subset=source.subset, split=source.split, columns=source.columns),
-    )
+    """Number of files of a source that have no rows, valid or not; a DataError if a file cannot be read."""
+    with_rows = {row_range.part for row_range in store.row_ranges}
+    reader = PartReader(subset=source.subset, split=source.split, columns=source.columns)
     others = [part for number, part in enumerate(find_parts(source).parts) if number not in with_rows]
-    return sum(all(line.row is None for line in opened.lines(Piece(part))) for part in others)
+    return sum(all(line.row is None for line in reader.lines(Piece(part))) for part in others)

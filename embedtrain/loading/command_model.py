@@ -53,16 +53,9 @@ TEACHER_OPTION_NAMES = {
 
 @contextlib.contextmanager
 def command_option_names(options: Mapping[str, str]) -> Iterator[None]:
-    """Replace names of options of `model` in errors by those of a command.
-
-    Args:
-        options: names of the command, by names of a recipe without `model.`.
-    """
-
-    def own_name(match: re.Match[str]) -> str:
-        return options.get(match[1], match[0])
-
+    """Replace names of options of `model` in errors by those of a command, given by names without `model.`."""
     try:
         yield
     except (ConfigError, ModelError) as error:
-        raise type(error)(re.sub(r"\bmodel\.((?:lora\.)?\w+)", own_name, str(error))) from error.__cause__
+        message = re.sub(r"\bmodel\.((?:lora\.)?\w+)", lambda match: options.get(match[1], match[0]), str(error))
+        raise type(error)(message) from error.__cause__

@@ -47,27 +47,16 @@ DEFAULT_WORKLOAD = StepWorkload()
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for training or encoding.
+    """A model ready for training or encoding."""
 
-    Attributes:
-        encoder: sharded in place.
-        source: its configuration and files.
-        tokenizer: with the maximal length.
-        layout: of the weights over the ranks.
-        notes: lines for the user about what was detected and decided.
-        reduce_per_step: whether gradients are reduced once per step, which keeps full gradients on every rank.
-        activation_tokens: tokens of a step whose activations a rank keeps.
-        adapted: the trained adapters; None if the model itself is trained.
-    """
-
-    encoder: Encoder
+    encoder: Encoder  # sharded in place
     source: ModelSource
-    tokenizer: TextTokenizer
+    tokenizer: TextTokenizer  # with the maximal length
     layout: ParallelLayout
-    notes: tuple[str, ...]
-    reduce_per_step: bool
-    activation_tokens: int = 0
-    adapted: AdapterInfo | None = None
+    notes: tuple[str, ...]  # lines for the user about what was detected and decided
+    reduce_per_step: bool  # gradients are reduced once per step, which keeps full gradients on every rank
+    activation_tokens: int = 0  # tokens of a step whose activations a rank keeps
+    adapted: AdapterInfo | None = None  # the trained adapters; None if the model itself is trained
 
 
 def load_model(
@@ -83,18 +72,14 @@ def load_model(
 ) -> LoadedModel:
     """Build on the meta device, shard, then read each rank's rows of the weights. Every rank must call.
 
+    Errors are raised on every rank alike, if possible before any weight is read.
+
     Args:
-        model: the model's options.
-        parallel: how it is sharded.
-        world: the ranks.
         seed: random weights are a function of it.
         source: the result of `open_model_source(model)`, if the model is already open.
         tokenizer: trained on the data, for a model without one; its ids go into the configuration.
         read_weights: false if a checkpoint's weights follow: then only frozen weights are read.
         work: of a training step; None for a model that only encodes, which needs less memory.
-
-    Raises:
-        ConfigError, ModelError: on every rank alike, if possible before any weight is read.
     """
     quiet_libraries()
     memory, free = map(min, zip(*world.gather((memory_of_rank(world), free_memory_of_rank(world))), strict=True))
@@ -121,13 +106,13 @@ def load_model(
         costs = model_spec(
             encoder, blocks, precision=parallel.precision, tokens_per_text=max_length, gpu=gpu, packed=packed
         )
-        kept_tokens = 0
+        activation_tokens = 0
         if work is None:
             choice = choose_encoding_layout(parallel, machines, costs)
         else:
             work = replace(work, tokens_per_text=max_length)
             choice = choose_layout(parallel, machines, costs, work)
-            kept_tokens = fit_activation_tokens(
+            activation_tokens = fit_activation_tokens(
                 costs, choice.layout, machines, work, reduce_per_step=choice.reduce_per_step, free=free
             )
         layout = choice.layout
@@ -159,7 +144,7 @@ def load_model(
         layout=layout,
         notes=tuple(notes),
         reduce_per_step=choice.reduce_per_step,
-        activation_tokens=kept_tokens,
+        activation_tokens=activation_tokens,
         adapted=adapted,
     )
     return verify_packing(loaded, model, parallel, world) if read_weights else loaded
@@ -171,26 +156,19 @@ def verify_packing(
     parallel: ParallelConfig,
     world: World,
     *,
-    say: Callable[[str], None] = lambda note: None,
+    progress: Callable[[str], None] = lambda note: None,
 ) -> LoadedModel:
     """Compare packed with padded vectors; the returned model pads texts if they differ. A collective.
 
-    Args:
-        loaded: with weights.
-        model: its options.
-        parallel: as it was loaded.
-        world: the ranks.
-        say: receives the note about padding, which is added to the model's notes as well.
-
-    Raises:
-        ModelError: they differ, and `model.attention=packed`.
+    `progress` receives the note about padding, which is added to the model's notes as well. A ModelError if vectors
+    differ and `model.attention=packed`.
     """
     tokenizer = loaded.tokenizer
     reason = verify_packed_vectors(loaded.encoder, model.attention, parallel, world) if tokenizer.packed else None
     if reason is None:
         return loaded
     note = f"texts are padded: {reason}"
-    say(note)
+    progress(note)
     padded = TextTokenizer(tokenizer.tokenizer, tokenizer.max_length, include_prompt=tokenizer.include_prompt)
     return replace(loaded, tokenizer=padded, notes=(*loaded.notes, note))
 

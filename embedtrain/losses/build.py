@@ -1,28 +1,18 @@
 """Builds the loss that the recipe describes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 
 from embedtrain.config.losses import (
     LOSSES,
-    AnglEConfig,
-    BatchTripletConfig,
     CombinedConfig,
-    ContrastiveConfig,
-    CoSENTConfig,
-    CosineMSEConfig,
     DistillEmbeddingsConfig,
-    DistillScoresConfig,
     InfoNCEConfig,
     LossConfig,
-    MarginMSEConfig,
-    OnlineContrastiveConfig,
-    OrthogonalConfig,
     SentenceTransformersConfig,
-    SigLIPConfig,
-    TripletConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.source_losses import distinct_losses
@@ -37,20 +27,31 @@ from embedtrain.losses.sigmoid import SigLIP
 from embedtrain.losses.triplets import BatchTriplet, Triplet
 from embedtrain.losses.types import FROM_ROWS, Loss
 
+# The losses that need only their options, by `loss.name`.
+_BY_NAME: dict[str, Callable[[Any], Loss]] = {
+    "infonce": InfoNCE,
+    "siglip": SigLIP,
+    "cosent": CoSENT,
+    "angle": AnglE,
+    "cosine_mse": CosineMSE,
+    "contrastive": Contrastive,
+    "online_contrastive": OnlineContrastive,
+    "triplet": Triplet,
+    "batch_triplet": BatchTriplet,
+    "distill_scores": DistillScores,
+    "margin_mse": MarginMSE,
+    "orthogonal": Orthogonal,
+}
+
 
 def build_loss(
     config: LossConfig, *, dimension: int, guide_dimensions: Mapping[str, int] | None = None, seed: int
 ) -> Loss:
-    """Build the loss that `config` describes.
+    """Build the loss that `config` describes for vectors of `dimension`.
 
-    Args:
-        config: the recipe's `loss`.
-        dimension: of the model's vectors.
-        guide_dimensions: of the vectors of each guide or teacher, by the keys of `BatchInfo.guides`.
-        seed: the loss's own parameters are a function of it, so they are the same on every rank.
-
-    Raises:
-        ConfigError: options do not fit the model.
+    `guide_dimensions` has the dimension of each guide's or teacher's vectors, by the keys of `BatchInfo.guides`. The
+    loss's own parameters are a function of `seed`, so they are the same on every rank. Options that do not fit the
+    model raise a ConfigError.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -62,14 +63,8 @@ def build_losses(
 ) -> Loss:
     """Build the loss of all sources, or a `LossPerSource` if they differ.
 
-    Args:
-        configs: of each source.
-        dimension: of the model's vectors.
-        guide_dimensions: of each source, as for `build_loss`.
-        seed: as for `build_loss`.
-
-    Raises:
-        ConfigError: options do not fit the model, or teachers' vectors of one loss differ in dimension.
+    `configs` and `guide_dimensions` are those of each source, as for `build_loss`. Teachers' vectors of one loss that
+    differ in dimension raise a ConfigError.
     """
     unique, indices = distinct_losses(configs)
     losses = []
@@ -99,42 +94,21 @@ def _build(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, in
 
 def _build_full(config: LossConfig, dimension: int, guide_dimensions: Mapping[str, int]) -> Loss:
     match config:
-        case InfoNCEConfig():
-            return InfoNCE(config)
-        case SigLIPConfig():
-            return SigLIP(config)
-        case CoSENTConfig():
-            return CoSENT(config)
-        case AnglEConfig():
-            return AnglE(config)
-        case CosineMSEConfig():
-            return CosineMSE(config)
-        case ContrastiveConfig():
-            return Contrastive(config)
-        case OnlineContrastiveConfig():
-            return OnlineContrastive(config)
-        case TripletConfig():
-            return Triplet(config)
-        case BatchTripletConfig():
-            return BatchTriplet(config)
-        case DistillScoresConfig():
-            return DistillScores(config)
-        case MarginMSEConfig():
-            return MarginMSE(config)
         case DistillEmbeddingsConfig():
             return DistillEmbeddings(config, dimension, guide_dimensions)
-        case OrthogonalConfig():
-            return Orthogonal(config)
         case SentenceTransformersConfig():
             # Importing sentence-transformers takes seconds.
             from embedtrain.losses.sentence_transformers import SentenceTransformersLoss
 
             return SentenceTransformersLoss(config, dimension=dimension, guide_dimensions=guide_dimensions)
         case CombinedConfig():
-            names = _part_names(config)
+            names = [part.name for part in config.losses]  # numbered if a loss occurs several times
+            names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names, 1)]
             parts = [_build(part, dimension, guide_dimensions) for part in config.losses]
             weights = [part.weight for part in config.losses]
             return CombinedLoss(dict(zip(names, parts, strict=True)), dict(zip(names, weights, strict=True)))
+        case _ if config.name in _BY_NAME:
+            return _BY_NAME[config.name](config)
         case _:
             raise ConfigError(f"loss.name={config.name} is not a loss; there are {', '.join(LOSSES)}")
 
@@ -174,18 +148,12 @@ def loss_notes(configs: Sequence[LossConfig], names: Sequence[str], loss: Loss, 
     return notes
 
 
-def _describe(config: LossConfig, others: Sequence[LossConfig]) -> str:
-    """The name of a loss, with the options that differ from others of its kind."""
-    same_kind = [other for other in others if type(other) is type(config)]
+def _describe(config: LossConfig, configs: Sequence[LossConfig]) -> str:
+    """The name of a loss, with the options in which losses of its kind differ."""
+    same_kind = [other for other in configs if type(other) is type(config)]
     options = [
         f"{field.name}={getattr(config, field.name)}"
         for field in fields(config)
         if any(getattr(other, field.name) != getattr(config, field.name) for other in same_kind)
     ]
     return config.name + (f" ({', '.join(options)})" if options else "")
-
-
-def _part_names(config: CombinedConfig) -> list[str]:
-    """The names of the parts; a loss that occurs several times is numbered."""
-    names = [part.name for part in config.losses]
-    return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names, 1)]

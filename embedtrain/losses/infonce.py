@@ -62,7 +62,7 @@ class InfoNCE(Loss):
         scale = self.temperature.scale(queries)
         guide = None if self.config.guide is None else _normalized(batch_info.guides[self.config.guide])
         counts = Counts.gather(queries, documents)
-        compute = self._in_batch_negatives if self.config.in_batch_negatives else self._own_negatives
+        compute = self._in_batch_negatives if self.config.in_batch_negatives else self._hard_negatives
         sums = compute(queries, documents, batch_info, guide, scale, counts)
         num_rows = max(1, sum(counts.queries))
         metrics = {"accuracy": sums.num_correct / num_rows}
@@ -81,21 +81,35 @@ class InfoNCE(Loss):
     ) -> SoftmaxSums:
         """Each query against the documents of all ranks, and what else `directions` name."""
         config, rank = self.config, dist.get_rank()
+        first_query, first_document = sum(counts.queries[:rank]), sum(counts.documents[:rank])
+        joint = config.partition_mode is PartitionMode.joint
         rules = ScoringRules(
             excluded=ExcludedCandidates(
-                batch_info,
-                counts,
-                duplicates=config.mask_duplicates,
-                score_positive_twice=config.partition_mode is PartitionMode.joint,
+                batch_info, counts, duplicates=config.mask_duplicates, score_positive_twice=joint
             ),
             hardness=config.hardness,
             hardness_strength=config.hardness_strength,
         )
-        rows = self._rows(queries, documents, batch_info, guide, scale, first=sum(counts.queries[:rank]))
+        positives = documents[batch_info.positives]
+        thresholds, limits = score_limits(queries.detach(), positives.detach(), scale.detach(), config)
+        guide_positives = guide_limit = None
+        if guide is not None:
+            guide_positives = guide.documents[batch_info.positives]
+            guide_limit = guide_limits((guide.queries * guide_positives).sum(dim=1), config)
+        rows = Rows(
+            indices=torch.arange(len(queries), device=queries.device) + first_query,
+            queries=queries,
+            positives=positives,
+            accuracy_thresholds=thresholds,
+            score_limits=limits,
+            guide_queries=None if guide is None else guide.queries,
+            guide_positives=guide_positives,
+            guide_limits=guide_limit,
+        )
         with_queries = any(direction in QUERY_CANDIDATES for direction in config.directions)
         local = Candidates(
-            first_query=sum(counts.queries[:rank]),
-            first_document=sum(counts.documents[:rank]),
+            first_query=first_query,
+            first_document=first_document,
             documents=documents,
             queries=queries if with_queries else None,
             guide_documents=None if guide is None else guide.documents,
@@ -115,37 +129,7 @@ class InfoNCE(Loss):
         softmax = plain_softmax if implementation is Implementation.plain else tiled_softmax
         return softmax(rows, gathered, rules, scale, config.margin, self.partitions)
 
-    def _rows(
-        self,
-        queries: Tensor,
-        documents: Tensor,
-        batch_info: BatchInfo,
-        guide: Guide | None,
-        scale: Tensor,
-        *,
-        first: int,
-    ) -> Rows:
-        """This rank's rows, `first` the index of the first among those of all ranks."""
-        config = self.config
-        positives = documents[batch_info.positives]
-        thresholds, limits = score_limits(queries.detach(), positives.detach(), scale.detach(), config)
-        guide_positives = None if guide is None else guide.documents[batch_info.positives]
-        return Rows(
-            indices=torch.arange(len(queries), device=queries.device) + first,
-            queries=queries,
-            positives=positives,
-            accuracy_thresholds=thresholds,
-            score_limits=limits,
-            guide_queries=None if guide is None else guide.queries,
-            guide_positives=guide_positives,
-            guide_limits=None
-            if guide is None or guide_positives is None
-            else guide_limits(
-                (guide.queries * guide_positives).sum(dim=1), config.guide_margin, config.guide_margin_kind
-            ),
-        )
-
-    def _own_negatives(
+    def _hard_negatives(
         self,
         queries: Tensor,
         documents: Tensor,
@@ -169,10 +153,7 @@ class InfoNCE(Loss):
             mask |= scores.detach() > limits[owners]
         if guide is not None:
             guide_similarity = (guide.queries[owners] * guide.documents).sum(dim=1)
-            guide_positive = guide_similarity[positives]
-            mask |= (
-                guide_similarity > guide_limits(guide_positive, config.guide_margin, config.guide_margin_kind)[owners]
-            )
+            mask |= guide_similarity > guide_limits(guide_similarity[positives], config)[owners]
         if config.hardness in (Hardness.hard, Hardness.all):
             scores = scores + config.hardness_strength * similarity.detach()
         scores = scores.masked_fill(mask, -torch.inf)
@@ -185,10 +166,7 @@ class InfoNCE(Loss):
 def choose_implementation(config: InfoNCEConfig, counts: Counts, like: Tensor) -> Implementation:
     """The implementation for a batch of this size unless the recipe names one; the same on every rank.
 
-    Args:
-        config: options of the loss.
-        counts: rows of each rank.
-        like: vectors [..., D] of the dtype of the computation.
+    Vectors [..., D] like `like` are computed with.
     """
     if config.implementation is not Implementation.auto:
         return config.implementation

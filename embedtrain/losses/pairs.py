@@ -29,17 +29,20 @@ class CoSENT(Loss):
     the higher score; s is the cosine. Pairs of equal scores are not ordered.
     """
 
-    def __init__(self, config: CoSENTConfig) -> None:
+    def __init__(self, config: CoSENTConfig | AnglEConfig) -> None:
         super().__init__()
         self.temperature = config.temperature
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
-        return LossOutput(_ranking_loss(pairwise_similarity(left, right, Similarity.cosine) / self.temperature, scores))
+        return LossOutput(_ranking_loss(self._similarity(left, right) / self.temperature, scores))
+
+    def _similarity(self, left: Tensor, right: Tensor) -> Tensor:
+        return pairwise_similarity(left, right, Similarity.cosine)
 
 
-class AnglE(Loss):
+class AnglE(CoSENT):
     """Li and Li, "AoE: Angle-Optimized Embeddings for Semantic Textual Similarity" (ACL 2024).
 
     CoSENT's loss with another similarity. A vector's halves are the real and the imaginary parts of D/2
@@ -47,19 +50,12 @@ class AnglE(Loss):
     imaginary part of their inner product, both vectors at length 1.
     """
 
-    def __init__(self, config: AnglEConfig) -> None:
-        super().__init__()
-        self.temperature = config.temperature
-
-    def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
-        """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
-        left, right, scores = _pairs(queries, documents, batch_info)
+    def _similarity(self, left: Tensor, right: Tensor) -> Tensor:
         odd = left.shape[1] % 2
         left, right = (F.pad(F.normalize(vectors, dim=1), (0, odd)) for vectors in (left, right))
         (real, imaginary), (other_real, other_imaginary) = left.chunk(2, dim=1), right.chunk(2, dim=1)
         sines = (imaginary * other_real - real * other_imaginary).sum(dim=1)
-        angles = ((left * right).sum(dim=1) + sines).abs()
-        return LossOutput(_ranking_loss(angles / self.temperature, scores))
+        return ((left * right).sum(dim=1) + sines).abs()
 
 
 class CosineMSE(Loss):

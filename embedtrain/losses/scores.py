@@ -4,7 +4,7 @@ N, K: queries and documents of all ranks; B, M: of this rank; c, t: rows and can
 the model's and of the guide's vectors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -37,25 +37,16 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of the batch: one query and its positive each.
+    """Rows of the batch: one query and its positive each."""
 
-    Attributes:
-        indices: int64 [c], their indices among the queries of all ranks.
-        queries, positives: [c, D].
-        accuracy_thresholds: [c], a candidate that scores at least this ties or beats the positive.
-        score_limits: [c], candidates that score more are no negatives, or None.
-        guide_queries, guide_positives: [c, T], or None.
-        guide_limits: [c], candidates more similar than this to the guide are no negatives, or None.
-    """
-
-    indices: Tensor
-    queries: Tensor
-    positives: Tensor
-    accuracy_thresholds: Tensor
-    score_limits: Tensor | None = None
-    guide_queries: Tensor | None = None
-    guide_positives: Tensor | None = None
-    guide_limits: Tensor | None = None
+    indices: Tensor  # int64 [c], among the queries of all ranks
+    queries: Tensor  # [c, D]
+    positives: Tensor  # [c, D]
+    accuracy_thresholds: Tensor  # [c], a candidate that scores at least this ties or beats the positive
+    score_limits: Tensor | None = None  # [c], candidates that score more are no negatives
+    guide_queries: Tensor | None = None  # [c, T]
+    guide_positives: Tensor | None = None  # [c, T]
+    guide_limits: Tensor | None = None  # [c], candidates more similar than this to the guide are no negatives
 
     def slice(self, start: int, end: int) -> "Rows":
         """The rows from `start` to `end`."""
@@ -76,20 +67,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Queries and documents that rows are compared with.
+    """Queries and documents that rows are compared with."""
 
-    Attributes:
-        first_query, first_document: index of the first one among those of all ranks.
-        queries, documents: [t, D]; queries are None if no direction uses them.
-        guide_queries, guide_documents: [t, T], or None.
-    """
-
-    first_query: int
+    first_query: int  # index of the first one among those of all ranks, as `first_document`
     first_document: int
-    documents: Tensor
-    queries: Tensor | None = None
-    guide_queries: Tensor | None = None
-    guide_documents: Tensor | None = None
+    documents: Tensor  # [t, D]
+    queries: Tensor | None = None  # [t, D], if a direction uses them
+    guide_queries: Tensor | None = None  # [t, T]
+    guide_documents: Tensor | None = None  # [t, T]
 
     def of(self, direction: LossDirection) -> Tensor:
         """The candidates [t, D] of a direction."""
@@ -176,14 +161,10 @@ def score_limits(
     return (similarity - config.margin - tolerance) * scale, limits
 
 
-def guide_limits(positive: Tensor, margin: float, kind: MarginKind) -> Tensor:
+def guide_limits(positive: Tensor, config: InfoNCEConfig) -> Tensor:
     """From the guide's similarities of the positives [c]: the similarity above which it rejects a negative."""
-    return positive - margin * (positive.abs() if kind is MarginKind.relative else 1.0) + rounding_tolerance(positive)
-
-
-def scores_per_row(directions: Sequence[LossDirection], candidates: Candidates) -> int:
-    """The number of scores of one row over all directions."""
-    return sum(len(candidates.of(direction)) for direction in directions)
+    scale = positive.abs() if config.guide_margin_kind is MarginKind.relative else 1.0
+    return positive - config.guide_margin * scale + rounding_tolerance(positive)
 
 
 class ExcludedCandidates:
@@ -193,8 +174,6 @@ class ExcludedCandidates:
     grows with N + K, and with the tile. Every rank must construct it.
 
     Args:
-        batch_info: of this rank's rows.
-        counts: rows of each rank.
         duplicates: whether to exclude documents that equal, by text or id, an answer to the row's query or to an equal
             query; otherwise only the row's own positive and, for `document_document`, its own documents.
         score_positive_twice: whether `document_query` scores a row's own pair a second time, as the joint softmax of
@@ -246,11 +225,7 @@ class ExcludedCandidates:
     def mask_scores(self, scores: Tensor, direction: LossDirection, indices: Tensor, first: int) -> Tensor:
         """Set scores [c, t] of excluded candidates to -inf; in place, differentiable.
 
-        Args:
-            scores: of these rows against the candidates from `first` on.
-            direction: of the scores.
-            indices: int64 [c], of the rows among the queries of all ranks.
-            first: index of the first candidate among those of all ranks.
+        Rows and candidates are counted over all ranks: `indices` int64 [c] of the rows, `first` of the first candidate.
         """
         width = scores.shape[1]
         positions = torch.arange(len(indices), device=indices.device)
@@ -304,13 +279,7 @@ class ExcludedCandidates:
 
 
 class _Multimap:
-    """Maps a key to several items: the items of a key are adjacent and ascending.
-
-    Args:
-        keys: int64 [P], from 0 to `num_keys` - 1.
-        items: int64 [P], ascending among equal keys.
-        num_keys: number of keys.
-    """
+    """Maps keys [P] from 0 to `num_keys` - 1 to items [P], which ascend among equal keys."""
 
     def __init__(self, keys: Tensor, items: Tensor, num_keys: int) -> None:
         order = torch.argsort(keys, stable=True)
@@ -337,18 +306,11 @@ class _Multimap:
 
 @dataclass(frozen=True, slots=True)
 class _Relation:
-    """Row -> key -> codes -> candidates of that code: these candidates are no negatives of the row.
+    """Row -> key -> codes -> candidates of that code: these candidates are no negatives of the row."""
 
-    Attributes:
-        keys: int64 [N], of each row.
-        codes_of_key: the codes of each key.
-        codes: int64, of each candidate.
-        candidates_of_code: the candidates of each code.
-    """
-
-    keys: Tensor
+    keys: Tensor  # int64 [N], of each row
     codes_of_key: _Multimap
-    codes: Tensor
+    codes: Tensor  # int64, of each candidate
     candidates_of_code: _Multimap
 
     def cells(self, positions: Tensor, rows: Tensor, first: int, width: int) -> tuple[Tensor, Tensor] | None:

@@ -43,6 +43,7 @@ _PAIRS = [name for name, needs in SENTENCE_TRANSFORMERS_LOSSES.items() if needs.
     "SoftmaxLoss"
 ]
 _LARGEST = 2**62
+_VERSION = tuple(int(part) for part in sentence_transformers.__version__.split(".")[:2])
 
 
 class SentenceTransformersLoss(Loss):
@@ -54,15 +55,7 @@ class SentenceTransformersLoss(Loss):
 
     The class gets a placeholder model without parameters, whose inputs are vectors. Classes that cache gradients
     run without their cache. Parameters of the class are parameters here, under `theirs`. Its random numbers are a
-    function of `BatchInfo.seed`.
-
-    Args:
-        config: the class, its arguments, its guide.
-        dimension: of the model's vectors.
-        guide_dimensions: of the guides' and teachers' vectors, by the keys of `BatchInfo.guides`, if known.
-
-    Raises:
-        ConfigError: sentence-transformers rejects the class or its arguments.
+    function of `BatchInfo.seed`. A class or arguments that sentence-transformers rejects raise a ConfigError.
     """
 
     def __init__(
@@ -95,7 +88,7 @@ class SentenceTransformersLoss(Loss):
                 self.theirs = build_loss_module(name, arguments, model, guide, "loss")
         if self.needs.vectors:
             self._check_teacher(guide_dimensions.get(FROM_ROWS, self.teacher_dimension), ConfigError)
-            if config.class_name == MATRYOSHKA and _version() < (6, 2):
+            if config.class_name == MATRYOSHKA and _VERSION < (6, 2):
                 raise ConfigError(
                     f"{self.label} needs sentence-transformers 6.2 or newer, which truncates the teacher's vectors"
                 )
@@ -103,13 +96,12 @@ class SentenceTransformersLoss(Loss):
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """1/W of the class's loss of the global batch.
 
-        Raises:
-            DataError: rows differ in their number of documents, or the class does not accept it; rows lack the
-                scores, labels or vectors it needs; the class rejects the batch.
+        Raises a DataError if rows differ in their number of documents or lack the scores, labels or vectors that the
+        class needs, or if the class rejects the batch.
         """
         per_row = torch.bincount(batch_info.owners, minlength=len(queries)).tolist()
         guide = batch_info.guides.get(FROM_ROWS if self.needs.vectors else self.guide or "")
-        num_documents, fewest, missing, width = max_over_ranks(
+        num_documents, negative_minimum, missing, width = max_over_ranks(
             [
                 max(per_row, default=0),
                 -min(per_row, default=_LARGEST),
@@ -118,7 +110,7 @@ class SentenceTransformersLoss(Loss):
             ],
             queries.device,
         )
-        self._check_rows(-fewest, num_documents, bool(missing))
+        self._check_rows(-negative_minimum, num_documents, bool(missing))
         counts = row_counts(len(queries), queries.device)
         vectors = gather_rows(_by_row(queries, documents, num_documents), counts)
         guides = None
@@ -131,10 +123,9 @@ class SentenceTransformersLoss(Loss):
             self._check_teacher(width, DataError)
             labels, guides = guides, None
         elif self.needs.label:
-            local_labels = (
-                batch_info.labels if batch_info.labels is not None else torch.zeros_like(batch_info.query_keys)
-            )
-            labels = gather_rows(local_labels, counts)
+            # A rank without rows has no labels.
+            labels = torch.zeros_like(batch_info.query_keys) if batch_info.labels is None else batch_info.labels
+            labels = gather_rows(labels, counts)
         elif self.needs.scores is not ScoreRequirement.none:
             labels = gather_rows(_scores(batch_info).to(queries.dtype).reshape(len(queries), num_documents), counts)
             if self.class_name in _PAIRS:
@@ -143,9 +134,8 @@ class SentenceTransformersLoss(Loss):
 
         features = [{"vectors": column} for column in columns]
         if guides is not None:
-            features = [
-                {**feature, "guide": column} for feature, column in zip(features, guides.unbind(1), strict=True)
-            ]
+            for feature, column in zip(features, guides.unbind(1), strict=True):
+                feature["guide"] = column
         with _seeded(batch_info.seed, queries.device), _rank_zero_warnings():
             try:
                 output = self.theirs(features, labels)
@@ -164,29 +154,22 @@ class SentenceTransformersLoss(Loss):
             or ((self.needs.vectors or self.guide is not None) and guide is None)
         )
 
-    def _check_rows(self, fewest: int, most: int, missing: bool) -> None:
-        if fewest != most:
+    def _check_rows(self, smallest: int, largest: int, missing: bool) -> None:
+        if smallest != largest:
             raise DataError(
-                f"{self.label} needs the same number of documents in every row, and this batch has {fewest} to {most}: "
-                "set `negatives` of the sources in data.train to a number that every row has"
+                f"{self.label} needs the same number of documents in every row, and this batch has {smallest} to "
+                f"{largest}: set `negatives` of the sources in data.train to a number that every row has"
             )
-        minimum, maximum = _DOCUMENTS.get(
-            self.class_name, (int(self.needs.documents) + int(self.needs.negatives), None)
-        )
-        if most < minimum or (maximum is not None and most > maximum):
+        minimum, maximum = _DOCUMENTS.get(self.class_name, (self.needs.documents + self.needs.negatives, None))
+        if largest < minimum or (maximum is not None and largest > maximum):
             allowed = f"{minimum} or more" if maximum is None else " or ".join(map(str, sorted({minimum, maximum})))
             raise DataError(
-                f"{self.label} needs rows of {allowed} documents, and this batch has rows of {most}: "
+                f"{self.label} needs rows of {allowed} documents, and this batch has rows of {largest}: "
                 "set `negatives` of the sources in data.train, or change the rows"
             )
         if missing:
-            column = (
-                "labels"
-                if self.needs.label
-                else "scores"
-                if self.needs.scores is ScoreRequirement.teacher
-                else "vectors"
-            )
+            scores = self.needs.scores is ScoreRequirement.teacher
+            column = "labels" if self.needs.label else "scores" if scores else "vectors"
             raise DataError(f"{self.label} needs rows with {column}, and this batch has rows without")
 
     def _check_teacher(self, width: int, kind: type[ConfigError | DataError]) -> None:
@@ -220,10 +203,6 @@ def _scores(batch_info: BatchInfo) -> Tensor:
     scores = torch.zeros(len(batch_info.owners), device=batch_info.owners.device)
     scores[batch_info.positives] = 1.0
     return scores
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in sentence_transformers.__version__.split(".")[:2])
 
 
 @contextlib.contextmanager

@@ -34,7 +34,6 @@ from embedtrain.losses.scores import (
     Counts,
     Rows,
     ScoringRules,
-    scores_per_row,
 )
 
 # Scores of one tile: 64 MiB of fp32. Lower tiles would read and write the gradient of the candidates more often.
@@ -56,15 +55,9 @@ class SoftmaxSums:
 def plain_softmax(
     rows: Rows, candidates: Candidates, rules: ScoringRules, scale: Tensor, margin: float, partitions: Partitions
 ) -> SoftmaxSums:
-    """The matrix of scores is held until the backward pass.
+    """This rank's rows against the candidates of all ranks; the scores are held until the backward pass.
 
-    Args:
-        rows: this rank's rows.
-        candidates: of all ranks.
-        rules: how scores are computed.
-        scale: one over the temperature, [1].
-        margin: subtracted from the positive's similarity.
-        partitions: directions that share a softmax.
+    `scale` [1] is one over the temperature, and `margin` is subtracted from the positive's similarity.
     """
     positive = _positive_scores(rows, scale, margin)
     loss, num_correct = positive.new_zeros(()), torch.zeros((), dtype=torch.int64, device=positive.device)
@@ -85,11 +78,11 @@ def tiled_softmax(
     rows: Rows, candidates: Candidates, rules: ScoringRules, scale: Tensor, margin: float, partitions: Partitions
 ) -> SoftmaxSums:
     """As `plain_softmax`, with a few rows of scores in memory at a time and the gradient computed at once."""
-    loss, num_correct = _Tiled.apply(  # type: ignore[no-untyped-call]
+    sums = _Tiled.apply(  # type: ignore[no-untyped-call]
         rows.queries, rows.positives, candidates.documents, candidates.queries, scale,
         (rows, candidates, rules, margin, partitions),
     )  # fmt: skip
-    return SoftmaxSums(loss, num_correct)
+    return SoftmaxSums(*sums)
 
 
 def ring_softmax(
@@ -102,11 +95,11 @@ def ring_softmax(
     counts: Counts,
 ) -> SoftmaxSums:
     """As `tiled_softmax`, with only this rank's `candidates`; those of other ranks pass by. A collective."""
-    loss, num_correct = _Ring.apply(  # type: ignore[no-untyped-call]
+    sums = _Ring.apply(  # type: ignore[no-untyped-call]
         rows.queries, rows.positives, candidates.documents, candidates.queries, scale,
         (rows, candidates, rules, margin, partitions, counts),
     )  # fmt: skip
-    return SoftmaxSums(loss, num_correct)
+    return SoftmaxSums(*sums)
 
 
 def _positive_scores(rows: Rows, scale: Tensor, margin: float) -> Tensor:
@@ -216,7 +209,8 @@ class _Tiled(_GradientInForward):
         positive = _positive_scores(rows, scale, margin)
         sigma_sum, loss = torch.zeros_like(positive), positive.new_zeros(())
         num_correct = torch.zeros((), dtype=torch.int64, device=positive.device)
-        buffer = _TileBuffer(rows, max(scores_per_row(directions, candidates) for directions in partitions))
+        widths = [sum(len(candidates.of(direction)) for direction in directions) for directions in partitions]
+        buffer = _TileBuffer(rows, max(widths))
         for start, end in buffer.row_slices:
             tile_rows, tile_positive = rows.slice(start, end), positive[start:end]
             for directions in partitions:
@@ -349,10 +343,9 @@ def _add_candidate_grads(
     scale: Tensor,
     partitions: Partitions,
 ) -> None:
-    """Add to the gradient of this rank's candidates the part of one rank's rows.
+    """Add one rank's rows to the gradient of this rank's candidates.
 
-    `row_weights` [c, 2 P] holds two columns for each partition: the offset subtracted from scores before their exp, and
-    the factor of the result.
+    `row_weights` [c, 2 P] has, for each partition, the offset subtracted from scores and the factor of their exp.
     """
     for number, directions in enumerate(partitions):
         for direction in directions:

@@ -51,7 +51,7 @@ class BatchInfo:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         guides = {name: Guide(change(guide.queries), change(guide.documents)) for name, guide in self.guides.items()}
-        return replace(self, guides=guides, **tensors)
+        return replace(self, guides=guides, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

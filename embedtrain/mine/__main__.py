@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
 
 def main(options: MineOptions) -> None:
     """Read the rows, encode all documents, choose the negatives of each row, write them, and print a summary."""
-    from embedtrain.data.cache.cache import Cache, cache_place
+    from embedtrain.data.cache.cache import Cache, writable_cache_directory
     from embedtrain.distributed.world import explain_lost_contact, joined_world
     from embedtrain.inference.vector_cache import VectorCache, model_identity
     from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_option_names
@@ -42,7 +42,7 @@ def main(options: MineOptions) -> None:
             with command_option_names(MODEL_OPTION_NAMES):
                 model = open_model_source(command_model_config(options))
             teacher_spec = None if options.teacher is None else open_teacher(options)
-        cache_dir = cache_place(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
+        cache_dir = writable_cache_directory(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
         with world.fail_together("reading rows"), console.progress() as progress:
             sources = read_mining_sources(options, model.prompts, Cache(directory=cache_dir, progress=progress))
             corpus = corpus_parts(options.corpus)

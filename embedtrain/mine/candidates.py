@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.keys import asked, text_keys
+from embedtrain.data.keys import instructed_query, text_keys
 from embedtrain.data.types import Example
 from embedtrain.inference.index import ShardedIndex
 from embedtrain.mine.inputs import MiningInputs, distinct_pairs, positions_within
@@ -50,7 +50,7 @@ class UniqueQueries:
     texts: Sequence[str]  # of the queries, without prompt
     inputs: Sequence[str]  # of the queries, as the model sees them
     prompts: Sequence[str]  # the prompt that each input starts with
-    keys: IntArray  # [Q], keys of query and instruction (`asked`)
+    keys: IntArray  # [Q], keys of query and instruction (`instructed_query`)
     answers: QueryDocumentPairs  # by query, the positives of all rows with this key
     excluded: QueryDocumentPairs  # by query, the documents that are never its negatives
     existing: QueryDocumentPairs  # by row, in their order, the negatives to keep, without excluded documents
@@ -63,7 +63,7 @@ class UniqueQueries:
         texts: list[str] = []
         of_row: IntArray = np.empty(len(rows), dtype=np.int64)
         for index, row in enumerate(rows):
-            identity = (asked(row.query, row.instruction), *source.format_query(row))
+            identity = (instructed_query(row.query, row.instruction), *source.format_query(row))
             number = number_of.setdefault(identity, len(number_of))
             if number == len(texts):
                 texts.append(row.query)

@@ -84,9 +84,8 @@ def require_same_files(identity: dict[str, Any], world: World) -> None:
 class MiningFolder:
     """The output directory of one mining run, on a file system that all ranks share.
 
-    Args:
-        identity: of the run, from `mining_identity`; the same on every rank.
-        timeout: seconds to wait for what rank 0 wrote to become visible; network file systems are slow to show it.
+    `identity` is from `mining_identity`. What rank 0 wrote must become visible within `timeout` seconds: network file
+    systems are slow to show it.
     """
 
     def __init__(self, output_dir: Path, identity: Mapping[str, Any], world: World, *, timeout: float = 40.0) -> None:
@@ -239,10 +238,7 @@ def format_row(
 ) -> str:
     """The row with `negatives` instead of its own, as JSON in FlagEmbedding's layout, which our reader restores.
 
-    Args:
-        row: as it was read.
-        ids: one per negative, "" for none; empty if no negative has one.
-        scores: float32 scores of the positives and of the negatives; None writes none.
+    `ids` has one per negative, "" for none, or is empty; `scores` has float32 scores of positives and of negatives.
     """
     query, positives = row.query, list(row.positives)
     fields: dict[str, Any] = {"query": query, "pos": positives, "neg": list(negatives)}

@@ -12,7 +12,7 @@ import numpy as np
 
 from embedtrain.data.cache.cache import mapped, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import ArrowRows
-from embedtrain.data.keys import asked, text_keys
+from embedtrain.data.keys import instructed_query, text_keys
 from embedtrain.data.sources.parts import Part
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
@@ -85,7 +85,7 @@ class MiningInputs:
     """Everything derived from the rows before mining, memory-mapped."""
 
     pool: DocumentPool
-    answers: Multimap  # key of query and instruction (`asked`) -> positives of the rows with both, of any source
+    answers: Multimap  # key of `instructed_query` -> positives of the rows with this query, of any source
     # Key of the query alone (`stripped_keys`) -> positives of the rows with this query, all documents that have the id
     # of one of them or equal one up to whitespace, and the query itself. Instructions are ignored, since another
     # instruction can make a document relevant: a candidate too few does no harm, a false negative does.
@@ -204,7 +204,7 @@ def _read_row_keys(source: MiningSource, formats: dict[DocumentFormat, int]) -> 
             batch.column(name).to_pylist() if name in batch.schema.names else [None] * batch.num_rows
             for name in ("query", "instruction", "document_instruction")
         )
-        keys.append(text_keys([asked(*pair) for pair in zip(queries, instructions, strict=True)]).numpy())
+        keys.append(text_keys([instructed_query(*pair) for pair in zip(queries, instructions, strict=True)]).numpy())
         stripped.append(stripped_keys(map(str, queries)))
         for query_instruction, document_instruction in zip(instructions, document_instructions, strict=True):
             if document_instruction is not None and query_instruction is None:

@@ -32,21 +32,13 @@ _BASE = ".base_layer."
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """The adapters of an encoder.
+    """The adapters of an encoder."""
 
-    Attributes:
-        config: PEFT's configuration with resolved names of layers, saved with the adapter.
-        files: where the initial weights are read from; None: they are random.
-        stored: the encoder's names of the weights in `files`.
-        modules_to_save: names of the backbone's modules that are trained in full.
-        heads: whether dense heads are trained, which PEFT's format cannot store.
-    """
-
-    config: peft.LoraConfig
-    files: AdapterFiles | None
-    stored: tuple[str, ...]
-    modules_to_save: tuple[str, ...]
-    heads: bool
+    config: peft.LoraConfig  # with resolved names of layers, saved with the adapter
+    files: AdapterFiles | None  # of the initial weights; None: they are random
+    stored: tuple[str, ...]  # the encoder's names of the weights in `files`
+    modules_to_save: tuple[str, ...]  # the backbone's modules that are trained in full
+    heads: bool  # whether dense heads are trained, which PEFT's format cannot store
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +58,10 @@ class Delta:
 
 
 def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None, frozen: torch.dtype) -> AdapterInfo:
-    """Add adapters to an encoder, in place, and freeze its other weights.
+    """Add adapters to an encoder, in place, and freeze its other weights in the dtype `frozen`.
 
-    Args:
-        encoder: with parameters on the meta device, or in memory.
-        lora: the options.
-        files: the adapter in `lora.path`.
-        frozen: dtype of the frozen weights.
-
-    Raises:
-        ConfigError: a target or module matches nothing, or a target is not a linear layer.
+    Parameters may be on the meta device. `files` are those of the adapter in `lora.path`. A ConfigError if a target or
+    module matches nothing, or a target is not a linear layer.
     """
     config = _peft_config(encoder, lora) if files is None else files.config
     for parameter in encoder.parameters():
@@ -107,20 +93,12 @@ def add_adapters(encoder: Encoder, lora: LoraConfig, files: AdapterFiles | None,
 
 
 def frozen_dtype(base_dtype: BaseDtype, precision: Precision, stored: torch.dtype) -> torch.dtype:
-    """The dtype of frozen weights.
-
-    Args:
-        base_dtype: `model.lora.base_dtype`.
-        precision: of the computation; for bf16, storing bf16 loses nothing.
-        stored: dtype in the model's files.
-    """
-    match base_dtype:
-        case BaseDtype.bf16:
-            return torch.bfloat16
-        case BaseDtype.fp32:
-            return torch.float32
-        case BaseDtype.auto:
-            return torch.bfloat16 if torch.bfloat16 in (stored, _compute_dtype(precision)) else torch.float32
+    """The dtype of frozen weights; `stored` is that of the model's files. For bf16, storing bf16 loses nothing."""
+    if base_dtype is BaseDtype.auto:
+        is_bf16 = precision is Precision.bf16 or stored is torch.bfloat16
+    else:
+        is_bf16 = base_dtype is BaseDtype.bf16
+    return torch.bfloat16 if is_bf16 else torch.float32
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -149,13 +127,7 @@ def initial_adapter_weight(name: str, shape: Sequence[int], seed: int) -> Tensor
 def initial_adapters(encoder: nn.Module, adapters: AdapterInfo, seed: int) -> dict[str, Tensor]:
     """The initial weights of adapters, unsharded, by the encoder's names: from the adapter's files, or random.
 
-    Args:
-        encoder: with adapters.
-        adapters: of the encoder.
-        seed: of the recipe.
-
-    Raises:
-        ModelError: the files belong to another model.
+    Files of another model's adapter raise a ModelError.
     """
     shapes = {name: tensor.shape for name, tensor in encoder.state_dict().items()}
     if adapters.files is not None:
@@ -170,10 +142,8 @@ def adapter_deltas(
 ) -> dict[str, Delta]:
     """The updates by adapters, by the base's names of the weights.
 
-    Args:
-        tensors: of the adapters, A complete and B complete or in part, among others, by the encoder's names.
-        scales: from `adapter_scales`.
-        first: the first row of each incomplete B.
+    `tensors` has, by the encoder's names, each adapter's A and its B or, from row `first` on, a part of it; other
+    weights are ignored. `scales` are those of `adapter_scales`.
     """
     deltas = {}
     for name, b in tensors.items():
@@ -244,10 +214,6 @@ def _modules_of_files(encoder: Encoder, files: AdapterFiles | None) -> dict[str,
         ) from None
 
 
-def _compute_dtype(precision: Precision) -> torch.dtype:
-    return torch.bfloat16 if precision is Precision.bf16 else torch.float32
-
-
 def describe_adapters(adapters: AdapterInfo, encoder: Encoder) -> str:
     """A line for the user about trained and frozen weights."""
     num_trained = sum(parameter.numel() for parameter in encoder.parameters() if parameter.requires_grad)
@@ -271,23 +237,14 @@ def describe_adapters(adapters: AdapterInfo, encoder: Encoder) -> str:
 
 def adapter_settings(config: peft.LoraConfig) -> dict[str, Any]:
     """The content of adapter_config.json as PEFT writes it."""
-    settings: dict[str, Any] = config.to_dict()
     return {
         name: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
-        for name, value in settings.items()
+        for name, value in config.to_dict().items()
     }
 
 
 def target_layers(backbone: nn.Module, targets: str | list[str]) -> list[str]:
-    """Names of layers in PEFT's form, each of which matches at least one linear layer.
-
-    Args:
-        backbone: without adapters.
-        targets: `model.lora.targets`.
-
-    Raises:
-        ConfigError: a name matches nothing, or a module that is not a linear layer.
-    """
+    """The layers of `model.lora.targets` in PEFT's form; a ConfigError if a name matches nothing or no linear layer."""
     targets = [targets] if isinstance(targets, str) else list(targets)
     linear = Counter(
         name.rsplit(".", 1)[-1] for name, module in backbone.named_modules() if isinstance(module, nn.Linear)
@@ -309,15 +266,7 @@ def target_layers(backbone: nn.Module, targets: str | list[str]) -> list[str]:
 
 
 def find_modules(encoder: Encoder, names: Iterable[str]) -> dict[str, nn.Module]:
-    """Modules to train in full, by the encoder's names.
-
-    Args:
-        encoder: with or without adapters.
-        names: `model.lora.modules_to_save`.
-
-    Raises:
-        ConfigError: a name matches nothing.
-    """
+    """Modules of `model.lora.modules_to_save`, by the encoder's names; a ConfigError if a name matches nothing."""
     modules: dict[str, nn.Module] = {}
     for option in names:
         matches = dict(_matching_modules(encoder, option))

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,11 +55,8 @@ def assemble_encoder(source: ModelSource) -> Encoder:
 def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
     """All weights of the encoder, unsharded and in memory, with the keys of `build_encoder`.
 
-    Without a directory they are random, a function of `seed`; else transformers reads them, in any format it supports.
-    For one rank, which distributes them to the others.
-
-    Raises:
-        ModelError: transformers cannot read the directory's weights, or some are missing.
+    Without a directory they are random, a function of `seed`; else transformers reads them, in any format it supports,
+    and weights that it cannot read or find raise a ModelError. For one rank, which distributes them to the others.
     """
     if source.directory is not None:
         _require_plausible_size(source, source.directory)
@@ -76,7 +73,10 @@ def full_state_dict(source: ModelSource, seed: int) -> dict[str, Tensor]:
                 output_loading_info=True,
             )
         except Exception as error:  # a damaged pickle raises nearly anything
-            raise ModelError(f"cannot read weights from {source.directory}: {_pickle_reason(error)}") from None
+            reason = one_line(error)
+            if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
+                reason = "they are a pickle with more than tensors; ask the authors for safetensors"
+            raise ModelError(f"cannot read weights from {source.directory}: {reason}") from None
         weights = prepare_backbone(backbone).state_dict()
         missing = sorted(set(report["missing_keys"]) & set(weights))
         if missing:
@@ -103,12 +103,6 @@ def _require_plausible_size(source: ModelSource, directory: Path) -> None:
         )
 
 
-def _pickle_reason(error: Exception) -> str:
-    if type(error).__name__ == "UnpicklingError":  # torch's message explains how to execute its content
-        return "they are a pickle with more than tensors; ask the authors for safetensors"
-    return one_line(error)
-
-
 def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dict[str, TensorLocation] | None:
     """The location of each of the encoder's tensors, or None if they cannot be read one by one.
 
@@ -122,7 +116,8 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
     for index, dense in enumerate(source.dense):
         locations |= _dense_locations(index, dense)
     names = [name.removeprefix("backbone.") for name in shapes if name.startswith("backbone.")]
-    for prefix in _prefixes(stored, names):
+    prefixes = {key.removesuffix(names[0]) for key in stored if key.endswith(names[0])}
+    for prefix in sorted(prefixes, key=len):
         if all(prefix + name in stored for name in names):
             locations |= {"backbone." + name: stored[prefix + name] for name in names}
             break
@@ -132,13 +127,8 @@ def locate_weights(source: ModelSource, shapes: Mapping[str, torch.Size]) -> dic
 
 
 def stored_tensors(directory: Path) -> dict[str, TensorLocation]:
-    """Every tensor in the safetensors files of a model directory, by key.
-
-    Raises:
-        ModelError: a file is damaged or missing.
-    """
-    index = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
+    """Every tensor in a model directory's safetensors files, by key; a damaged or missing file is a ModelError."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     files = weight_files(index) if index.is_file() else [single] if single.is_file() else []
     stored: dict[str, TensorLocation] = {}
     for path in files:
@@ -161,8 +151,8 @@ def stored_dtype(source: ModelSource) -> torch.dtype:
     for path in {location.path for location in stored.values()}:
         with safe_open(path, framework="pt") as file:
             num_tensors.update(file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118 - not a dict
-    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return names.get(num_tensors.most_common(1)[0][0], torch.float32)
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return dtypes.get(num_tensors.most_common(1)[0][0], torch.float32)
 
 
 def weights_digest(source: ModelSource) -> str:
@@ -182,11 +172,6 @@ def weights_digest(source: ModelSource) -> str:
                     file.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
                     digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _prefixes(stored: Iterable[str], names: list[str]) -> list[str]:
-    """Prefixes of the keys that end with the model's first name, the shortest first."""
-    return sorted({key.removesuffix(names[0]) for key in stored if key.endswith(names[0])}, key=len)
 
 
 def _dense_locations(index: int, dense: DenseSource) -> dict[str, TensorLocation]:

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 
 class FourBitLinear(nn.Module):
-    """A frozen linear layer [..., in] -> [..., out]; `quantize_weight` sets its weight.
-
-    Args:
-        linear: the layer to replace, whose bias is kept.
-    """
+    """A frozen linear layer [..., in] -> [..., out] with the bias of `linear`; `quantize_weight` sets its weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -90,7 +86,6 @@ def quantization_round_trip(weight: Tensor) -> Tensor:
 def _quantize(weight: Tensor) -> tuple[Tensor, Any]:
     from bitsandbytes.functional import quantize_4bit
 
-    packed, scales = quantize_4bit(
-        weight.detach().float().contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4"
-    )
+    values = weight.detach().float().contiguous()
+    packed, scales = quantize_4bit(values, blocksize=64, compress_statistics=True, quant_type="nf4")
     return packed, scales

@@ -57,15 +57,10 @@ class PackingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PackingCheck:
-    """Whether a model's code supports packed texts.
+    """Whether a model's code supports packed texts."""
 
-    Attributes:
-        padding_reason: why it does not; None if it does.
-        dropout: the largest attention dropout in training.
-    """
-
-    padding_reason: str | None
-    dropout: float = 0.0
+    padding_reason: str | None  # why it does not; None if it does
+    dropout: float = 0.0  # the largest attention dropout in training
 
 
 def enable_packing(encoder: Encoder) -> None:
@@ -81,12 +76,9 @@ def disable_packing(encoder: Encoder) -> None:
 
 
 def check_packing(encoder: Encoder, *, precision: Precision, gpu: bool) -> PackingCheck:
-    """Run the model's code with packed texts on the meta device.
+    """Run the model's code with packed texts on the meta device; the encoder stays unchanged.
 
-    Args:
-        encoder: parameters may be on the meta device; unchanged.
-        precision: of the computation.
-        gpu: whether it will run on a GPU.
+    `precision` and `gpu` are those of the later computation.
     """
     if gpu and precision is Precision.fp32:
         return PackingCheck("the GPU kernel for packed texts supports only bf16, and parallel.precision=fp32")
@@ -127,16 +119,11 @@ def packing_mismatch(
     """Why the vectors of packed texts differ from those of padded texts; None if they do not.
 
     Two texts are packed together, and each with a third one instead, which must not change a bit of its vector. Four
-    forward passes without gradient, which are collectives if the encoder is sharded: every rank must call.
-
-    Args:
-        encoder: with weights, after `enable_packing`, without dropout.
-        config: of its backbone.
-        precision: of the computation.
-        device: of the encoder.
+    forward passes without gradient, which are collectives if the encoder is sharded: every rank must call. The encoder
+    has weights, no dropout, the backbone's configuration `config`, and packing enabled.
     """
-    special = {config.get_text_config().pad_token_id}
-    ids = [token for token in range(int(config.get_text_config().vocab_size)) if token not in special][:11]
+    text = config.get_text_config()
+    ids = [token for token in range(int(text.vocab_size)) if token != text.pad_token_id][:11]
     first, second = ids[:5], (ids * 3)[5:8]
     changed_first, changed_second = first[1:] + first[:1], (ids * 3)[8:11]
     with torch.no_grad():
@@ -192,10 +179,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers in every layer: q, k, v [1, H, T, S] to [1, T, H, S]; k and v may have fewer heads.
 
-    Transformers defines the parameters.
-
-    Raises:
-        PackingError: the layer needs an unsupported feature.
+    Transformers defines the parameters. A layer that needs an unsupported feature raises a PackingError.
     """
     if packing is None:
         kwargs["sliding_window"] = sliding_window

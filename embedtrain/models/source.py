@@ -45,58 +45,35 @@ class DenseSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """How texts become tokens, besides the tokenizer's files.
+    """How texts become tokens, besides the tokenizer's files."""
 
-    Attributes:
-        max_length: tokens per text; None: what the tokenizer and the position embeddings allow.
-        append_eos: whether texts end with the end-of-text token; None: decided by `load_tokenizer`.
-        lowercase: whether texts are lowercased first.
-        is_sentence_transformers: the tokenizer of a sentence-transformers directory already ends texts as needed.
-    """
-
-    max_length: int | None = None
-    append_eos: bool | None = None
+    max_length: int | None = None  # tokens per text; None: what the tokenizer and the position embeddings allow
+    append_eos: bool | None = None  # whether texts end with the end-of-text token; None: decided by `load_tokenizer`
     lowercase: bool = False
-    is_sentence_transformers: bool = False
+    is_sentence_transformers: bool = False  # the tokenizer of such a directory already ends texts as needed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Everything known about a model before its weights are read.
+    """Everything known about a model before its weights are read."""
 
-    Attributes:
-        directory: holds weights and tokenizer; None for a model made from a configuration.
-        config: the backbone's configuration, with the cache off and `model.bidirectional` and `model.rope_scaling`
-            applied.
-        pooling: of the token vectors.
-        include_prompt: whether the pooling includes the prompt's tokens.
-        dense: heads between pooling and normalisation.
-        normalize: whether vectors have length 1.
-        tokenization: how texts become tokens.
-        prompts: the directory's prompts by name, `query` and `document` among them.
-        trust_remote_code: whether Python in `directory` may run.
-        commit: of the Hub repository that it was downloaded from; None for a local directory.
-    """
-
-    directory: Path | None
-    config: PretrainedConfig
+    directory: Path | None  # holds weights and tokenizer; None for a model made from a configuration
+    config: PretrainedConfig  # of the backbone: no cache, `model.bidirectional` and `model.rope_scaling` applied
     pooling: Pooling
-    include_prompt: bool = True
-    dense: tuple[DenseSource, ...] = ()
+    include_prompt: bool = True  # whether the pooling includes the prompt's tokens
+    dense: tuple[DenseSource, ...] = ()  # heads between pooling and normalisation
     normalize: bool
     tokenization: Tokenization
-    prompts: dict[str, str] = field(default_factory=dict)
-    trust_remote_code: bool = False
-    commit: str | None = None
+    prompts: dict[str, str] = field(default_factory=dict)  # by name, `query` and `document` among them
+    trust_remote_code: bool = False  # whether Python in `directory` may run
+    commit: str | None = None  # of the Hub repository that it was downloaded from; None for a local directory
 
 
 def open_model_source(model: ModelConfig) -> ModelSource:
     """Find the model and read its configuration files.
 
-    Raises:
-        ConfigError: neither or both of `model.path` and `model.config` are set, its pooling is unknown, or it does not
-            support an option.
-        ModelError: there is no such directory or Hub repository, or it cannot be trained here.
+    A ConfigError unless one of `model.path` and `model.config` is set, if the pooling is unknown, or an option is not
+    supported; a ModelError if there is no such directory or repository, or it cannot be trained here.
     """
     source = _from_path(model) if model.config is None else _from_config(model)
     config = set_attention_direction(source.config, model.bidirectional)
@@ -121,15 +98,14 @@ def _from_path(model: ModelConfig) -> ModelSource:
     is_sentence_transformers = (directory / "modules.json").is_file()
     source = _read_modules(directory, model) if is_sentence_transformers else _read_plain(directory, model)
     max_length = model.max_length or source.tokenization.max_length
+    prompts = {"query": model.query_prompt, "document": model.document_prompt}
     return replace(
         source,
         pooling=model.pooling or source.pooling,
         commit=None if Path(model.path).expanduser().is_dir() else directory.name,
         normalize=source.normalize if model.normalize is None else model.normalize,
         tokenization=replace(source.tokenization, max_length=max_length),
-        prompts=source.prompts
-        | ({"query": model.query_prompt} if model.query_prompt is not None else {})
-        | ({"document": model.document_prompt} if model.document_prompt is not None else {}),
+        prompts=source.prompts | {name: text for name, text in prompts.items() if text is not None},
     )
 
 

@@ -32,10 +32,8 @@ def load_tokenizer(
     It ends texts with the end-of-text token if `model.append_eos` is set, or by default with last-token pooling, unless
     the tokenizer of a sentence-transformers directory already decides.
 
-    Raises:
-        ConfigError: a model made from model.config needs `model.tokenizer`; a local directory has a revision; or
-            `model.append_eos` is not supported.
-        ModelError: there is none, it has no padding token, or its files fail the security checks.
+    A ConfigError if there is none to load, a local directory has a revision, or `model.append_eos` is not supported; a
+    ModelError if it cannot be read, has no padding token, or its files fail the security checks.
     """
     if tokenizer is None and source.directory is None:
         raise ConfigError("a model made from model.config has no tokenizer of its own: set model.tokenizer")
@@ -64,11 +62,7 @@ def load_tokenizer(
 
 
 def read_tokenizer(directory: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a directory unchanged.
-
-    Raises:
-        ModelError: there is none, or its files fail the security checks.
-    """
+    """Load a directory's tokenizer unchanged; a ModelError if there is none, or it fails the security checks."""
     require_safe_files(directory, trust_remote_code=trust_remote_code)
     try:
         loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -80,11 +74,7 @@ def read_tokenizer(directory: Path, *, trust_remote_code: bool) -> PreTrainedTok
 
 
 def check_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Reject a tokenizer that yields ids beyond the embedding table.
-
-    Raises:
-        ModelError: names both sizes.
-    """
+    """Reject a tokenizer that yields ids beyond the embedding table."""
     size = int(source.config.get_text_config().vocab_size)
     highest = max(tokenizer.get_vocab().values(), default=0)
     if highest >= size:
@@ -97,8 +87,7 @@ def check_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
 def resolve_max_length(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> int:
     """The maximal number of tokens per text: `model.max_length`, or what the model's positions allow, up to 8192.
 
-    Raises:
-        ConfigError: `model.max_length` exceeds the model's positions.
+    A ConfigError if `model.max_length` exceeds the model's positions.
     """
     config = source.config.get_text_config()
     limit = max(0, int(getattr(config, "max_position_embeddings", 0) or 0))  # XLNet says -1
@@ -123,16 +112,9 @@ def _add_eos_token(tokenizer: PreTrainedTokenizerBase, append_eos: bool | None, 
     """Make the tokenizer end texts with its end-of-text token, in place, unless it already does.
 
     The token becomes part of the tokenizer's post-processor, so truncation leaves room for it and `tokenizer.json`
-    stores it (as of tokenizers 0.22 and transformers 5.23, which builds tokenizers of all kinds from it).
-
-    Args:
-        tokenizer: as loaded.
-        append_eos: `model.append_eos`; None keeps a tokenizer that ends texts with any special token.
-        path: of the tokenizer, for messages.
-        by_default: whether None means to add the token.
-
-    Raises:
-        ConfigError: it has no such token, does not support adding it, or adds it although `append_eos` is false.
+    stores it (as of tokenizers 0.22 and transformers 5.23, which builds tokenizers of all kinds from it). If
+    `append_eos` is None, a tokenizer that ends texts with any special token is unchanged; `by_default` decides for
+    others. A ConfigError if the option is not supported; `path` is that of the tokenizer in messages.
     """
     if append_eos is None and not by_default:
         return
@@ -170,9 +152,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _final_special_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that ends every text, if there is one."""
-    ends = {tuple(_ids(tokenizer, text)[-1:]) for text in _PROBES[:2]}
-    common = next(iter(ends)) if len(ends) == 1 else ()
-    return common[0] if common and common[0] in tokenizer.all_special_ids else None
+    ends = [_ids(tokenizer, text)[-1:] for text in _PROBES[:2]]
+    return ends[0][0] if ends[0] and ends[0] == ends[1] and ends[0][0] in tokenizer.all_special_ids else None
 
 
 def _append_to_post_processor(tokenizer: PreTrainedTokenizerBase, token: str, number: int) -> bool:
@@ -194,7 +175,7 @@ def _with_token(processor: dict[str, Any] | None, token: str, number: int) -> di
     if _is_template(processor):
         special = processor["special_tokens"] | {token: {"id": token, "ids": [number], "tokens": [token]}}
         single, pair = (
-            [*pieces, {"SpecialToken": {"id": token, "type_id": _last_type(pieces)}}]
+            [*pieces, {"SpecialToken": {"id": token, "type_id": next(iter(pieces[-1].values()))["type_id"]}}]
             for pieces in (processor["single"], processor["pair"])
         )
         return processor | {"single": single, "pair": pair, "special_tokens": special}
@@ -209,10 +190,6 @@ def _with_token(processor: dict[str, Any] | None, token: str, number: int) -> di
 
 def _is_template(processor: dict[str, Any]) -> bool:
     return bool(processor["type"] == "TemplateProcessing")
-
-
-def _last_type(pieces: list[dict[str, Any]]) -> int:
-    return int(next(iter(pieces[-1].values()))["type_id"])
 
 
 def _only_token(token: str, number: int) -> dict[str, Any]:

@@ -28,22 +28,16 @@ class ReportOptions:
 
 
 def compose_report(arguments: list[str]) -> ReportOptions:
-    """The options, checked. An argument that is not an option is the directory of a run.
-
-    Raises:
-        ConfigError: no run, or an unknown option.
-        SystemExit: after `--help`.
-    """
+    """The options, checked. An argument that is not an option is the directory of a run."""
     require_single_process("report")
     runs = [argument for argument in arguments if not _is_option(argument)]
-    own = [quote_value(argument, "output") for argument in arguments if _is_option(argument)]
-    options = compose_command("report", ReportOptions, own, HELP)
+    overrides = [quote_value(argument, "output") for argument in arguments if _is_option(argument)]
+    options = compose_command("report", ReportOptions, overrides, HELP)
     options.runs = [*options.runs, *runs]
     check = OptionChecks(options)
     check.require(bool(options.runs), "runs", "no run; write python -m embedtrain.report runs/NAME, its output_dir")
-    check.require(
-        options.output is None or not Path(options.output).is_dir(), "output", "is a directory; name a file in it"
-    )
+    is_directory = options.output is not None and Path(options.output).is_dir()
+    check.require(not is_directory, "output", "is a directory; name a file in it")
     return options
 
 

@@ -25,7 +25,10 @@ def main(options: tuple[Submission, Command]) -> None:
     has_container = slurm.container_image is not None or slurm.container_command is not None
     if not has_container:  # in a container, paths are those of the container
         require_local_paths(submission.recipe)
-    directory = _directory(submission)
+    # The directory of the script: the run directory, or the parent of the seeds' run directories.
+    directory, parent = Path(submission.output_dirs[0]), Path(submission.recipe.output_dir)
+    if slurm.seeds and directory.parent == parent:
+        directory = parent
     workdir = _working_directory()
     default_log = f"{str(directory).replace('%', '%%')}/slurm-{'%A_%a' if slurm.seeds else '%j'}.log"
     log = slurm.log or default_log
@@ -50,13 +53,6 @@ def main(options: tuple[Submission, Command]) -> None:
     print(f"  stop     scancel --signal=TERM {job.id}   after a checkpoint; scancel {job.id}   immediately")
     for line in _notes(slurm, job.ignored):
         print(f"  note     {line}")
-
-
-def _directory(submission: Submission) -> Path:
-    """The directory of the script: the run directory, or the parent of the seeds' run directories."""
-    first = Path(submission.output_dirs[0])
-    parent = Path(submission.recipe.output_dir)
-    return parent if submission.slurm.seeds and first.parent == parent else first
 
 
 def _working_directory() -> str:

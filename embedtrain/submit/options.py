@@ -31,18 +31,15 @@ Each option is explained in embedtrain/submit/options.py. Options that do not be
 
 
 class Launcher(str, Enum):
-    """What starts the ranks of a node.
+    """What starts the ranks of a node."""
 
-    `torchrun`: srun starts one task per node, which starts the ranks. `srun`: one task per rank, no torchrun.
-    """
-
-    torchrun = "torchrun"
-    srun = "srun"
+    torchrun = "torchrun"  # srun starts one task per node, which starts the ranks
+    srun = "srun"  # one task per rank, no torchrun
 
 
 @dataclass(kw_only=True)
 class SlurmConfig:
-    """One job, or one array of jobs for several seeds."""
+    """One job, or one per seed. Flat, because its fields mirror the options of sbatch and keys of a cluster file."""
 
     dry_run: bool = False  # print the script, write and submit nothing
     cluster: str | None = None  # YAML file with these options for your cluster; the command line overrides it
@@ -93,7 +90,7 @@ _TIMES = re.compile(
     r"(?P<m>\d+)(:(?P<s>\d+))?|(?P<h>\d+):(?P<hm>\d+):(?P<hs>\d+)|(?P<d>\d+)-(?P<dh>\d+)(:(?P<dm>\d+)(:(?P<ds>\d+))?)?"
 )
 _SECONDS = {"m": 60, "s": 1, "h": 3600, "hm": 60, "hs": 1, "d": 86400, "dh": 3600, "dm": 60, "ds": 1}
-# Options of sbatch that the script sets, and the option of ours for each.
+# Options of sbatch that the script sets, and the field for each.
 _SET_BY_SCRIPT = {
     "nodes": "nodes", "N": "nodes", "gpus-per-node": "gpus_per_node", "gres": "gres", "cpus-per-task": "cpus_per_node",
     "c": "cpus_per_node", "mem": "mem", "exclusive": "exclusive", "time": "time", "t": "time", "partition": "partition",
@@ -106,44 +103,28 @@ _SET_BY_SCRIPT = {
 
 
 def check_slurm(slurm: SlurmConfig) -> SlurmConfig:
-    """The options, checked.
-
-    Raises:
-        ConfigError: the first check that fails.
-    """
+    """The options, checked; ConfigError names the first that is invalid."""
     check = OptionChecks(slurm, "slurm.")
     for option in fields(slurm):
         value = getattr(slurm, option.name)
-        lines = value if isinstance(value, list) else [value]
-        check.require(
-            not any(map(_has_control_characters, lines)), option.name, "one line each, without control characters"
-        )
+        is_safe = not any(map(_has_control_characters, value if isinstance(value, list) else [value]))
+        check.require(is_safe, option.name, "one line each, without control characters")
     for name in ("nodes", "ranks_per_node", "cpus_per_node", "seeds_at_once"):
         check.at_least(1, name)
     for name in ("gpus_per_node", "max_restarts", "max_requeues"):
         check.at_least(0, name)
-    check.require(
-        slurm.gres is None or slurm.gpu_type is None, "gres", f"gpu_type={slurm.gpu_type} names GPUs as well; keep one"
-    )
-    check.require(
-        slurm.gpus_per_node > 0 or (slurm.gres is None and slurm.gpu_type is None),
-        "gpus_per_node",
-        f"{'gpu_type' if slurm.gres is None else 'gres'} asks for GPUs; write how many",
-    )
+    gpu_options = [name for name in ("gres", "gpu_type") if getattr(slurm, name) is not None]
+    check.require(len(gpu_options) < 2, "gres", f"gpu_type={slurm.gpu_type} names GPUs as well; keep one")
+    has_gpus = slurm.gpus_per_node > 0 or not gpu_options
+    check.require(has_gpus, "gpus_per_node", f"{''.join(gpu_options)} asks for GPUs; write how many")
     ranks = ranks_per_node(slurm)
     if slurm.launcher is Launcher.srun:
-        check.require(
-            slurm.cpus_per_node is None or slurm.cpus_per_node % ranks == 0,
-            "cpus_per_node",
-            f"must be a multiple of the {ranks} ranks of a node with launcher=srun",
-        )
+        message = f"must be a multiple of the {ranks} ranks of a node with launcher=srun"
+        check.require((slurm.cpus_per_node or 0) % ranks == 0, "cpus_per_node", message)
         check.require(slurm.max_restarts == 0, "max_restarts", "is for launcher=torchrun")
     check.within(1, _MAX_SIGNAL_SECONDS, "signal_seconds")
-    check.require(
-        slurm.time is None or _TIMES.fullmatch(slurm.time) is not None or slurm.time.upper() in _UNLIMITED,
-        "time",
-        "must be minutes, MM:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS",
-    )
+    is_time = slurm.time is None or _TIMES.fullmatch(slurm.time) is not None or slurm.time.upper() in _UNLIMITED
+    check.require(is_time, "time", "must be minutes, MM:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS")
     limit = _seconds(slurm.time)
     check.require(
         limit is None or limit > slurm.signal_seconds,
@@ -151,9 +132,8 @@ def check_slurm(slurm: SlurmConfig) -> SlurmConfig:
         f"must be longer than signal_seconds={slurm.signal_seconds}, or the job is signalled as soon as it starts",
     )
     check.require(len(set(slurm.seeds)) == len(slurm.seeds), "seeds", "must differ: each seed has its own directory")
-    check.require(
-        slurm.seeds_at_once is None or bool(slurm.seeds), "seeds_at_once", "is for an array; write slurm.seeds"
-    )
+    has_array = slurm.seeds_at_once is None or bool(slurm.seeds)
+    check.require(has_array, "seeds_at_once", "is for an array; write slurm.seeds")
     check.require(
         slurm.container_image is None or slurm.container_command is None,
         "container_image",
@@ -165,30 +145,21 @@ def check_slurm(slurm: SlurmConfig) -> SlurmConfig:
         "is for container_image (pyxis); in container_command write the option of that command, such as "
         "apptainer exec --bind FROM:TO image.sif",
     )
-    check.require(
-        slurm.mail_type is None or slurm.mail_user is not None,
-        "mail_type",
-        "needs an address; write slurm.mail_user=you@example.org",
-    )
-    check.require(
-        slurm.log is None or "\\" not in slurm.log, "log", "a backslash switches SLURM's patterns off; leave it out"
-    )
+    has_address = slurm.mail_type is None or slurm.mail_user is not None
+    check.require(has_address, "mail_type", "needs an address; write slurm.mail_user=you@example.org")
+    check.require("\\" not in (slurm.log or ""), "log", "a backslash switches SLURM's patterns off; leave it out")
     check.require(_is_shell_words(slurm.container_command or ""), "container_command", "a quote is not closed")
     for name in ("extra", "srun_extra"):
-        lines = getattr(slurm, name)
-        check.require(all(line.startswith("-") for line in lines), name, "must be options such as --exclude=n13")
+        are_options = all(line.startswith("-") for line in getattr(slurm, name))
+        check.require(are_options, name, "must be options such as --exclude=n13")
     for line in slurm.extra:
-        own_option = _SET_BY_SCRIPT.get(re.split(r"[= ]", line.lstrip("-"), maxsplit=1)[0])
-        check.require(own_option is None, "extra", f"{line} is set by the script; write slurm.{own_option}= instead")
+        option_name = _SET_BY_SCRIPT.get(re.split(r"[= ]", line.lstrip("-"), maxsplit=1)[0])
+        check.require(option_name is None, "extra", f"{line} is set by the script; write slurm.{option_name}= instead")
     return slurm
 
 
 def check_run(recipe: Recipe) -> None:
-    """Refuse a name or an output directory that would break the script.
-
-    Raises:
-        ConfigError: a line end, a backslash or a quote.
-    """
+    """Reject a name or an output directory that would break the script."""
     check = OptionChecks(recipe)
     for name in ("name", "output_dir"):
         is_safe = re.search(r"[\x00-\x1f\x7f\\']", getattr(recipe, name)) is None
@@ -214,7 +185,7 @@ def _is_shell_words(command: str) -> bool:
 
 def _seconds(time: str | None) -> int | None:
     """A time limit in seconds; None if there is none."""
-    match = None if time is None else _TIMES.fullmatch(time)
+    match = _TIMES.fullmatch(time or "")
     if match is None:
         return None
     return sum(int(number) * _SECONDS[unit] for unit, number in match.groupdict().items() if number is not None)
@@ -228,36 +199,24 @@ _NULLS = ("", "null", "~", "Null", "NULL")
 
 @dataclass(frozen=True)
 class Submission:
-    """A job: one training, or one for each seed.
+    """A job: one training, or one for each seed."""
 
-    Attributes:
-        recipe: the recipe, without the seeds of an array.
-        slurm: the options of the job.
-        arguments: the command line of the training.
-        output_dirs: one for each seed; a single one without seeds.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # without the seeds of an array
     slurm: SlurmConfig
-    arguments: list[str]
-    output_dirs: list[str]
+    arguments: list[str]  # command line of the training
+    output_dirs: list[str]  # one for each seed; a single one without seeds
 
 
 def compose_submit(arguments: list[str]) -> Submission:
-    """The job to submit, checked.
-
-    Raises:
-        ConfigError: as `compose_recipes`; or options under `slurm.` that cannot work.
-        SystemExit: after `--help` and `--cfg job`.
-    """
+    """The job to submit, checked. Raises SystemExit after `--help` and `--cfg job`."""
     require_single_process("submit")
-    own = [argument for argument in arguments if _is_own(argument)]
-    training = [argument for argument in arguments if not _is_own(argument)]
+    job = [argument for argument in arguments if _is_job_option(argument)]
+    training = [argument for argument in arguments if not _is_job_option(argument)]
     for argument in training:
         if _has_control_characters(argument):
             raise ConfigError(f"{argument!r}: a job's script cannot hold a line end; write it into a recipe file")
-    own = [_quote_text(argument) for argument in [*_read_cluster(own), *own]]
-    slurm = check_slurm(compose_command("submit", SubmitOptions, own, HELP).slurm)
+    job = [_quote_text(argument) for argument in [*_read_cluster(job), *job]]
+    slurm = check_slurm(compose_command("submit", SubmitOptions, job, HELP).slurm)
     recipe = _compose_checked(training)
     if not slurm.seeds:
         return Submission(recipe, slurm, training, [recipe.output_dir])
@@ -275,7 +234,7 @@ def _compose_checked(arguments: Sequence[str]) -> Recipe:
     return recipe
 
 
-def _is_own(argument: str) -> bool:
+def _is_job_option(argument: str) -> bool:
     return option_of(argument).split(".")[0] == "slurm" or argument in ("--help", "-h")
 
 
@@ -297,9 +256,9 @@ def _quote_text(argument: str) -> str:
     return f"{key}=[{','.join(quote(line.strip()) for line in inner.split(','))}]"
 
 
-def _read_cluster(own: Sequence[str]) -> list[str]:
+def _read_cluster(arguments: Sequence[str]) -> list[str]:
     """The options in the file that `slurm.cluster` names, as arguments."""
-    paths = [argument.partition("=")[2] for argument in own if option_of(argument) == "slurm.cluster"]
+    paths = [argument.partition("=")[2] for argument in arguments if option_of(argument) == "slurm.cluster"]
     if not paths or paths[-1] in _NULLS:
         return []
     path = Path(paths[-1].strip("'\"")).expanduser()
@@ -311,15 +270,15 @@ def _read_cluster(own: Sequence[str]) -> list[str]:
     if not isinstance(options, dict):
         raise ConfigError(f"slurm.cluster={path}: must have lines such as `partition: gpu`")
     allowed = [field.name for field in fields(SlurmConfig) if field.name not in ("cluster", "dry_run")]
-    arguments = []
+    cluster_arguments = []
     for name, value in options.items():
         if name not in allowed:
             raise ConfigError(f"slurm.cluster={path}: {unknown_option(name, allowed)}")
         if isinstance(value, dict) or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
             raise ConfigError(f"slurm.cluster={path}: {name} must be a single value, or a list of them")
         if isinstance(value, list):
-            items = [quote(item) if name in _LIST_OPTIONS else item for item in value]
-            arguments.append(f"slurm.{name}=[{','.join(items)}]")
+            text = f"[{','.join(quote(item) if name in _LIST_OPTIONS else item for item in value)}]"
         else:
-            arguments.append(f"slurm.{name}={value or 'null'}")
-    return arguments
+            text = value or "null"
+        cluster_arguments.append(f"slurm.{name}={text}")
+    return cluster_arguments

@@ -23,25 +23,16 @@ _INHERITED = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted job.
+    """A submitted job."""
 
-    Attributes:
-        id: its number, or that of the whole array.
-        ignored: environment variables that would have overridden the script.
-    """
-
-    id: str
-    ignored: list[str]
+    id: str  # the number of the job, or of the whole array
+    ignored: list[str]  # environment variables that would have overridden the script
 
 
 def save_script(directory: Path, text: str) -> Path:
-    """Write the script into the run directory without overwriting an earlier one, which may have been edited.
+    """Write `submit.sbatch`, `submit-2.sbatch`, ... without overwriting an earlier one, which may have been edited.
 
-    Returns:
-        `submit.sbatch`, `submit-2.sbatch`, ...; an earlier one with the same text.
-
-    Raises:
-        LaunchError: the directory cannot be written.
+    Returns the path; that of an earlier script if it has the same text.
     """
     number = 1
     try:
@@ -63,24 +54,14 @@ def save_script(directory: Path, text: str) -> Path:
 
 
 def require_sbatch() -> None:
-    """Reject machines without SLURM.
-
-    Raises:
-        LaunchError: sbatch is not found.
-    """
+    """Reject machines without SLURM."""
     if shutil.which("sbatch") is None:
-        raise LaunchError(
-            "sbatch is not found: submit from a login node of a SLURM cluster, or write slurm.dry_run=true to see the "
-            "script"
-        )
+        do = "submit from a login node of a SLURM cluster, or write slurm.dry_run=true to see the script"
+        raise LaunchError(f"sbatch is not found: {do}")
 
 
 def require_no_active_job(directory: Path) -> None:
-    """Reject a run directory with a pending or running job: both would write there.
-
-    Raises:
-        ConfigError: names the job, and what to do.
-    """
+    """Reject a run directory with a pending or running job: both would write there."""
     states = _job_states()
     for job in _submitted_jobs(directory):
         if job in states:
@@ -94,16 +75,10 @@ def submit(script: Path, options: Sequence[str], directory: Path, environment: M
     """Submit the script with sbatch.
 
     The job inherits `environment` without SBATCH_ variables that override options of the script, and without SLURM_
-    variables of a job that this process runs in, which would affect srun.
+    variables of a job that this process runs in, which would affect srun. The job is recorded in `directory`.
 
     Args:
-        script: its path.
-        options: names of the sbatch options that it sets.
-        directory: the run directory, where the job is recorded.
-        environment: of this process.
-
-    Raises:
-        LaunchError: sbatch rejects the script; with its message.
+        options: names of the sbatch options that the script sets.
     """
     overriding = sorted({sbatch_variable(name) for name in options} & set(environment))
     inherited = {
@@ -131,9 +106,7 @@ def _submitted_jobs(directory: Path) -> list[str]:
     try:
         lines = (directory / _SUBMITTED).read_text(encoding="utf-8").splitlines()
         return [str(json.loads(line)["job"]) for line in lines]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError):  # not a file of ours
+    except (OSError, ValueError, KeyError, TypeError):  # no such file, or not written by submit
         return []
 
 
@@ -150,11 +123,7 @@ _NOT_LOCAL = re.compile(r"://|[*?\[]")  # URLs and patterns
 
 
 def require_local_paths(recipe: Recipe) -> None:
-    """Reject paths of the recipe that do not exist and cannot be Hub ids, before the job waits in a queue for hours.
-
-    Raises:
-        ConfigError: names the option and its value.
-    """
+    """Reject paths of the recipe that do not exist and cannot be Hub ids, before the job waits in a queue for hours."""
     paths = [("model.path", recipe.model.path), ("model.tokenizer", recipe.model.tokenizer)]
     paths += [("data.train", source.path) for source in recipe.data.train]
     paths += [("evaluation.sets", eval_set.path) for eval_set in recipe.evaluation.sets]

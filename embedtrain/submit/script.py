@@ -96,20 +96,15 @@ def directives(recipe: Recipe, options: SlurmConfig, workdir: str, log: str) -> 
     """Options of sbatch and their values, in the order of the script; None: an option without a value.
 
     Args:
-        recipe: of the training.
-        options: checked.
         workdir: absolute path of the directory that the job starts in.
-        log: the file that it writes, with SLURM's patterns.
+        log: the file that the job writes, with SLURM's patterns.
     """
-    cpus_per_task = None
     tasks = ranks_per_node(options) if options.launcher is Launcher.srun else 1
-    if options.cpus_per_node is not None:
-        cpus_per_task = options.cpus_per_node // tasks
+    cpus_per_task = None if options.cpus_per_node is None else options.cpus_per_node // tasks
     gpus = None
     if options.gpus_per_node and options.gres is None:
         gpus = f"{options.gpu_type}:{options.gpus_per_node}" if options.gpu_type else str(options.gpus_per_node)
     limit = f"%{options.seeds_at_once}" if options.seeds_at_once is not None else ""
-    last = len(options.seeds) - 1
     values: list[tuple[str, str | int | bool | None]] = [
         ("job-name", options.job_name or recipe.name),
         ("chdir", workdir),
@@ -131,15 +126,12 @@ def directives(recipe: Recipe, options: SlurmConfig, workdir: str, log: str) -> 
         ("reservation", options.reservation),
         ("mail-user", options.mail_user),
         ("mail-type", options.mail_type or ("END,FAIL" if options.mail_user else None)),
-        ("array", f"0-{last}{limit}" if options.seeds else None),
+        ("array", f"0-{len(options.seeds) - 1}{limit}" if options.seeds else None),
         ("signal", f"B:USR1@{options.signal_seconds}"),
         ("requeue" if options.requeue else "no-requeue", True),
     ]
-    return [
-        (name, None if value is True else str(value))
-        for name, value in values
-        if value is not None and value is not False
-    ]
+    selected = [(name, value) for name, value in values if value is not None and value is not False]
+    return [(name, None if value is True else str(value)) for name, value in selected]
 
 
 def directive_line(name: str, value: str | None) -> str:
@@ -217,15 +209,7 @@ srun "${{srun_options[@]}}" --ntasks-per-node={ranks_per_node} \\
 
 
 def render_script(submission: Submission, *, command: Sequence[str], workdir: str, log: str, python: str) -> str:
-    """The text of the sbatch script.
-
-    Args:
-        submission: the training and the options of the job.
-        command: the command line of `submit`, for a comment.
-        workdir: absolute path of the directory that the job starts in.
-        log: the file that the job writes, with SLURM's patterns.
-        python: the interpreter of the job.
-    """
+    """The text of the sbatch script; `command` is the command line of `submit`, others are as in `directives`."""
     slurm = submission.slurm
     sbatch_options = directives(submission.recipe, slurm, workdir, log)
     text = "".join(
@@ -263,9 +247,8 @@ def _head(submission: Submission, command: Sequence[str]) -> str:
 
 def _environment(slurm: SlurmConfig) -> str:
     lines = "".join(f"{line}\n" for line in slurm.setup)
-    return f"# ---- environment: that of the submitting shell{', and' if lines else ''}\n{lines}" + (
-        "set -u\nexport PYTHONUNBUFFERED=1\n\n"
-    )
+    heading = f"# ---- environment: that of the submitting shell{', and' if lines else ''}"
+    return f"{heading}\n{lines}set -u\nexport PYTHONUNBUFFERED=1\n\n"
 
 
 def _training(submission: Submission, python: str) -> str:
@@ -276,16 +259,11 @@ def _training(submission: Submission, python: str) -> str:
         *(f"  {shlex.quote(argument)}" for argument in submission.arguments),
         ")",
     ]
+    run_dirs = [shlex.quote(output_dir) for output_dir in submission.output_dirs]
     if not submission.slurm.seeds:
-        return "\n".join([*lines, f"run_dir={shlex.quote(submission.output_dirs[0])}", ""])
-    return (
-        "\n".join(lines)
-        + "\n"
-        + _ARRAY.format(
-            seeds=" ".join(map(str, submission.slurm.seeds)),
-            run_dirs="\n".join(f"  {shlex.quote(output_dir)}" for output_dir in submission.output_dirs),
-        )
-    )
+        return "\n".join([*lines, f"run_dir={run_dirs[0]}", ""])
+    seeds = " ".join(map(str, submission.slurm.seeds))
+    return "\n".join([*lines, _ARRAY.format(seeds=seeds, run_dirs="\n".join(f"  {path}" for path in run_dirs))])
 
 
 def _srun_options(submission: Submission) -> str:

@@ -39,20 +39,12 @@ class Console:
     """Prints notes, phases, steps and evaluations.
 
     A terminal gets a live display at the bottom, with everything that is logged scrolling above it. A log file, a
-    pipe or a dumb terminal gets one line per event, without escape codes, as it happens.
-
-    Args:
-        enabled: False makes every method silent, as on all ranks but the first.
-        terminal: where to print; default: standard output.
-        clock: seconds; default: the terminal's clock, or a monotonic one.
+    pipe or a dumb terminal gets one line per event, without escape codes, as it happens. If not `enabled`, every method
+    is silent, as on all ranks but the first.
     """
 
     def __init__(
-        self,
-        *,
-        enabled: bool = True,
-        terminal: RichConsole | None = None,
-        clock: Callable[[], float] | None = None,
+        self, *, enabled: bool = True, terminal: RichConsole | None = None, clock: Callable[[], float] | None = None
     ) -> None:
         self._rich = terminal or standard_output()
         self._enabled = enabled
@@ -247,9 +239,7 @@ class EvaluationTable:
     """A table of sets with the same metrics: a row per set, a column per metric, and the change of each value."""
 
     def __init__(self, results: Results, previous: Results, metrics: tuple[str, ...]) -> None:
-        self._results = results
-        self._previous = previous
-        self._metrics = metrics
+        self._results, self._previous, self._metrics = results, previous, metrics
 
     @classmethod
     def of(cls, results: Results, previous: Results) -> list["EvaluationTable"]:

@@ -81,12 +81,8 @@ class WandbLogger:
     ) -> None:
         """Start the run, or continue the run `id`. Call it on rank 0, after the process group is initialized.
 
-        Args:
-            recipe: the resolved recipe; it becomes the run's config.
-            world_size: stored in the config.
-            run_dir: wandb writes into its folder `wandb`, or into WANDB_DIR if that is set.
-            id: of the run to continue; None: a new run.
-            evaluations: earlier evaluations of the run, as step -> set -> metric -> value.
+        wandb writes into the folder `wandb` of `run_dir`, or into WANDB_DIR if that is set. `evaluations` are earlier
+        ones of the run, as step -> set -> metric -> value.
         """
         import wandb  # takes a second, and most runs do without
 
@@ -164,17 +160,7 @@ class TensorBoardLogger:
     """
 
     def __init__(self, recipe: Recipe, run_dir: Path, resumed_step: int | None) -> None:
-        """Open a file.
-
-        Args:
-            recipe: shown on the "Text" tab.
-            run_dir: holds the folder `tensorboard`.
-            resumed_step: the step that training resumes from; None: it starts from scratch.
-
-        Raises:
-            RuntimeError: TensorBoard is not installed.
-            OSError: the file cannot be written.
-        """
+        """Open a file; without `resumed_step` the run starts from scratch. RuntimeError without TensorBoard."""
         try:
             from torch.utils.tensorboard import SummaryWriter  # takes a second, and most runs do without
         except ImportError as error:

@@ -49,11 +49,7 @@ class MetricsFile:
     def truncate_after(self, step: int, *, evaluated: bool = True) -> None:
         """Drop the rows of later steps, which a run resumed from `step` writes again. The file is replaced atomically.
 
-        Rows without a step stay.
-
-        Args:
-            step: the last step whose rows stay.
-            evaluated: whether the rows of its evaluation stay as well.
+        Rows without a step stay; the evaluation of `step` stays only if `evaluated`.
         """
         self._file.close()
         rows = [row for row in read_metrics(self.path) if row.get("step") is None or row["step"] <= step]
@@ -84,11 +80,7 @@ def split_lines(content: bytes) -> list[str]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a metrics file, in order, without an incomplete last line.
-
-    Raises:
-        DataError: a line before the last is not a JSON object.
-    """
+    """All rows of a metrics file, without an incomplete last line; DataError if another line is not a JSON object."""
     lines = split_lines(Path(path).read_bytes())
     rows = []
     for number, line in enumerate(lines, start=1):

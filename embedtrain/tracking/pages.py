@@ -60,11 +60,7 @@ class SafeStream(io.TextIOBase):
             return False
 
     def fileno(self) -> int:
-        """The file descriptor of the wrapped stream.
-
-        Raises:
-            OSError: there is none.
-        """
+        """The file descriptor of the wrapped stream; OSError if there is none."""
         if self._stream is None:
             raise OSError("there is no stream")
         return self._stream.fileno()
@@ -82,11 +78,7 @@ def standard_output() -> RichConsole:
 
 
 class Page:
-    """Prints headings, facts, tables and texts: laid out on a terminal, as whole lines without escape codes elsewhere.
-
-    Args:
-        terminal: where to print; default: standard output.
-    """
+    """Prints headings, facts, tables and texts: laid out on a terminal, whole lines without escape codes elsewhere."""
 
     def __init__(self, terminal: RichConsole | None = None) -> None:
         self._rich = terminal or standard_output()

@@ -14,58 +14,29 @@ _ERROR_LENGTH = 500
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One period in which the run was in progress.
+    """One period in which the run was in progress."""
 
-    Attributes:
-        started: seconds since the epoch.
-        step: steps done before.
-        total_steps: the last step that it was to reach.
-        ranks: number of ranks.
-        devices: such as `cpu` or `NVIDIA H100`.
-        ended: seconds since the epoch; None: still in progress, or killed.
-        how: `finished`, `stopped` or `failed`; None: still in progress, or killed.
-        last_step: steps done at its end.
-        error: of a failed session.
-        exported: the step whose weights were exported.
-    """
-
-    started: float
-    step: int
-    total_steps: int
+    started: float  # seconds since the epoch
+    step: int  # steps done before
+    total_steps: int  # the last step that it was to reach
     ranks: int
-    devices: str
-    ended: float | None = None
-    how: str | None = None
-    last_step: int | None = None
+    devices: str  # such as `cpu` or `NVIDIA H100`
+    ended: float | None = None  # seconds since the epoch; None: still in progress, or killed
+    how: str | None = None  # `finished`, `stopped` or `failed`; None: still in progress, or killed
+    last_step: int | None = None  # steps done at its end
     error: str | None = None
-    exported: int | None = None
+    exported: int | None = None  # the step whose weights were exported
 
 
 def record_start(path: Path, *, step: int, total_steps: int, ranks: int, devices: str, from_scratch: bool) -> None:
-    """Append the start of a session.
-
-    Args:
-        path: the file.
-        step: steps done before.
-        total_steps: the last step to reach.
-        ranks: number of ranks.
-        devices: such as `cpu` or `NVIDIA H100`.
-        from_scratch: replace the file: its sessions are of another run.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Append the start of a session; `from_scratch`: replace the file, whose sessions are of another run."""
     row = {"started": time.time(), "step": step, "total_steps": total_steps, "ranks": ranks, "devices": devices}
     with path.open("w" if from_scratch else "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def record_end(path: Path, how: str, *, step: int, error: str | None = None, exported: int | None = None) -> None:
-    """Append the end of a session.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Append the end of a session."""
     row = {"ended": time.time(), "how": how, "last_step": step, "exported": exported}
     if error is not None:
         row["error"] = error[:_ERROR_LENGTH]
@@ -91,8 +62,7 @@ def read_sessions(path: Path) -> list[Session]:
             rows.append(row)
         elif rows and "ended" not in rows[-1]:
             rows[-1] |= row
-    sessions = [_session(row) for row in rows]
-    return [session for session in sessions if session is not None]
+    return [session for session in map(_session, rows) if session is not None]
 
 
 def _session(row: Mapping[str, Any]) -> Session | None:
@@ -128,9 +98,7 @@ def _session(row: Mapping[str, Any]) -> Session | None:
 def total_seconds(sessions: Sequence[Session], last_written: float | None) -> float | None:
     """How long a run was in progress over all sessions, in seconds.
 
-    Args:
-        sessions: all of them.
-        last_written: when a metric was last written; used as the end of a session that did not record one.
+    A session without a recorded end counts until `last_written`, when a metric was last written.
     """
     if not sessions:
         return None

@@ -64,18 +64,13 @@ class Tracker:
         """Start tracking. Call it on every rank, after the process group is initialized.
 
         Args:
-            recipe: its `tracking` selects the destinations besides the terminal and metrics.jsonl.
-            world: rank 0 prints and records.
-            run_dir: holds metrics.jsonl; created if it does not exist.
             resumed_step: the step that training resumes from; later rows of metrics.jsonl are dropped. None: training
                 starts from scratch, and rows of an earlier run are moved to `metrics.previous.jsonl`.
             evaluated: whether the evaluation of that step is done; otherwise it writes its rows again.
             wandb_id: `wandb_id` from the checkpoint.
-            console: where to print, if one is open already.
 
         Raises:
             DataError: metrics.jsonl exists but is invalid.
-            OSError: `run_dir` cannot be written.
         """
         console = console or Console(enabled=world.is_main)
         if not world.is_main:
@@ -119,11 +114,9 @@ class Tracker:
         self.console.advance(step)
 
     def step(self, row: Mapping[str, float]) -> None:
-        """Print and record a logged step.
+        """Print and record the metrics of a logged step; `memory_gib` is added if missing.
 
-        Args:
-            row: `step` and its metrics; the console prints those it knows, the other destinations record all.
-                `padding`, `data_wait`, `mfu` and `communication` are fractions of 1. `memory_gib` is added if missing.
+        `padding`, `data_wait`, `mfu` and `communication` are fractions of 1.
         """
         if not self._world.is_main:
             return
@@ -199,14 +192,7 @@ def start_loggers(
 ) -> list[AsyncLogger]:
     """Start the loggers that `recipe.tracking` asks for besides the terminal and metrics.jsonl. On rank 0 only.
 
-    Args:
-        recipe: the resolved recipe.
-        world_size: number of ranks.
-        run_dir: where they write.
-        resumed_step: the step that training resumes from; None: it starts from scratch.
-        wandb_id: of the wandb run to continue.
-        evaluations: earlier evaluations of the run, as step -> set -> metric -> value.
-        warn: prints a warning.
+    `evaluations` are earlier ones of the run, as step -> set -> metric -> value.
     """
     loggers = []
     if recipe.tracking.wandb:

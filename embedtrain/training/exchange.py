@@ -21,7 +21,7 @@ class Exchange:
     send_order: Tensor  # int64 [n], this rank's encoded texts, sorted by the rank of their row
     num_sent: Sequence[int]  # [W], texts sent to each rank
     num_received: Sequence[int]  # [W], texts received from each rank
-    received_rows: Tensor  # int64 [m], the index among this rank's texts of each text received, in the order of arrival
+    received_rows: Tensor  # int64 [m], index among this rank's texts of each text received, in order of arrival
 
     def to_row_owner(self, embeddings: Tensor) -> Tensor:
         """Embeddings [n, D] of the texts encoded here -> those of this rank's rows [m, D], without gradient.
@@ -44,7 +44,7 @@ class Exchange:
 def plan_exchange(
     encoder_ranks: NDArray[np.int64], row_ranks: NDArray[np.int64], rank: int, size: int, encoded: NDArray[np.int64]
 ) -> Exchange:
-    """What rank `rank` sends and receives.
+    """What rank `rank` of `size` sends and receives.
 
     Args:
         encoder_ranks: int64 [T], the rank that encodes each text of the global batch.

@@ -51,8 +51,7 @@ class ChunkOptions:
     """How texts are cut into chunks; each chunk is one forward pass."""
 
     chunk_tokens: int  # maximal tokens of a chunk, including padding
-    # Maximal tokens whose graphs are kept in memory together; default: `chunk_tokens`.
-    activation_tokens: int | None = None
+    activation_tokens: int | None = None  # maximal tokens whose graphs are kept together; None: `chunk_tokens`
     pass_overhead_tokens: int = 32  # cost of one more pass, in tokens; more passes need less padding
 
     def num_cached_graphs(self, sizes: Iterable[int]) -> int:
@@ -65,18 +64,16 @@ class ChunkOptions:
 class RankBatch:
     """One rank's part of a global batch, tokenised."""
 
-    step: int  # counted from 0
-    # The texts that this rank encodes, longest first; `Tokens.rows` counts through all chunks.
-    chunks: tuple[Tokens, ...]
+    step: int
+    chunks: tuple[Tokens, ...]  # the texts that this rank encodes, longest first; rows count through all chunks
     num_queries: int  # B
     batch_info: BatchInfo
-    num_rows: int  # rows of the global batch
+    num_rows: int  # of the global batch
     num_cached_graphs: int  # how many of the first chunks keep their graphs in memory; the same on all ranks
     num_passes: int  # the largest number of chunks of any rank
     max_documents: int  # documents of the longest row of the global batch
     exchange: Exchange  # sends embeddings to the ranks of their rows
-    # Chunks of this rank's rows for guide models, by path.
-    guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)
+    guides: Mapping[str, tuple[Tokens, ...]] = field(default_factory=dict)  # chunks for guide models, by path
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -128,6 +125,8 @@ def make_rank_batch(
     those of the longest texts are kept, which saves the most computation.
 
     Args:
+        batch: the global batch, tokenised.
+        guides: tokenizers of guide models, by path.
         teacher_dimension: dimension of the teacher's vectors in the rows, if there are any; also on ranks without rows.
     """
     tokens = batch.tokens
@@ -175,10 +174,8 @@ def _make_batch_info(
 
     Args:
         rows: None if they hold nothing but texts.
-        num_documents: int64 [B], of each row.
-        query_keys: int64 [B], hashes of `text_keys`.
+        num_documents, query_keys: int64 [B].
         document_keys: int64 [M].
-        source: index in `data.train`, if all rows are of one source.
     """
     owners = torch.repeat_interleave(torch.arange(len(num_documents)), num_documents)
     known_rows = [] if rows is None else list(rows)

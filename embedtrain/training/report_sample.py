@@ -1,6 +1,6 @@
-"""Which texts a report looks at before and after training: a few held-out ones, and a few training rows.
+"""The sample of texts that a report compares before and after training: of evaluation sets and of training rows.
 
-A function of the sets and the rows alone, never of the number of ranks: taken evenly from all over them.
+It is spread evenly over the sets and rows, and does not depend on the number of ranks.
 """
 
 import itertools
@@ -24,26 +24,26 @@ from embedtrain.evaluation.types import (
 )
 from embedtrain.tracking.report.sample import Pair, PairRelation, Role, Sample, SampleText
 
-# Texts in all: at most about 450. A text's cost is bounded as well, whatever length the model takes.
+# At most about 450 texts in total, each of limited length whatever the model's maximal length.
 HELD_OUT_QUERIES = 32
-HELD_OUT_DOCUMENTS = 96  # beside those that answer
+HELD_OUT_DOCUMENTS = 96  # besides judged documents
 TRAINING_ROWS = 48
 LABELLED_TEXTS = 60
 MAX_SETS, MAX_SOURCES = 8, 12
-JUDGED_PER_QUERY = 2  # documents of a query that are judged relevant, and as many that are judged not to be
+JUDGED_PER_QUERY = 2  # relevant documents of a query, and as many irrelevant ones
 TEXT_LENGTH = 2000  # characters
 
 
 @dataclass
 class _SampleBuilder:
-    """Texts and pairs as they come together; a text that stands twice in one set or source is one."""
+    """Collects texts and pairs; a text that occurs twice in one set or source is added once."""
 
     texts: list[SampleText] = field(default_factory=list)
     pairs: dict[Pair, None] = field(default_factory=dict)
     _numbers: dict[SampleText, int] = field(default_factory=dict)
 
     def add(self, text: SampleText) -> int:
-        """The text's number."""
+        """The index of the text."""
         number = self._numbers.setdefault(text, len(self.texts))
         if number == len(self.texts):
             self.texts.append(text)
@@ -55,7 +55,7 @@ class _SampleBuilder:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What holds for all texts of a set or a source."""
+    """The settings of all texts of a set or source."""
 
     name: str
     held_out: bool
@@ -65,47 +65,50 @@ class _Origin:
     document_max_length: int | None = None
 
     def query(self, text: str, *, role: Role = Role.query, label: object = None) -> SampleText:
-        """A text that is treated as queries are."""
-        return self._made(text, role, self.query_prompt, self.query_max_length, label)
+        """A text with the prompt and maximal length of queries."""
+        return self._sample_text(text, role, self.query_prompt, self.query_max_length, label)
 
     def document(self, text: str) -> SampleText:
-        """A text that is found."""
-        return self._made(text, Role.document, self.document_prompt, self.document_max_length, None)
+        """A text with the prompt and maximal length of documents."""
+        return self._sample_text(text, Role.document, self.document_prompt, self.document_max_length, None)
 
-    def _made(self, text: str, role: Role, prompt: Prompt, length: int | None, label: object) -> SampleText:
-        known = None if label is None else str(label)[:80]
+    def _sample_text(self, text: str, role: Role, prompt: Prompt, length: int | None, label: object) -> SampleText:
+        label = None if label is None else str(label)[:80]
         cut = text[:TEXT_LENGTH]
-        return SampleText(cut, role, self.name, self.held_out, prompt.prefix, prompt.suffix, length, known)
+        return SampleText(cut, role, self.name, self.held_out, prompt.prefix, prompt.suffix, length, label)
 
 
 def choose_sample(
     sets: Sequence[LoadedSet], data: TrainData, losses: Sequence[LossConfig], prompts: Mapping[str, str]
 ) -> Sample:
-    """The sample of a run; `losses` has the loss of each source."""
-    chosen = _SampleBuilder()
-    some = [sets[at] for at in _evenly(len(sets), MAX_SETS)]
-    for loaded in some:
-        _add_set(chosen, loaded, prompts, share=max(4, HELD_OUT_QUERIES // len(some)))
+    """The sample of a run: of its evaluation sets and training rows, given the loss of each source.
+
+    `prompts` are the model's, by name: `query` and `document`.
+    """
+    sample = _SampleBuilder()
+    chosen_sets = [sets[i] for i in _evenly(len(sets), MAX_SETS)]
+    for loaded in chosen_sets:
+        _add_set(sample, loaded, prompts, max(4, HELD_OUT_QUERIES // len(chosen_sets)))
     sources = _evenly(len(data.stores), MAX_SOURCES)
     for source in sources:
         graded = row_requirements(losses[source]).scores is ScoreRequirement.pairs
-        _add_source(chosen, data, source, max(4, TRAINING_ROWS // len(sources)), graded)
-    return Sample(chosen.texts, list(chosen.pairs))
+        _add_source(sample, data, source, max(4, TRAINING_ROWS // len(sources)), graded)
+    return Sample(sample.texts, list(sample.pairs))
 
 
 def _evenly(length: int, count: int) -> list[int]:
-    """At most `count` of `length` places, one of each stretch: the same for the same numbers.
+    """At most `count` indices below `length`, one of each part: a function of the two numbers.
 
-    Not the first of each: every third text of a file may be of one class.
+    Not the first of each part: every third text of a file may be of one class.
     """
     if length <= count:
         return list(range(length))
-    drawn = random.Random(length)
-    ends = [place * length // count for place in range(count + 1)]
-    return [drawn.randrange(start, end) for start, end in itertools.pairwise(ends)]
+    generator = random.Random(length)
+    bounds = [part * length // count for part in range(count + 1)]
+    return [generator.randrange(start, end) for start, end in itertools.pairwise(bounds)]
 
 
-def _add_set(chosen: _SampleBuilder, loaded: LoadedSet, prompts: Mapping[str, str], share: int) -> None:
+def _add_set(sample: _SampleBuilder, loaded: LoadedSet, prompts: Mapping[str, str], count: int) -> None:
     query_prompt, document_prompt = (
         prompts.get(name, "") if own is None else own
         for name, own in (("query", loaded.query_prompt), ("document", loaded.document_prompt))
@@ -120,79 +123,79 @@ def _add_set(chosen: _SampleBuilder, loaded: LoadedSet, prompts: Mapping[str, st
     )
     match loaded.data:
         case RetrievalSet() as data:
-            _add_retrieval(chosen, data, origin, share)
+            _add_retrieval(sample, data, origin, count)
         case ScoredPairs() as data:
-            by_score = [at for _, at in sorted((score, at) for at, score in enumerate(data.scores))]
-            places = [by_score[at] for at in _evenly(len(by_score), 3 * share)]
-            _add_graded(chosen, [(origin, data.first[at], data.second[at], data.scores[at]) for at in places])
+            by_score = [i for _, i in sorted((score, i) for i, score in enumerate(data.scores))]
+            indices = [by_score[i] for i in _evenly(len(by_score), 3 * count)]
+            _add_graded(sample, [(origin, data.first[i], data.second[i], data.scores[i]) for i in indices])
         case LabelledPairs() as data:
-            for at in _evenly(len(data.labels), 3 * share):
-                known = PairRelation.same if data.labels[at] else PairRelation.different
-                _add_pair(chosen, origin, data.first[at], data.second[at], known)
+            for i in _evenly(len(data.labels), 3 * count):
+                relation = PairRelation.same if data.labels[i] else PairRelation.different
+                _add_pair(sample, origin, data.first[i], data.second[i], relation)
         case Bitext() as data:
-            for at in _evenly(len(data.first), 2 * share):
-                _add_pair(chosen, origin, data.first[at], data.second[at], PairRelation.positive)
+            for i in _evenly(len(data.first), 2 * count):
+                _add_pair(sample, origin, data.first[i], data.second[i], PairRelation.positive)
         case ClassificationSet() as data:
-            for at in _evenly(len(data.texts), LABELLED_TEXTS):
-                chosen.add(origin.query(data.texts[at], role=Role.text, label=data.labels[at]))
+            for i in _evenly(len(data.texts), LABELLED_TEXTS):
+                sample.add(origin.query(data.texts[i], role=Role.text, label=data.labels[i]))
         case ClusteringSet() as data:
-            for at in _evenly(len(data.texts), LABELLED_TEXTS):
-                chosen.add(origin.query(data.texts[at], role=Role.text, label=data.labels[at][0]))
+            for i in _evenly(len(data.texts), LABELLED_TEXTS):
+                sample.add(origin.query(data.texts[i], role=Role.text, label=data.labels[i][0]))
 
 
-def _add_retrieval(chosen: _SampleBuilder, data: RetrievalSet, origin: _Origin, share: int) -> None:
-    """Some judged queries, what is judged of them, and other documents, to be told from those."""
+def _add_retrieval(sample: _SampleBuilder, data: RetrievalSet, origin: _Origin, count: int) -> None:
+    """Some judged queries, judged documents of theirs, and other documents as distractors."""
     judged = [query for query in data.judged_queries if any(gain > 0 for gain in data.judgements[query].values())]
-    queries = [judged[at] for at in _evenly(len(judged), share)]
-    wanted: set[str] = set()
+    queries = [judged[i] for i in _evenly(len(judged), count)]
+    names: set[str] = set()
     for query in queries:
         gains = data.judgements[query].items()
-        wanted.update([document for document, gain in gains if gain > 0][:JUDGED_PER_QUERY])
-        wanted.update([document for document, gain in gains if gain <= 0][:JUDGED_PER_QUERY])
+        names.update([document for document, gain in gains if gain > 0][:JUDGED_PER_QUERY])
+        names.update([document for document, gain in gains if gain <= 0][:JUDGED_PER_QUERY])
     ids = data.documents.ids
-    places = {name: at for at, name in enumerate(ids) if name in wanted}
-    others = max(share, HELD_OUT_DOCUMENTS * share // HELD_OUT_QUERIES)
-    places |= {ids[at]: at for at in _evenly(len(ids), others)}
-    numbers = {name: chosen.add(origin.document(data.documents.texts[at])) for name, at in places.items()}
+    indices = {name: i for i, name in enumerate(ids) if name in names}
+    num_others = max(count, HELD_OUT_DOCUMENTS * count // HELD_OUT_QUERIES)
+    indices |= {ids[i]: i for i in _evenly(len(ids), num_others)}
+    documents = {name: sample.add(origin.document(data.documents.texts[i])) for name, i in indices.items()}
     for query in queries:
-        asked = chosen.add(origin.query(data.queries[query]))
+        text = sample.add(origin.query(data.queries[query]))
         for document, gain in data.judgements[query].items():
-            if document in numbers:
-                chosen.pair(asked, numbers[document], PairRelation.positive if gain > 0 else PairRelation.negative)
+            if document in documents:
+                sample.pair(text, documents[document], PairRelation.positive if gain > 0 else PairRelation.negative)
 
 
-def _add_pair(chosen: _SampleBuilder, origin: _Origin, first: str, second: str, relation: PairRelation) -> None:
-    one, other = (chosen.add(origin.query(text, role=Role.text)) for text in (first, second))
-    if one != other:
-        chosen.pair(one, other, relation)
+def _add_pair(sample: _SampleBuilder, origin: _Origin, first: str, second: str, relation: PairRelation) -> None:
+    left, right = (sample.add(origin.query(text, role=Role.text)) for text in (first, second))
+    if left != right:
+        sample.pair(left, right, relation)
 
 
-def _add_graded(chosen: _SampleBuilder, pairs: Sequence[tuple[_Origin, str, str, float]]) -> None:
-    """Pairs with scores, which are told apart by thirds of the range that the scores have."""
+def _add_graded(sample: _SampleBuilder, pairs: Sequence[tuple[_Origin, str, str, float]]) -> None:
+    """Pairs with scores, classified by thirds of the range of the scores."""
     if not pairs:
         return
     scores = [score for *_, score in pairs]
     low, high = min(scores), max(scores)
     for origin, first, second, score in pairs:
-        place = (score - low) / (high - low) if high > low else 1.0
-        known = PairRelation.low if place < 1 / 3 else PairRelation.middle if place < 2 / 3 else PairRelation.high
-        _add_pair(chosen, origin, first, second, known)
+        level = (score - low) / (high - low) if high > low else 1.0
+        relation = PairRelation.low if level < 1 / 3 else PairRelation.middle if level < 2 / 3 else PairRelation.high
+        _add_pair(sample, origin, first, second, relation)
 
 
-def _add_source(chosen: _SampleBuilder, data: TrainData, source: int, share: int, graded: bool) -> None:
+def _add_source(sample: _SampleBuilder, data: TrainData, source: int, count: int, graded: bool) -> None:
     store, text_format = data.stores[source], data.settings[source].text_format
     scored: list[tuple[_Origin, str, str, float]] = []
-    for row in _evenly(len(store), share):
+    for row in _evenly(len(store), count):
         example = store[row]
         lengths = (text_format.query_max_length, text_format.document_max_length)
         origin = _Origin(store.report.name, False, *text_format.prompts(example), *lengths)
         if not example.positives:
-            chosen.add(origin.query(example.query, role=Role.text, label=example.label))
+            sample.add(origin.query(example.query, role=Role.text, label=example.label))
         elif graded and example.positive_scores:
             scored += _scored(origin, example)
         else:
-            _add_row(chosen, origin, example)
-    _add_graded(chosen, scored)
+            _add_row(sample, origin, example)
+    _add_graded(sample, scored)
 
 
 def _scored(origin: _Origin, example: Example) -> Iterator[tuple[_Origin, str, str, float]]:
@@ -202,9 +205,9 @@ def _scored(origin: _Origin, example: Example) -> Iterator[tuple[_Origin, str, s
         yield origin, example.query, document, score
 
 
-def _add_row(chosen: _SampleBuilder, origin: _Origin, example: Example) -> None:
+def _add_row(sample: _SampleBuilder, origin: _Origin, example: Example) -> None:
     """A query with its first positive and hard negatives."""
-    query = chosen.add(origin.query(example.query))
-    chosen.pair(query, chosen.add(origin.document(example.positives[0])), PairRelation.positive)
+    query = sample.add(origin.query(example.query))
+    sample.pair(query, sample.add(origin.document(example.positives[0])), PairRelation.positive)
     for negative in example.negatives[:JUDGED_PER_QUERY]:
-        chosen.pair(query, chosen.add(origin.document(negative)), PairRelation.negative)
+        sample.pair(query, sample.add(origin.document(negative)), PairRelation.negative)

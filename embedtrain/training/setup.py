@@ -17,7 +17,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import Recipe
-from embedtrain.data.cache.cache import Cache, cache_place
+from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import metric_names
@@ -82,7 +82,7 @@ def read_inputs(run: Run) -> RunInputs:
             require_export_support(recipe.export)
         source = open_model_source(recipe.model)
         base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
-    directory = cache_place(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)
+    directory = writable_cache_directory(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)
     with world.fail_together("reading training data"), run.console.progress() as progress:
         cache = Cache(directory=directory, progress=progress)
         data, losses = load_recipe_data(recipe, source.prompts, cache)
@@ -156,7 +156,7 @@ class TrainedParts:
 def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
     """Load the model and build loss and optimizer. If there is a checkpoint, the weights are read from it later."""
     recipe, world, data = run.recipe, run.world, inputs.data
-    tokenizer = load_or_train_vocabulary(recipe, data, run.run_dir, world, run.console, anew=start.from_scratch)
+    tokenizer = load_or_train_vocabulary(recipe, data, run.run_dir, world, run.console, from_scratch=start.from_scratch)
     model = load_model(
         recipe.model,
         recipe.parallel,

@@ -1,4 +1,4 @@
-"""The tokens of a run: a vocabulary trained on the data where the recipe asks for one, and all texts tokenised."""
+"""Prepare the tokens of a run: train a vocabulary if the recipe needs one, and tokenise all texts."""
 
 import shutil
 from dataclasses import replace
@@ -18,26 +18,26 @@ from embedtrain.training.resume import require_same_tokenizer
 
 
 def load_or_train_vocabulary(
-    recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console, *, anew: bool
+    recipe: Recipe, data: TrainData, run_dir: RunDirectory, world: World, console: Console, *, from_scratch: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The vocabulary trained on the data, for a model from scratch that names no tokenizer.
+    """The vocabulary trained on the data, for a model from scratch without a tokenizer.
 
-    A run that resumes reads the one it began with; any other makes its own, for rows and options may be others.
+    A run that resumes reads its own; any other run trains one, because rows and options may differ.
     """
     if recipe.model.config is None or recipe.model.tokenizer is not None:
         return None
     directory = run_dir.tokenizer
     with world.fail_together("training a vocabulary"):
-        if world.is_main and (anew or not directory.is_dir()):
+        if world.is_main and (from_scratch or not directory.is_dir()):
             with console.phase("training a vocabulary on the data"):
-                made = train_tokenizer(
+                trained = train_tokenizer(
                     data.texts(),
                     recipe.model.vocab_size,
                     recipe.model.max_length or 512,
                     lowercase=recipe.model.vocab_lowercase,
                 )
                 shutil.rmtree(directory, ignore_errors=True)
-                made.save_pretrained(directory)
+                trained.save_pretrained(directory)
     with world.fail_together("reading the vocabulary"):
         tokenizer = read_tokenizer(directory, trust_remote_code=False)
     console.note(f"vocabulary: {len(tokenizer):,} pieces, trained on the data, in {directory}")
@@ -45,9 +45,9 @@ def load_or_train_vocabulary(
 
 
 def tokenize_data(data: TrainData, model: LoadedModel, cache: Cache, world: World, console: Console) -> None:
-    """Have the texts' tokens at hand."""
+    """Tokenise all texts that are not in the cache, and print notes."""
     require_same_tokenizer(model.tokenizer, world)
-    with world.fail_together("tokenising"), console.progress() as told:
-        notes = data.prepare(model.tokenizer, replace(cache, progress=told))
+    with world.fail_together("tokenising"), console.progress() as progress:
+        notes = data.prepare(model.tokenizer, replace(cache, progress=progress))
     for note in notes:
         console.note(note)

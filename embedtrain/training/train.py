@@ -60,7 +60,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> Path:
     state = start.restore(checkpointer, parts.module, parts.optimizer, recipe, inputs.total_steps, run.console)
     model = parts.model
     if not start.from_scratch:  # its weights have only now been read
-        model = verify_packing(model, recipe.model, recipe.parallel, world, say=run.console.note)
+        model = verify_packing(model, recipe.model, recipe.parallel, world, progress=run.console.note)
     prompts = model.source.prompts
     encoder = SentenceEncoder.from_model(
         model, world, chunk_tokens=recipe.evaluation.chunk_tokens, unshard=recipe.evaluation.unshard

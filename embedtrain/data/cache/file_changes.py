@@ -1,4 +1,4 @@
-"""Whether the files of a source are still what its key was made of: rows of others must never lie under it."""
+"""Detect changes of a source's files after its cache key was computed: a key never holds rows of other files."""
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,50 +14,36 @@ from embedtrain.errors import EmbedtrainError
 
 
 class SourceVersion:
-    """What the files of a source were when its key was made.
-
-    Args:
-        reading: the source.
-        content: what `reading.content` said a moment ago; None: it is asked now.
-
-    Attributes:
-        content: what the key is made of.
+    """The content of a source's files, from which its key is computed, and their versions at that time.
 
     Raises:
-        DataError: a file of the source is gone or cannot be read.
+        DataError: a file of the source is missing or cannot be read.
     """
 
     def __init__(self, reading: SourceReader | DocumentReader, content: Mapping[str, Any] | None = None) -> None:
         self._reading = reading
-        self._versions = self._all_versions()  # before their content is asked for: a change in between must show
+        self._versions = self._all_versions()  # before the content, so that a change in between is detected
         self.content = reading.content() if content is None else content
 
     @contextmanager
     def during(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Guard a block that reads parts of the source: what it read is what the key was made of, or it fails.
+        """Raise a DataError if one of the parts, read in the block, has changed since the key, or changes meanwhile.
 
-        Files here alone are looked at, by size and time: that costs nothing, and tells of nearly every change.
-
-        Raises:
-            DataError: a part was changed since the key was made, or by the end of the block.
+        Only local files are checked, by size and time: cheap, and detects nearly every change.
         """
         before = [self._version(part) for part in parts]
         try:
             yield
-        except EmbedtrainError as error:  # half a row of a file that is being written is not what is wrong
+        except EmbedtrainError as error:  # the cause may be a file that is being written
             _require_equal(parts, before, error)
             raise
         _require_equal(parts, before)
 
     def require(self, directory: Path, names: Sequence[str]) -> None:
-        """Compare the content of all files with what it was; on a difference remove what was made of them.
-
-        Args:
-            directory: the folder that is named after the key.
-            names: of what was built in it, which nobody else builds or joins meanwhile.
+        """Compare the content of all files; if it differs, remove the results `names` in `directory`.
 
         Raises:
-            DataError: a file was changed, or is gone.
+            DataError: a file was changed, or is missing.
         """
         try:
             self._require_content()
@@ -67,12 +53,12 @@ class SourceVersion:
             raise
 
     def _version(self, part: Part) -> object:
-        """The version of a part now, that is still of the content that the key was made of."""
+        """The current version of a part, which has the same content as when the key was computed."""
         version = _version_of(part)
         if version != self._versions[part]:
             versions = self._all_versions()
             self._require_content()
-            self._versions = versions  # not one byte is another
+            self._versions = versions  # the bytes are the same
             version = versions[part]
         return version
 
@@ -82,8 +68,8 @@ class SourceVersion:
     def _require_content(self) -> None:
         now = self._reading.content()
         for key, parts in (("parts", self._reading.parts), ("documents", self._reading.document_parts)):
-            for part, first, found in zip(parts, self.content[key], now[key], strict=True):
-                if found != first:
+            for part, old, new in zip(parts, self.content[key], now[key], strict=True):
+                if new != old:
                     raise file_changed_error(part.name)
 
 
@@ -94,6 +80,6 @@ def _require_equal(parts: Sequence[Part], versions: Sequence[object], error: Exc
 
 
 def _version_of(part: Part) -> object:
-    """What changes when a file of the part is written again; nothing does of data sets and what lies elsewhere."""
+    """A value that changes when a local file of the part is written."""
     # The time of a folder changes with any file in it, such as a lock.
     return None if part.kind is PartKind.hub else [file_version(file.name) for file in part.tables or (part,)]

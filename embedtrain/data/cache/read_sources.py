@@ -14,7 +14,7 @@ from embedtrain.config.row_requirements import RowRequirements
 from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, json_digest, mapped, read_metadata
 from embedtrain.data.cache.documents import DocumentStore, documents_build
 from embedtrain.data.cache.file_changes import SourceVersion
-from embedtrain.data.cache.row_files import join_pieces, write_piece
+from embedtrain.data.cache.row_files import METADATA, join_pieces, write_piece
 from embedtrain.data.cache.row_store import ArrowFile, ArrowRows, RowRange, RowStore
 from embedtrain.data.cache.shared_build import COMPLETE, JOINED, Build, Task, build, is_complete
 from embedtrain.data.cache.source_report import RowStatistics, SourceReport, check_equal_counts, check_sources
@@ -29,31 +29,24 @@ MAX_PIECES = 1024  # of a source: each is a file that stays open
 
 
 class CachedRows:
-    """One source's rows as they are to be kept.
-
-    Args:
-        reading: the source.
-        on_error: stop at the first bad row, or pass over bad rows and count them.
-        cache: where rows are kept.
+    """One source's rows in the cache.
 
     Attributes:
-        key: a digest of all that decides about the rows.
-        directory: where they are kept.
-        documents: how the corpus is built that they name documents of, if they do.
-        build: how the rows are built.
+        key: a digest of everything that determines the rows.
+        documents: the build of the corpus, if rows name documents by id.
 
     Raises:
-        DataError: a file of the source is gone or cannot be read.
+        DataError: a file of the source is missing or cannot be read.
     """
 
     def __init__(self, reading: SourceReader, on_error: OnError, cache: Cache) -> None:
         self._reading, self._on_error = reading, on_error
-        self._unchanged = SourceVersion(reading)
-        self.key = json_digest([FORMAT, self._unchanged.content, on_error.value])
+        self._version = SourceVersion(reading)
+        self.key = json_digest([FORMAT, self._version.content, on_error.value])
         self.directory = cache.directory / f"rows-{self.key}"
         self.documents = None
         if reading.documents is not None:
-            digests = self._unchanged.content["documents"]
+            digests = self._version.content["documents"]
             self.documents = documents_build(reading.documents, on_error, cache, digests)
         self.build = Build(
             self.directory, self._tasks, self._join, progress=partial(cache.progress, f"reading {reading.name}")
@@ -61,45 +54,46 @@ class CachedRows:
         self._layout: RowLayout | None = None
         self._names: list[str] = []
 
-    def open(self, number: int, keeps: Any, *, cached: bool) -> RowStore:
-        """The rows, once they are built, as those of source `number`; `keeps` lives as long as they do.
+    def open(self, number: int, owner: Any, *, cached: bool) -> RowStore:
+        """The rows after they are built, as those of source `number`; `owner` lives as long as they do.
 
         Raises:
-            DataError: they are gone, or all pairs would be alike to the loss.
+            DataError: they are missing, or all pairs would be alike to the loss.
         """
-        facts = self._facts(f"{JOINED}/facts.json")
-        row_ranges = [RowRange(*stretch) for stretch in facts["stretches"]]
-        files = [ArrowFile(*file) for file in facts["files"]]
-        has_limits = "most_negatives" in facts["beside"]
+        metadata = self._metadata(f"{JOINED}/{METADATA}")
+        extra_columns = frozenset(metadata["extra_columns"])
         return RowStore(
             directory=self.directory,
             key=self.key,
-            content=facts["content"],
+            content=metadata["content"],
             source=number,
-            report=self._report(facts, cached=cached),
+            report=self._report(metadata, cached=cached),
             files=[part.name for part in self._reading.parts],
-            row_ranges=row_ranges,
-            rows=ArrowRows(self.directory, files),
-            extra_columns=frozenset(facts["beside"]),
-            num_positives=self._array("num_positives", np.int32),
-            num_negatives=self._array("num_negatives", np.int32),
-            most_negatives=self._array("most_negatives", np.int32) if has_limits else None,
-            keeps=keeps,
+            row_ranges=[RowRange(*row_range) for row_range in metadata["row_ranges"]],
+            rows=ArrowRows(self.directory, [ArrowFile(*file) for file in metadata["files"]]),
+            extra_columns=extra_columns,
+            num_positives=self._array("num_positives"),
+            num_negatives=self._array("num_negatives"),
+            most_negatives=self._array("most_negatives") if "most_negatives" in extra_columns else None,
+            owner=owner,
         )
 
     def num_files(self) -> int:
         """How many files an open store holds open."""
-        return len(self._facts(COMPLETE)["files"])
+        return len(self._metadata(COMPLETE)["files"])
 
     def first_vector(self) -> tuple[int, str] | None:
-        """The width of the first row's vectors that has some, and where it is."""
-        width = RowStatistics.of(self._facts(f"{JOINED}/facts.json")["findings"]).width
+        """The dimension and location of the first vector."""
+        width = RowStatistics.of(self._metadata(f"{JOINED}/{METADATA}")["statistics"]).width
         return width and (width[0], self._reading.parts[width[1]].location(width[2]))
 
     def _tasks(self) -> Mapping[str, Task]:
         reading = self._reading
-        documents = self._open_documents()
-        with self._unchanged.during(reading.parts):  # else the pieces here would be other ones than elsewhere
+        documents = None
+        if self.documents is not None:
+            build([self.documents])
+            documents = DocumentStore(self.documents.directory)
+        with self._version.during(reading.parts):  # processes must agree on the pieces
             layout = self._layout = reading.detect_layout(self._on_error)
             pieces = reading.pieces(PIECE_BYTES)
             if len(pieces) > MAX_PIECES:
@@ -107,7 +101,7 @@ class CachedRows:
 
         def task(piece: Piece) -> Task:
             def write(path: Path) -> None:
-                with self._unchanged.during([piece.part]):
+                with self._version.during([piece.part]):
                     write_piece(reading, layout, piece, documents, self._on_error, path)
 
             return write
@@ -118,19 +112,13 @@ class CachedRows:
 
     def _join(self, path: Path) -> None:
         assert self._layout is not None
-        self._unchanged.require(self.directory, self._names)
+        self._version.require(self.directory, self._names)
         join_pieces(self._reading, self._layout, self.directory, self._names, self._on_error, path)
 
-    def _open_documents(self) -> DocumentStore | None:
-        if self.documents is None:
-            return None
-        build([self.documents])
-        return DocumentStore(self.documents.directory)
-
-    def _report(self, facts: dict[str, Any], *, cached: bool) -> SourceReport:
+    def _report(self, metadata: dict[str, Any], *, cached: bool) -> SourceReport:
         reading = self._reading
-        report = RowStatistics.of(facts["findings"]).report(
-            reading.name, facts["layout"], reading.parts, reading.source.negatives, cached=cached
+        report = RowStatistics.of(metadata["statistics"]).report(
+            reading.name, metadata["layout"], reading.parts, reading.source.negatives, cached=cached
         )
         if report.num_unscored == report.num_rows and report.counts().most == 0:
             named = "" if reading.source.columns is None else " that columns names too"
@@ -140,19 +128,19 @@ class CachedRows:
             )
         return report
 
-    def _array(self, name: str, kind: Any) -> NDArray[Any]:
+    def _array(self, name: str) -> NDArray[np.int32]:
         try:
-            return mapped(self.directory / JOINED / f"{name}.bin", kind)
+            return mapped(self.directory / JOINED / f"{name}.bin", np.int32)
         except OSError as error:
-            raise self._gone(error) from error
+            raise self._missing_error(error) from error
 
-    def _facts(self, name: str) -> Any:
+    def _metadata(self, name: str) -> Any:
         try:
             return read_metadata(self.directory / name)
         except OSError as error:
-            raise self._gone(error) from error
+            raise self._missing_error(error) from error
 
-    def _gone(self, error: OSError) -> DataError:
+    def _missing_error(self, error: OSError) -> DataError:
         return DataError(
             f"{self.directory}: cached rows cannot be opened ({error.strerror or error}): start again, and let "
             "nothing clean up this folder meanwhile"
@@ -170,51 +158,48 @@ def read_sources(
     *,
     losses: Sequence[int] | None = None,
 ) -> list[RowStore]:
-    """Read every row of every source, so that what is wrong with any is known before training.
+    """Read every row of every source, so that all errors in the data are found before training.
 
-    What the cache holds is not read again. All processes that call this alike share the work.
+    Sources in the cache are not read again. All processes that call this with the same arguments share the work.
 
     Args:
         sources: `data.train`.
-        on_error: stop at the first row that cannot be used, or pass over such rows and count them.
-        needs: what the loss asks of every row; one for all sources, or one for each.
-        cache: where rows are kept; default: a temporary folder that lasts as long as the stores.
-        losses: which loss each source has, as a number that is the same for sources of one loss; default: all one.
-
-    Returns:
-        For each source its rows.
+        on_error: stop at the first invalid row, or skip and count invalid rows.
+        needs: what the loss requires of every row, for all sources or per source.
+        cache: default: a temporary directory that lasts as long as the stores.
+        losses: a number per source, equal for sources with the same loss; default: one loss.
 
     Raises:
-        DataError: a row that cannot be used (`path:line: what is wrong`), a file that cannot be read as a
-            whole whatever `on_error` says, a source without a usable row, or a cache that cannot be written.
-        ConfigError: options of a source that contradict each other or the loss, or no source.
+        DataError: an invalid row (`path:line: problem`), a file that cannot be read at all, a source without a valid
+            row, or a cache that cannot be written.
+        ConfigError: no source, or options of a source that contradict each other or the loss.
     """
     if not sources:
         raise ConfigError("data.train is empty: name at least one file, folder or Hub data set to train on")
-    each = [needs] * len(sources) if isinstance(needs, RowRequirements) else list(needs)
-    check_sources(sources, each)
+    source_needs = [needs] * len(sources) if isinstance(needs, RowRequirements) else list(needs)
+    check_sources(sources, source_needs)
     temporary = None
     if cache is None:
         temporary = tempfile.TemporaryDirectory(prefix="embedtrain-", ignore_cleanup_errors=True)
         cache = Cache(directory=Path(temporary.name))
-    readings = open_sources(sources, source_names(sources), each)
-    wanted = [CachedRows(reading, on_error, cache) for reading in readings]
-    new = [one for one in wanted if not is_complete(one.directory)]
-    build([one.documents for one in new if one.documents is not None])
-    build([one.build for one in new])
-    allow_open_files(sum(one.num_files() for one in wanted))
-    stores = [one.open(number, temporary, cached=one not in new) for number, one in enumerate(wanted)]
+    readings = open_sources(sources, source_names(sources), source_needs)
+    entries = [CachedRows(reading, on_error, cache) for reading in readings]
+    missing = [entry for entry in entries if not is_complete(entry.directory)]
+    build([entry.documents for entry in missing if entry.documents is not None])
+    build([entry.build for entry in missing])
+    allow_open_files(sum(entry.num_files() for entry in entries))
+    stores = [entry.open(number, temporary, cached=entry not in missing) for number, entry in enumerate(entries)]
     for loss in dict.fromkeys(losses or [0]):
-        of_loss = [one for i, one in enumerate(wanted) if losses is None or losses[i] == loss]
-        _check_widths([one.first_vector() for one in of_loss])
-    for one in dict.fromkeys(each):
-        check_equal_counts(one, [store.report.counts() for store, its in zip(stores, each, strict=True) if its == one])
+        _check_widths([entry.first_vector() for i, entry in enumerate(entries) if not losses or losses[i] == loss])
+    for requirements in dict.fromkeys(source_needs):
+        of_loss = [store for store, own in zip(stores, source_needs, strict=True) if own == requirements]
+        check_equal_counts(requirements, [store.report.counts() for store in of_loss])
     return stores
 
 
 def _check_widths(vectors: Sequence[tuple[int, str] | None]) -> None:
-    """Refuse a teacher's vectors of several widths, of different sources of one loss."""
-    found = [vector for vector in vectors if vector is not None]
-    for width, place in found[1:]:
-        if width != found[0][0]:
-            raise DataError(f"{place}: a vector of {width} numbers, where those before have {found[0][0]}")
+    """Require one dimension of the teacher's vectors in all sources of a loss."""
+    first, *others = [vector for vector in vectors if vector is not None] or [(0, "")]
+    for width, location in others:
+        if width != first[0]:
+            raise DataError(f"{location}: a vector of {width} numbers, where those before have {first[0]}")

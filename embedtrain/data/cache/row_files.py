@@ -1,8 +1,7 @@
-"""Pieces of a source -> files of checked rows with a digest, and the summary of all pieces."""
+"""Pieces of a source -> files of checked rows with a digest and statistics, and their sum over all pieces."""
 
 import copy
 import hashlib
-import shutil
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embedtrain.config.recipe import OnError
-from embedtrain.data.cache.cache import read_metadata, write_array, write_metadata
+from embedtrain.data.cache.cache import concatenate_files, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import EXTRA_COLUMNS, SCALAR_COLUMNS, TEXTS, ArrowFile, RowRange
 from embedtrain.data.cache.source_report import RowCheck, RowStatistics
 from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
@@ -34,37 +33,29 @@ _DIGIT_BYTES = 15  # below the prime
 
 
 class RowDigest:
-    """A digest of rows in their order.
-
-    Args:
-        value: what another one's `value` was.
-
-    Attributes:
-        value: 127 bits, of all rows added so far.
-    """
+    """A digest of rows in their order; `value` has 127 bits and continues another digest's."""
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
 
-    def add(self, texts: Sequence[pa.Array], besides: Mapping[str, Sequence[Any]]) -> None:
-        """Add the rows that come next; how many at once makes no difference.
+    def add(self, texts: Sequence[pa.Array], extra_columns: Mapping[str, Sequence[Any]]) -> None:
+        """Add the next rows; the number of rows per call makes no difference.
 
         Args:
-            texts: as they are kept: the query of each row, the list of its positives, that of its negatives.
-            besides: what lies beside the texts of any of these rows, by its name in BESIDES, for each row.
+            texts: columns: queries, lists of positives, lists of negatives.
+            extra_columns: the values of each row, by the column's name in EXTRA_COLUMNS.
         """
-        beside = [b""] * len(texts[0])
-        for name, values in sorted(besides.items()):
-            beside = [so_far + _beside(name, value) for so_far, value in zip(beside, values, strict=True)]
-        parts = (*_texts(*texts), beside)
+        extra = [b""] * len(texts[0])
+        for name, values in sorted(extra_columns.items()):
+            extra = [before + _encode_extra(name, value) for before, value in zip(extra, values, strict=True)]
         value = self.value
-        for row in zip(*parts, strict=True):
+        for row in zip(*_encode_texts(*texts), extra, strict=True):
             digit = hashlib.blake2b(b"".join(row), digest_size=_DIGIT_BYTES).digest()
             value = (value * _BASE + int.from_bytes(digit, "big")) % _PRIME
         self.value = value
 
     def join(self, after: "RowDigest", num_rows: int) -> None:
-        """Add the `num_rows` rows of the digest that comes next."""
+        """Add the `num_rows` rows of the next digest."""
         self.value = (self.value * pow(_BASE, num_rows, _PRIME) + after.value) % _PRIME
 
     def __str__(self) -> str:
@@ -72,10 +63,10 @@ class RowDigest:
         return f"{self.value:032x}"
 
 
-def _texts(queries: pa.Array, positives: pa.Array, negatives: pa.Array) -> list[list[bytes]]:
-    """The bytes of each row's query, positives and negatives; before them how many there are, and the length of each.
+def _encode_texts(queries: pa.Array, positives: pa.Array, negatives: pa.Array) -> list[list[bytes]]:
+    """The bytes of each row's texts, preceded by the numbers of documents and the length of each text.
 
-    They are cut out of the arrays: to encode each text by itself takes several times as long.
+    They are cut out of the arrays: encoding each text separately takes several times as long.
     """
     starts = [np.arange(len(queries) + 1), *(lists.offsets.to_numpy() for lists in (positives, negatives))]
     texts = [queries, positives.values, negatives.values]
@@ -84,10 +75,10 @@ def _texts(queries: pa.Array, positives: pa.Array, negatives: pa.Array) -> list[
     head_starts = np.concatenate([[0], np.cumsum(2 + sum(counts))])
     heads = np.empty(head_starts[-1], dtype="<i4")
     heads[head_starts[:-1]], heads[head_starts[:-1] + 1] = counts[1:]
-    place = head_starts[:-1] + 2
+    index = head_starts[:-1] + 2
     for start, count, offset in zip(starts, counts, offsets, strict=True):
-        heads[np.repeat(place - start[:-1], count) + np.arange(start[-1])] = np.diff(offset)
-        place += count
+        heads[np.repeat(index - start[:-1], count) + np.arange(start[-1])] = np.diff(offset)
+        index += count
     cut = [_cut(heads.tobytes(), 4 * head_starts)]
     for column, start, offset in zip(texts, starts, offsets, strict=True):
         data = column.buffers()[2]
@@ -96,37 +87,38 @@ def _texts(queries: pa.Array, positives: pa.Array, negatives: pa.Array) -> list[
 
 
 def _offsets(texts: pa.Array) -> NDArray[np.int32]:
-    """Where each text begins among the bytes of all, and at last where they end."""
+    """The offset of each text in the bytes of all texts, and the end."""
     if not len(texts):
         return np.zeros(1, dtype=np.int32)
     return np.frombuffer(texts.buffers()[1], dtype=np.int32)[: len(texts) + 1]
 
 
 def _cut(data: bytes, bounds: NDArray[Any]) -> list[bytes]:
-    # Not of a memoryview, of which the garbage collector would follow every piece.
+    # Not slices of a memoryview: the garbage collector would track each of them.
     return [data[start:stop] for start, stop in pairwise(bounds.tolist())]
 
 
-def _beside(name: str, value: Any) -> bytes:
-    """One more value of a row, that says by itself where it ends; nothing where the row has none."""
+def _encode_extra(name: str, value: Any) -> bytes:
+    """A value of an extra column with its length, so that values can be concatenated; empty if there is none."""
     if value is None or value == ():
         return b""
     if name in SCALAR_COLUMNS:
         parts = [str(value).encode("utf-8", "surrogatepass")]
     elif name.endswith("_ids"):
         parts = [text.encode("utf-8", "surrogatepass") for text in value]
-    elif name == "vectors":  # as scores, in float32, which they are kept in
+    elif name == "vectors":  # in float32 as stored, like scores
         parts = [np.asarray(vector, dtype="<f4").tobytes() for vector in value]
     else:
         parts = [array("f", value).tobytes()]
     return b" ".join((name.encode(), *(b"%d %b" % (len(part), part) for part in parts), b"."))
 
 
-# Small enough that offsets of 32 bits always do and that little is held while a batch is built.
+# Small enough for 32-bit offsets, and for little memory while a batch is built.
 ROWS_PER_BATCH = 4096
 CHARACTERS_PER_BATCH = 1 << 24
 COUNTS = ("num_positives", "num_negatives", "most_negatives")
 TEXT_NAMES = ("query", "positives", "negatives")
+METADATA = "metadata.json"  # of a piece, and of all pieces
 
 
 def write_piece(
@@ -140,18 +132,11 @@ def write_piece(
     """Read one piece, check its rows, and write them as a folder.
 
     Args:
-        reading: the source.
-        layout: what its rows are.
-        piece: what is read of it.
-        documents: those that rows name by id.
-        on_error: stop at the first bad row, or pass over it and count it.
-        path: the folder.
-
-    Raises:
-        DataError: a bad row, as `path:line: what is wrong`; or the piece cannot be read as a whole.
+        documents: the corpus, if rows name documents by id.
+        on_error: stop at the first bad row (`path:line: problem`), or skip and count bad rows.
     """
     path.mkdir()
-    rows, check, findings = reading.rows(piece, layout, documents), RowCheck(reading.needs), RowStatistics()
+    rows, check, statistics = reading.rows(piece, layout, documents), RowCheck(reading.needs), RowStatistics()
     part = reading.parts.index(piece.part)
     with _Writer(path) as writer:
         for line, read in rows:
@@ -163,22 +148,29 @@ def write_piece(
                 if on_error == OnError.stop:
                     location = piece.part.location(reading.lines_before(piece) + line)
                     raise DataError(f"{location}: {bad}") from None
-                findings.skip(part, line, str(bad))
+                statistics.skip(part, line, str(bad))
                 continue
-            if texts.vectors and findings.width is None:
-                findings.width = (len(texts.vectors[0]), part, line)
-            findings.add(texts, scored=texts is not read)
+            if texts.vectors and statistics.width is None:
+                statistics.width = (len(texts.vectors[0]), part, line)
+            statistics.add(texts, scored=texts is not read)
             writer.add(texts, line)
-    findings.found, findings.ignored = list(rows.layout.features), list(rows.layout.ignored)
-    facts = {"part": part, "lines": rows.lines, "beside": sorted(writer.beside), "files": writer.files}
-    write_metadata(path / "facts.json", facts | {"digest": writer.digest.value, "findings": asdict(findings)})
+    statistics.features, statistics.ignored = list(rows.layout.features), list(rows.layout.ignored)
+    metadata = {
+        "part": part,
+        "lines": rows.lines,
+        "extra_columns": sorted(writer.extra_columns),
+        "files": writer.files,
+        "digest": writer.digest.value,
+        "statistics": asdict(statistics),
+    }
+    write_metadata(path / METADATA, metadata)
 
 
 class _Writer:
-    """Collects rows and writes them batch by batch: a new file where a batch has columns that the last has not."""
+    """Collects rows and writes them in batches: to a new file if a batch has columns that the last file lacks."""
 
     def __init__(self, path: Path) -> None:
-        self.beside: set[str] = set()
+        self.extra_columns: set[str] = set()
         self.digest = RowDigest()
         self.files: list[tuple[str, list[int], list[int]]] = []  # name, rows and bytes of each batch
         self._path = path
@@ -187,7 +179,7 @@ class _Writer:
         self._counts = {name: array("i") for name in COUNTS}
         self._file: pa.NativeFile | None = None
         self._writer: pa.RecordBatchFileWriter | None = None
-        self._names: list[str] = []  # of BESIDES, in the file
+        self._names: list[str] = []  # extra columns of the open file
 
     def __enter__(self) -> "_Writer":
         return self
@@ -204,8 +196,8 @@ class _Writer:
 
     def add(self, texts: Texts, line: int) -> None:
         """Add one row, with its line."""
-        most = -1 if texts.most_negatives is None else texts.most_negatives
-        for name, count in zip(COUNTS, (len(texts.positives), len(texts.negatives), most), strict=True):
+        limit = -1 if texts.most_negatives is None else texts.most_negatives
+        for name, count in zip(COUNTS, (len(texts.positives), len(texts.negatives), limit), strict=True):
             self._counts[name].append(count)
         self._pending.append((texts, line))
         self._pending_characters += len(texts.query) + sum(map(len, texts.positives + texts.negatives))
@@ -216,28 +208,25 @@ class _Writer:
     def _flush(self) -> None:
         if not self._pending:
             return
-        besides = {}
+        extra = {}
         for name in EXTRA_COLUMNS:
             values = [getattr(texts, name) for texts, _ in self._pending]
             if any(value is not None and value != () for value in values):
-                besides[name] = values
-        self.beside.update(besides)
+                extra[name] = values
+        self.extra_columns.update(extra)
         texts = [pa.array([getattr(row, name) for row, _ in self._pending], type=TEXTS[name]) for name in TEXT_NAMES]
-        self.digest.add(texts, besides)
-        self._write_batch(texts, besides)
-        self._pending, self._pending_characters = [], 0
-
-    def _write_batch(self, texts: list[pa.Array], besides: dict[str, list[Any]]) -> None:
-        if self._writer is None or not besides.keys() <= set(self._names):
-            self._open(list(besides))
+        self.digest.add(texts, extra)
+        if self._writer is None or not extra.keys() <= set(self._names):
+            self._open(list(extra))
         arrays = [*texts, pa.array([line for _, line in self._pending], type=TEXTS["line"])]
-        arrays += [_column(name, besides.get(name), len(self._pending)) for name in self._names]
+        arrays += [_column(name, extra.get(name), len(self._pending)) for name in self._names]
         batch = pa.RecordBatch.from_arrays(arrays, names=[*TEXTS, *self._names])
         assert self._writer is not None
         self._writer.write_batch(batch)
         _, rows, num_bytes = self.files[-1]
         rows.append(batch.num_rows)
         num_bytes.append(batch.nbytes)
+        self._pending, self._pending_characters = [], 0
 
     def _open(self, names: list[str]) -> None:
         self._close()
@@ -260,7 +249,7 @@ class _Writer:
 def _column(name: str, values: list[Any] | None, count: int) -> pa.Array:
     if values is None:
         return pa.nulls(count, EXTRA_COLUMNS[name])
-    if name == "vectors":  # numpy's arrays are converted whole, others number by number
+    if name == "vectors":  # NumPy arrays are converted as a whole, other sequences number by number
         values = [[np.asarray(vector, dtype=np.float32) for vector in vectors] for vectors in values]
     return pa.array(values, type=EXTRA_COLUMNS[name])
 
@@ -273,68 +262,57 @@ def join_pieces(
     on_error: OnError,
     path: Path,
 ) -> None:
-    """Write what is known of all rows, when all pieces are there, as a folder.
-
-    Args:
-        reading: the source.
-        layout: what its rows are.
-        directory: where the pieces' folders lie.
-        names: of these folders, in order.
-        on_error: what to do with a part that holds no rows.
-        path: the folder.
+    """Join the pieces in `directory`, the folders `names` in order: write the arrays and metadata of all rows.
 
     Raises:
-        DataError: a part without rows, no row at all, or a teacher's vectors of several widths.
+        DataError: a part without rows, no row at all, or a teacher's vectors of several dimensions.
     """
     path.mkdir()
-    findings, beside, digest = RowStatistics(), set[str](), RowDigest()
+    statistics, extra_columns, digest = RowStatistics(), set[str](), RowDigest()
     row_ranges: list[RowRange] = []
     files: list[ArrowFile] = []
-    pieces: list[list[tuple[str, dict[str, Any]]]] = [[] for _ in reading.parts]
+    pieces_of_part: list[list[tuple[str, dict[str, Any]]]] = [[] for _ in reading.parts]
     for name in names:
-        piece = read_metadata(directory / name / "facts.json")
-        pieces[piece["part"]].append((name, piece))
-    for part, its_pieces in enumerate(pieces):
-        lines, empty = 0, True
-        for name, piece in its_pieces:
-            one = RowStatistics.of(piece["findings"]).after(lines)
-            empty &= not (one.num_rows or one.num_skipped)
-            _check_width(reading, findings, one)
-            if one.num_rows:
-                row_ranges.append(RowRange(findings.num_rows, part, lines))
+        piece = read_metadata(directory / name / METADATA)
+        pieces_of_part[piece["part"]].append((name, piece))
+    for part, pieces in enumerate(pieces_of_part):
+        lines, is_empty = 0, True
+        for name, piece in pieces:
+            of_piece = RowStatistics.of(piece["statistics"]).after(lines)
+            is_empty &= not (of_piece.num_rows or of_piece.num_skipped)
+            _check_width(reading, statistics, of_piece)
+            if of_piece.num_rows:
+                row_ranges.append(RowRange(statistics.num_rows, part, lines))
                 files += [ArrowFile(f"{name}/{file}", *counts) for file, *counts in piece["files"]]
-                beside.update(piece["beside"])
-            findings.join(one)
-            digest.join(RowDigest(piece["digest"]), one.num_rows)
+                extra_columns.update(piece["extra_columns"])
+            statistics.join(of_piece)
+            digest.join(RowDigest(piece["digest"]), of_piece.num_rows)
             lines += piece["lines"]
-        if empty:
+        if is_empty:
             if on_error == OnError.stop:
                 raise DataError(f"{reading.parts[part].name}: holds no rows")
-            findings.skip(part, 0, "holds no rows")
-    if not findings.num_rows:
-        first = findings.report(reading.name, "", reading.parts, None, cached=False).problems
-        skipped = f" ({findings.num_skipped:,} skipped, the first: {first[0]})" if first else ""
+            statistics.skip(part, 0, "holds no rows")
+    if not statistics.num_rows:
+        first = statistics.report(reading.name, "", reading.parts, None, cached=False).problems
+        skipped = f" ({statistics.num_skipped:,} skipped, the first: {first[0]})" if first else ""
         raise DataError(f"{reading.source.path}: no row that can be trained on{skipped}")
-    for array_name in COUNTS[: 3 if "most_negatives" in beside else 2]:
-        with (path / f"{array_name}.bin").open("wb") as joined:
-            for name in names:
-                with (directory / name / f"{array_name}.bin").open("rb") as piece_array:
-                    shutil.copyfileobj(piece_array, joined, 1 << 20)
+    for array_name in COUNTS[: 3 if "most_negatives" in extra_columns else 2]:
+        concatenate_files((directory / name / f"{array_name}.bin" for name in names), path / f"{array_name}.bin")
     described = copy.deepcopy(layout)
-    described.features.update(dict.fromkeys(findings.found))
-    facts = {
+    described.features.update(dict.fromkeys(statistics.features))
+    metadata = {
         "layout": described.describe(),
-        "stretches": [astuple(stretch) for stretch in row_ranges],
+        "row_ranges": [astuple(row_range) for row_range in row_ranges],
         "files": [astuple(file) for file in files],
-        "beside": sorted(beside),
+        "extra_columns": sorted(extra_columns),
         "content": str(digest),
-        "findings": asdict(findings),
+        "statistics": asdict(statistics),
     }
-    write_metadata(path / "facts.json", facts)
+    write_metadata(path / METADATA, metadata)
 
 
-def _check_width(reading: SourceReader, before: RowStatistics, one: RowStatistics) -> None:
-    if before.width and one.width and before.width[0] != one.width[0]:
-        width, part, line = one.width
+def _check_width(reading: SourceReader, before: RowStatistics, new: RowStatistics) -> None:
+    if before.width and new.width and before.width[0] != new.width[0]:
+        width, part, line = new.width
         location = reading.parts[part].location(line)
         raise DataError(f"{location}: a vector of {width} numbers, where those before have {before.width[0]}")

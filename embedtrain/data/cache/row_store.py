@@ -5,6 +5,7 @@ import functools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,11 @@ SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "most_negative
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows from `start` to the next range come from this part of the source.
-
-    Attributes:
-        start: index of the first row.
-        part: index of the part.
-        lines_before: lines of the part before this range, from which line numbers count.
-    """
+    """Rows from `start` to the next range come from this part of the source."""
 
     start: int
     part: int
-    lines_before: int
+    lines_before: int  # lines of the part before this range, from which line numbers count
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +58,10 @@ class ArrowFile:
 
 
 class ArrowRows:
-    """Rows in memory-mapped Arrow files.
+    """Rows in memory-mapped Arrow files, which are in the order of their rows.
 
-    Args:
-        directory: of the store.
-        files: in the order of their rows.
-
-    Raises:
-        DataError: a file cannot be opened.
+    Attributes:
+        batch_starts: int64 [batches + 1], the first row of each batch, and the number of all rows.
     """
 
     def __init__(self, directory: Path, files: Sequence[ArrowFile]) -> None:
@@ -78,38 +69,33 @@ class ArrowRows:
             self._readers = [pa.ipc.open_file(pa.memory_map(str(directory / file.path))) for file in files]
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{directory}: cached rows cannot be opened: {error}") from error
-        # For each batch: its file, its index in the file, its first row, its size in bytes.
+        # For each batch: its file and its index in the file; its first row; its size in bytes.
         numbers = [(i, j) for i, file in enumerate(files) for j in range(len(file.rows))]
-        self._places = np.array(numbers, dtype=np.int64).reshape(-1, 2)
-        self._starts = np.cumsum([0, *(rows for file in files for rows in file.rows)], dtype=np.int64)
+        self._indices = np.array(numbers, dtype=np.int64).reshape(-1, 2)
+        self.batch_starts = np.cumsum([0, *(rows for file in files for rows in file.rows)], dtype=np.int64)
         self.batch_bytes = np.array([size for file in files for size in file.num_bytes], dtype=np.int64)
         # Opening a batch makes the system read it ahead, which takes ten times as long as reading a row.
         self.batch = functools.lru_cache(MAX_OPEN_BATCHES)(self._batch)
 
-    @property
-    def batch_starts(self) -> NDArray[np.int64]:
-        """The first row of each batch, and the number of all rows: int64 [batches + 1]."""
-        return self._starts
-
     def _batch(self, batch: int) -> pa.RecordBatch:
-        """One batch: the columns of TEXTS, and of BESIDES those that its file has."""
-        file, place = self._places[batch].tolist()
-        return self._readers[file].get_batch(place)
+        """One batch: the columns of TEXTS, and the EXTRA_COLUMNS that its file has."""
+        file, index = self._indices[batch].tolist()
+        return self._readers[file].get_batch(index)
 
     def row(self, row: int) -> tuple[Texts, int]:
         """The row, and its line in its piece of the file."""
-        number = int(self._starts.searchsorted(row, side="right")) - 1
-        at, batch = row - int(self._starts[number]), self.batch(number)
+        number = int(self.batch_starts.searchsorted(row, side="right")) - 1
+        index, batch = row - int(self.batch_starts[number]), self.batch(number)
         queries, positives, negatives, lines, *others = batch.columns
         names = batch.schema.names[len(TEXTS) :]
         texts = Texts(
-            queries[at].as_py(),
-            tuple(positives[at].values.to_pylist()),
-            tuple(negatives[at].values.to_pylist()),
+            queries[index].as_py(),
+            tuple(positives[index].values.to_pylist()),
+            tuple(negatives[index].values.to_pylist()),
             0,
-            **{name: _python_value(name, column[at]) for name, column in zip(names, others, strict=True)},
+            **{name: _python_value(name, column[index]) for name, column in zip(names, others, strict=True)},
         )
-        return texts, lines[at].as_py()
+        return texts, lines[index].as_py()
 
 
 def _python_value(name: str, value: Any) -> Any:
@@ -127,19 +113,14 @@ class RowStore(Sequence[Example]):
     """The rows of one source; `store[i]` is row i as an Example, with its file and line.
 
     Attributes:
-        directory: the directory in the cache.
         key: a digest of the source's files and of all options that affect its rows.
         content: a digest of the rows in their order, independent of files and formats.
         source: index in `data.train`.
-        report: statistics of the source.
         files: names of the source's parts for messages.
-        row_ranges: which rows come from which part.
-        rows: the Arrow files.
-        beside: which columns of BESIDES any row has.
+        extra_columns: the EXTRA_COLUMNS that any row has.
         num_positives: int32 [R]; 0 for rows of one text.
         num_negatives: int32 [R], hard negatives.
         most_negatives: int32 [R], maximal number of negatives that a step uses, -1 for all; None if no row has a limit.
-        keeps: an object that must live as long as the store.
     """
 
     directory: Path
@@ -154,7 +135,7 @@ class RowStore(Sequence[Example]):
     num_positives: NDArray[np.int32]
     num_negatives: NDArray[np.int32]
     most_negatives: NDArray[np.int32] | None
-    keeps: Any = field(default=None, repr=False)
+    owner: Any = field(default=None, repr=False)  # must live as long as the store
 
     def __len__(self) -> int:
         return len(self.num_positives)
@@ -163,14 +144,14 @@ class RowStore(Sequence[Example]):
         if not 0 <= row < len(self):
             raise IndexError(row)
         texts, line = self.rows.row(row)
-        stretch = self.row_ranges[bisect.bisect_right(self.row_ranges, row, key=lambda one: one.start) - 1]
+        row_range = self.row_ranges[bisect.bisect_right(self.row_ranges, row, key=attrgetter("start")) - 1]
         return Example(
             texts.query,
             texts.positives,
             texts.negatives,
             source=self.source,
-            file=self.files[stretch.part],
-            line=stretch.lines_before + line,
+            file=self.files[row_range.part],
+            line=row_range.lines_before + line,
             **{name: getattr(texts, name) for name in self.extra_columns},
         )
 

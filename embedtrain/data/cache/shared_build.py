@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from filelock import FileLock, Timeout
 
-from embedtrain.data.cache.cache import cannot_write, read_metadata, write_metadata
+from embedtrain.data.cache.cache import read_metadata, write_error, write_metadata
 from embedtrain.errors import DataError, EmbedtrainError
 from embedtrain.files import flush_to_disk
 
@@ -39,19 +39,16 @@ class Build:
     """A folder and how it is built.
 
     Attributes:
-        directory: the folder; its content is only used if it is complete.
         tasks: returns tasks by the name of the file or folder in `directory` that each writes, the same in all
             processes. Called only if the folder is not complete.
         join: writes the folder `joined` from the results of all tasks in `directory`.
-        keep: whether the results of the tasks are kept after `join`.
-        progress: called with the number of completed tasks, of all processes, and the number of tasks.
     """
 
     directory: Path
     tasks: Callable[[], Mapping[str, Task]]
     join: Task
-    keep: bool = True
-    progress: Callable[[int, int], None] = lambda done, total: None
+    keep: bool = True  # whether the results of the tasks are kept after `join`
+    progress: Callable[[int, int], None] = lambda done, total: None  # tasks completed by all processes, and all tasks
 
 
 def is_complete(directory: Path) -> bool:
@@ -64,10 +61,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def build(builds: Sequence[Build]) -> None:
-    """Build folders together with all other processes that call this; return when all are complete.
-
-    Args:
-        builds: the same, in the same order, in all processes of a job.
+    """Build folders, the same in all processes that call this, together with them; return when all are complete.
 
     Raises:
         DataError: the error of a task; if several fail, that of the first task, in every process. Or a folder cannot be
@@ -125,7 +119,7 @@ class _Builder:
             if error.filename and not Path(error.filename).is_relative_to(self._directory):
                 raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
             if error.errno not in (errno.ENOENT, errno.ESTALE):
-                raise cannot_write(self._directory, error) from error
+                raise write_error(self._directory, error) from error
             self._count_attempt()  # the folder, or a part of it, was deleted during the build
             return _State.worked
 
@@ -134,7 +128,7 @@ class _Builder:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if Path(error.filename) in self._directory.parents:
-                raise cannot_write(Path(error.filename), error, above=True) from error
+                raise write_error(Path(error.filename), error, is_parent=True) from error
             raise
         if (self._directory / COMPLETE).exists():
             return self._finish()
@@ -259,11 +253,7 @@ class _Builder:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or all files of a folder.
-
-    Raises:
-        FileNotFoundError: the path does not exist.
-    """
+    """The file itself, which must exist, or all files of a folder."""
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if file.is_file())
     path.stat()
@@ -271,7 +261,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Have a file, or a folder with all in it, on the disk before it gets the name that says it is whole."""
+    """Flush a file or folder to disk before it gets the name that marks it as complete."""
     for file in _files(path):
         flush_to_disk(file)
     if path.is_dir():

@@ -1,7 +1,7 @@
 """Checks and statistics of training rows: of one row, of a piece, of a source, and of all sources together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,59 +25,50 @@ class NegativeCounts:
 
 
 def check_sources(sources: Sequence[TrainSource], needs: Sequence[RowRequirements]) -> None:
-    """Refuse what no row can be, and options of sources that leave out what the loss needs.
-
-    Args:
-        sources: `data.train`.
-        needs: for each source, what its loss asks.
+    """Reject requirements that no row meets, and `negatives` of a source that do not fit the needs of its loss.
 
     Raises:
-        ConfigError: both of what a row can hold only one, no negatives for a loss of negatives, or a number of
-            negatives below 0.
+        ConfigError: the loss, or the source and its option.
     """
-    for one in dict.fromkeys(needs):
-        _check_needs(one)
-    for source, one in zip(sources, needs, strict=True):
+    for requirements in dict.fromkeys(needs):
+        _check_needs(requirements)
+    for source, requirements in zip(sources, needs, strict=True):
         if source.negatives is not None and source.negatives < 0:
             raise ConfigError(f"{source.path}: negatives={source.negatives} must be a number from 0, or null for all")
-        if one.negatives and source.negatives == 0:
+        if requirements.negatives and source.negatives == 0:
             raise ConfigError(
-                f"{source.path}: negatives=0, and loss={one.loss} needs a hard negative in every row: "
+                f"{source.path}: negatives=0, and loss={requirements.loss} needs a hard negative in every row: "
                 "write 1 or more, or null for all"
             )
 
 
 def _check_needs(needs: RowRequirements) -> None:
-    asked = {
+    exclusive = {
         "a class": needs.label,
         "scores of documents": needs.scores != ScoreRequirement.none,
         "a teacher's vectors": needs.vectors,
         "documents": needs.label and needs.documents and needs.scores == ScoreRequirement.none,
     }
-    wanted = [what for what, is_asked in asked.items() if is_asked]
-    if len(wanted) > 1:
+    required = [name for name, is_required in exclusive.items() if is_required]
+    if len(required) > 1:
         raise ConfigError(
-            f"loss={needs.loss} asks of every row {' and '.join(wanted)}, and a row cannot hold all of them: "
+            f"loss={needs.loss} asks of every row {' and '.join(required)}, and a row cannot hold all of them: "
             "leave one of these losses out"
         )
 
 
 class RowCheck:
-    """Checks rows one after the other, those of one piece of a source.
-
-    Args:
-        needs: what the loss asks of them.
-    """
+    """Checks the rows of one piece of a source, in order, for what the loss needs."""
 
     def __init__(self, needs: RowRequirements) -> None:
         self._needs = needs
         self._width: int | None = None
 
     def __call__(self, texts: Texts) -> Texts:
-        """The row, with scores where the loss wants some and it has none: 1 for a positive, 0 for a negative.
+        """The row; if the loss needs scores and it has none, with 1 for a positive and 0 for a negative.
 
         Raises:
-            BadRow: it lacks a negative, a score is out of range, or a vector has another width than those before.
+            BadRow: it lacks a negative, a score is out of range, or a vector has another dimension than those before.
         """
         if self._needs.negatives and not texts.negatives:
             dropped = " other than its positives" if texts.num_dropped else ""
@@ -98,34 +89,30 @@ class RowCheck:
             width = width or len(vector)
             if len(vector) != width:
                 raise BadRow(f"a vector of {len(vector)} numbers, where those before have {width}")
-        self._width = width  # only now: a bad row that is passed over decides nothing
+        self._width = width  # only now, so that a skipped row does not set it
 
 
 def check_equal_counts(needs: RowRequirements, counts: Sequence[NegativeCounts]) -> None:
-    """Refuse rows of different numbers of documents, where the loss needs as many in every row.
-
-    Args:
-        needs: what the loss asks.
-        counts: for each source, what a step uses of its rows.
+    """Require the same number of documents in every row, if the loss does; `counts` are of what a step uses.
 
     Raises:
-        ConfigError: the rows of one source, or of two, differ; the text says what would make them equal.
+        ConfigError: the rows of one source, or of two, differ; the message says how to make them equal.
     """
     if not needs.same_num_documents:
         return
     same = f"and loss={needs.loss} needs the same number in every row"
-    for one in counts:
-        if one.fewest < one.most:
+    for count in counts:
+        if count.fewest < count.most:
             raise ConfigError(
-                f"data.train: {one.source} has rows with {one.fewest} to {one.most} negatives, {same}: "
-                f"write {{path: ..., negatives: {one.fewest}}} for it"
+                f"data.train: {count.source} has rows with {count.fewest} to {count.most} negatives, {same}: "
+                f"write {{path: ..., negatives: {count.fewest}}} for it"
             )
     for first, other in pairwise(counts):
         if first.one_text != other.one_text:
-            one, more = (first, other) if first.one_text else (other, first)
+            texts, pairs = (first, other) if first.one_text else (other, first)
             raise ConfigError(
-                f"data.train: {one.source} has rows of one text and {more.source} rows of query and document, "
-                f"{same}: take one of them out"
+                f"data.train: {texts.source} has rows of one text and {pairs.source} rows of query and document, "
+                f"{same}: remove one of them"
             )
         if first.most != other.most:
             raise ConfigError(
@@ -137,52 +124,58 @@ def check_equal_counts(needs: RowRequirements, counts: Sequence[NegativeCounts])
 MAX_PROBLEMS_SHOWN = 3
 
 
-@dataclass
-class SourceReport:
-    """What was found in one source."""
+@dataclass(kw_only=True)
+class _Counts:
+    """What is counted of a piece of a source, and of a whole source."""
+
+    num_rows: int = 0
+    num_skipped: int = 0  # rows and empty files, with on_error=skip
+    num_dropped: int = 0  # negatives equal to a positive of their row, or repeated in it
+    num_unscored: int = 0  # rows without scores, for a loss that uses them
+    fewest_negatives: int = 0
+    most_negatives: int = 0
+    one_text: bool = False  # rows are one text each, without documents
+    ignored: list[str] = field(default_factory=list)  # columns that are not used
+
+
+@dataclass(kw_only=True)
+class SourceReport(_Counts):
+    """Statistics of one source for the user."""
 
     name: str
     layout: str = ""
-    num_rows: int = 0
     files: list[str] = field(default_factory=list)
-    num_skipped: int = 0  # rows and empty files that on_error=skip passed over
-    num_dropped: int = 0  # negatives equal to a positive of their row, or repeated in it
-    fewest_negatives: int = 0
-    most_negatives: int = 0
     negatives_used: int | None = None
-    one_text: bool = False  # rows are one text each, without documents
-    num_unscored: int = 0  # rows without scores, for a loss that has use for them
-    ignored: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # the first few of those skipped
-    cached: bool = False  # nothing had to be read: all was there already
+    cached: bool = False  # nothing had to be read
 
     def __str__(self) -> str:
         """One line for the user."""
-        said = [f"{self.name}: {self.layout}, {self.num_rows:,} rows from {self._files()}", self._negatives()]
+        parts = [f"{self.name}: {self.layout}, {self.num_rows:,} rows from {self._files()}", self._negatives()]
         if self.num_dropped:
-            said.append(f"{self.num_dropped:,} negatives left out that equal a positive or repeat another")
+            parts.append(f"{self.num_dropped:,} negatives left out that equal a positive or repeat another")
         if self.num_unscored:
             which = "rows" if self.num_unscored == self.num_rows else f"{self.num_unscored:,} rows"
-            said.append(f"{which} without scores: positives count 1, negatives 0")
+            parts.append(f"{which} without scores: positives count 1, negatives 0")
         if self.ignored:
             more = ", ..." if len(self.ignored) > 8 else ""
-            said.append(f"not used: {', '.join(self.ignored[:8])}{more}")
+            parts.append(f"not used: {', '.join(self.ignored[:8])}{more}")
         if self.num_skipped:
             more = "; ..." if self.num_skipped > len(self.problems) else ""
-            said.append(f"{self.num_skipped:,} bad rows skipped ({'; '.join(self.problems)}{more})")
+            parts.append(f"{self.num_skipped:,} bad rows skipped ({'; '.join(self.problems)}{more})")
         if self.cached:
-            said.append("cached")
-        return "; ".join(said)
+            parts.append("cached")
+        return "; ".join(parts)
 
     def counts(self) -> NegativeCounts:
-        """Of the negatives that a step uses of its rows."""
+        """The numbers of negatives that a step uses."""
         used = self.most_negatives if self.negatives_used is None else self.negatives_used
         return NegativeCounts(
             self.name, min(self.fewest_negatives, used), min(self.most_negatives, used), self.one_text
         )
 
     def _files(self) -> str:
-        # Their names, since a folder may hold files that were not meant, such as a test split.
+        # By name, since a folder may hold files that are not intended, such as a test split.
         names = ", ".join(Path(file).name for file in self.files[:4])
         return f"{len(self.files)} files ({names}{', ...' if len(self.files) > 4 else ''})" if self.files[1:] else names
 
@@ -198,29 +191,16 @@ class SourceReport:
         return f"{most} negatives a row" if fewest == most else f"{fewest} to {most} negatives a row"
 
 
-@dataclass
-class RowStatistics:
-    """What was counted in one piece of a source, or in all of them; places are numbers, so that files may move.
+@dataclass(kw_only=True)
+class RowStatistics(_Counts):
+    """Statistics of one piece of a source, or of all; parts are numbers, so that files may move."""
 
-    Attributes:
-        problems: the first few, as (part of the source, line, what is wrong); line 0 is the whole part.
-        width: of a teacher's vectors, and the part and line of the first; None where there are none.
-    """
-
-    num_rows: int = 0
-    num_skipped: int = 0
-    num_dropped: int = 0
-    num_unscored: int = 0
-    fewest_negatives: int = 0
-    most_negatives: int = 0
-    one_text: bool = False
-    found: list[str] = field(default_factory=list)  # of the layout
-    ignored: list[str] = field(default_factory=list)
-    problems: list[tuple[int, int, str]] = field(default_factory=list)
-    width: tuple[int, int, int] | None = None
+    features: list[str] = field(default_factory=list)  # of the layout
+    problems: list[tuple[int, int, str]] = field(default_factory=list)  # part, line (0: the whole part), problem
+    width: tuple[int, int, int] | None = None  # dimension of a teacher's vectors; part and line of the first
 
     def add(self, texts: Texts, *, scored: bool) -> None:
-        """Count one more row; `scored`: it was given scores that it had not."""
+        """Count one row; `scored`: it had no scores and RowCheck added them."""
         count = len(texts.negatives)
         self.fewest_negatives = min(self.fewest_negatives, count) if self.num_rows else count
         self.most_negatives = max(self.most_negatives, count)
@@ -230,60 +210,51 @@ class RowStatistics:
         self.one_text = not texts.positives
 
     def skip(self, part: int, line: int, problem: str) -> None:
-        """Count one more row that cannot be used, or an empty part where the line is 0."""
+        """Count one row that cannot be used, or an empty part if the line is 0."""
         self.num_skipped += 1
         if len(self.problems) < MAX_PROBLEMS_SHOWN:
             self.problems.append((part, line, problem))
 
     def after(self, lines: int) -> "RowStatistics":
-        """The same with its lines counted from so many lines before."""
+        """The same with line numbers increased by `lines`."""
         problems = [(part, lines + line, problem) for part, line, problem in self.problems]
         width = self.width and (self.width[0], self.width[1], lines + self.width[2])
         return replace(self, problems=problems, width=width)
 
     def join(self, after: "RowStatistics") -> None:
-        """Add what was counted in the piece that comes next."""
+        """Add the statistics of the next piece."""
         if after.num_rows:
-            least = after.fewest_negatives
-            self.fewest_negatives = min(self.fewest_negatives, least) if self.num_rows else least
+            fewest = after.fewest_negatives
+            self.fewest_negatives = min(self.fewest_negatives, fewest) if self.num_rows else fewest
             self.most_negatives = max(self.most_negatives, after.most_negatives)
             self.one_text = after.one_text
         for name in ("num_rows", "num_skipped", "num_dropped", "num_unscored"):
             setattr(self, name, getattr(self, name) + getattr(after, name))
-        self.found = list(dict.fromkeys([*self.found, *after.found]))
-        self.ignored = list(dict.fromkeys([*self.ignored, *after.ignored]))
+        for name in ("features", "ignored"):
+            setattr(self, name, list(dict.fromkeys([*getattr(self, name), *getattr(after, name)])))
         self.problems = [*self.problems, *after.problems][:MAX_PROBLEMS_SHOWN]
         self.width = self.width or after.width
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> "RowStatistics":
-        """What `dataclasses.asdict` made, back from JSON."""
-        problems = [(int(part), int(line), str(what)) for part, line, what in facts["problems"]]
-        width = None if facts["width"] is None else tuple(facts["width"])
-        return cls(**{**facts, "problems": problems, "width": width})
+    def of(cls, values: dict[str, Any]) -> "RowStatistics":
+        """From the result of `dataclasses.asdict` in JSON."""
+        problems = [(int(part), int(line), str(problem)) for part, line, problem in values["problems"]]
+        width = None if values["width"] is None else tuple(values["width"])
+        return cls(**{**values, "problems": problems, "width": width})
 
     def report(
         self, name: str, layout: str, parts: Sequence[Part], negatives_used: int | None, *, cached: bool
     ) -> SourceReport:
-        """The same for the user, with the places where the files lie now."""
+        """The report for the user, with the current paths of the files."""
         return SourceReport(
-            name,
+            name=name,
             layout=layout,
-            num_rows=self.num_rows,
             files=[part.name for part in parts],
-            num_skipped=self.num_skipped,
-            num_dropped=self.num_dropped,
-            fewest_negatives=self.fewest_negatives,
-            most_negatives=self.most_negatives,
             negatives_used=negatives_used,
-            one_text=self.one_text,
-            num_unscored=self.num_unscored,
-            ignored=self.ignored,
-            problems=[f"{place_of(parts[part], line)}: {what}" for part, line, what in self.problems],
+            problems=[
+                f"{parts[part].location(line) if line else parts[part].name}: {problem}"
+                for part, line, problem in self.problems
+            ],
             cached=cached,
+            **{count.name: getattr(self, count.name) for count in fields(_Counts)},
         )
-
-
-def place_of(part: Part, line: int) -> str:
-    """Where a row is, for messages; line 0 is the whole part."""
-    return part.location(line) if line else part.name

@@ -4,7 +4,6 @@ T: texts, row by row: query, positives, negatives. R: rows.
 """
 
 import itertools
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, json_digest, mapped
+from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, concatenate_files, json_digest, mapped
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
-from embedtrain.data.keys import asked, text_key
+from embedtrain.data.keys import instructed_query, text_key
 from embedtrain.data.text_format import Prompt, TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import DataError
@@ -53,12 +52,7 @@ def value_type(tokenizer: TextTokenizer) -> Any:
 def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_format: TextFormat, path: Path) -> None:
     """Tokenise the texts of some batches of rows, and write them as a folder.
 
-    Args:
-        rows: the source's.
-        batches: which of its batches.
-        tokenizer: bound to the model's length.
-        text_format: with both lengths.
-        path: the folder: `values.bin`, the tokens text after text; `lengths.bin`, int32 [T]; `keys.bin`, int64 [T].
+    It has `values.bin`, the concatenated tokens; `lengths.bin`, int32 [T]; `keys.bin`, int64 [T].
     """
     path.mkdir()
     distinct = _DistinctTexts(tokenizer, value_type(tokenizer))
@@ -77,11 +71,11 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
 
 
 class _Kind(NamedTuple):
-    """What key_parts, with a text, about its tokens and its key."""
+    """What determines the tokens and the key of a text besides the text."""
 
     prompt: Prompt
     max_length: int | None
-    instruction: str | None = None  # of a query, its row's own
+    instruction: str | None = None  # of a query, from its row
 
 
 def _texts(batch: pa.RecordBatch, text_format: TextFormat) -> Iterator[tuple[str, _Kind]]:
@@ -109,47 +103,37 @@ def _texts(batch: pa.RecordBatch, text_format: TextFormat) -> Iterator[tuple[str
 
 
 class _DistinctTexts:
-    """The tokens of the distinct texts of a part.
+    """The tokens of the U distinct texts of a part so far."""
 
-    U: distinct texts so far.
-
-    Attributes:
-        values: the tokens, text after text.
-        lengths: int64 [U].
-        offsets: int64 [U + 1].
-        keys: int64 [U].
-    """
-
-    def __init__(self, tokenizer: TextTokenizer, kind: Any) -> None:
-        self.values: NDArray[Any] = np.empty(0, dtype=kind)
-        self.lengths, self.keys = (np.empty(0, dtype=np.int64) for _ in range(2))
-        self.offsets = np.zeros(1, dtype=np.int64)
+    def __init__(self, tokenizer: TextTokenizer, dtype: Any) -> None:
+        self.values: NDArray[Any] = np.empty(0, dtype=dtype)  # concatenated
+        self.lengths, self.keys = (np.empty(0, dtype=np.int64) for _ in range(2))  # [U]
+        self.offsets = np.zeros(1, dtype=np.int64)  # [U + 1]
         self._tokenizer = tokenizer
         self._numbers: dict[_Kind, dict[str, int]] = {}
 
     def numbers(self, texts: Sequence[tuple[str, _Kind]]) -> NDArray[np.int64]:
         """The index of each text among the distinct texts; new texts are tokenised."""
-        found = np.empty(len(texts), dtype=np.int64)
+        indices = np.empty(len(texts), dtype=np.int64)
         new: dict[_Kind, list[str]] = {}
         count = len(self.lengths)
         waiting: list[tuple[int, _Kind, str]] = []
-        for place, (text, kind) in enumerate(texts):
+        for index, (text, kind) in enumerate(texts):
             numbers = self._numbers.setdefault(kind, {})
             number = numbers.get(text)
             if number is None:
-                numbers[text] = -1
+                numbers[text] = number = -1
                 new.setdefault(kind, []).append(text)
-                number = -1
             if number < 0:
-                waiting.append((place, kind, text))
-            found[place] = number
-        for kind, those in new.items():
-            self._add(kind, those)
-            self._numbers[kind].update(zip(those, range(count, count + len(those)), strict=True))
-            count += len(those)
-        for place, kind, text in waiting:
-            found[place] = self._numbers[kind][text]
-        return found
+                waiting.append((index, kind, text))
+            indices[index] = number
+        for kind, new_texts in new.items():
+            self._add(kind, new_texts)
+            self._numbers[kind].update(zip(new_texts, range(count, count + len(new_texts)), strict=True))
+            count += len(new_texts)
+        for index, kind, text in waiting:
+            indices[index] = self._numbers[kind][text]
+        return indices
 
     def _add(self, kind: _Kind, texts: list[str]) -> None:
         values, lengths = [self.values], [self.lengths]
@@ -161,22 +145,24 @@ class _DistinctTexts:
         self.values, self.lengths = np.concatenate(values), np.concatenate(lengths)
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         keys = np.fromiter(
-            (text_key(asked(text, kind.instruction)) for text in texts), dtype=np.int64, count=len(texts)
+            (text_key(instructed_query(text, kind.instruction)) for text in texts),
+            dtype=np.int64,
+            count=len(texts),
         )
         self.keys = np.concatenate([self.keys, keys])
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    some: list[str] = []
+    batch: list[str] = []
     characters = 0
     for text in texts:
-        if some and (len(some) == TEXTS_PER_CALL or characters + len(text) > CHARACTERS_PER_CALL):
-            yield some
-            some, characters = [], 0
-        some.append(text)
+        if batch and (len(batch) == TEXTS_PER_CALL or characters + len(text) > CHARACTERS_PER_CALL):
+            yield batch
+            batch, characters = [], 0
+        batch.append(text)
         characters += len(text)
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
 def gathered(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
@@ -188,20 +174,13 @@ def gathered(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[n
 
 
 def join_parts(directory: Path, names: Sequence[str], rows: RowStore, path: Path) -> None:
-    """Concatenate the tokens of all parts, and write the offsets of texts and rows.
+    """Concatenate the tokens of the parts `names` in `directory`, and write the offsets of texts and rows.
 
-    Args:
-        directory: where the parts' folders lie.
-        names: of these folders, in order.
-        rows: the rows.
-        path: the folder: `values.bin`, `keys.bin`, `offsets.bin` (int64 [T + 1]) and `first.bin` (int64 [R + 1]).
+    The folder has `values.bin`, `keys.bin`, `offsets.bin` (int64 [T + 1]) and `first.bin` (int64 [R + 1]).
     """
     path.mkdir()
     for name in ("values.bin", "keys.bin"):
-        with (path / name).open("wb") as joined:
-            for part in names:
-                with (directory / part / name).open("rb") as file:
-                    shutil.copyfileobj(file, joined, BLOCK)
+        concatenate_files((directory / part / name for part in names), path / name)
     _write_sums(path / "offsets.bin", (mapped(directory / part / "lengths.bin", np.int32) for part in names))
     positives, negatives = rows.num_positives, rows.num_negatives
     blocks = (slice(start, start + BLOCK) for start in range(0, len(rows), BLOCK))
@@ -209,12 +188,12 @@ def join_parts(directory: Path, names: Sequence[str], rows: RowStore, path: Path
 
 
 def _write_sums(path: Path, counts: Iterator[NDArray[np.int32]]) -> None:
-    """The sum of the counts before each, and at last of all: int64, one more than there are counts."""
+    """Write the cumulative sums of the counts, from 0: int64, one more than there are counts."""
     total = 0
     with path.open("wb") as file:
         file.write(np.zeros(1, dtype=np.int64).data.cast("B"))
-        for some in counts:
-            sums = total + np.cumsum(some, dtype=np.int64)
+        for block in counts:
+            sums = total + np.cumsum(block, dtype=np.int64)
             if len(sums):
                 file.write(sums.data.cast("B"))
                 total = int(sums[-1])
@@ -232,14 +211,13 @@ class TokenStore:
         first: int64 [R + 1], the texts of row r are first[r] to first[r + 1] - 1: query, positives, negatives.
         keys: int64 [T], hashes of the texts without prompts, of queries with the instruction of their row.
         values: the tokens of all texts, uint16 or int32.
-        cached: whether all tokens were in the cache.
     """
 
     offsets: NDArray[np.int64]
     first: NDArray[np.int64]
     keys: NDArray[np.int64]
     values: NDArray[Any]
-    cached: bool = False
+    cached: bool = False  # whether all tokens were in the cache
 
     def lengths(self, texts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of tokens of each of these texts, including special tokens: int64 [N] from int64 [N]."""
@@ -273,11 +251,6 @@ def prepare_all(requests: Sequence[TokenRequest], tokenizer: TextTokenizer, cach
     """Tokenise all texts of several sources that are not in the cache.
 
     Processes that call this with the same arguments share the work.
-
-    Args:
-        requests: sources and formats of their texts.
-        tokenizer: bound to the model's length.
-        cache: the cache of tokens.
 
     Raises:
         DataError: the cache cannot be written, or was cleaned up during the build.

@@ -16,29 +16,22 @@ _DRAW = 4
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selected documents of each row.
+    """The selected documents of each row."""
 
-    Attributes:
-        positive: int64 [B], index among the row's positives; -1 for a row without positives.
-        negatives: int64 [N], indices among the row's negatives, row by row.
-        owners: int64 [N], the row of each negative within the batch, ascending.
-        counts: int64 [B], number of selected negatives of each row.
-    """
-
-    positive: NDArray[np.int64]
-    negatives: NDArray[np.int64]
-    owners: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    positive: NDArray[np.int64]  # [B], index among the row's positives; -1 for a row without positives
+    negatives: NDArray[np.int64]  # [N], indices among the row's negatives, row by row
+    owners: NDArray[np.int64]  # [N], the row of each negative within the batch, ascending
+    counts: NDArray[np.int64]  # [B], number of selected negatives of each row
 
 
 def draw(
     num_positives: NDArray[np.int64],
     num_negatives: NDArray[np.int64],
-    most: int | NDArray[np.int64] | None,
-    places: NDArray[np.int64],
+    max_negatives: int | NDArray[np.int64] | None,
+    positions: NDArray[np.int64],
     seed: int,
 ) -> Selection:
-    """Select one positive and at most `most` negatives of each row, uniformly and without replacement.
+    """Select one positive and at most `max_negatives` negatives of each row, uniformly and without replacement.
 
     If all negatives are selected they keep their order. The selection of a row is a function of the seed, its position
     in the run and its own counts: it does not depend on other rows, and it changes when the row occurs again.
@@ -46,14 +39,15 @@ def draw(
     Args:
         num_positives: int64 [B], of each row; a row without positives gets no negatives either.
         num_negatives: int64 [B], of each row.
-        most: maximal number of negatives, for all rows or int64 [B]; None or -1: all.
-        places: int64 [B], position of each row in the run.
-        seed: the seed of the run.
+        max_negatives: for all rows or int64 [B]; None or -1: all.
+        positions: int64 [B], position of each row in the run.
     """
-    limits = np.broadcast_to(np.asarray(-1 if most is None else most, dtype=np.int64), num_negatives.shape)
+    limits = np.broadcast_to(
+        np.asarray(-1 if max_negatives is None else max_negatives, dtype=np.int64), num_negatives.shape
+    )
     has = np.where(num_positives > 0, num_negatives, 0)
     counts = np.where(limits < 0, has, np.minimum(has, limits))
-    keys = make_keys(seed, _DRAW, places)
+    keys = make_keys(seed, _DRAW, positions)
     positive = np.where(num_positives > 0, random_below(random_bits(keys, 0), np.maximum(num_positives, 1)), -1)
 
     owners = np.repeat(np.arange(len(counts)), counts)

@@ -66,26 +66,26 @@ def random_below(random: Words, limits: int | Whole) -> Whole:
     return _scaled(random, _words(limits)).astype(np.int64)
 
 
-def permute(places: Whole, n: int | Whole, key: int | Words) -> Whole:
+def permute(indices: Whole, n: int | Whole, key: int | Words) -> Whole:
     """The values of a permutation of range(n) at these indices: int64 [N].
 
     No array of length n is built. Every order occurs; for five to about a dozen elements their frequencies differ by a
     few per cent.
 
     Args:
-        places: int64 [N], each from 0 to n - 1.
+        indices: int64 [N], each from 0 to n - 1.
         n: 1 to 2^40, one number or int64 [N].
         key: of the permutation, a number or uint64 [N].
     """
     sizes, keys = _words(n), _words(key)
-    if not places.size:
+    if not indices.size:
         return np.empty(0, dtype=np.int64)
     assert int(sizes.max()) <= MAX_SIZE
-    assert int(places.min()) >= 0
-    assert bool((places.astype(np.uint64) < sizes).all())
+    assert int(indices.min()) >= 0
+    assert bool((indices.astype(np.uint64) < sizes).all())
     left_base = _left_base(sizes)
     right_base = (sizes + left_base - _ONE) // left_base
-    out = _feistel(places.astype(np.uint64), left_base, right_base, keys)
+    out = _feistel(indices.astype(np.uint64), left_base, right_base, keys)
     # The digits hold a little more than n values. A value beyond n is permuted again until it is below n: this follows
     # a cycle of the permutation, so the results are distinct.
     beyond = np.flatnonzero(out >= sizes)

@@ -1,4 +1,4 @@
-"""The global order of training rows: which rows batch k holds is a function of (seed, k) alone.
+"""The global order of training rows: the rows of batch k are a function of (seed, k) alone.
 
 S: number of sources; B: rows of a batch.
 """
@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 from embedtrain.data.sampling.permutation import MAX_SIZE, make_key, make_keys, permute, random_bits
 from embedtrain.errors import ConfigError
 
-# An epoch is a line of 2^40 cells, so that a cell holds about one item at most. Products of an item's number with a
-# cell's have 80 bits and are taken in two halves of 20.
+# An epoch has 2^40 cells, so that a cell holds about one item at most. The product of the numbers of an item and a cell
+# has 80 bits and is computed in two halves of 20.
 _HALF = 20
 _CELLS = 1 << 2 * _HALF
 _LOW = (1 << _HALF) - 1
 
 
 class Interleaving:
-    """The items of several sources in one sequence in which every stretch holds each source's share.
+    """The items of several sources in one sequence, any part of which has each source's proportion.
 
-    Item i of a source of n items stands at (i + u) / n of the way, where u, from 0 to 1, is the source's own. The
-    offsets are spread evenly over the sources at random, so that sources of one item are spread evenly too.
+    Item i of a source of n items is at (i + u) / n of the sequence, where the offset u, from 0 to 1, belongs to the
+    source. The offsets are stratified random numbers, so that sources of one item are spread evenly too.
 
     Args:
-        counts: items of each source, [S]; 2^40 in all at most.
-        key: the offsets follow from it.
+        counts: items of each source, [S]; at most 2^40 in total.
+        key: determines the offsets.
     """
 
     def __init__(self, counts: Sequence[int] | NDArray[np.int64], key: int) -> None:
@@ -43,9 +43,9 @@ class Interleaving:
         self._offsets = (strata * _CELLS + jitter) // max(1, number)
 
     def before(self, t: int) -> NDArray[np.int64]:
-        """How many items of each source are among the first t: int64 [S], whose sum is t, never falling with t."""
+        """Number of items of each source among the first t: int64 [S] with the sum t, monotonic in t."""
         assert 0 <= t <= self.total
-        # The last cell before which there are t items at most; the bounds hold since a source is off by 1 at most.
+        # The last cell preceded by at most t items; the bounds hold since each source deviates by at most 1.
         number = len(self.counts)
         low = max(0, (t - number) * _CELLS // max(1, self.total) - 1)
         high = min(_CELLS, (t + number) * _CELLS // max(1, self.total) + 1)
@@ -55,65 +55,57 @@ class Interleaving:
                 low = middle
             else:
                 high = middle - 1
-        found = self._before_cell(low)
-        missing = t - int(found.sum())
+        counts = self._before_cell(low)
+        missing = t - int(counts.sum())
         if missing:
-            # Items of one cell stand in the order of their sources.
-            here = self._before_cell(low + 1) - found
-            found += np.clip(missing - (np.cumsum(here) - here), 0, here)
-        return found
+            # Items of one cell are in the order of their sources.
+            in_cell = self._before_cell(low + 1) - counts
+            counts += np.clip(missing - (np.cumsum(in_cell) - in_cell), 0, in_cell)
+        return counts
 
     def _before_cell(self, cell: int) -> NDArray[np.int64]:
-        """ceil(n x - u) of each source, x the cell's beginning: items that stand before it."""
+        """Items of each source before the start x of the cell: ceil(n x - u)."""
         high = self.counts * (cell >> _HALF)
         low = self.counts * (cell & _LOW) - self._offsets + (_CELLS - 1)
         return (high + (low >> _HALF)) >> _HALF
 
 
-# What a key is for, so that no two uses of the seed share random numbers.
+# Purposes of keys, so that no two uses of the seed share random numbers.
 _ROWS, _SOURCES, _BATCH = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBatch:
-    """The rows of one global batch.
-
-    Attributes:
-        step: counted from 0.
-        source: the one that all rows are of, where batches are made by source; else None.
-        sources: int64 [B], the source of each row.
-        rows: int64 [B], the number of each row within its source.
-        first: the place of the first row in the run, counted from 0 over all batches before; the others follow.
-    """
+    """The rows of one global batch."""
 
     step: int
-    source: int | None
-    sources: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    first: int
+    source: int | None  # of all rows, if batches are by source
+    sources: NDArray[np.int64]  # [B], the source of each row
+    rows: NDArray[np.int64]  # [B], the index of each row within its source
+    first: int  # position of the first row in the run, from 0
 
 
 class BatchPlan:
-    """Which rows make up each global batch, for ever: batch k is known without the batches before it.
+    """The rows of every global batch; batch k is computed without the batches before it.
 
-    Neither ranks nor history enter, so a run that is stopped and started again on another number of ranks sees the
-    same batches; and nothing as long as an epoch is ever made, so a plan of any size is there at once.
+    The number of ranks plays no part, so a run that resumes on another number of ranks sees the same batches. No array
+    of the length of an epoch is built.
 
-    The rows of a source are seen in passes, each in a random order of its own, and a pass goes on where an epoch
-    ends: every row is seen once before any is seen twice, and a source that an epoch sees half of shows the other
-    half in the next. Where one pass ends and another begins within a batch, a row can be in it twice; not elsewhere.
+    The rows of a source are seen in passes, each in a random order of its own, which continue over the ends of epochs:
+    every row is seen once before any is seen twice. A row can be in a batch twice only where one pass ends and the next
+    begins.
 
-    Mixed batches hold each source's share of the epoch, to within a row or two. Batches by source hold rows of one
-    source each, and the sources' batches are interleaved as evenly. No row is dropped, none is carried over into
-    the next epoch, and the sizes of an epoch's batches (by source: of a source's) differ by one at most: a last
-    batch of a single row would have nothing to compare it with.
+    Mixed batches have each source's proportion of the epoch, to within a row or two. Batches by source have rows of one
+    source each, and are interleaved as evenly. No row is dropped or carried over into the next epoch, and the sizes of
+    an epoch's batches (by source: of a source's) differ by at most one: a last batch of one row would have no in-batch
+    negatives.
 
     Args:
-        sizes: rows that each source has, [S].
-        rows_per_source: rows of each source in an epoch, [S]; more than it has where rows are seen several times.
-        global_batch_size: rows of a batch over all ranks, at most.
+        sizes: rows of each source, [S].
+        rows_per_source: rows of each source in an epoch, [S]; may exceed its size.
+        global_batch_size: maximal rows of a batch over all ranks.
         seed: the run's seed.
-        by_source: whether a batch holds rows of one source only.
+        by_source: whether a batch has rows of one source only.
 
     Raises:
         ConfigError: a batch size below 1, or an epoch without rows or with more than 2^40.
@@ -148,11 +140,7 @@ class BatchPlan:
             self.steps_per_epoch = -(-self.rows_per_epoch // global_batch_size)
 
     def total_steps(self, steps: int | None, epochs: float | None) -> int:
-        """Steps of a run that is to last `steps` steps or `epochs` epochs; a part of a step counts as a whole one.
-
-        Raises:
-            ConfigError: neither is given, or both, or one that is not above 0.
-        """
+        """Steps of a run of `steps` steps or `epochs` epochs, rounded up; a ConfigError unless exactly one is set."""
         if (steps is None) == (epochs is None):
             raise ConfigError(f"train.steps={steps} and train.epochs={epochs}: give one of the two")
         # As a decimal fraction, since 1.1 * 10 is a little above 11 in floating point.
@@ -167,14 +155,14 @@ class BatchPlan:
         return self._of_one_source(k, epoch, step) if self.by_source else self._mixed(k, epoch, step)
 
     def _mixed(self, k: int, epoch: int, step: int) -> PlannedBatch:
-        start, stop = (_even_start(self.rows_per_epoch, self.steps_per_epoch, at) for at in (step, step + 1))
+        start, stop = (_even_start(self.rows_per_epoch, self.steps_per_epoch, i) for i in (step, step + 1))
         order = Interleaving(self.rows_per_source, make_key(self.seed, _SOURCES, epoch))
         before = order.before(start)
         counts = order.before(stop) - before
         sources = np.repeat(np.arange(len(counts)), counts)
-        places = np.arange(stop - start) - np.repeat(np.cumsum(counts) - counts - before, counts)
-        rows = self._rows(sources, epoch * self.rows_per_source[sources] + places)
-        # Else the rows stood source by source, and ranks would get sources of their own.
+        positions = np.arange(stop - start) - np.repeat(np.cumsum(counts) - counts - before, counts)
+        rows = self._rows(sources, epoch * self.rows_per_source[sources] + positions)
+        # Without shuffling, rows would be sorted by source and each rank would get its own sources.
         shuffled = np.argsort(random_bits(make_key(self.seed, _BATCH, k), np.arange(stop - start)), kind="stable")
         return PlannedBatch(k, None, sources[shuffled], rows[shuffled], epoch * self.rows_per_epoch + start)
 
@@ -182,27 +170,27 @@ class BatchPlan:
         order = Interleaving(self._batches, make_key(self.seed, _SOURCES, epoch))
         before = order.before(step)
         source = int(np.argmax(order.before(step + 1) - before))
-        rows, batches, at = (int(values[source]) for values in (self.rows_per_source, self._batches, before))
-        start, stop = _even_start(rows, batches, at), _even_start(rows, batches, at + 1)
+        num_rows, batches, index = (int(values[source]) for values in (self.rows_per_source, self._batches, before))
+        start, stop = _even_start(num_rows, batches, index), _even_start(num_rows, batches, index + 1)
         sources = np.full(stop - start, source, dtype=np.int64)
-        found = self._rows(sources, epoch * rows + np.arange(start, stop))
+        rows = self._rows(sources, epoch * num_rows + np.arange(start, stop))
         first = epoch * self.rows_per_epoch + int(_even_starts(self.rows_per_source, self._batches, before).sum())
-        return PlannedBatch(k, source, sources, found, first)
+        return PlannedBatch(k, source, sources, rows, first)
 
-    def _rows(self, sources: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows at these places in their sources' endless streams."""
+    def _rows(self, sources: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows at these positions in the infinite streams of their sources."""
         sizes = self.sizes[sources]
-        passes, within = np.divmod(places, sizes)
+        passes, within = np.divmod(positions, sizes)
         return permute(within, sizes, make_keys(self.seed, _ROWS, sources, passes))
 
 
-def _even_start(rows: int, parts: int, at: int) -> int:
-    """Where part `at` begins if rows are cut into parts whose sizes differ by one at most, the larger ones first."""
-    each, larger = divmod(rows, parts)
-    return at * each + min(at, larger)
+def _even_start(rows: int, parts: int, index: int) -> int:
+    """The first row of part `index` if rows are cut into parts whose sizes differ by at most one, larger ones first."""
+    size, larger = divmod(rows, parts)
+    return index * size + min(index, larger)
 
 
-def _even_starts(rows: NDArray[np.int64], parts: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same of several at a time; 0 where there are no parts."""
-    each, larger = np.divmod(rows, np.maximum(parts, 1))
-    return at * each + np.minimum(at, larger)
+def _even_starts(rows: NDArray[np.int64], parts: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`_even_start` of several sources; 0 if there are no parts."""
+    size, larger = np.divmod(rows, np.maximum(parts, 1))
+    return index * size + np.minimum(index, larger)

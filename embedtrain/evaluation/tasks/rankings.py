@@ -121,9 +121,7 @@ def write_run(path: Path, rankings: Iterable[tuple[str, Mapping[str, float]]], d
     The format has no quoting, so whitespace within ids is percent-encoded (`%20`). Scores have nine digits: read as
     float32 they are the same bits, and trec_eval sees the same ties.
 
-    Args:
-        rankings: for each query its id, and the scores of documents by id, best first.
-        depth: documents per query.
+    `rankings` has, for each query, its id and the scores of documents by id, best first; `depth` of them are written.
     """
     with atomic_write(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         for query, scores in rankings:

@@ -52,10 +52,7 @@ def format_value(value: float | None, form: NumberFormat = NumberFormat.plain) -
 def element(tag: str, *children: str, **attributes: object) -> Markup:
     """An element; attribute values and children that are not Markup are escaped.
 
-    Args:
-        tag: its name.
-        children: in order.
-        attributes: `class_` is `class`, and other underscores are hyphens; None omits an attribute.
+    In names of attributes `class_` is `class`, and other underscores are hyphens; None omits an attribute.
     """
     parts = [
         f' {"class" if name == "class_" else name.replace("_", "-")}="{escape(_short(value))}"'
@@ -188,25 +185,15 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot for the page.
-
-    Attributes:
-        title: of the metric.
-        description: of the metric.
-        picture: SVG.
-        legend: the last value of each run.
-        table: some of the values.
-        points: positions and formatted values for the page's script.
-        remark: what the picture does not show.
-    """
+    """A plot for the page."""
 
     title: str
     description: str
-    picture: Markup
-    legend: tuple[LegendEntry, ...]
-    table: Table
-    points: Mapping[str, object]
-    remark: str
+    picture: Markup  # SVG
+    legend: tuple[LegendEntry, ...]  # the last value of each run
+    table: Table  # a sample of the values
+    points: Mapping[str, object]  # positions and formatted values for the page's script
+    remark: str  # what the picture does not show
 
 
 def line_chart(
@@ -221,10 +208,7 @@ def line_chart(
     """A plot of one metric.
 
     Args:
-        title: of the metric.
         lines: at least one, each with at least one point.
-        description: of the metric.
-        form: of the values.
         max_points: approximate number of points drawn per line.
         steps: the first and the last step of the axis; default: those of the lines.
     """
@@ -346,8 +330,8 @@ def _summary(series: Series, form: NumberFormat) -> str:
     first, last, low, high = (
         format_value(float(value), form) for value in (values[0], values[-1], values.min(), values.max())
     )
-    course = f"from {first} at step {series.steps[0]} to {last} at step {series.steps[-1]}"
-    return f"{course}, lowest {low}, highest {high}"
+    ends = f"from {first} at step {series.steps[0]} to {last} at step {series.steps[-1]}"
+    return f"{ends}, lowest {low}, highest {high}"
 
 
 def _table(lines: Sequence[Line], form: NumberFormat) -> Table:

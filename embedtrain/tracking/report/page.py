@@ -73,12 +73,7 @@ class Difference:
 
 
 def write_report(directories: Sequence[Path], path: Path) -> None:
-    """Write the report of the runs in `directories` atomically to `path`.
-
-    Raises:
-        DataError: a folder is not a run.
-        OSError: the file cannot be written.
-    """
+    """Write the report of the runs in `directories` atomically to `path`; DataError if a folder is not a run."""
     content = render(read_runs(directories))
     with atomic_write(path) as temporary:
         # A lone surrogate, which JSON may contain, has no bytes in UTF-8.

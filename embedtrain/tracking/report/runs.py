@@ -98,31 +98,18 @@ class History:
 
 @dataclass(frozen=True)
 class Run:
-    """One run.
-
-    Attributes:
-        directory: of the run.
-        label: unique within the report.
-        recipe: as resolved; empty if it cannot be read.
-        versions: of the libraries, by name.
-        logged: each training metric.
-        evaluations: evaluation set -> metric -> its series; the main metric of a set first.
-        history: when and how it ran.
-        exported: the directory of the exported model, if there is one.
-        sample: the encoded sample, if there is one.
-        notes: what could not be read.
-    """
+    """One run."""
 
     directory: Path
-    label: str
-    recipe: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    logged: Mapping[str, Series]
-    evaluations: Mapping[str, Mapping[str, Series]]
+    label: str  # unique within the report
+    recipe: Mapping[str, Any]  # as resolved; empty if it cannot be read
+    versions: Mapping[str, Any]  # of the libraries, by name
+    logged: Mapping[str, Series]  # by training metric
+    evaluations: Mapping[str, Mapping[str, Series]]  # set -> metric -> series; the main metric of a set first
     history: History
-    exported: Path | None
+    exported: Path | None  # directory of the exported model
     sample: EncodedSample | None
-    notes: Sequence[str]
+    notes: Sequence[str]  # what could not be read
 
     @property
     def last_step(self) -> int:
@@ -149,11 +136,7 @@ class Run:
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Runs with unique labels.
-
-    Raises:
-        DataError: a folder is not a run, or occurs twice.
-    """
+    """Runs with unique labels; DataError if a folder is not a run, or occurs twice."""
     runs: list[Run] = []
     recipes = [_read_recipe(directory) for directory in directories]
     names = [str(recipe.get("name") or path.name) for (recipe, _), path in zip(recipes, directories, strict=True)]
@@ -191,9 +174,8 @@ def _read_recipe(directory: Path) -> tuple[dict[str, Any], list[str]]:
     if not directory.is_dir():
         raise DataError(f"{directory} is not a folder: name the output_dir of a run, such as runs/quickstart")
     if not path.is_file():
-        raise DataError(
-            f"{directory} is not a run: the output_dir of a run holds a recipe.yaml, and this folder does not"
-        )
+        reason = "the output_dir of a run holds a recipe.yaml, and this folder does not"
+        raise DataError(f"{directory} is not a run: {reason}")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:

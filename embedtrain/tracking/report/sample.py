@@ -45,27 +45,16 @@ class PairRelation(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """A text without prompts, and how the model encodes it.
+    """A text without prompts, and how the model encodes it."""
 
-    Attributes:
-        text: truncated, which limits the cost of encoding it.
-        role: of the text.
-        origin: the evaluation set or the training source.
-        held_out: whether that is an evaluation set.
-        before: text inserted before it, such as a prompt.
-        after: text appended to it.
-        max_length: in tokens; None: the model's.
-        label: its class or cluster, if it has one.
-    """
-
-    text: str
+    text: str  # truncated, which limits the cost of encoding it
     role: Role
-    origin: str
-    held_out: bool
-    before: str = ""
-    after: str = ""
-    max_length: int | None = None
-    label: str | None = None
+    origin: str  # the evaluation set or the training source
+    held_out: bool  # whether that is an evaluation set
+    before: str = ""  # text inserted before it, such as a prompt
+    after: str = ""  # text appended to it
+    max_length: int | None = None  # in tokens; None: the model's
+    label: str | None = None  # its class or cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +92,7 @@ class EncodedSample:
 
 
 def write_texts(directory: Path, sample: Sample) -> None:
-    """Write a sample without vectors, and delete the vectors of an earlier one.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write a sample without vectors, and delete the vectors of an earlier one."""
     directory.mkdir(parents=True, exist_ok=True)
     for which in (BEFORE, AFTER):
         _vectors_file(directory, which).unlink(missing_ok=True)
@@ -122,11 +107,7 @@ def write_texts(directory: Path, sample: Sample) -> None:
 
 
 def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], step: int) -> None:
-    """Write the vectors of all texts, [n, D] of any length, `before` or `after`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write the vectors of all texts, [n, D] of any length, `before` or `after`."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
     # Not save_file, whose files only the owner can read.
@@ -135,11 +116,7 @@ def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], ste
 
 
 def read_texts(directory: Path) -> Sample | None:
-    """The sample of a run; None if there is none.
-
-    Raises:
-        DataError: the file is invalid.
-    """
+    """The sample of a run; None if there is none. DataError if the file is invalid."""
     path = directory / TEXTS_FILE
     if not path.is_file():
         return None
@@ -157,11 +134,7 @@ def read_texts(directory: Path) -> Sample | None:
 
 
 def read_vectors(directory: Path, which: str, sample: Sample) -> Vectors | None:
-    """The vectors `before` or `after`; None if there are none.
-
-    Raises:
-        DataError: the file does not hold finite vectors of these texts.
-    """
+    """The vectors `before` or `after`; None if there are none. DataError if they are not finite, or of other texts."""
     path = _vectors_file(directory, which)
     if not path.is_file():
         return None

@@ -37,13 +37,9 @@ def bin_fractions(values: NDArray[np.float32], edges: NDArray[np.float64]) -> ND
 def histogram(
     title: str, cosines: Mapping[str, NDArray[np.float32]], edges: NDArray[np.float64], highest: float
 ) -> Markup:
-    """The fraction of pairs in each bin, an outline per kind of pair.
+    """The fraction of pairs in each bin, an outline per kind of pair (kinds in the order of their colours).
 
-    Args:
-        title: of the histogram.
-        cosines: by kind of pair, in the order of their colours.
-        edges: of the bins.
-        highest: the largest fraction of a bin in any histogram with the same axis.
+    `highest` is the largest fraction of a bin in any histogram with the same axis.
     """
     x = Axis(float(edges[0]), float(edges[-1]), LEFT, RIGHT, _ticks(edges))
     y = Axis(0.0, highest, BOTTOM, TOP, ())
@@ -98,13 +94,8 @@ class Projection:
 def project(vectors: Vectors, reference: Projection | None = None) -> Projection | None:
     """The first two principal components; computed exactly, so they are the same in every run.
 
-    Args:
-        vectors: [n, D].
-        reference: rotate and mirror the points, which changes no distance, so that texts lie as near as possible to
-            their points there.
-
-    Returns:
-        None if there is nothing to see: fewer than three texts, or the same vector for all.
+    With a reference the points are rotated and mirrored, which changes no distance, so that texts lie as near as
+    possible to their points there. None if there are fewer than three texts, or if all have the same vector.
     """
     values = vectors.values.astype(np.float64)
     if len(values) < 3 or values.shape[1] < 2 or np.ptp(values, axis=0).max() < 1e-9:
@@ -118,21 +109,9 @@ def project(vectors: Vectors, reference: Projection | None = None) -> Projection
 
 
 def scatter_plot(
-    title: str,
-    sample: Sample,
-    projection: Projection,
-    colours: Mapping[tuple[str, bool], int],
-    snippets: Sequence[str],
+    title: str, sample: Sample, projection: Projection, colours: Mapping[tuple[str, bool], int], snippets: Sequence[str]
 ) -> Markup:
-    """The map: every text of the sample as a point, with lines between queries and relevant documents.
-
-    Args:
-        title: of the map.
-        sample: the texts.
-        projection: their points.
-        colours: of each origin.
-        snippets: what is shown of each text.
-    """
+    """The map: every text of the sample as a point, with lines between queries and relevant documents."""
     low, high = projection.points.min(axis=0), projection.points.max(axis=0)
     # The same scale in both directions, so that distances are true.
     span = max(float((high - low).max()), 1e-12)

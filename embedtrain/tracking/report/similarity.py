@@ -38,19 +38,12 @@ class PairKind:
 
 @dataclass(frozen=True, slots=True)
 class PairGroup:
-    """Pairs of one origin that a good model separates.
+    """Pairs of one origin that a good model separates."""
 
-    Attributes:
-        origin: the evaluation set or training source.
-        held_out: whether that is an evaluation set.
-        family: of the pairs.
-        kinds: pairs that should be similar first, pairs that should not be similar last.
-    """
-
-    origin: str
-    held_out: bool
+    origin: str  # the evaluation set or training source
+    held_out: bool  # whether that is an evaluation set
     family: PairFamily
-    kinds: tuple[PairKind, ...]
+    kinds: tuple[PairKind, ...]  # pairs that should be similar first, pairs that should not be similar last
 
     def separation(self, vectors: Vectors) -> float | None:
         """The probability that a pair of the first kind is more similar than one of the last (area under the ROC)."""

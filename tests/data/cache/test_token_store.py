@@ -21,7 +21,7 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
-from embedtrain.data.keys import asked, text_keys
+from embedtrain.data.keys import instructed_query, text_keys
 from embedtrain.data.text_format import NO_PROMPT, Prompt, TextFormat
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.vocabulary import train_tokenizer
@@ -153,7 +153,8 @@ def test_instructions_of_rows_stand_in_for_prompts(tmp_path: Path) -> None:
             expected = plain(tokenizer, [around(example.positives[0])], 40)[0]
             assert tokens.ids(tokens.first[i : i + 1] + 1).tolist() == expected
         assert (
-            tokens.keys[tokens.first[:-1]].tolist() == text_keys([asked(e.query, e.instruction) for e in rows]).tolist()
+            tokens.keys[tokens.first[:-1]].tolist()
+            == text_keys([instructed_query(e.query, e.instruction) for e in rows]).tolist()
         )
 
 

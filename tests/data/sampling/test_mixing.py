@@ -18,7 +18,7 @@ def rows(
     temperature: float = 1.0,
 ) -> list[int]:
     weights, most = weights or [1.0] * len(sizes), most or [None] * len(sizes)
-    return rows_per_source_of_epoch(sizes, weights, most=most, kind=kind, temperature=temperature)
+    return rows_per_source_of_epoch(sizes, weights, max_rows=most, mode=kind, temperature=temperature)
 
 
 def test_passes() -> None:

@@ -93,11 +93,11 @@ def test_an_unchecked_export_warns(workshop, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("formats=[gguf]", r"formats=\['gguf'\]: allowed is sentence_transformers, onnx"),
-        ("max_file_size=5", "max_file_size=5: a number above 0 with KB, MB, GB or TB, such as 5GB"),
-        ("max_file_size=0GB", "max_file_size=0GB: a number above 0"),
+        ("formats=[gguf]", r"formats=\[gguf\]: .*sentence_transformers, onnx, adapter"),
+        ("max_file_size=5", "max_file_size=5: .*above 0 with KB, MB, GB or TB"),
+        ("max_file_size=0GB", "max_file_size=0GB: .*above 0"),
         ("push_to_hub='me/my model'", "push_to_hub=me/my model: "),
-        ("push_to_hub=a/b/c", "push_to_hub=a/b/c: the id of a repository on the Hub, such as"),
+        ("push_to_hub=a/b/c", "push_to_hub=a/b/c: .*id of a repository on the Hub"),
         ("push_to_hub=/tmp", "push_to_hub=/tmp: "),
     ],
 )

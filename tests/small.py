@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling, Precision, Strategy
-from embedtrain.data.keys import text_keys
+from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
 

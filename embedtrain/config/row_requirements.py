@@ -4,12 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from embedtrain.config.losses import (
-    CombinedConfig,
-    DistillEmbeddingsConfig,
-    LossConfig,
-    SentenceTransformersConfig,
-)
+from embedtrain.config.losses import CombinedConfig, DistillEmbeddingsConfig, LossConfig, SentenceTransformersConfig
 
 
 class ScoreRequirement(str, Enum):

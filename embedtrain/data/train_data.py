@@ -10,17 +10,16 @@ from typing import TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from embedtrain.config.loss_checks import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource, WeightMode
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
-from embedtrain.config.source_losses import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
 from embedtrain.data.sampling.draw import Selection, draw
-from embedtrain.data.sampling.mixing import rows_per_source_of_epoch
-from embedtrain.data.sampling.plan import BatchPlan, PlannedBatch
+from embedtrain.data.sampling.plan import BatchPlan, PlannedBatch, rows_per_source_of_epoch
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
 from embedtrain.data.text_format import TextFormat

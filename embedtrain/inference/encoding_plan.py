@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.keys import text_keys
+from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.world import World

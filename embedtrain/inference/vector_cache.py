@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, from_numpy
 
 from embedtrain.config.recipe import Precision
-from embedtrain.data.keys import text_keys
 from embedtrain.data.sources.files import file_digest
+from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenStore
-from embedtrain.data.keys import text_key
-from embedtrain.data.text_format import TextFormat
+from embedtrain.data.text_format import TextFormat, text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import Example
 from embedtrain.inspect.rows import RowKeys, batches_of

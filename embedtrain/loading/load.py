@@ -1,4 +1,4 @@
-"""Loads a model: from its options to a sharded encoder with weights and tokenizer."""
+"""Loads a model: from its options to a sharded encoder with weights and tokenizer, packed or padded."""
 
 import logging
 import os
@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from embedtrain.config.recipe import ModelConfig, ParallelConfig, Strategy
+from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.mesh import ParallelLayout, free_memory_of_rank, memory_of_rank
 from embedtrain.distributed.sharding import reshard, shard_, warm_up
 from embedtrain.distributed.weights import broadcast_weights, copy_local_rows, read_shards
 from embedtrain.distributed.world import World
 from embedtrain.errors import ModelError
-from embedtrain.loading.packing import packing_notes, prepare_packing, verify_packed_vectors
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import (
     AdapterInfo,
@@ -32,12 +31,64 @@ from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import TensorLocation, build_encoder, full_state_dict, locate_weights, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.four_bit import four_bit_layers
+from embedtrain.models.packing import PackingCheck, check_packing, disable_packing, enable_packing, packing_mismatch
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import check_vocabulary, load_tokenizer, resolve_max_length
 from embedtrain.planning.memory import fit_activation_tokens
 from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.strategy import choose_encoding_layout, choose_layout
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
+
+
+def prepare_packing(encoder: Encoder, attention: Attention, parallel: ParallelConfig, world: World) -> PackingCheck:
+    """Check whether the model's code supports packing, and enable it unless `model.attention=padded`.
+
+    A ModelError if it does not and `model.attention=packed`.
+    """
+    if attention is Attention.padded:
+        return PackingCheck("requested")
+    support = check_packing(encoder, precision=parallel.precision, gpu=world.device.type == "cuda")
+    if support.padding_reason is None:
+        enable_packing(encoder)
+    elif attention is Attention.packed:
+        raise _unsupported(support.padding_reason)
+    return support
+
+
+def packing_notes(support: PackingCheck, attention: Attention, world: World, *, trains: bool) -> list[str]:
+    """Lines for the user."""
+    if support.padding_reason is not None:
+        return [f"texts are padded: {support.padding_reason}"] if attention is Attention.auto else []
+    if world.device.type == "cuda" and trains and support.dropout:
+        return [
+            f"texts are packed, and the GPU kernel for packed texts has no dropout: attention dropout "
+            f"({support.dropout:g}) is skipped; write model.attention=padded to apply it"
+        ]
+    return []
+
+
+def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: ParallelConfig, world: World) -> str | None:
+    """Why packed texts have different vectors on any rank; packing is then disabled. A collective.
+
+    A ModelError if they differ and `model.attention=packed`.
+    """
+    config = encoder.backbone.config
+    assert isinstance(config, PretrainedConfig)
+    training = encoder.training
+    mismatch = packing_mismatch(encoder.eval(), config, parallel.precision, world.device)
+    encoder.train(training)
+    reshard(encoder)
+    reason = next((text for text in world.gather(mismatch) if text is not None), None)
+    if reason is not None:
+        if attention is Attention.packed:
+            raise _unsupported(reason)
+        disable_packing(encoder)
+    return reason
+
+
+def _unsupported(reason: str) -> ModelError:
+    return ModelError(f"model.attention=packed: {reason}; write model.attention=auto or padded")
+
 
 # The variable that accelerate and transformers read the layer class from.
 BLOCK_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"

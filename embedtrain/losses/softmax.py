@@ -27,14 +27,7 @@ from torch import Tensor
 
 from embedtrain.config.losses import LossDirection
 from embedtrain.distributed.collectives import ring
-from embedtrain.losses.scores import (
-    QUERY_ANCHORS,
-    QUERY_CANDIDATES,
-    Candidates,
-    Counts,
-    Rows,
-    ScoringRules,
-)
+from embedtrain.losses.scores import QUERY_ANCHORS, QUERY_CANDIDATES, Candidates, Counts, Rows, ScoringRules
 
 # Scores of one tile: 64 MiB of fp32. Lower tiles would read and write the gradient of the candidates more often.
 TILE_CELLS = 1 << 24

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedtrain.data.keys import instructed_query, text_keys
+from embedtrain.data.text_format import instructed_query, text_keys
 from embedtrain.data.types import Example
 from embedtrain.inference.index import ShardedIndex
 from embedtrain.mine.inputs import MiningInputs, distinct_pairs, positions_within

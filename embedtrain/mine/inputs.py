@@ -12,8 +12,8 @@ import numpy as np
 
 from embedtrain.data.cache.cache import mapped, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import ArrowRows
-from embedtrain.data.keys import instructed_query, text_keys
 from embedtrain.data.sources.parts import Part
+from embedtrain.data.text_format import instructed_query, text_keys
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.inference.encode import ProgressCallback

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.data.keys import text_keys
 from embedtrain.data.sampling.permutation import make_key, random_bits
+from embedtrain.data.text_format import text_keys
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import explain_lost_contact
 from embedtrain.errors import DataError

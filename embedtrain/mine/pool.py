@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import mapped, write_array
-from embedtrain.data.keys import text_keys
+from embedtrain.data.text_format import text_keys
 from embedtrain.mine.sources import NO_SOURCE, DocumentBatch
 
 IntArray = NDArray[np.int64]

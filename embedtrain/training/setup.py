@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
@@ -16,7 +17,7 @@ from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
 from embedtrain.distributed.world import World
@@ -25,8 +26,8 @@ from embedtrain.evaluation.metrics import parse_best_metric
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet
 from embedtrain.loading.load import LoadedModel, load_model
-from embedtrain.losses.build import row_spec_of
-from embedtrain.losses.types import Loss
+from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
+from embedtrain.losses.types import FROM_ROWS, Loss
 from embedtrain.models.build import weights_digest
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.planning.model_costs import compute_dtype
@@ -35,13 +36,64 @@ from embedtrain.tracking.console import Console
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.backward import Backward
 from embedtrain.training.guides import GuideModel, load_guides
-from embedtrain.training.matmul_rate import MatmulRate, bf16_notes, matmul_rate
-from embedtrain.training.objective import build_loss
 from embedtrain.training.optimizer import build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, pass_overhead
 from embedtrain.training.resume import RunStart, require_same_data, run_identity
 from embedtrain.training.state import EncoderWithLoss
+from embedtrain.training.timing import MatmulRate, bf16_notes, matmul_rate
 from embedtrain.training.tokenization import load_or_train_vocabulary, tokenize_data
+
+
+def use_tf32_products(loss: nn.Module, precision: Precision) -> None:
+    """Use TF32 for the matrix products of the loss in bf16 runs: 10-bit mantissas, fp32 sums, several times faster.
+
+    Embeddings computed in bf16 have 8 significant bits, so nothing is lost. TF32 is limited to the loss, because rotary
+    position embeddings are fp32 products as well, and angles of position 3000 rounded to 11 bits are other positions.
+
+    The forward pass of a loss contains its large products and their gradients. The previous setting is restored after
+    each pass. This setting of torch 2.9 and later must not be mixed with the earlier ones: torch and torch.compile
+    raise while it is in force.
+    """
+    if precision is not Precision.bf16:
+        return
+    previous: list[str] = []
+
+    def enable(*_: object) -> None:
+        previous.append(torch.backends.cuda.matmul.fp32_precision)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+    def restore(*_: object) -> None:
+        torch.backends.cuda.matmul.fp32_precision = previous.pop()
+
+    loss.register_forward_pre_hook(enable)
+    loss.register_forward_hook(restore, always_call=True)
+
+
+def build_loss(
+    recipe: Recipe,
+    losses: Sequence[LossConfig],
+    data: TrainData,
+    model: LoadedModel,
+    guides: Mapping[str, GuideModel],
+    world: World,
+    console: Console,
+) -> Loss:
+    """The loss of all sources, on this rank's device. Prints notes about it."""
+    with world.fail_together("building the loss"):
+        dimension, guide_dimensions = model.encoder.dimension, _guide_dimensions(guides, data)
+        loss = build_losses(losses, dimension=dimension, guide_dimensions=guide_dimensions, seed=recipe.seed)
+        loss = loss.to(world.device)
+    use_tf32_products(loss, recipe.parallel.precision)
+    for note in loss_notes(losses, data.names, loss, dimension):
+        console.note(note)
+    return loss
+
+
+def _guide_dimensions(guides: Mapping[str, GuideModel], data: TrainData) -> list[dict[str, int]]:
+    """For each source: dimensions of the guides' embeddings, and of the vectors in its rows."""
+    dimensions = {path: guide.dimension for path, guide in guides.items()}
+    in_rows = [data.teacher_dimension(source) for source in range(len(data.stores))]
+    return [dimensions if width is None else {**dimensions, FROM_ROWS: width} for width in in_rows]
 
 
 @dataclass(frozen=True)

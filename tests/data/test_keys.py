@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from embedtrain.data.keys import text_keys
+from embedtrain.data.text_format import text_keys
 
 
 def test_keys():
@@ -19,6 +19,6 @@ def test_keys():
     assert text_keys([]).shape == (0,)
     assert keys[0] == int.from_bytes(hashlib.blake2b(b"a", digest_size=8).digest(), "big") >> 1
     # Python's own hash differs between processes; these must not.
-    program = "from embedtrain.data.keys import text_keys; print(text_keys(['a', 'ä']).tolist())"
+    program = "from embedtrain.data.text_format import text_keys; print(text_keys(['a', 'ä']).tolist())"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert answer.stdout.strip() == str([keys[0].item(), keys[3].item()])

@@ -12,8 +12,7 @@ import pytest
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.cache import Cache
-from embedtrain.data.keys import text_keys
-from embedtrain.data.text_format import Prompt, TextFormat
+from embedtrain.data.text_format import Prompt, TextFormat, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import Mixing, TrainData, load_train_data
 from embedtrain.data.types import Row

@@ -11,7 +11,7 @@ from embedtrain.config.recipe import ModelConfig, Precision
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
 from embedtrain.training.backward import Backward
-from embedtrain.training.matmul_rate import bf16_notes
+from embedtrain.training.timing import bf16_notes
 from tests.small import parallel, small_model, small_tokenizer
 from tests.training.test_losses import LOSSES, cut_for, loss_of, rows_for
 

@@ -7,8 +7,8 @@ import torch
 from torch.distributed import HashStore
 
 from embedtrain.distributed.world import World
-from embedtrain.training import matmul_rate as module
-from embedtrain.training.matmul_rate import matmul_rate
+from embedtrain.training import timing as module
+from embedtrain.training.timing import matmul_rate
 
 
 def rate_for_durations(world: World, seconds: list[float]) -> tuple[float, int]:

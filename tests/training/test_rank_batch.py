@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from embedtrain.data.keys import text_keys
+from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.losses.types import BatchInfo
-from embedtrain.training.exchange import Exchange
 from embedtrain.training.prefetch import Prefetcher
-from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
+from embedtrain.training.rank_batch import ChunkOptions, Exchange, RankBatch, make_rank_batch
 from tests.small import batch, small_tokenizer, text, tokenised
 
 TOKENIZER = TextTokenizer(small_tokenizer(), 16)

@@ -25,10 +25,10 @@ from embedtrain.data.cache.cache import (
 )
 from embedtrain.data.cache.file_changes import SourceVersion
 from embedtrain.data.cache.shared_build import JOINED, Build, Task
-from embedtrain.data.keys import text_key
 from embedtrain.data.sources.documents import DocumentReader
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.values import BadRow, shorten
+from embedtrain.data.text_format import text_key
 from embedtrain.errors import DataError
 
 PIECE_BYTES = 1 << 26  # of a part that one process reads at a time

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, concatenate_files, json_digest, mapped
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
-from embedtrain.data.keys import instructed_query, text_key
-from embedtrain.data.text_format import Prompt, TextFormat
+from embedtrain.data.text_format import Prompt, TextFormat, instructed_query, text_key
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import DataError
 

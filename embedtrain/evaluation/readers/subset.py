@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from embedtrain.data.cache.documents import select_texts
-from embedtrain.data.keys import text_key
+from embedtrain.data.text_format import text_key
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,

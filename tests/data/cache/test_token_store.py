@@ -21,8 +21,7 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
-from embedtrain.data.keys import instructed_query, text_keys
-from embedtrain.data.text_format import NO_PROMPT, Prompt, TextFormat
+from embedtrain.data.text_format import NO_PROMPT, Prompt, TextFormat, instructed_query, text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World

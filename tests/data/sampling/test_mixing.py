@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embedtrain.config.recipe import WeightMode
-from embedtrain.data.sampling.mixing import rows_per_source_of_epoch
+from embedtrain.data.sampling.plan import rows_per_source_of_epoch
 from embedtrain.errors import ConfigError
 
 PASSES, SHARES = WeightMode.epochs, WeightMode.proportions

@@ -1,4 +1,4 @@
-"""Timing of a step: spans of its parts, the fraction in exposed communication, and the matrix product rate behind `mfu`.
+"""Timing of a step: spans of its parts, the fraction in exposed communication, and the matmul rate behind `mfu`.
 
 On a GPU, exposed communication is the time of NCCL kernels during which no other kernel runs, measured by
 torch.profiler. Profiling CPU operators would slow the step down by a fifth and take seconds to process. On a CPU

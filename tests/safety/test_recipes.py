@@ -170,7 +170,7 @@ def test_a_run_cannot_allow_its_own_code(ranks, copied):
     (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert not outcome.ran
     assert outcome.kind == "ConfigError"
-    assert "recipe.yaml says model.trust_remote_code: true, and a file does not decide that here" in outcome.message
+    assert "recipe.yaml has model.trust_remote_code: true" in outcome.message
     rewritten(copied, trust_remote_code=False)
     (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert not outcome.ran

@@ -1,1 +1,1 @@
-"""Side-by-side measurements: `make bench`, or `python -m benchmarks training encoding` for some of them."""
+"""Side-by-side measurements: `make bench` runs all tables, `python -m benchmarks training encoding` runs two."""

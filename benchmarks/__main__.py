@@ -1,4 +1,4 @@
-"""Run the benchmarks and print each one's Markdown table as soon as it is measured."""
+"""Run the benchmarks and print each Markdown table as soon as it is table."""
 
 import os
 import sys
@@ -19,15 +19,15 @@ TABLES = (
     "gpu",
     "gpu_theirs",
 )
-ON_DEMAND = ("data_memory",)  # takes long and much room on the disk
+ON_DEMAND = ("data_memory",)  # slow, and needs a lot of disk space
 
 
 def main() -> None:
-    chosen = [name.partition(":") for name in sys.argv[1:] or TABLES]  # gpu:Qwen3-4B is one model of that table
-    unknown = [name for name, _, _ in chosen if name not in TABLES + ON_DEMAND]
+    selected = [name.partition(":") for name in sys.argv[1:] or TABLES]  # gpu:Qwen3-4B selects one model of that table
+    unknown = [name for name, _, _ in selected if name not in TABLES + ON_DEMAND]
     if unknown:
-        sys.exit(f"there is no table {unknown[0]}; there are {', '.join(TABLES + ON_DEMAND)}")
-    # Before torch is imported. More threads than free cores wait for each other, and that would be measured.
+        sys.exit(f"there is no table {unknown[0]}; available: {', '.join(TABLES + ON_DEMAND)}")
+    # Set before torch is imported. With more threads than free cores, threads wait for each other and distort timings.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -41,10 +41,10 @@ def main() -> None:
     torch.set_num_threads(1)
     quiet_libraries()
     print(machine(), flush=True)
-    for name, _, part in chosen:
+    for name, _, part in selected:
         module = import_module(f"benchmarks.{name}")
-        measured = module.measure(part) if part else module.measure()
-        print(f"\n## {module.TITLE}\n\n{measured}", flush=True)
+        table = module.measure(part) if part else module.measure()
+        print(f"\n## {module.TITLE}\n\n{table}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Gradient caching beside sentence-transformers' CachedMultipleNegativesRankingLoss, by what is kept of the graphs."""
+"""Gradient caching compared with CachedMultipleNegativesRankingLoss, by the fraction of graphs that are cached."""
 
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
-from benchmarks.inputs import MINILM, minilm, precisions
+from benchmarks.comparison import SCALE, TOLERANCE, Batches, OurSteps, TheirSteps, comparison_cells
+from benchmarks.inputs import MINILM, load_minilm, precisions
 from benchmarks.measure import ROUNDS, interleave, markdown, ratio, unit
-from benchmarks.sides import SCALE, TOLERANCE, Batches, OurSteps, TheirSteps, compared
-from benchmarks.training import ours
+from benchmarks.training import our_training_steps
 from benchmarks.workloads import Workload, question_passage
 from embedtrain.config.recipe import Precision
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.training.rank_batch import ChunkOptions
 
-MINI_BATCH = 32  # its default
-CHUNK_TOKENS = 2048  # about what 32 such texts hold, so both hold as much at a time
-KEEP = {"none": 0.0, "half": 0.5, "all": 1.0}  # share of the tokens whose graphs are kept
+MINI_BATCH = 32  # the default of CachedMultipleNegativesRankingLoss
+CHUNK_TOKENS = 2048  # about the tokens of 32 such texts, so both implementations process equally many at a time
+CACHED_FRACTIONS = {"none": 0.0, "half": 0.5, "all": 1.0}  # fraction of the tokens whose graphs are cached
 TITLE = (
     f"Gradient caching, all-MiniLM-L6-v2, train.chunk_tokens={CHUNK_TOKENS}, "
     f"against CachedMultipleNegativesRankingLoss, mini_batch_size={MINI_BATCH}, fp32"
@@ -25,29 +25,31 @@ def measure(workload: Workload | None = None) -> str:
     with joined_world() as world:
         rows = _rows(world, workload or question_passage(steps=1))
     per_s = f"real tokens / {unit()}"
-    header = ["ours", "graphs kept", f"ours, {per_s}", f"theirs, {per_s}", "ratio", "loss apart"]
-    return markdown([*header, "times ours that keeps none"], rows)
+    header = ["ours", "graphs cached", f"ours, {per_s}", f"theirs, {per_s}", "ratio", "loss difference"]
+    return markdown([*header, "times ours, none cached"], rows)
 
 
 def _rows(world: World, workload: Workload) -> list[list[str]]:
-    batches = Batches(workload.data(ROUNDS * workload.steps, minilm(world, Precision.fp32).tokenizer), workload.steps)
-    sides: dict[tuple[Precision, str], OurSteps] = {
-        (precision, kept): ours(world, precision, batches, keep, ChunkOptions(CHUNK_TOKENS))
+    batches = Batches(
+        workload.data(ROUNDS * workload.steps, load_minilm(world, Precision.fp32).tokenizer), workload.steps
+    )
+    our_steps: dict[tuple[Precision, str], OurSteps] = {
+        (precision, label): our_training_steps(world, precision, batches, fraction, ChunkOptions(CHUNK_TOKENS))
         for precision in precisions()
-        for kept, keep in KEEP.items()
+        for label, fraction in CACHED_FRACTIONS.items()
     }
     model = SentenceTransformer(MINILM, device=str(world.device))
     model.max_seq_length = workload.max_length
     loss = CachedMultipleNegativesRankingLoss(model, scale=SCALE, mini_batch_size=MINI_BATCH)
-    theirs = TheirSteps(model, loss, Precision.fp32, batches)
-    other, *timed = interleave(theirs, *sides.values())
-    mine = dict(zip(sides, timed, strict=True))
+    their_steps = TheirSteps(model, loss, Precision.fp32, batches)
+    their_rounds, *our_rounds = interleave(their_steps, *our_steps.values())
+    ours = dict(zip(our_steps, our_rounds, strict=True))
     return [
         [
             precision.value,
-            kept,
-            *compared(f"caching, {kept} kept", rounds, other, TOLERANCE[precision]),
-            ratio(rounds, mine[precision, "none"]),
+            label,
+            *comparison_cells(f"caching, {label} cached", rounds, their_rounds, TOLERANCE[precision]),
+            ratio(rounds, ours[precision, "none"]),
         ]
-        for (precision, kept), rounds in mine.items()
+        for (precision, label), rounds in ours.items()
     ]

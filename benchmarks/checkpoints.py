@@ -1,4 +1,4 @@
-"""Saving, resuming and exporting on two ranks: against a plain copy of the same bytes, DCP, and whole state dicts."""
+"""Saving, resuming and exporting on two ranks, compared with a plain file copy, DCP and full state dicts."""
 
 import ctypes
 import gc
@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from benchmarks.comparison import OPTIM, make_step_context
 from benchmarks.inputs import MINILM, train_data
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
-from benchmarks.sides import OPTIM, trainable
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.model_directory import write_architecture
 from embedtrain.checkpoint.export.model_export import live_weights, plan_export
@@ -55,12 +55,12 @@ RANKS, PAIRS, STEPS, MB = 2, 4, 6, 10**6
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048}
 TITLE = f"Checkpoints of a BERT of four layers, {RANKS} ranks, fsdp"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call: wall seconds until the last rank was done, CPU seconds of both, MB that a rank's memory grew by."""
+    """One call: wall seconds until the last rank ends, CPU seconds of all ranks, maximal memory growth in MB."""
 
     seconds: float
     cpu_seconds: float
@@ -68,21 +68,21 @@ class Cost:
 
 
 def measure() -> str:
-    """Both tables; what was saved is read again and compared in every round."""
-    steps, moved = on_ranks(RANKS, _run)[0]
-    return f"{steps}\n\n{moved}"
+    """Return all tables; every round reads the saved state again and compares it."""
+    save_cost, operations = on_ranks(RANKS, _run)[0]
+    return f"{save_cost}\n\n{operations}"
 
 
 def _run(rank: int, folder: Path) -> tuple[str, str]:
-    with world_of(RANKS, rank, folder / "store", most=RANKS) as world:
-        given = {"model_type": "bert", **SIZES}
+    with world_of(RANKS, rank, folder / "store", min_gpus=RANKS) as world:
+        bert = {"model_type": "bert", **SIZES}
         model = load_model(
-            ModelConfig(config=given, tokenizer=MINILM, pooling=Pooling.mean, max_length=256),
+            ModelConfig(config=bert, tokenizer=MINILM, pooling=Pooling.mean, max_length=256),
             ParallelConfig(strategy=Strategy.fsdp, precision=Precision.fp32),
             world,
             seed=0,
         )
-        run = trainable(model, world, OPTIM)
+        run = make_step_context(model, world, OPTIM)
         data = train_data(PAIRS, model.tokenizer)
 
         def step(number: int) -> None:
@@ -90,7 +90,7 @@ def _run(rank: int, folder: Path) -> tuple[str, str]:
             train_step(run, make_rank_batch(batch, world.rank, world.size, model.tokenizer, ChunkOptions(16384)))
 
         step(0)
-        return _cost_of_a_save(world, run, folder, step), _everything(world, model, run, folder)
+        return _save_cost(world, run, folder, step), _operation_tables(world, model, run, folder)
 
 
 def _checkpoints(world: World, root: Path, layout: CheckpointLayout, *, asynchronous: bool) -> Checkpointer:
@@ -98,122 +98,129 @@ def _checkpoints(world: World, root: Path, layout: CheckpointLayout, *, asynchro
     return Checkpointer(root, config, world, metadata={}, log=print)
 
 
-def _cost_of_a_save(world: World, run: StepContext, folder: Path, step: Callable[[int], None]) -> str:
-    """STEPS steps without a save and with one before the first, until it is whole: what a checkpoint costs."""
-    ways = {"none": None, "false": False, "true": True}
-    waits: dict[str, list[float]] = {name: [] for name in ways}
-    walls: dict[str, list[float]] = {name: [] for name in ways}
-    work: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(ROUNDS + 1):
-        for turn in range(len(ways)):
-            name = list(ways)[(turn + number) % len(ways)]
-            asynchronous = ways[name]
+def _save_cost(world: World, run: StepContext, folder: Path, step: Callable[[int], None]) -> str:
+    """Table of the cost of a checkpoint: STEPS steps without a save, and STEPS steps with a save before the first."""
+    modes = {"none": None, "false": False, "true": True}
+    save_seconds: dict[str, list[float]] = {name: [] for name in modes}
+    step_seconds: dict[str, list[float]] = {name: [] for name in modes}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in modes}
+    for round_number in range(ROUNDS + 1):
+        for position in range(len(modes)):
+            name = list(modes)[(position + round_number) % len(modes)]
+            asynchronous = modes[name]
             world.barrier()
-            cpu = time.process_time()
+            cpu_start = time.process_time()
             with _checkpoints(
-                world, folder / "beside", CheckpointLayout.sharded, asynchronous=bool(asynchronous)
+                world, folder / "asynchronous", CheckpointLayout.sharded, asynchronous=bool(asynchronous)
             ) as checkpoints:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 if asynchronous is not None:
                     checkpoints.save(run.module, run.optimizer, {"step": 1})
-                waited, began = time.perf_counter() - began, time.perf_counter()
-                for place in range(STEPS):
-                    step(number * STEPS + place)
-                stepped = time.perf_counter() - began
-            if number:
-                waits[name].append(waited)
-                walls[name].append(stepped / STEPS)
-                work[name].append(sum(world.gather(time.process_time() - cpu)) / STEPS)
-    wall, one = statistics.median(walls["none"]), statistics.median(work["none"])
+                saved = time.perf_counter()
+                for index in range(STEPS):
+                    step(round_number * STEPS + index)
+                end = time.perf_counter()
+            if round_number:
+                save_seconds[name].append(saved - start)
+                step_seconds[name].append((end - saved) / STEPS)
+                cpu_seconds[name].append(sum(world.gather(time.process_time() - cpu_start)) / STEPS)
+    step_wall, step_cpu = statistics.median(step_seconds["none"]), statistics.median(cpu_seconds["none"])
     rows = []
     for name in ("false", "true"):
-        wait, more = statistics.median(waits[name]), sorted(STEPS * (cost - one) for cost in work[name])
-        figures = (f"{wall:.2f}", f"{wait:.2f}", f"{wait / wall:.2f}", _spread([cost / one for cost in more]))
-        rows.append([name, *figures])
-    header = ["checkpoint.asynchronous", "a step, wall s", "training waits, wall s", "in steps"]
-    return markdown([*header, "CPU time of all ranks, in that of a step"], rows)
+        wait, extra_cpu = (
+            statistics.median(save_seconds[name]),
+            sorted(STEPS * (s - step_cpu) for s in cpu_seconds[name]),
+        )
+        relative_cpu = _spread([s / step_cpu for s in extra_cpu])
+        rows.append([name, f"{step_wall:.2f}", f"{wait:.2f}", f"{wait / step_wall:.2f}", relative_cpu])
+    header = ["checkpoint.asynchronous", "step, wall s", "training waits, wall s", "wait / step"]
+    return markdown([*header, "extra CPU time of all ranks / CPU time of a step"], rows)
 
 
-def _everything(world: World, model: LoadedModel, run: StepContext, folder: Path) -> str:
-    """Every way of saving, reading and exporting, in turns; speed is that of the bytes of a checkpoint."""
-    ways = _Ways(world, model, run, folder)
-    costs: dict[str, list[Cost]] = {name: [] for name in ways.all}
-    for number in range(ROUNDS + 1):
-        for group in (ways.saves, ways.reads, ways.exports):  # what is read has been saved in this round
-            for turn in range(len(group)):
-                name = list(group)[(turn + number) % len(group)]
-                prepare, act = group[name]
+def _operation_tables(world: World, model: LoadedModel, run: StepContext, folder: Path) -> str:
+    """Tables of all ways to save, read and export, alternating which goes first; speed is file bytes per second."""
+    operations = _Operations(world, model, run, folder)
+    costs: dict[str, list[Cost]] = {name: [] for name in operations.names}
+    for round_number in range(ROUNDS + 1):
+        for group in (
+            operations.saves,
+            operations.reads,
+            operations.exports,
+        ):  # reads use the files saved in this round
+            for position in range(len(group)):
+                name = list(group)[(position + round_number) % len(group)]
+                prepare, call = group[name]
                 prepare()
-                cost = _cost(world, act)
-                if name in ways.reads:
-                    ways.require_read(name)
-                if number:
+                cost = _cost(world, call)
+                if name in operations.reads:
+                    operations.require_read(name)
+                if round_number:
                     costs[name].append(cost)
     return "\n\n".join(
-        _table(world, what, list(group), costs, size, ways.model_bytes)
-        for what, group, size in (
-            ("saving", ways.saves, ways.bytes),
-            ("reading", ways.reads, ways.bytes),
-            ("exporting", ways.exports, ways.model_bytes),
+        _table(action, list(group), costs, size, operations.model_bytes)
+        for action, group, size in (
+            ("saving", operations.saves, operations.bytes),
+            ("reading", operations.reads, operations.bytes),
+            ("exporting", operations.exports, operations.model_bytes),
         )
     )
 
 
-def _table(world: World, what: str, names: list[str], costs: dict[str, list[Cost]], size: int, model_bytes: int) -> str:
+def _table(action: str, names: list[str], costs: dict[str, list[Cost]], size: int, model_bytes: int) -> str:
     rows = []
     for name in names:
         ratios = sorted(b.seconds / a.seconds for a, b in zip(costs[name], costs[names[0]], strict=True))
         extra = statistics.median(cost.extra for cost in costs[name])
         seconds = statistics.median(cost.seconds for cost in costs[name])
         cpu = statistics.median(cost.cpu_seconds for cost in costs[name])
-        figures = (f"{seconds:.2f}", f"{size / MB / seconds:,.0f}", _spread(ratios), f"{cpu:.2f}", f"{extra:,.0f}")
-        rows.append([name, *figures, f"{extra * MB / model_bytes:.2f}"])
-    header = [f"{what} {size / MB:,.0f} MB", "wall s", "MB/s", f"times {names[0]}", "CPU s, all ranks"]
-    return markdown([*header, "most extra MB of a rank", f"over the model's {model_bytes / MB:,.0f} MB"], rows)
+        metrics = (f"{seconds:.2f}", f"{size / MB / seconds:,.0f}", _spread(ratios), f"{cpu:.2f}", f"{extra:,.0f}")
+        rows.append([name, *metrics, f"{extra * MB / model_bytes:.2f}"])
+    header = [f"{action} {size / MB:,.0f} MB", "wall s", "MB/s", f"times {names[0]}", "CPU s, all ranks"]
+    return markdown([*header, "max extra MB per rank", f"relative to the model's {model_bytes / MB:,.0f} MB"], rows)
 
 
 def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
 
 
-def _cost(world: World, act: Callable[[], None]) -> Cost:
-    with _growth() as grown:
+def _cost(world: World, call: Callable[[], None]) -> Cost:
+    with _memory_growth() as growth:
         world.barrier()
-        began, cpu = time.perf_counter(), time.process_time()
-        act()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        call()
         world.barrier()
-        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    found = world.gather((seconds, cpu, grown[0]))
-    return Cost(max(one[0] for one in found), sum(one[1] for one in found), max(one[2] for one in found))
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    seconds_per_rank, cpu_per_rank, growth_per_rank = zip(*world.gather((seconds, cpu_seconds, growth[0])), strict=True)
+    return Cost(max(seconds_per_rank), sum(cpu_per_rank), max(growth_per_rank))
 
 
 @contextmanager
-def _growth() -> Iterator[list[float]]:
-    """The most that anonymous memory of this process grew by in the block, looked at every five milliseconds; MB."""
+def _memory_growth() -> Iterator[list[float]]:
+    """Maximal growth of this process's anonymous memory in the block, in MB; sampled every five milliseconds."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
-    before = _anonymous()
-    grown, over = [0.0], threading.Event()
+    ctypes.CDLL(None).malloc_trim(0)  # memory freed before must not hide new allocations
+    before = _rss_anon()
+    growth, stop = [0.0], threading.Event()
 
-    def look() -> None:
-        while not over.wait(0.005):
-            grown[0] = max(grown[0], _anonymous() - before)
+    def sample() -> None:
+        while not stop.wait(0.005):
+            growth[0] = max(growth[0], _rss_anon() - before)
 
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
-    yield grown
-    over.set()
-    watcher.join()
-
-
-def _anonymous() -> float:
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    require(found is not None, "this kernel does not tell RssAnon")
-    return int(found[1]) * 1024 / MB if found else 0.0
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    yield growth
+    stop.set()
+    sampler.join()
 
 
-class _Ways:
-    """What is measured: for each way what comes before it, unmeasured, and itself."""
+def _rss_anon() -> float:
+    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    require(match is not None, "this kernel does not report RssAnon")
+    return int(match[1]) * 1024 / MB if match else 0.0
+
+
+class _Operations:
+    """The measured operations by name, each with a preparation that is not measured."""
 
     def __init__(self, world: World, model: LoadedModel, run: StepContext, folder: Path) -> None:
         self.world, self.run, self.encoder, self.folder = world, run, model.encoder, folder
@@ -223,39 +230,39 @@ class _Ways:
         for layout in CheckpointLayout:
             self._save(layout)
         self._dcp_save()
-        self._whole_save()
+        self._full_state_save()
         self.expected = [_local(tensor).clone() for tensor in self._state().values()]
         self.bytes = sum(path.stat().st_size for path in self._step(CheckpointLayout.sharded).iterdir())
         self.model_bytes = sum(p.numel() * p.element_size() for p in model.encoder.parameters())
         self.saves: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-            "a plain copy": (partial(self._gone, "copy"), self._copy),
-            "sharded": (partial(self._gone, "sharded"), partial(self._save, CheckpointLayout.sharded)),
-            "full": (partial(self._gone, "full"), partial(self._save, CheckpointLayout.full)),
-            "sharded, beside training": (partial(self._gone, "beside"), self._save_beside),
-            "DCP": (partial(self._gone, "dcp"), self._dcp_save),
-            "whole on rank 0, save_file, fsync": (partial(self._gone, "whole"), self._whole_save),
+            "a plain copy": (partial(self._delete, "copy"), self._copy),
+            "sharded": (partial(self._delete, "sharded"), partial(self._save, CheckpointLayout.sharded)),
+            "full": (partial(self._delete, "full"), partial(self._save, CheckpointLayout.full)),
+            "sharded, asynchronous": (partial(self._delete, "asynchronous"), self._save_asynchronously),
+            "DCP": (partial(self._delete, "dcp"), self._dcp_save),
+            "full state dict on rank 0, save_file, fsync": (partial(self._delete, "full_state"), self._full_state_save),
         }
         self.reads: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-            "a plain copy of it": (partial(self._gone, "copy"), self._copy),
-            "sharded, checksums compared": (self._spoil, partial(self._resume, CheckpointLayout.sharded)),
-            "full, checksums compared": (self._spoil, partial(self._resume, CheckpointLayout.full)),
-            "DCP, no checksums": (self._spoil, self._dcp_load),
-            "load_file on every rank": (self._spoil, self._whole_load),
+            "a plain copy of it": (partial(self._delete, "copy"), self._copy),
+            "sharded, checksums compared": (self._zero_state, partial(self._resume, CheckpointLayout.sharded)),
+            "full, checksums compared": (self._zero_state, partial(self._resume, CheckpointLayout.full)),
+            "DCP, no checksums": (self._zero_state, self._dcp_load),
+            "load_file on every rank": (self._zero_state, self._full_state_load),
         }
         self.exports: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-            "whole on rank 0, save_file": (partial(self._gone, "theirs"), self._export_whole),
-            "streamed, every rank its rows": (partial(self._gone, "ours.tmp"), self._export),
+            "full state dict on rank 0, save_file": (partial(self._delete, "theirs"), self._export_full_state),
+            "streamed, each rank writes its rows": (partial(self._delete, "ours.tmp"), self._export),
         }
 
     @property
-    def all(self) -> list[str]:
+    def names(self) -> list[str]:
         return [*self.saves, *self.reads, *self.exports]
 
     def require_read(self, name: str) -> None:
-        """See that the model and its optimiser are what was saved."""
-        found = [_local(tensor) for tensor in self._state().values()]
-        same = name.startswith("a plain") or all(map(torch.equal, found, self.expected))
-        require(same, f"checkpoints: {name} read something else than was saved")
+        """Require that the model and its optimizer have the saved values."""
+        tensors = [_local(tensor) for tensor in self._state().values()]
+        equal = name.startswith("a plain") or all(map(torch.equal, tensors, self.expected))
+        require(equal, f"checkpoints: {name} read values that differ from the saved ones")
 
     def _state(self) -> dict[str, Any]:
         return get_model_state_dict(self.run.module) | self._optimizer_state()
@@ -264,12 +271,12 @@ class _Ways:
         state = get_optimizer_state_dict(self.run.module, self.run.optimizer, options=FLAT)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
-    def _spoil(self) -> None:
+    def _zero_state(self) -> None:
         with torch.no_grad():
             for tensor in self._state().values():
                 _local(tensor).zero_()
 
-    def _gone(self, name: str) -> None:
+    def _delete(self, name: str) -> None:
         if self.world.is_main:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         self.world.barrier()
@@ -288,9 +295,9 @@ class _Ways:
         with _checkpoints(self.world, self.folder / layout.value, layout, asynchronous=False) as checkpoints:
             checkpoints.save(self.run.module, self.run.optimizer, {"step": 1})
 
-    def _save_beside(self) -> None:
+    def _save_asynchronously(self) -> None:
         with _checkpoints(
-            self.world, self.folder / "beside", CheckpointLayout.sharded, asynchronous=True
+            self.world, self.folder / "asynchronous", CheckpointLayout.sharded, asynchronous=True
         ) as checkpoints:
             checkpoints.save(self.run.module, self.run.optimizer, {"step": 1})
 
@@ -307,34 +314,34 @@ class _Ways:
     def _dcp_load(self) -> None:
         state_dict_loader.load(self._state(), checkpoint_id=self.folder / "dcp")  # in place
 
-    def _whole_save(self) -> None:
-        model = get_model_state_dict(self.run.module, options=WHOLE)
-        state = model | get_optimizer_state_dict(self.run.module, self.run.optimizer, options=WHOLE)
+    def _full_state_save(self) -> None:
+        model = get_model_state_dict(self.run.module, options=FULL_STATE)
+        state = model | get_optimizer_state_dict(self.run.module, self.run.optimizer, options=FULL_STATE)
         if self.world.is_main:
-            (self.folder / "whole").mkdir(exist_ok=True)
-            path = self.folder / "whole" / "all.safetensors"
+            (self.folder / "full_state").mkdir(exist_ok=True)
+            path = self.folder / "full_state" / "all.safetensors"
             save_file({name: value for name, value in state.items() if isinstance(value, Tensor)}, path)
             _flush(path)
 
-    def _whole_load(self) -> None:
-        found: dict[str, Any] = load_file(self.folder / "whole" / "all.safetensors")
+    def _full_state_load(self) -> None:
+        loaded: dict[str, Any] = load_file(self.folder / "full_state" / "all.safetensors")
         optimizer: dict[str, Any] = get_optimizer_state_dict(self.run.module, self.run.optimizer)
         for name, state in optimizer["state"].items():
-            optimizer["state"][name] = {key: found.pop(f"state.{name}.{key}") for key in state}
+            optimizer["state"][name] = {key: loaded.pop(f"state.{name}.{key}") for key in state}
         options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.run.module, found, options=options)
+        set_model_state_dict(self.run.module, loaded, options=options)
         set_optimizer_state_dict(self.run.module, self.run.optimizer, optimizer, options=options)
 
     def _export(self) -> None:
-        pieces = live_weights(self.encoder)
-        export = plan_export(self.folder / "ours", self.architecture, pieces, torch.float32, ExportConfig())
+        weights = live_weights(self.encoder)
+        export = plan_export(self.folder / "ours", self.architecture, weights, torch.float32, ExportConfig())
         if self.world.is_main:
             export.begin()
         self.world.barrier()
-        export.write(pieces.rows, main=self.world.is_main)
+        export.write(weights.rows, main=self.world.is_main)
 
-    def _export_whole(self) -> None:
-        state: dict[str, Any] = get_model_state_dict(self.encoder, options=WHOLE)
+    def _export_full_state(self) -> None:
+        state: dict[str, Any] = get_model_state_dict(self.encoder, options=FULL_STATE)
         if self.world.is_main:
             shutil.copytree(self.architecture, self.folder / "theirs")
             save_file(state, self.folder / "theirs" / "model.safetensors")

@@ -1,4 +1,4 @@
-"""From files to chunks beside sentence-transformers' data loader and collator: speed, padding, balance, first start."""
+"""From files to chunks, compared with sentence-transformers' data loader: speed, padding, balance, first start."""
 
 import io
 import statistics
@@ -36,111 +36,113 @@ SETS = (
     SHARED / "zh-qa" / "train.jsonl.gz",
     SHARED / "nli-triples" / "snli-en.jsonl.gz",
 )
-BATCHES_OF, SMALL_BATCH = (256, 2048), 64  # rows of a global batch; the last for sets too small for the others
-ROWS_A_ROUND = 4096  # about so many; of the cached, which would be over too soon to be timed, eight times as many
+BATCH_SIZES, SMALL_BATCH = (256, 2048), 64  # rows of a global batch; SMALL_BATCH is for small sets
+ROWS_PER_ROUND = 4096  # about; eight times as many of our cached rows, whose rounds would be too short to time
 MAX_LENGTH = 256
 CHUNK_TOKENS = 16384
 PASS_TOKENS = {"GPU": pass_overhead(on_gpu=True, sharded=True), "CPU": pass_overhead(on_gpu=False, sharded=False)}
 RANKS = 8
 
-Round = Callable[[int], int]  # makes some batches; how many real tokens they had
+Round = Callable[[int], int]  # builds the batches of a round; returns their number of real tokens
 
 
 def measure() -> str:
-    speed, padding, starts, absent = [], [], [], []
+    speed, padding, starts, missing = [], [], [], []
     for path in SETS:
         if not path.is_file():
-            absent.append(path.parent.name)
+            missing.append(path.parent.name)
             continue
         with tempfile.TemporaryDirectory(prefix="embedtrain-bench-") as folder:
-            one = Case(path, Path(folder))
-            starts.append(_start(one))
-            # Their loader is a batch ahead, and begins anew after an epoch: with few batches that is all one measures.
-            for rows in [rows for rows in BATCHES_OF if one.num_rows >= 6 * rows] or [SMALL_BATCH]:
-                speed.append(_speed(one, rows))
-                padding.append(_padding(one, rows))
+            case = Case(path, Path(folder))
+            starts.append(_start(case))
+            # Their loader prefetches a batch and restarts after an epoch: with few batches this dominates the time.
+            for rows in [rows for rows in BATCH_SIZES if case.num_rows >= 6 * rows] or [SMALL_BATCH]:
+                speed.append(_speed(case, rows))
+                padding.append(_padding(case, rows))
     per_s = f"real tokens / {unit()}"
     tables = [
         markdown(
-            ["data set", "batch", *(f"ours, {way}, {per_s}" for way in ("1 rank", "1 of 8 ranks")),
-             f"theirs, {per_s}", *(f"ratio, {way}" for way in ("1 rank", "1 of 8 ranks"))],
+            ["data set", "batch", *(f"ours, {ranks}, {per_s}" for ranks in ("1 rank", "1 of 8 ranks")),
+             f"theirs, {per_s}", *(f"ratio, {ranks}" for ranks in ("1 rank", "1 of 8 ranks"))],
             speed,
         ),
-        "Padding as a share of computed tokens, and what the busiest of 8 ranks computes over the mean. Ours is cut as "
-        "on a GPU / on a CPU; theirs pads queries and documents each to the longest of a rank's share.",
+        "Padding as a fraction of computed tokens, and the load of the busiest of 8 ranks relative to the mean. Our "
+        "chunks are planned as on a GPU / as on a CPU; theirs pads queries and documents each to the longest text "
+        "on the rank.",
         markdown(
             ["data set", "batch", "ours, 1 rank", "ours, 8 ranks", "theirs, 1 rank", "theirs, 8 ranks",
-             "busiest, ours", "busiest, theirs (shares in a row)", "busiest, theirs (every 8th)"],
+             "busiest, ours", "busiest, theirs (contiguous rows)", "busiest, theirs (every 8th)"],
             padding,
         ),
-        f"The first start, and the second, from the cache ({unit()}):",
+        f"The first start, and the second start from the cache ({unit()}):",
         markdown(
-            ["data set", "rows", "tokens", f"rows read and checked / {unit()}", f"tokens made / {unit()}",
+            ["data set", "rows", "tokens", f"rows read and checked / {unit()}", f"tokens created / {unit()}",
              f"first start, {unit()}", f"second start, {unit()}"],
             starts,
         ),
     ]  # fmt: skip
-    return "\n\n".join([*tables, *(f"{name} is not there and was left out." for name in absent)])
+    return "\n\n".join([*tables, *(f"{name} does not exist and was skipped." for name in missing)])
 
 
 @dataclass
 class Case:
-    """A file of pairs, and folders for what is made of it."""
+    """A file of pairs, and the folder of its caches."""
 
     path: Path
     folder: Path
 
     @property
     def name(self) -> str:
-        """For the tables."""
+        """Name of the data set in the tables."""
         return self.path.name.split(".")[0] if self.path.parent == QUICKSTART else self.path.parent.name
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
-        """The model's."""
+        """Tokenizer of the model."""
         return TextTokenizer(AutoTokenizer.from_pretrained(MINILM), MAX_LENGTH)
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows of the file."""
+        """Number of rows in the file."""
         return len(self.data(2))
 
     def data(self, batch: int, cache: Path | None = None) -> TrainData:
-        """The rows, their hard negatives left out, and their tokens."""
-        where = Cache(directory=cache or self.folder / "cache")
+        """The rows without hard negatives, and their tokens."""
+        row_cache = Cache(directory=cache or self.folder / "cache")
         source = TrainSource(path=str(self.path), negatives=0)
-        data = load_train_data([source], seed=0, global_batch_size=batch, cache=where)
-        data.prepare(self.tokenizer, where)
+        data = load_train_data([source], seed=0, global_batch_size=batch, cache=row_cache)
+        data.prepare(self.tokenizer, row_cache)
         return data
 
 
-def _speed(one: Case, batch: int) -> list[object]:
-    count = max(1, ROWS_A_ROUND // batch)
-    cached = one.data(batch)
-    theirs = Theirs(cached, one.folder, batch)
-    theirs.compare(cached, one.tokenizer)
+def _speed(case: Case, batch: int) -> list[object]:
+    count = max(1, ROWS_PER_ROUND // batch)
+    cached = case.data(batch)
+    theirs = Theirs(cached, case.folder, batch)
+    theirs.compare(cached, case.tokenizer)
 
     def ours(data: TrainData, ranks: int, count: int) -> Round:
-        def batches(number: int) -> int:
-            made = (
+        def batches(round_number: int) -> int:
+            rank_batches = (
                 make_rank_batch(
                     data.batch(k),
                     0,
                     ranks,
-                    one.tokenizer,
+                    case.tokenizer,
                     ChunkOptions(CHUNK_TOKENS, pass_overhead_tokens=PASS_TOKENS["GPU"]),
                 )
-                for k in range(number * count, number * count + count)
+                for k in range(round_number * count, (round_number + 1) * count)
             )
-            return sum(batch.real_tokens for batch in made)
+            return sum(batch.real_tokens for batch in rank_batches)
 
         return batches
 
-    ways = (ours(cached, 1, 8 * count), ours(cached, RANKS, 8 * count))
-    *mine, other = interleave(*ways, lambda _: theirs.tokens(count))
-    ratios = [[_rate(a) / _rate(b) for a, b in zip(way, other, strict=True)] for way in mine]
-    told = [f"{statistics.median(r):.1f} ({min(r):.1f} to {max(r):.1f})" for r in ratios]
-    return [one.name, batch, *(f"{statistics.median(map(_rate, way)):,.0f}" for way in [*mine, other]), *told]
+    our_rounds = (ours(cached, 1, 8 * count), ours(cached, RANKS, 8 * count))
+    *our_times, their_times = interleave(*our_rounds, lambda _: theirs.tokens(count))
+    ratios = [[_rate(a) / _rate(b) for a, b in zip(times, their_times, strict=True)] for times in our_times]
+    ratio_cells = [f"{statistics.median(r):.1f} ({min(r):.1f} to {max(r):.1f})" for r in ratios]
+    speeds = [f"{statistics.median(map(_rate, times)):,.0f}" for times in [*our_times, their_times]]
+    return [case.name, batch, *speeds, *ratio_cells]
 
 
 def _rate(timed: Timed[int]) -> float:
@@ -148,7 +150,7 @@ def _rate(timed: Timed[int]) -> float:
 
 
 class Theirs:
-    """The data loader that sentence-transformers' trainer makes for the same rows, as columns anchor and positive."""
+    """The data loader of sentence-transformers' trainer for the same rows, in the columns anchor and positive."""
 
     def __init__(self, data: TrainData, folder: Path, batch: int) -> None:
         rows = [(example.query, example.positives[0]) for example in data.stores[0]]
@@ -158,101 +160,106 @@ class Theirs:
         arguments = SentenceTransformerTrainingArguments(
             output_dir=str(folder / "theirs"), per_device_train_batch_size=batch, report_to="none", use_cpu=True
         )
-        with redirect_stderr(io.StringIO()):  # bars of progress
+        with redirect_stderr(io.StringIO()):  # progress bars
             self._trainer = SentenceTransformerTrainer(
                 model, arguments, train_dataset=Dataset.from_dict(columns), loss=MultipleNegativesRankingLoss(model)
             )
         self._loader = self._trainer.get_train_dataloader()
-        self._batches = self._endless()
+        self._batches = self._cycle()
 
     def tokens(self, count: int) -> int:
-        """Make so many batches; their real tokens."""
-        return sum(_real(next(self._batches)) for _ in range(count))
+        """Build `count` batches and return their number of real tokens."""
+        return sum(_count_real_tokens(next(self._batches)) for _ in range(count))
 
     def compare(self, data: TrainData, tokenizer: TextTokenizer) -> None:
-        """Require that their collator finds as many tokens in a batch as are in ours."""
+        """Require that their collator gives the same number of real tokens as our batch."""
         rows = data.batch(0).rows
-        theirs = _real(self._trainer.data_collator([{"anchor": r.query, "positive": r.documents[0]} for r in rows]))
+        theirs = _count_real_tokens(
+            self._trainer.data_collator([{"anchor": r.query, "positive": r.documents[0]} for r in rows])
+        )
         ours = make_rank_batch(data.batch(0), 0, 1, tokenizer, ChunkOptions(CHUNK_TOKENS)).real_tokens
-        require(ours == theirs, f"data: {ours} tokens of ours, {theirs} of theirs")
+        require(ours == theirs, f"data: our batch has {ours} real tokens, theirs has {theirs}")
 
-    def _endless(self) -> Iterator[dict[str, Tensor]]:
+    def _cycle(self) -> Iterator[dict[str, Tensor]]:
         while True:
             yield from self._loader
 
 
-def _real(features: dict[str, Tensor]) -> int:
+def _count_real_tokens(features: dict[str, Tensor]) -> int:
     return sum(int(mask.sum()) for name, mask in features.items() if name.endswith("attention_mask"))
 
 
-def _padding(one: Case, batch: int) -> list[object]:
-    data = one.data(batch)
+def _padding(case: Case, batch: int) -> list[object]:
+    data = case.data(batch)
     batches = range(min(8, data.plan.steps_per_epoch))
-    costs = [
+    our_costs = [
         [batch_cost(data, batches, ranks, CHUNK_TOKENS, cost) for cost in PASS_TOKENS.values()] for ranks in (1, RANKS)
     ]
-    alone, in_a_row, every = ([_theirs_cost(data, k, split) for k in batches] for split in (_whole, _blocks, _strides))
+    one_rank, contiguous, strided = (
+        [_their_cost(data, k, split) for k in batches] for split in (_unsplit, _contiguous, _strided)
+    )
     return [
-        one.name,
+        case.name,
         batch,
-        *(" / ".join(f"{cost.padding:.1%}" for cost in pair) for pair in costs),
-        f"{_padded(alone):.1%}",
-        f"{_padded(in_a_row):.1%}",
-        " / ".join(f"{cost.imbalance:.3f}" for cost in costs[1]),
-        *(f"{np.mean([max(ranks) / np.mean(ranks) for ranks, _ in split]):.3f}" for split in (in_a_row, every)),
+        *(" / ".join(f"{cost.padding:.1%}" for cost in pair) for pair in our_costs),
+        f"{_padding_fraction(one_rank):.1%}",
+        f"{_padding_fraction(contiguous):.1%}",
+        " / ".join(f"{cost.imbalance:.3f}" for cost in our_costs[1]),
+        *(f"{np.mean([max(ranks) / np.mean(ranks) for ranks, _ in costs]):.3f}" for costs in (contiguous, strided)),
     ]
 
 
 Split = Callable[[NDArray[np.int64]], Sequence[NDArray[np.int64]]]
 
 
-def _theirs_cost(data: TrainData, k: int, split: Split) -> tuple[list[int], int]:
-    """Tokens that each rank computes of batch k if its rows are split so, and the real tokens of all."""
+def _their_cost(data: TrainData, k: int, split: Split) -> tuple[list[int], int]:
+    """Tokens of batch `k` that each rank computes if `split` distributes its rows, and the real tokens of all ranks."""
     tokens = data.batch(k).tokens
     assert tokens is not None
     count = len(tokens.num_documents)
-    shares = [[part, part + count] for part in split(np.arange(count))]  # a query's document stands `count` after it
-    return [count_computed_tokens(columns, tokens.lengths) for columns in shares], int(tokens.lengths.sum())
+    # The document of query i has index i + count.
+    ranks = [[queries, queries + count] for queries in split(np.arange(count))]
+    return [count_computed_tokens(columns, tokens.lengths) for columns in ranks], int(tokens.lengths.sum())
 
 
-def _whole(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _unsplit(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return [rows]
 
 
-def _blocks(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _contiguous(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     bounds = [len(rows) * rank // RANKS for rank in range(RANKS + 1)]
     return [rows[start:stop] for start, stop in pairwise(bounds)]
 
 
-def _strides(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _strided(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return [rows[rank::RANKS] for rank in range(RANKS)]
 
 
-def _padded(found: Sequence[tuple[list[int], int]]) -> float:
-    return 1 - sum(real for _, real in found) / sum(sum(ranks) for ranks, _ in found)
+def _padding_fraction(costs: Sequence[tuple[list[int], int]]) -> float:
+    return 1 - sum(real for _, real in costs) / sum(sum(ranks) for ranks, _ in costs)
 
 
-def _start(one: Case) -> list[object]:
-    """Read and tokenise into an empty cache, then start again from it."""
-    one.tokenizer.ids(["a text"])
-    cache, source = Cache(directory=one.folder / "first"), TrainSource(path=str(one.path), negatives=0)
-    began = seconds()
+def _start(case: Case) -> list[object]:
+    """Read and tokenize into an empty cache, then start again from that cache."""
+    case.tokenizer.ids(["a text"])
+    cache, source = Cache(directory=case.folder / "first"), TrainSource(path=str(case.path), negatives=0)
+    start = seconds()
     data = load_train_data([source], seed=0, global_batch_size=256, cache=cache)
-    read = seconds()
-    data.prepare(one.tokenizer, cache)
-    made = seconds()
-    again = one.data(256, cache=one.folder / "first")
-    over = seconds()
+    rows_read = seconds()
+    data.prepare(case.tokenizer, cache)
+    tokens_ready = seconds()
+    second = case.data(256, cache=case.folder / "first")
+    end = seconds()
     assert data.tokens is not None
-    assert again.tokens is not None
+    assert second.tokens is not None
     tokens = len(data.tokens[0].values)
-    require(len(again.tokens[0].values) == tokens, "data: the second start found other tokens")
-    rates = (len(data) / (read - began), tokens / (made - read))
+    require(len(second.tokens[0].values) == tokens, "data: the second start has a different number of tokens")
+    rates = (len(data) / (rows_read - start), tokens / (tokens_ready - rows_read))
     return [
-        one.name,
+        case.name,
         f"{len(data):,}",
         f"{tokens:,}",
         *(f"{rate:,.0f}" for rate in rates),
-        f"{made - began:.1f}",
-        f"{over - made:.3f}",
+        f"{tokens_ready - start:.1f}",
+        f"{end - tokens_ready:.3f}",
     ]

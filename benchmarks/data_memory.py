@@ -1,4 +1,4 @@
-"""Anonymous memory of a process that reads, tokenises and draws batches of more and more rows."""
+"""Anonymous memory of a process that reads, tokenizes and batches data sets of increasing size."""
 
 import multiprocessing
 import os
@@ -25,13 +25,13 @@ from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 
 SIZES = tuple(int(size) for size in os.environ.get("ROWS", "100000,1000000,10000000").split(","))
 BATCHES, BATCH = 200, 1024
-TITLE = f"Anonymous memory (RssAnon) of one process, {BATCHES} batches of {BATCH:,} rows at random places: peak MiB"
-_PHASES = ("reading", "tokenising", "batches")
+TITLE = f"Anonymous memory (RssAnon) of one process, {BATCHES} batches of {BATCH:,} rows at random indices: peak MiB"
+_PHASES = ("reading", "tokenizing", "batches")
 
 
 @dataclass
 class Measured:
-    """Peaks of RssAnon in MiB and CPU seconds by phase, beside what was resident before."""
+    """Peak RssAnon in MiB and CPU seconds by phase; `before` is RssAnon before the first phase."""
 
     before: float
     peaks: dict[str, float] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Measured:
 def measure() -> str:
     rows = [_row(size) for size in SIZES]
     header = ["rows", "file, MB", "cache, MB", "before", *(f"{phase}, peak (CPU s)" for phase in _PHASES)]
-    return markdown([*header, "rows read / CPU s", "tokens made / CPU s", "CPU ms a batch"], rows)
+    return markdown([*header, "rows read / CPU s", "tokens created / CPU s", "CPU ms per batch"], rows)
 
 
 def _row(size: int) -> list[object]:
@@ -52,29 +52,29 @@ def _row(size: int) -> list[object]:
         file = Path(folder) / "rows.jsonl"
         write_rows(file, size)
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            found = pool.submit(_run, file, Path(folder) / "cache").result()
+            measured = pool.submit(_run, file, Path(folder) / "cache").result()
         megabytes = file.stat().st_size / 1e6
     return [
         f"{size:,}",
         f"{megabytes:,.0f}",
-        f"{found.cache_bytes / 1e6:,.0f}",
-        f"{found.before:,.0f}",
-        *(f"{found.peaks[phase]:,.0f} ({found.seconds[phase]:,.1f})" for phase in _PHASES),
-        f"{size / found.seconds['reading']:,.0f}",
-        f"{found.num_tokens / found.seconds['tokenising']:,.0f}",
-        f"{1000 * found.seconds['batches'] / BATCHES:.1f}",
+        f"{measured.cache_bytes / 1e6:,.0f}",
+        f"{measured.before:,.0f}",
+        *(f"{measured.peaks[phase]:,.0f} ({measured.seconds[phase]:,.1f})" for phase in _PHASES),
+        f"{size / measured.seconds['reading']:,.0f}",
+        f"{measured.num_tokens / measured.seconds['tokenizing']:,.0f}",
+        f"{1000 * measured.seconds['batches'] / BATCHES:.1f}",
     ]
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Rows of a query of 2 or 3 words and a positive of 3 to 6: 4 to 8 tokens a text, hardly any twice."""
+    """Write rows with a query of 2 or 3 words and a positive of 3 to 6: 4 to 8 tokens per text, few duplicates."""
     vocabulary = AutoTokenizer.from_pretrained(MINILM).get_vocab()
     words = sorted(word for word in vocabulary if word.isascii() and word.isalpha() and len(word) > 2)
-    chosen = random.Random(0)
+    generator = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for number in range(count):
-            query = " ".join(chosen.choices(words, k=2 + number % 2))
-            positive = " ".join(chosen.choices(words, k=3 + number % 4))
+            query = " ".join(generator.choices(words, k=2 + number % 2))
+            positive = " ".join(generator.choices(words, k=3 + number % 4))
             file.write(f'{{"query": "{query}", "pos": ["{positive}"]}}\n')
 
 
@@ -82,44 +82,44 @@ def _run(file: Path, directory: Path) -> Measured:
     quiet_libraries()
     tokenizer = TextTokenizer(AutoTokenizer.from_pretrained(MINILM), 256)
     tokenizer.ids(["a text"])
-    found, cache = Measured(_rss_anon()), Cache(directory=directory)
-    with _watched(found, "reading"):
+    measured, cache = Measured(_rss_anon()), Cache(directory=directory)
+    with _sample_memory(measured, "reading"):
         data = load_train_data([TrainSource(path=str(file))], seed=0, global_batch_size=BATCH, cache=cache)
-    with _watched(found, "tokenising"):
+    with _sample_memory(measured, "tokenizing"):
         data.prepare(tokenizer, cache)
-    places = random.Random(1)
-    with _watched(found, "batches"):
+    generator = random.Random(1)
+    with _sample_memory(measured, "batches"):
         for _ in range(BATCHES):
-            batch = data.batch(places.randrange(data.plan.steps_per_epoch * 3))
+            batch = data.batch(generator.randrange(data.plan.steps_per_epoch * 3))
             make_rank_batch(batch, 0, 1, tokenizer, ChunkOptions(16384, pass_overhead_tokens=2048))
     assert data.tokens is not None
-    found.num_tokens = sum(len(tokens.values) for tokens in data.tokens)
-    found.cache_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    return found
+    measured.num_tokens = sum(len(tokens.values) for tokens in data.tokens)
+    measured.cache_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    return measured
 
 
 @contextmanager
-def _watched(found: Measured, phase: str) -> Iterator[None]:
-    """Look at the memory a hundred times a second while the block runs."""
-    peak, over = [_rss_anon()], threading.Event()
+def _sample_memory(measured: Measured, phase: str) -> Iterator[None]:
+    """Sample the memory a hundred times a second while the block runs."""
+    peak, stop = [_rss_anon()], threading.Event()
 
-    def look() -> None:
-        while not over.wait(0.01):
+    def sample() -> None:
+        while not stop.wait(0.01):
             peak[0] = max(peak[0], _rss_anon())
 
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
-    began = time.process_time()
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    start = time.process_time()
     yield
-    found.seconds[phase] = time.process_time() - began
-    over.set()
-    watcher.join()
-    found.peaks[phase] = max(peak[0], _rss_anon())
+    measured.seconds[phase] = time.process_time() - start
+    stop.set()
+    sampler.join()
+    measured.peaks[phase] = max(peak[0], _rss_anon())
 
 
 def _rss_anon() -> float:
-    """MiB of this process that no file stands behind."""
+    """Anonymous memory of this process in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1024
-    raise OSError("this kernel does not tell RssAnon")
+    raise OSError("this kernel does not report RssAnon")

@@ -1,11 +1,11 @@
-"""Encoding documents beside SentenceTransformer.encode, tokenising included on both sides."""
+"""Encoding documents compared with SentenceTransformer.encode; both times include tokenization."""
 
 import torch
 import torch.nn.functional as F
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
-from benchmarks.inputs import MINILM, minilm, precisions, retrieval_set
+from benchmarks.inputs import MINILM, load_minilm, precisions, retrieval_set
 from benchmarks.measure import interleave, markdown, ratio, require, speed, unit
 from embedtrain.config.evaluation import EvaluationConfig
 from embedtrain.config.recipe import Precision
@@ -13,40 +13,40 @@ from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.types import RetrievalSet
 from embedtrain.inference.encode import SentenceEncoder
 
-DOCUMENTS, FEW = 500, 32
+DOCUMENTS, WARMUP_DOCUMENTS = 500, 32
 CHUNK_TOKENS = EvaluationConfig().chunk_tokens
 TITLE = f"Encoding {DOCUMENTS} documents, all-MiniLM-L6-v2, against SentenceTransformer.encode"
-# With theirs in fp32, which is its default, whatever ours is in.
-LEAST_COSINE = {Precision.fp32: 0.9999, Precision.bf16: 0.999}
+# Relative to theirs in fp32, its default, for each of our precisions.
+MIN_COSINE = {Precision.fp32: 0.9999, Precision.bf16: 0.999}
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
-# Ours, and theirs that it is held against.
+# Our precision, and theirs.
 COMPARED = ((Precision.bf16, Precision.fp32), (Precision.bf16, Precision.bf16), (Precision.fp32, Precision.fp32))
 
 
 class Ours:
-    """Encodes the documents; round 0, which warms up, a few of them."""
+    """Encodes the documents with embedtrain; round 0 warms up on a few of them."""
 
     def __init__(self, world: World, precision: Precision, texts: list[str]) -> None:
-        model = minilm(world, precision)
+        model = load_minilm(world, precision)
         self.encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=CHUNK_TOKENS)
         self.texts, self.tokens = texts, sum(len(ids) for ids in model.tokenizer.ids(texts))
 
-    def __call__(self, number: int) -> Tensor:
+    def __call__(self, round_number: int) -> Tensor:
         """Vectors, float32 [n, D]."""
-        return self.encoder.encode_all(self.texts if number else self.texts[:FEW])
+        return self.encoder.encode_all(self.texts if round_number else self.texts[:WARMUP_DOCUMENTS])
 
 
 class Theirs:
-    """The same by sentence-transformers, its weights in the precision."""
+    """Encodes the documents with sentence-transformers, with weights in `precision`."""
 
     def __init__(self, world: World, precision: Precision, texts: list[str]) -> None:
         dtype = {"dtype": DTYPES[precision]}
         self.model, self.texts = SentenceTransformer(MINILM, device=str(world.device), model_kwargs=dtype), texts
 
-    def __call__(self, number: int) -> Tensor:
+    def __call__(self, round_number: int) -> Tensor:
         """Vectors, float32 [n, D]."""
-        chosen = self.texts if number else self.texts[:FEW]
-        vectors: Tensor = self.model.encode(chosen, convert_to_tensor=True, show_progress_bar=False)
+        texts = self.texts if round_number else self.texts[:WARMUP_DOCUMENTS]
+        vectors: Tensor = self.model.encode(texts, convert_to_tensor=True, show_progress_bar=False)
         return vectors.float()
 
 
@@ -55,19 +55,22 @@ def measure(num_documents: int = DOCUMENTS) -> str:
         data = retrieval_set(min(100, num_documents), num_documents).data
         assert isinstance(data, RetrievalSet)
         texts = list(data.documents.texts)
-        mine = {precision: Ours(world, precision, texts) for precision in precisions()}
+        ours = {precision: Ours(world, precision, texts) for precision in precisions()}
         theirs = {precision: Theirs(world, precision, texts) for precision in precisions()}
-        timed = interleave(*mine.values(), *theirs.values())
-    ours, others = (dict(zip(mine, part, strict=True)) for part in (timed[: len(mine)], timed[len(mine) :]))
+        timed = interleave(*ours.values(), *theirs.values())
+    our_rounds = dict(zip(ours, timed[: len(ours)], strict=True))
+    their_rounds = dict(zip(theirs, timed[len(ours) :], strict=True))
     rows = []
-    for one, other in COMPARED:
-        if one in ours and other in others:
-            vectors = zip(ours[one], others[Precision.fp32], strict=True)
+    for our_precision, their_precision in COMPARED:
+        if our_precision in ours and their_precision in theirs:
+            our_timed, their_timed = our_rounds[our_precision], their_rounds[their_precision]
+            vectors = zip(our_timed, their_rounds[Precision.fp32], strict=True)
             cosine = min(float(F.cosine_similarity(a.value, b.value).min()) for a, b in vectors)
-            require(cosine >= LEAST_COSINE[one], f"encoding: a vector's cosine with theirs in fp32 is {cosine}")
-            tokens = [mine[one].tokens] * len(ours[one])
-            speeds = [f"{speed(side, tokens):,.0f}" for side in (ours[one], others[other])]
-            rows.append([one.value, other.value, *speeds, ratio(ours[one], others[other]), f"{cosine:.6f}"])
+            require(cosine >= MIN_COSINE[our_precision], f"encoding: a vector's cosine with theirs in fp32 is {cosine}")
+            tokens = [ours[our_precision].tokens] * len(our_timed)
+            speeds = [f"{speed(rounds, tokens):,.0f}" for rounds in (our_timed, their_timed)]
+            precision_cells = [our_precision.value, their_precision.value]
+            rows.append([*precision_cells, *speeds, ratio(our_timed, their_timed), f"{cosine:.6f}"])
     per_s = f"real tokens / {unit()}"
-    cosine_of = "least cosine of ours with theirs in fp32"
-    return markdown(["ours", "theirs", f"ours, {per_s}", f"theirs, {per_s}", "ratio", cosine_of], rows)
+    cosine_header = "min cosine of ours with theirs in fp32"
+    return markdown(["ours", "theirs", f"ours, {per_s}", f"theirs, {per_s}", "ratio", cosine_header], rows)

@@ -1,4 +1,4 @@
-"""Evaluating on one and on two ranks beside sentence-transformers' evaluator: the same figures, time, memory."""
+"""Evaluating on one and two ranks compared with sentence-transformers' evaluator: equal metrics, time, memory."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.evaluation import InformationRetrievalEvaluator
 
-from benchmarks.inputs import MINILM, minilm, retrieval_set
+from benchmarks.inputs import MINILM, load_minilm, retrieval_set
 from benchmarks.measure import ROUNDS, markdown, require
 from benchmarks.ranks import on_ranks, world_of
 from embedtrain.config.evaluation import EvaluationConfig
@@ -26,77 +26,77 @@ TITLE = (
     f"Evaluating all-MiniLM-L6-v2 on {QUERIES} queries and {DOCUMENTS} documents of recipes/quickstart/dev-en, "
     f"against InformationRetrievalEvaluator"
 )
-# The figures that both have, by our name and by theirs.
-SAME = {"ndcg@10": "cosine_ndcg@10", "mrr@10": "cosine_mrr@10", "recall@10": "cosine_recall@10"}
+# The metrics of both evaluators: our name and theirs.
+COMMON_METRICS = {"ndcg@10": "cosine_ndcg@10", "mrr@10": "cosine_mrr@10", "recall@10": "cosine_recall@10"}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One process's evaluation. `extra` and `peak` are MiB: over what was there with the model loaded, and in all."""
+    """Evaluation in one process. `peak` is its peak memory in MiB, `extra` the part above that of the loaded model."""
 
     seconds: float
     cpu_seconds: float
     extra: float
     peak: float
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 def measure() -> str:
-    """Every round each side in fresh processes, who goes first in turns; round 0 warms the disk's cache up."""
-    sides: list[Callable[[], list[Measured]]] = [lambda: on_ranks(1, _theirs)]
-    sides += [partial(lambda size: on_ranks(size, partial(_ours, size)), size) for size in SIZES]
-    rounds: list[list[list[Measured]]] = [[] for _ in sides]
-    for number in range(ROUNDS):
-        for turn in range(len(sides)):
-            place = (turn + number) % len(sides)
-            rounds[place].append(sides[place]())
-    theirs = rounds[0][0][0].figures
-    for name, side in zip(("theirs", *map(str, SIZES)), rounds, strict=True):
-        for one in (one for ranks in side for one in ranks):
-            near = all(abs(one.figures[metric] - theirs[metric]) < 1e-6 for metric in SAME)
-            require(near, f"evaluation: figures of {name} are {one.figures}, theirs are {theirs}")
+    """Run each evaluation in new processes in every round, alternating which goes first."""
+    evaluations: list[Callable[[], list[Measured]]] = [lambda: on_ranks(1, _theirs)]
+    evaluations += [partial(lambda size: on_ranks(size, partial(_ours, size)), size) for size in SIZES]
+    rounds: list[list[list[Measured]]] = [[] for _ in evaluations]
+    for round_number in range(ROUNDS):
+        for position in range(len(evaluations)):
+            index = (position + round_number) % len(evaluations)
+            rounds[index].append(evaluations[index]())
+    theirs = rounds[0][0][0].metrics
+    for name, results in zip(("theirs", *map(str, SIZES)), rounds, strict=True):
+        for measured in (measured for ranks in results for measured in ranks):
+            equal = all(abs(measured.metrics[metric] - theirs[metric]) < 1e-6 for metric in COMMON_METRICS)
+            require(equal, f"evaluation: metrics of {name} are {measured.metrics}, theirs are {theirs}")
     names = ["InformationRetrievalEvaluator, 1 process", *(f"ours, {size} rank{'s' * (size > 1)}" for size in SIZES)]
-    table = [_row(name, side, rounds) for name, side in zip(names, rounds, strict=True)]
+    table = [_row(name, results, rounds) for name, results in zip(names, rounds, strict=True)]
     header = [
         "",
         "wall s",
         "times theirs",
-        "times ours on 1",
+        "times ours on 1 rank",
         "busiest rank, CPU s",
-        "extra MiB a rank",
-        "peak MiB a rank",
+        "extra MiB per rank",
+        "peak MiB per rank",
     ]
-    return markdown([*header, *SAME], table)
+    return markdown([*header, *COMMON_METRICS], table)
 
 
-def _row(name: str, side: list[list[Measured]], rounds: list[list[list[Measured]]]) -> list[object]:
-    walls = [_wall(ranks) for ranks in side]
-    cpu = statistics.median(max(one.cpu_seconds for one in ranks) for ranks in side)
-    extra = max(one.extra for ranks in side for one in ranks)
-    peak = max(one.peak for ranks in side for one in ranks)
-    figures = [f"{side[0][0].figures[metric]:.6f}" for metric in SAME]
-    times = [_times(walls, [_wall(ranks) for ranks in other]) for other in rounds[:2]]
-    return [name, f"{statistics.median(walls):.2f}", *times, f"{cpu:.2f}", f"{extra:.0f}", f"{peak:.0f}", *figures]
+def _row(name: str, results: list[list[Measured]], rounds: list[list[list[Measured]]]) -> list[object]:
+    walls = [_wall(ranks) for ranks in results]
+    cpu = statistics.median(max(rank.cpu_seconds for rank in ranks) for ranks in results)
+    extra = max(rank.extra for ranks in results for rank in ranks)
+    peak = max(rank.peak for ranks in results for rank in ranks)
+    metrics = [f"{results[0][0].metrics[metric]:.6f}" for metric in COMMON_METRICS]
+    times = [_times(walls, [_wall(ranks) for ranks in baseline]) for baseline in rounds[:2]]
+    return [name, f"{statistics.median(walls):.2f}", *times, f"{cpu:.2f}", f"{extra:.0f}", f"{peak:.0f}", *metrics]
 
 
 def _wall(ranks: list[Measured]) -> float:
-    return max(one.seconds for one in ranks)
+    return max(rank.seconds for rank in ranks)
 
 
-def _times(ours: list[float], others: list[float]) -> str:
-    ratios = sorted(b / a for a, b in zip(ours, others, strict=True))
+def _times(seconds: list[float], baseline: list[float]) -> str:
+    ratios = sorted(b / a for a, b in zip(seconds, baseline, strict=True))
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def _ours(size: int, rank: int, folder: Path) -> Measured:
     loaded = retrieval_set(QUERIES, DOCUMENTS)
-    with world_of(size, rank, folder / "store", most=max(SIZES)) as world:
-        model = minilm(world, Precision.fp32)
+    with world_of(size, rank, folder / "store", min_gpus=max(SIZES)) as world:
+        model = load_minilm(world, Precision.fp32)
         encoder = SentenceEncoder(model.encoder, model.tokenizer, world, chunk_tokens=CHUNK_TOKENS)
         evaluator = Evaluator([loaded], encoder, world)
-        encoder.encode_all(["the first pass makes what later ones use"])
+        encoder.encode_all(["a warm-up text"])
         world.barrier()
-        return _measured(world.device, lambda: evaluator.evaluate()[loaded.data.name])
+        return _measure(world.device, lambda: evaluator.evaluate()[loaded.data.name])
 
 
 def _theirs(_rank: int, _folder: Path) -> Measured:
@@ -111,18 +111,18 @@ def _theirs(_rank: int, _folder: Path) -> Measured:
         ndcg_at_k=[10], mrr_at_k=[10], map_at_k=[100], accuracy_at_k=[10], precision_recall_at_k=[10, 100],
         main_score_function="cosine", write_csv=False,
     )  # fmt: skip
-    model.encode(["the first pass makes what later ones use"])
-    found = _measured(device, lambda: evaluator(model))
+    model.encode(["a warm-up text"])
+    measured = _measure(device, lambda: evaluator(model))
     return Measured(
-        found.seconds,
-        found.cpu_seconds,
-        found.extra,
-        found.peak,
-        {ours: found.figures[name] for ours, name in SAME.items()},
+        measured.seconds,
+        measured.cpu_seconds,
+        measured.extra,
+        measured.peak,
+        {our_name: measured.metrics[name] for our_name, name in COMMON_METRICS.items()},
     )
 
 
-def _measured(device: torch.device, evaluate: Callable[[], dict[str, float]]) -> Measured:
+def _measure(device: torch.device, evaluate: Callable[[], dict[str, float]]) -> Measured:
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -130,13 +130,13 @@ def _measured(device: torch.device, evaluate: Callable[[], dict[str, float]]) ->
     else:
         Path("/proc/self/clear_refs").write_text("5")
         before = _resident("VmRSS")
-    wall, cpu = time.perf_counter(), time.process_time()
-    figures = evaluate()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    metrics = evaluate()
     if cuda:
         torch.cuda.synchronize(device)
-    seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if cuda else _resident("VmHWM")
-    return Measured(seconds, cpu_seconds, peak - before, peak, figures)
+    return Measured(seconds, cpu_seconds, peak - before, peak, metrics)
 
 
 def _resident(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Models of real sizes with random weights, and random texts of mixed lengths: for what no download is needed for."""
+"""Models of real sizes with random weights, and random texts of mixed lengths; nothing is downloaded."""
 
 import json
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ _FIRST_ID, _LAST_ID = 1000, 30000  # no special tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Sized:
-    """A model, and how much of it fits on a GPU of 141 GB.
+    """A model and the batch that fits on a GPU of 141 GB.
 
     Attributes:
-        name: for the table.
-        config: as its `config.json` has it; dropout off.
-        pooling: of its vectors.
-        pairs: of a batch all of whose graphs are kept.
-        chunk_tokens: of one forward pass.
+        name: name in the table.
+        config: values of `config.json`; dropout is off.
+        pooling: pooling of the token embeddings.
+        pairs: pairs in a batch whose graphs are all cached.
+        chunk_tokens: tokens of one forward pass.
     """
 
     name: str
@@ -101,40 +101,40 @@ MODELS = (
 
 
 def tiny(model: Sized) -> Sized:
-    """The same architecture, so small that a CPU trains it at once."""
-    few = {"vocab_size": 31000, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    """The same architecture, small enough to train quickly on a CPU."""
+    small = {"vocab_size": 31000, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
     heads = {"num_attention_heads": 2} | (
         {"num_key_value_heads": 1, "head_dim": 16} if "head_dim" in model.config else {}
     )
-    return replace(model, config={**model.config, **few, **heads}, pairs=4, chunk_tokens=512)
+    return replace(model, config={**model.config, **small, **heads}, pairs=4, chunk_tokens=512)
 
 
 @contextmanager
 def saved(model: Sized, device: torch.device) -> Iterator[Path]:
-    """A sentence-transformers directory of the model with random weights in bf16, made on `device`."""
+    """A sentence-transformers directory of the model, with random bf16 weights that are initialized on `device`."""
     with TemporaryDirectory(prefix="embedtrain-bench-") as folder:
         values = dict(model.config)
         torch.manual_seed(0)
         with torch.device(device):
-            made = AutoModel.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
-        made.to(torch.bfloat16).save_pretrained(folder)
-        del made
+            backbone = AutoModel.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+        backbone.to(torch.bfloat16).save_pretrained(folder)
+        del backbone
         AutoTokenizer.from_pretrained(MINILM, model_max_length=LONGEST).save_pretrained(folder)
-        _as_sentence_transformer(model, Path(folder))
+        _write_sentence_transformers_files(model, Path(folder))
         yield Path(folder)
 
 
-def _as_sentence_transformer(model: Sized, folder: Path) -> None:
-    """Make the directory one of sentence-transformers."""
+def _write_sentence_transformers_files(model: Sized, folder: Path) -> None:
+    """Write the files that make `folder` a sentence-transformers directory."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     modules = [
-        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for place, (kind, path) in enumerate(kinds.items())
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(kinds.items())
     ]
     mode = {Pooling.cls: "cls_token", Pooling.mean: "mean_tokens", Pooling.last: "lasttoken"}[model.pooling]
     pooling = {"word_embedding_dimension": model.config["hidden_size"], f"pooling_mode_{mode}": True}
     if model.pooling is not Pooling.mean:
-        pooling["pooling_mode_mean_tokens"] = False  # its default
+        pooling["pooling_mode_mean_tokens"] = False  # True by default
     (folder / "1_Pooling").mkdir()
     (folder / "2_Normalize").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
@@ -143,29 +143,29 @@ def _as_sentence_transformer(model: Sized, folder: Path) -> None:
 
 
 def load(folder: Path, world: World, *, attention: Attention = Attention.auto, compiled: bool = False) -> LoadedModel:
-    """The saved model, trained in bf16 as a run does: fp32 weights, computed in bf16."""
+    """Load the saved model as a bf16 run does: weights in fp32, computation in bf16."""
     config = ModelConfig(path=str(folder), attention=attention)
     return load_model(config, ParallelConfig(precision=Precision.bf16, compile=compiled), world, seed=0)
 
 
 class RandomTexts:
-    """Tokens of queries and documents with log-normal lengths; see BatchTokens."""
+    """Tokens of queries and documents with log-normal lengths (implements BatchTokens)."""
 
     def __init__(self, pairs: int, seed: int) -> None:
-        random = np.random.default_rng(seed)
+        generator = np.random.default_rng(seed)
         median = MEAN_LENGTH / np.exp(SPREAD**2 / 2)
-        drawn = random.lognormal(np.log(median), SPREAD, 2 * pairs)
-        self.lengths = np.clip(drawn, SHORTEST, LONGEST).astype(np.int64)
+        lengths = generator.lognormal(np.log(median), SPREAD, 2 * pairs)
+        self.lengths = np.clip(lengths, SHORTEST, LONGEST).astype(np.int64)
         self.num_documents = np.ones(pairs, dtype=np.int64)
         self.keys = np.arange(2 * pairs, dtype=np.int64)
         self._ends = np.cumsum(self.lengths)
-        self._values = random.integers(_FIRST_ID, _LAST_ID, int(self._ends[-1]), dtype=np.int32)
+        self._values = generator.integers(_FIRST_ID, _LAST_ID, int(self._ends[-1]), dtype=np.int32)
 
     def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """One text's tokens after the other's."""
+        """Token ids of the texts, concatenated."""
         parts = [self._values[self._ends[text] - self.lengths[text] : self._ends[text]] for text in texts]
         return np.concatenate(parts)
 
     def batch(self) -> GlobalBatch:
-        """All of them as one batch."""
+        """All texts as one batch."""
         return GlobalBatch(0, [Row("", ("",))] * len(self.num_documents), tokens=self, has_loss_columns=False)

@@ -1,4 +1,4 @@
-"""What is measured on: all-MiniLM-L6-v2 and the quickstart's texts, both there without a network."""
+"""Inputs of the measurements: all-MiniLM-L6-v2 and the texts of the quickstart; neither needs a network."""
 
 import tempfile
 from dataclasses import replace
@@ -24,17 +24,17 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart"
 
 
 def train_data(global_batch_size: int, tokenizer: TextTokenizer | None = None) -> TrainData:
-    """The quickstart's English rows; with a tokenizer their tokens as well, as a run finds them in its cache."""
+    """The quickstart's English rows; with a tokenizer also their tokens, as a run reads them from its cache."""
     sources = [TrainSource(path=str(QUICKSTART / "train-en.jsonl.gz"))]
     data = load_train_data(sources, seed=0, global_batch_size=global_batch_size)
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as folder:  # what is mapped stays
+        with tempfile.TemporaryDirectory() as folder:  # mapped files remain readable after deletion
             data.prepare(tokenizer, Cache(directory=Path(folder)))
     return data
 
 
 def retrieval_set(num_queries: int, num_documents: int) -> LoadedSet:
-    """The first queries of dev-en, the documents that answer them, and others up to `num_documents`."""
+    """The first queries of dev-en and `num_documents` documents, which include the relevant ones."""
     loaded = read_set(EvaluationSet(path=str(QUICKSTART / "dev-en")))
     assert isinstance(loaded.data, RetrievalSet)
     judged = loaded.data.judged_queries[:num_queries]
@@ -47,24 +47,24 @@ def retrieval_set(num_queries: int, num_documents: int) -> LoadedSet:
     )
 
 
-def minilm(world: World, precision: Precision) -> LoadedModel:
+def load_minilm(world: World, precision: Precision) -> LoadedModel:
     return load_model(ModelConfig(path=MINILM), ParallelConfig(precision=precision), world, seed=0)
 
 
 def small_bert(world: World, strategy: Strategy, *, reshard_after_forward: bool | None = None) -> LoadedModel:
-    """As many layers as MiniLM, narrow and with random weights: for what does not depend on the width."""
+    """A narrow BERT with random weights and as many layers as MiniLM, for results that do not depend on the width."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 64}
     model = ModelConfig(config={"model_type": "bert", **sizes}, tokenizer=MINILM, pooling=Pooling.mean, max_length=256)
     parallel = ParallelConfig(strategy=strategy, precision=Precision.fp32, reshard_after_forward=reshard_after_forward)
     return load_model(model, parallel, world, seed=0)
 
 
-def without_dropout(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
+def disable_dropout(module: nn.Module) -> None:
+    for submodule in module.modules():
+        if isinstance(submodule, nn.Dropout):
+            submodule.p = 0.0
 
 
 def precisions() -> list[Precision]:
-    """fp32, and bf16 where there is hardware for it: other CPUs are slower in bf16."""
+    """fp32, and bf16 if the hardware supports it; other CPUs are slower in bf16."""
     return [Precision.fp32, *[Precision.bf16] * (torch.cuda.is_available() or bool(bf16_units()))]

@@ -1,4 +1,4 @@
-"""What all tables share: the clock, interleaved rounds, checks, Markdown."""
+"""Shared by all tables: the clock, interleaved rounds, checks, Markdown."""
 
 import os
 import platform
@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 class WrongResult(Exception):
-    """The two sides disagree, so their speed says nothing."""
+    """The results of two implementations differ, so their speeds cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed(Generic[T]):
-    """What one call gave and how long it took."""
+    """The result of a call and its seconds."""
 
     value: T
     seconds: float
 
 
 def seconds() -> float:
-    """CPU seconds of this process, which neighbours on the machine do not stretch; with a GPU, the wall's."""
+    """CPU seconds of this process, which other load does not stretch; wall seconds if there is a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -37,33 +37,33 @@ def seconds() -> float:
 
 
 def interleave(*calls: Callable[[int], T]) -> list[list[Timed[T]]]:
-    """Call each with the round's number, round by round, who goes first in turns; each one's rounds in order.
+    """Call each function once per round with the round's number, alternating which goes first.
 
-    Round 0 warms up and is left out.
+    Round 0 warms up and is not returned. The result has a list of rounds for each function.
     """
     timed: list[list[Timed[T]]] = [[] for _ in calls]
-    for number in range(ROUNDS + 1):
-        for turn in range(len(calls)):
-            place = (turn + number) % len(calls)
-            began = seconds()
-            value = calls[place](number)
-            timed[place].append(Timed(value, seconds() - began))
+    for round_number in range(ROUNDS + 1):
+        for position in range(len(calls)):
+            index = (position + round_number) % len(calls)
+            start = seconds()
+            value = calls[index](round_number)
+            timed[index].append(Timed(value, seconds() - start))
     return [rounds[1:] for rounds in timed]
 
 
 def ratio(ours: Sequence[Timed[T]], theirs: Sequence[Timed[T]]) -> str:
-    """How many times theirs took of what ours took: the median of the rounds, with the smallest and the largest."""
-    found = sorted(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
-    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+    """Seconds of theirs divided by seconds of ours: the median, the smallest and the largest of the rounds."""
+    ratios = sorted(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
-def speed(side: Sequence[Timed[T]], tokens: Sequence[int]) -> float:
-    """Median real tokens a second."""
-    return statistics.median(n / one.seconds for n, one in zip(tokens, side, strict=True))
+def speed(rounds: Sequence[Timed[T]], tokens: Sequence[int]) -> float:
+    """Median of real tokens per second."""
+    return statistics.median(n / timed.seconds for n, timed in zip(tokens, rounds, strict=True))
 
 
-def require(right: bool, message: str) -> None:
-    if not right:
+def require(condition: bool, message: str) -> None:
+    if not condition:
         raise WrongResult(message)
 
 
@@ -73,14 +73,14 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def unit() -> str:
-    """What `seconds` counts."""
+    """Unit of `seconds`."""
     return "s" if torch.cuda.is_available() else "CPU s"
 
 
 def bf16_units() -> tuple[str, ...]:
-    """What this machine's CPU has to multiply bf16 with; without any of it bf16 is slower than fp32."""
-    known = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "bf16"}  # the last is ARM's
-    return tuple(name for flag, name in known.items() if flag in _cpu("flags", "Features").split())
+    """Units of this CPU that multiply bf16; without any, bf16 is slower than fp32."""
+    units = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "bf16"}  # the last is ARM's
+    return tuple(name for flag, name in units.items() if flag in _cpu("flags", "Features").split())
 
 
 def machine() -> str:
@@ -88,11 +88,11 @@ def machine() -> str:
     cpu = f"{_cpu('model name') or platform.machine()} ({', '.join(bf16_units()) or 'no bf16 units'})"
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "sentence-transformers"))
-    return f"{os.cpu_count()} cores, {cpu}{gpu}; Python {platform.python_version()}, {versions}; 1 thread a process"
+    return f"{os.cpu_count()} cores, {cpu}{gpu}; Python {platform.python_version()}, {versions}; 1 thread per process"
 
 
 def _cpu(*names: str) -> str:
-    """What Linux says of the first core."""
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.is_file() else []
+    """The first value in /proc/cpuinfo under one of `names`."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(names)), "")

@@ -1,4 +1,4 @@
-"""What a plan says of memory beside what real training steps take at most, on this machine's ranks."""
+"""Memory that a plan predicts, compared with the peak memory of real training steps on this machine."""
 
 import contextlib
 import gc
@@ -38,9 +38,9 @@ from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
 from embedtrain.training.state import EncoderWithLoss, TrainState
 from embedtrain.training.step import StepContext, train_step
 
-TITLE = "A plan's memory against what training steps take at most, MB of one rank"
-STEPS = 2  # Adam's moments are there from the second on
-# A general allocator keeps what is freed for later; what is asked for in large pieces then goes back at once.
+TITLE = "Planned memory and peak memory of training steps, MB of one rank"
+STEPS = 2  # Adam's moments exist from the second step on
+# malloc retains freed memory; these thresholds return large blocks to the system at once.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 XLMR = {
     "model_type": "xlm-roberta",
@@ -56,7 +56,7 @@ XLMR = {
 }
 LLAMA = {
     "model_type": "llama",
-    "vocab_size": 24000,  # an embedding that is a group of its own
+    "vocab_size": 24000,  # the embedding is an FSDP group of its own
     "hidden_size": 768,
     "num_hidden_layers": 6,
     "num_attention_heads": 12,
@@ -68,7 +68,7 @@ LLAMA = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A training to plan and to measure."""
+    """A training step to plan and to measure."""
 
     name: str
     config: dict[str, Any]
@@ -82,7 +82,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Bytes of one rank."""
+    """Planned and measured bytes of one rank."""
 
     planned: float
     measured: float
@@ -91,69 +91,78 @@ class Compared:
 
 
 def cases() -> list[Case]:
-    large = torch.cuda.is_available()
-    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24}
-    xlmr = {**XLMR, **wide, "vocab_size": 250002, "max_position_embeddings": 514} if large else XLMR
-    size: dict[str, Any] = {"rows": 256, "chunk_tokens": 32768, "length": 256} if large else {}
-    whole, sharded = partial(ParallelConfig, strategy=Strategy.ddp), partial(ParallelConfig, strategy=Strategy.fsdp)
-    found = [
-        Case(name="XLM-R", config=xlmr, parallel=whole(precision=Precision.fp32), **size),
-        Case(name="XLM-R", config=xlmr, parallel=whole(precision=Precision.bf16), **{**size, "rows": 2 * _rows(size)}),
-        Case(name="Llama", config=LLAMA, parallel=whole(), **size),
-        Case(name="Llama, LoRA", config=LLAMA, parallel=whole(), lora=LoraConfig(rank=16), **size),
-        Case(name="XLM-R", config=xlmr, parallel=whole(activation_checkpointing=True), **size),
+    gpu = torch.cuda.is_available()
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24}
+    xlmr = {**XLMR, **large, "vocab_size": 250002, "max_position_embeddings": 514} if gpu else XLMR
+    size: dict[str, Any] = {"rows": 256, "chunk_tokens": 32768, "length": 256} if gpu else {}
+    replicated, sharded = (
+        partial(ParallelConfig, strategy=Strategy.ddp),
+        partial(ParallelConfig, strategy=Strategy.fsdp),
+    )
+    all_cases = [
+        Case(name="XLM-R", config=xlmr, parallel=replicated(precision=Precision.fp32), **size),
+        Case(
+            name="XLM-R",
+            config=xlmr,
+            parallel=replicated(precision=Precision.bf16),
+            **{**size, "rows": 2 * _rows(size)},
+        ),
+        Case(name="Llama", config=LLAMA, parallel=replicated(), **size),
+        Case(name="Llama, LoRA", config=LLAMA, parallel=replicated(), lora=LoraConfig(rank=16), **size),
+        Case(name="XLM-R", config=xlmr, parallel=replicated(activation_checkpointing=True), **size),
     ]
-    several = torch.cuda.device_count() if large else 2
-    if several > 1:
-        found += [
-            Case(name="XLM-R", config=xlmr, parallel=sharded(precision=Precision.fp32), ranks=several, **size),
-            Case(name="Llama", config=LLAMA, parallel=sharded(reshard_after_forward=True), ranks=several, **size),
-            Case(name="Llama", config=LLAMA, parallel=sharded(reshard_after_forward=False), ranks=several, **size),
+    ranks = torch.cuda.device_count() if gpu else 2
+    if ranks > 1:
+        all_cases += [
+            Case(name="XLM-R", config=xlmr, parallel=sharded(precision=Precision.fp32), ranks=ranks, **size),
+            Case(name="Llama", config=LLAMA, parallel=sharded(reshard_after_forward=True), ranks=ranks, **size),
+            Case(name="Llama", config=LLAMA, parallel=sharded(reshard_after_forward=False), ranks=ranks, **size),
         ]
-    return found
+    return all_cases
 
 
 def measure() -> str:
     rows = []
     for case in cases():
-        found = compare(case)
-        ratio = f"{found.planned / found.measured:.2f}"
-        told = [f"{case.name}, {case.parallel.precision.value}", case.ranks, found.layout]
-        rows.append([*told, f"{found.planned / 1e6:,.0f}", f"{found.measured / 1e6:,.0f}", ratio, found.moment])
-    return markdown(["model", "ranks", "layout", "planned", "measured", "ratio", "planned to be most when"], rows)
+        result = compare(case)
+        ratio = f"{result.planned / result.measured:.2f}"
+        names = [f"{case.name}, {case.parallel.precision.value}", case.ranks, result.layout]
+        rows.append([*names, f"{result.planned / 1e6:,.0f}", f"{result.measured / 1e6:,.0f}", ratio, result.moment])
+    return markdown(["model", "ranks", "layout", "planned", "measured", "ratio", "phase of the planned peak"], rows)
 
 
 def compare(case: Case) -> Compared:
-    """Plan a case, train it for some steps on fresh ranks, and take the rank that took most."""
+    """Plan a case, train it for a few steps in new processes, and return the rank with the highest peak."""
     with _environment():
-        found = on_ranks(case.ranks, partial(_on_rank, case))
-    return max(found, key=lambda one: one.measured)
+        results = on_ranks(case.ranks, partial(_on_rank, case))
+    return max(results, key=lambda result: result.measured)
 
 
 def _on_rank(case: Case, rank: int, folder: Path) -> Compared:
-    with world_of(case.ranks, rank, folder / "store", most=case.ranks) as world:
+    with world_of(case.ranks, rank, folder / "store", min_gpus=case.ranks) as world:
         small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
-        _trained(replace(case, config={**case.config, **small, "num_attention_heads": 4}), world)  # what stays for good
+        # Allocate first what a process never frees.
+        _train(replace(case, config={**case.config, **small, "num_attention_heads": 4}), world)
         gc.collect()
-        before = _Before(world.device)
-        planned, layout, moment = _trained(case, world)
-        return Compared(planned, before.most(), layout, moment)
+        memory = _MemoryGrowth(world.device)
+        planned, layout, moment = _train(case, world)
+        return Compared(planned, memory.peak(), layout, moment)
 
 
-def _trained(case: Case, world: World) -> tuple[float, str, str]:
-    """Train; what the plan said before."""
+def _train(case: Case, world: World) -> tuple[float, str, str]:
+    """Plan and train; return the planned bytes, layout and phase."""
     encoder = build_encoder(open_model_source(ModelConfig(config=case.config, pooling=Pooling.mean)))
     if case.lora.on:
         add_adapters(encoder, case.lora, None, torch.bfloat16)
     blocks, gpu, parallel = find_blocks(encoder), world.device.type == "cuda", case.parallel
     enable_packing(encoder)
-    facts = model_spec(encoder, blocks, precision=parallel.precision, tokens_per_text=case.length, gpu=gpu, packed=True)
-    machines = ClusterSpec(ranks=world.size, per_node=world.size, memory=2**40, gpu=gpu)
+    spec = model_spec(encoder, blocks, precision=parallel.precision, tokens_per_text=case.length, gpu=gpu, packed=True)
+    cluster = ClusterSpec(ranks=world.size, per_node=world.size, memory=2**40, gpu=gpu)
     rows = case.rows * world.size
-    work = StepWorkload(rows=rows, tokens_per_text=case.length, chunk_tokens=case.chunk_tokens)
-    left_open = {"reshard_after_forward": parallel.reshard_after_forward is not False}
-    left_open["activation_checkpointing"] = bool(parallel.activation_checkpointing)
-    choice = choose_layout(replace(parallel, **left_open), machines, facts, work, always_measure=True)
+    workload = StepWorkload(rows=rows, tokens_per_text=case.length, chunk_tokens=case.chunk_tokens)
+    defaults = {"reshard_after_forward": parallel.reshard_after_forward is not False}
+    defaults["activation_checkpointing"] = bool(parallel.activation_checkpointing)
+    choice = choose_layout(replace(parallel, **defaults), cluster, spec, workload, always_measure=True)
     assert choice.best is not None
     shard_(encoder, blocks, choice.layout, parallel, world.device)
     with torch.no_grad():
@@ -183,7 +192,7 @@ def _trained(case: Case, world: World) -> tuple[float, str, str]:
 
 
 class _Texts:
-    """Tokens of texts of one length; see BatchTokens."""
+    """Tokens of texts of equal length (implements BatchTokens)."""
 
     def __init__(self, rows: int, length: int) -> None:
         self.num_documents = np.ones(rows, dtype=np.int64)
@@ -196,29 +205,29 @@ class _Texts:
         ).astype(np.int32)
 
 
-class _Before:
-    """What a rank takes now, and then how much more it took at most; files that are mapped are not counted."""
+class _MemoryGrowth:
+    """Peak memory of a rank above its memory now; mapped files are not counted."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-            self.taken, self.files = torch.cuda.memory_allocated(device), 0
+            self.before, self.files = torch.cuda.memory_allocated(device), 0
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # the highest so far is now
-            self.taken, self.files = _status("VmRSS"), _status("RssFile")
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+            self.before, self.files = _status("VmRSS"), _status("RssFile")
 
-    def most(self) -> float:
+    def peak(self) -> float:
         if self.device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated(self.device) - self.taken)
-        return float(_status("VmHWM") - self.taken - (_status("RssFile") - self.files))
+            return float(torch.cuda.max_memory_allocated(self.device) - self.before)
+        return float(_status("VmHWM") - self.before - (_status("RssFile") - self.files))
 
 
 def _status(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def _rows(size: dict[str, Any]) -> int:
@@ -227,7 +236,7 @@ def _rows(size: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Ranks are started with the allocator's settings."""
+    """Set the allocator's environment variables for the ranks that are started in the block."""
     before = {name: os.environ.get(name) for name in _ALLOCATOR}
     os.environ.update(_ALLOCATOR)
     try:

@@ -1,4 +1,4 @@
-"""Real ranks in processes of their own: gloo, or NCCL where there is a GPU for each."""
+"""Ranks in processes of their own: gloo, or NCCL if there is a GPU for each rank."""
 
 import contextlib
 import multiprocessing
@@ -19,21 +19,21 @@ T = TypeVar("T")
 
 
 def on_ranks(size: int, function: Callable[[int, Path], T]) -> list[T]:
-    """`function(rank, folder)` in `size` processes, which meet in `folder`; the results in rank order."""
+    """Run `function(rank, folder)` in `size` processes with a common `folder`; return the results in rank order."""
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(size, mp_context=spawn, initializer=_start) as pool,
     ):
-        # Each call waits for the others in its first collective, so each has a process to itself.
+        # Each call waits in its first collective until all calls run, so each runs in its own process.
         calls = [pool.submit(function, rank, Path(folder)) for rank in range(size)]
         return [call.result() for call in calls]
 
 
 @contextlib.contextmanager
-def world_of(size: int, rank: int, store: Path, most: int) -> Iterator[World]:
-    """A process group of `size` ranks; on GPUs if there are `most`, so that all sizes of a table run alike."""
-    cuda = torch.cuda.device_count() >= most
+def world_of(size: int, rank: int, store: Path, min_gpus: int) -> Iterator[World]:
+    """A process group of `size` ranks; on GPUs if there are `min_gpus`, so all sizes of a table use one device type."""
+    cuda = torch.cuda.device_count() >= min_gpus
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -1,14 +1,23 @@
-"""A training step beside sentence-transformers' own: the same model, texts, batch, loss and optimiser."""
+"""A training step compared with sentence-transformers: same model, texts, batch, loss and optimizer."""
 
 from collections.abc import Sequence
 
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-from benchmarks.inputs import MINILM, minilm, precisions
+from benchmarks.comparison import (
+    SCALE,
+    TOLERANCE,
+    Batches,
+    OurSteps,
+    StepRunner,
+    TheirSteps,
+    comparison_cells,
+    padding_factor,
+)
+from benchmarks.inputs import MINILM, load_minilm, precisions
 from benchmarks.measure import ROUNDS, interleave, markdown, unit
-from benchmarks.sides import SCALE, TOLERANCE, Batches, OurSteps, Side, TheirSteps, compared, computed
-from benchmarks.trainer import their_trainer
+from benchmarks.trainer import trainer_row
 from benchmarks.workloads import Workload, equal_lengths, question_passage, short_pairs, web
 from embedtrain.config.recipe import Precision, TrainConfig
 from embedtrain.distributed.world import World, joined_world
@@ -16,49 +25,53 @@ from embedtrain.training.rank_batch import ChunkOptions
 
 TITLE = "A training step, all-MiniLM-L6-v2, against sentence-transformers"
 WORKLOADS = (question_passage(), short_pairs(), web(), equal_lengths())
-# The default of train.chunk_tokens: a whole batch of these, but for its shapes.
-CUTTING = ChunkOptions(TrainConfig().chunk_tokens)
-# Ours, and theirs that it is held against.
+# The default of train.chunk_tokens holds a whole batch of these texts.
+CHUNK_OPTIONS = ChunkOptions(TrainConfig().chunk_tokens)
+# Our precision, and theirs.
 COMPARED = ((Precision.bf16, Precision.fp32), (Precision.bf16, Precision.bf16), (Precision.fp32, Precision.fp32))
 
 
 def measure(workloads: Sequence[Workload] = WORKLOADS) -> str:
     with joined_world() as world:
         rows = [row for workload in workloads for row in _rows(world, workload)]
-        rows.append(their_trainer(world, workloads[0], CUTTING))
+        rows.append(trainer_row(world, workloads[0], CHUNK_OPTIONS))
     return markdown(header(), rows)
 
 
 def header() -> list[str]:
     per_s = f"real tokens / {unit()}"
-    padding = ("computed a real token, ours", "theirs")
-    return ["texts", "ours", "theirs", f"ours, {per_s}", f"theirs, {per_s}", "ratio", "loss apart", *padding]
+    padding = ("computed / real tokens, ours", "computed / real tokens, theirs")
+    return ["texts", "ours", "theirs", f"ours, {per_s}", f"theirs, {per_s}", "ratio", "loss difference", *padding]
 
 
 def _rows(world: World, workload: Workload) -> list[list[str]]:
-    data = workload.data(ROUNDS * workload.steps, minilm(world, Precision.fp32).tokenizer)
+    data = workload.data(ROUNDS * workload.steps, load_minilm(world, Precision.fp32).tokenizer)
     batches = Batches(data, workload.steps)
-    chosen = precisions()
-    sides: list[Side] = [ours(world, precision, batches) for precision in chosen]
-    for precision in chosen:
+    available = precisions()
+    runners: list[StepRunner] = [our_training_steps(world, precision, batches) for precision in available]
+    for precision in available:
         model = SentenceTransformer(MINILM, device=str(world.device))
         model.max_seq_length = workload.max_length
         loss = MultipleNegativesRankingLoss(model, scale=SCALE)
-        sides.append(TheirSteps(model, loss, precision, batches))
-    timed = interleave(*sides)
-    mine, others = (dict(zip(chosen, part, strict=True)) for part in (timed[: len(chosen)], timed[len(chosen) :]))
+        runners.append(TheirSteps(model, loss, precision, batches))
+    timed = interleave(*runners)
+    ours = dict(zip(available, timed[: len(available)], strict=True))
+    theirs = dict(zip(available, timed[len(available) :], strict=True))
     rows = []
-    for one, other in COMPARED:
-        if one in mine and other in others:
-            tolerance = max(TOLERANCE[one], TOLERANCE[other])
-            cells = compared(f"training, {workload.name}", mine[one], others[other], tolerance)
-            told = [f"{workload.num_pairs} pairs, {workload.name}", one.value, other.value, *cells]
-            rows.append([*told, computed(mine[one]), computed(others[other])])
+    for our_precision, their_precision in COMPARED:
+        if our_precision in ours and their_precision in theirs:
+            tolerance = max(TOLERANCE[our_precision], TOLERANCE[their_precision])
+            cells = comparison_cells(
+                f"training, {workload.name}", ours[our_precision], theirs[their_precision], tolerance
+            )
+            names = [f"{workload.num_pairs} pairs, {workload.name}", our_precision.value, their_precision.value]
+            factors = [padding_factor(ours[our_precision]), padding_factor(theirs[their_precision])]
+            rows.append([*names, *cells, *factors])
     return rows
 
 
-def ours(
-    world: World, precision: Precision, batches: Batches, keep: float = 1.0, cutting: ChunkOptions = CUTTING
+def our_training_steps(
+    world: World, precision: Precision, batches: Batches, cached: float = 1.0, options: ChunkOptions = CHUNK_OPTIONS
 ) -> OurSteps:
-    """Our side."""
-    return OurSteps(minilm(world, precision), world, batches, cutting, keep)
+    """Our training steps of all-MiniLM-L6-v2."""
+    return OurSteps(load_minilm(world, precision), world, batches, options, cached)

@@ -31,15 +31,22 @@ class RankPool:
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
         """`function(world, *args)` on `world_size` ranks; their results in rank order."""
-        self._start(world_size)
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(world_size):
-                self._workers[rank][1].send((function, args, rank, world_size, str(Path(folder) / "store")))
-            answers = self._collect(world_size, timeout)
+        answers = self._call(world_size, function, args, timeout)
+        if any(ok is None for ok, _ in answers):  # gloo may fail to connect on a busy machine
+            answers = self._call(world_size, function, args, timeout)
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             raise RankFailed("\n".join(failures))
         return [value for _, value in answers]
+
+    def _call(
+        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> list[tuple[bool | None, Any]]:
+        self._start(world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world_size):
+                self._workers[rank][1].send((function, args, rank, world_size, str(Path(folder) / "store")))
+            return self._collect(world_size, timeout)
 
     def _start(self, world_size: int) -> None:
         while len(self._workers) < world_size:
@@ -48,8 +55,8 @@ class RankPool:
             process.start()
             self._workers.append((process, ours))
 
-    def _collect(self, world_size: int, timeout: float) -> list[tuple[bool, Any]]:
-        answers: list[tuple[bool, Any]] = [(False, "no answer")] * world_size
+    def _collect(self, world_size: int, timeout: float) -> list[tuple[bool | None, Any]]:
+        answers: list[tuple[bool | None, Any]] = [(False, "no answer")] * world_size
         deadline = time.monotonic() + timeout
         waiting = set(range(world_size))
         broken = False
@@ -60,6 +67,7 @@ class RankPool:
                     if pipe.poll(0.005):
                         answers[rank] = pipe.recv()
                         waiting.discard(rank)
+                        broken = broken or answers[rank][0] is None
                     elif not process.is_alive():
                         answers[rank], broken = (False, f"the process died with exit code {process.exitcode}"), True
                 except EOFError:
@@ -90,9 +98,13 @@ def _serve(pipe: Connection) -> None:
             function, args, rank, world_size, store = pipe.recv()
         except EOFError:
             return
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-        )
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            )
+        except Exception:  # the pool starts fresh workers
+            pipe.send((None, traceback.format_exc()))
+            continue
         world = World(rank, world_size, rank, world_size, torch.device("cpu"))
         try:
             answer = (True, function(world, *args))

@@ -172,12 +172,12 @@ def test_a_step_over_several_global_batches(ranks, inputs, tmp_path):
 
 BAD_OPTIONS = [
     ("triplets", ["loss=infonce", "loss.temperature=0"], r"loss\.temperature=0\.0: must be above 0"),
-    ("triplets", ["loss.matryoshka_dims=[64,16]"], r"matryoshka_dims=\[64, 16\]: the model's vectors have 32"),
+    ("triplets", ["loss.matryoshka_dims=[64,16]"], r"loss\.matryoshka_dims=\[64, 16\]: .* 32"),
     ("triplets", ["loss=distill_scores"], r"distill_scores needs .*score.*anchor, positive, negative"),
     ("pairs", ["loss=triplet"], r"loss=triplet"),
     ("triplets", ["loss=batch_triplet"], r"batch_triplet"),
     ("classes", ["loss=infonce"], r"infonce|query and a positive"),
-    ("triplets", ["loss=distill_embeddings", "loss.teacher={guide}"], r"has 48 dimensions and the model's vectors 32"),
+    ("triplets", ["loss=distill_embeddings", "loss.teacher={guide}"], r"loss\.teacher=.* 48 dimensions .* 32"),
 ]
 
 

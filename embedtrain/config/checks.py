@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from embedtrain.config.evaluation import EvaluationSet, SetKind
-from embedtrain.config.loss_checks import check_loss, source_loss, uses_batches_by_source
+from embedtrain.config.loss_checks import check_loss
 from embedtrain.config.model_checks import check_lora, check_model
 from embedtrain.config.recipe import (
     EXPORT_FORMATS,
@@ -21,6 +21,7 @@ from embedtrain.config.recipe import (
     TrainConfig,
     TrainSource,
 )
+from embedtrain.config.source_losses import source_loss, uses_batches_by_source
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 

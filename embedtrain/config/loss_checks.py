@@ -1,8 +1,7 @@
-"""The loss of each training source, and checks of loss options that cannot work."""
+"""Checks of loss options that cannot work."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from embedtrain.config.losses import (
@@ -22,7 +21,6 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
-from embedtrain.config.recipe import BatchMode, TrainSource
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.sentence_transformers import check_sentence_transformers
 from embedtrain.config.validation import OptionChecks, did_you_mean, written
@@ -200,59 +198,3 @@ def _check_same_rows(loss: CombinedConfig, option: str) -> None:
             f"{option}.losses: rows have one column of values, which holds vectors for {of_vectors[0]} and scores or "
             f"classes for {(of_scores or of_classes)[0]}; give {of_vectors[0]} a `teacher` instead"
         )
-
-
-def source_loss(source: TrainSource, loss: LossConfig) -> LossConfig:
-    """The loss for rows of `source`, an element of `data.train`; `loss` is that of the recipe.
-
-    A ConfigError if the source sets an option that its loss does not have, or that conflicts with others.
-    """
-    config = loss if source.loss is None else source.loss
-    options = {"temperature": source.temperature, "in_batch_negatives": source.in_batch_negatives}
-    for option, value in options.items():
-        if value is not None:
-            config = _with_option(config, option, value, source.path)
-    if config is not loss:
-        try:
-            check_loss(config)
-        except ConfigError as error:
-            raise ConfigError(f"data.train, {source.path}: {error}") from None
-    return config
-
-
-def distinct_losses(losses: Sequence[LossConfig]) -> tuple[list[LossConfig], list[int]]:
-    """The distinct losses, and for each of `losses` its index among them."""
-    unique: list[LossConfig] = []
-    for loss in losses:
-        if loss not in unique:
-            unique.append(loss)
-    return unique, [unique.index(loss) for loss in losses]
-
-
-def uses_batches_by_source(batches: BatchMode, losses: Sequence[LossConfig]) -> bool:
-    """Whether all rows of a global batch are of one source; `losses` has the loss of each source.
-
-    Mixed batches of sources with different losses raise a ConfigError.
-    """
-    differ = len(distinct_losses(losses)[0]) > 1
-    if differ and batches is BatchMode.mixed:
-        raise ConfigError(
-            "data.batches=mixed: sources set their own loss, temperature or in_batch_negatives, but a batch has "
-            "only one loss; write data.batches=by_source"
-        )
-    return differ or batches is BatchMode.by_source
-
-
-def _with_option(loss: LossConfig, option: str, value: Any, path: str) -> LossConfig:
-    if isinstance(loss, CombinedConfig) and any(_has(part, option) for part in loss.losses):
-        parts = [replace(part, **{option: value}) if _has(part, option) else part for part in loss.losses]
-        return replace(loss, losses=parts)
-    if _has(loss, option):
-        return replace(loss, **{option: value})
-    if option == "in_batch_negatives" and value is False and not isinstance(loss, SigLIPConfig | CombinedConfig):
-        return loss  # losses of single rows have no in-batch negatives anyway
-    raise ConfigError(f"data.train, {path}: {option}={value}: loss={loss.name} has no such option")
-
-
-def _has(loss: LossConfig, option: str) -> bool:
-    return option in (field.name for field in fields(loss))

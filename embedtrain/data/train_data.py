@@ -10,10 +10,10 @@ from typing import TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from embedtrain.config.loss_checks import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import OnError, Recipe, TrainSource, WeightMode
 from embedtrain.config.row_requirements import RowRequirements, row_requirements
+from embedtrain.config.source_losses import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore

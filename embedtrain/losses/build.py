@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from embedtrain.config.loss_checks import distinct_losses
 from embedtrain.config.losses import (
     LOSSES,
     CombinedConfig,
@@ -16,6 +15,7 @@ from embedtrain.config.losses import (
     SentenceTransformersConfig,
 )
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
+from embedtrain.config.source_losses import distinct_losses
 from embedtrain.errors import ConfigError
 from embedtrain.losses.batch_statistics import RowSpec
 from embedtrain.losses.combine import CombinedLoss, LossPerSource, Matryoshka

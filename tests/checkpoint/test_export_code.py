@@ -13,6 +13,7 @@ from embedtrain.checkpoint.export.verify import PROBES
 from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ModelError
 from tests.checkpoint.exporting import architecture_of, export_model
+from tests.custom_code import unload_remote_code
 from tests.small import save_small, small_model, small_tokenizer
 
 _CONFIGURATION = """
@@ -70,6 +71,7 @@ def custom_model(directory: Path) -> Path:
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
     """Directory to which transformers copies a model's code."""
+    unload_remote_code()
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 

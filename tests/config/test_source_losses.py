@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
-from embedtrain.config.loss_checks import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.config.losses import CombinedConfig, CoSENTConfig, InfoNCEConfig, LossConfig, SigLIPConfig
 from embedtrain.config.recipe import BatchMode, Recipe, TrainSource
+from embedtrain.config.source_losses import distinct_losses, source_loss, uses_batches_by_source
 from embedtrain.errors import ConfigError
 
 

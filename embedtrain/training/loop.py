@@ -12,6 +12,7 @@ from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import CheckpointContents, Recipe
+from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
 from embedtrain.distributed.collectives import max_over_ranks
@@ -24,7 +25,6 @@ from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.guides import GuideModel
-from embedtrain.training.prefetch import Prefetcher
 from embedtrain.training.profile import StepProfiler
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
 from embedtrain.training.state import TrainState, as_dict

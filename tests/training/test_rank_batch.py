@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import GlobalBatch, Row
 from embedtrain.losses.types import BatchInfo
-from embedtrain.training.prefetch import Prefetcher
 from embedtrain.training.rank_batch import ChunkOptions, Exchange, RankBatch, make_rank_batch
 from tests.small import batch, small_tokenizer, text, tokenised
 
@@ -152,7 +152,7 @@ def making(slow: float = 0.0, breaks: int | None = None) -> tuple[Callable[[int]
     made: list[int] = []
 
     def make(step: int) -> RankBatch:
-        assert threading.current_thread().name.startswith("batches")
+        assert threading.current_thread().name.startswith("prefetch")
         time.sleep(slow)
         if step == breaks:
             raise ValueError(f"row of step {step}")
@@ -183,7 +183,7 @@ def test_made_ahead_but_not_further():
     assert settle(made) == [0, 1, 2, 3]
     batches.close()
     assert settle(made) == [0, 1, 2, 3]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 def test_an_error_while_making_reaches_the_loop_at_its_step():
@@ -192,7 +192,7 @@ def test_an_error_while_making_reaches_the_loop_at_its_step():
     with pytest.raises(ValueError, match="row of step 3"):
         seen.extend(made_ahead.step for made_ahead in Prefetcher(make, 0, 10))
     assert seen == [0, 1, 2]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
     assert len(settle(made)) <= 5
 
 
@@ -215,4 +215,4 @@ def test_workers_do_not_change_the_order(workers):
         return empty(step)
 
     assert [made.step for made in Prefetcher(make, 2, 30, workers=workers)] == list(range(2, 30))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]

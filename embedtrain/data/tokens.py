@@ -132,7 +132,17 @@ class FastTokenizer:
         return copy if all(copy.ids(_PROBES, n) == self._tokenizer_ids(_PROBES, n) for n in lengths) else None
 
 
-def padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int], padding: int) -> Tokens:
+def split_pooled(ids: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Split marked ids, as `TextTokenizer.ids` returns them, [T], into token ids and which tokens are pooled.
+
+    The latter is 1 for a pooled token, else 0; None if all are pooled.
+    """
+    not_pooled = ids < 0
+    pooled = (~not_pooled).astype(np.int64) if not_pooled.any() else None
+    return np.where(not_pooled, ~ids, ids).astype(np.int64), pooled
+
+
+def pad_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int], padding: int) -> Tokens:
     """N texts as one chunk, padded to the longest.
 
     Padding is on the right, whatever the tokenizer's setting: pooling reads the mask, and models with learned positions
@@ -144,29 +154,35 @@ def padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[in
         rows: index of each text in the list it is from, [N].
     """
     mask = np.arange(max(1, int(lengths.max(initial=0)))) < lengths[:, None]
-    filled = np.full(mask.shape, padding, dtype=np.int64)
-    filled[mask] = ids
-    not_pooled = filled < 0
-    pooled = torch.from_numpy((mask & ~not_pooled).astype(np.int64)) if not_pooled.any() else None
-    filled[not_pooled] = ~filled[not_pooled]
-    return Tokens(torch.from_numpy(filled), torch.from_numpy(mask.astype(np.int64)), tuple(rows), pooled)
+    token_ids, pooled = split_pooled(ids)
+
+    def fill(values: NDArray[np.int64], padding: int) -> Tensor:
+        filled = np.full(mask.shape, padding, dtype=np.int64)
+        filled[mask] = values
+        return torch.from_numpy(filled)
+
+    return Tokens(
+        fill(token_ids, padding),
+        torch.from_numpy(mask.astype(np.int64)),
+        tuple(rows),
+        None if pooled is None else fill(pooled, 0),
+    )
 
 
-def packed(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
+def pack_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
     """Texts as one chunk, concatenated into one row [1, T] without padding.
 
-    `lengths` are at least 1, equal ones adjacent, because they are computed together; `ids` and `rows` as in `padded`.
+    `lengths` are at least 1, equal ones adjacent, because they are computed together; `ids` and `rows` as in `pad_texts`.
     """
-    flat = ids.astype(np.int64)[None, :]
-    not_pooled = flat < 0
-    pooled = torch.from_numpy((~not_pooled).astype(np.int64)) if not_pooled.any() else None
+    token_ids, pooled = split_pooled(ids)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.arange(flat.shape[1]) - np.repeat(starts[:-1], lengths)
+    positions = np.arange(len(token_ids)) - np.repeat(starts[:-1], lengths)
     packing = Packing(
         tuple(lengths.tolist()), torch.from_numpy(starts.astype(np.int32)), torch.from_numpy(positions[None, :])
     )
-    tokens = torch.from_numpy(np.where(not_pooled, ~flat, flat))
-    return Tokens(tokens, torch.ones_like(tokens), tuple(rows), pooled, packing)
+    tokens = torch.from_numpy(token_ids[None, :])
+    pooled_tokens = None if pooled is None else torch.from_numpy(pooled[None, :])
+    return Tokens(tokens, torch.ones_like(tokens), tuple(rows), pooled_tokens, packing)
 
 
 class TextTokenizer:
@@ -200,7 +216,7 @@ class TextTokenizer:
     ) -> list[list[int]]:
         """Token ids of each text, including special tokens, truncated but not padded; at least one token.
 
-        If prompts are not pooled, their tokens are marked as `~id`, which `padded` reverts; one token is always pooled.
+        If prompts are not pooled, their tokens are marked as `~id`, see `split_pooled`; one token is always pooled.
 
         Args:
             prompts: the prompt that each text begins with, or all texts do.
@@ -250,10 +266,10 @@ class TextTokenizer:
         return self.make_chunk(flat, lengths, rows)
 
     def make_chunk(self, flat: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
-        """The same from concatenated tokens, as in `packed` and `padded`."""
+        """The same from concatenated tokens, as in `pack_texts` and `pad_texts`."""
         if self.packed:
-            return packed(flat, lengths, rows)
-        return padded(flat, lengths, rows, int(self.tokenizer.pad_token_id or 0))
+            return pack_texts(flat, lengths, rows)
+        return pad_texts(flat, lengths, rows, int(self.tokenizer.pad_token_id or 0))
 
     def dummy(self) -> Tokens:
         """A chunk for a rank that has fewer chunks than others.

@@ -102,6 +102,7 @@ def total(count: int, device: torch.device) -> int:
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Make the gradients of replicated parameters their mean over the ranks, in one collective.
 
+    For the parameters of losses, such as a temperature; FSDP reduces those of the encoder.
     A parameter without gradient on this rank counts as zero.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]

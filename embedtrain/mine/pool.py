@@ -4,7 +4,6 @@ T is the number of documents with duplicates, N of distinct ones (numbered in th
 documents with an id.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,11 +14,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from embedtrain.data.cache.cache import mapped, write_array
+from embedtrain.data.cache.documents import MappedTexts
 from embedtrain.data.text_format import text_keys
 from embedtrain.mine.sources import NO_SOURCE, DocumentBatch
 
 IntArray = NDArray[np.int64]
-_CACHED_BATCHES = 4096  # views of the memory map, no copies of texts
 _DOCUMENTS_PER_BATCH = 1024
 _SCHEMA = pa.schema([("text", pa.large_string())])
 
@@ -28,20 +27,18 @@ class DocumentPool(Sequence[str]):
     """Texts by document number, and document numbers by text key; reads what `write_pool` wrote."""
 
     def __init__(self, directory: Path) -> None:
-        self._reader = pa.ipc.open_file(pa.memory_map(str(directory / "documents.arrow")))
+        table = pa.ipc.open_file(pa.memory_map(str(directory / "documents.arrow"))).read_all()
+        self._texts = MappedTexts(table["text"])
         self.keys = mapped(directory / "keys.bin", np.int64)  # [N], `text_keys` of the documents
         self.stripped_keys = mapped(directory / "bare-keys.bin", np.int64)  # [N], `stripped_keys` of the documents
         self._order = mapped(directory / "order.bin", np.int64)
         self._sorted = mapped(directory / "sorted.bin", np.int64)
-        # Looking up a batch takes ten times as long as reading one of its texts.
-        self._batch = functools.lru_cache(_CACHED_BATCHES)(lambda number: self._reader.get_batch(number).column(0))
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __getitem__(self, number: Any) -> Any:  # an int: nothing here needs slices
-        batch, row = divmod(range(len(self))[number], _DOCUMENTS_PER_BATCH)
-        return self._batch(batch)[row].as_py()
+        return self._texts[number]
 
     def numbers(self, keys: IntArray) -> IntArray:
         """The document number of each key, -1 for an unknown key: int64 [n]."""

@@ -10,7 +10,7 @@ RUN := runs/quickstart
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-slurm test-hosts test-browser image-test docs docs-serve reference lint format bench clean
+.PHONY: demo test test-all test-gpu test-slurm test-hosts test-browser image-test docs docs-serve reference lint format bench clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
@@ -24,7 +24,10 @@ test: .venv  ## all tests except those marked slow
 	$(PYTEST) -m 'not slow and not gpu and not slurm and not hosts and not image and not browser'
 
 test-all: .venv  ## slow tests as well
-	$(PYTEST) -m 'not slurm and not hosts and not image and not browser'
+	$(PYTEST) -m 'not gpu and not slurm and not hosts and not image and not browser'
+
+test-gpu: .venv  ## on a CUDA device, with two NCCL ranks where there are two
+	$(BIN)/python -m pytest -m gpu -rs
 
 test-slurm: .venv  ## on a SLURM cluster of two virtual nodes, which the tests start (as root)
 	$(BIN)/python -m pytest tests/slurm -m slurm -rs

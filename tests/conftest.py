@@ -22,6 +22,27 @@ if "EMBEDTRAIN_CACHE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["EMBEDTRAIN_CACHE"] = tempfile.mkdtemp(prefix="embedtrain-tests-")
     atexit.register(shutil.rmtree, os.environ["EMBEDTRAIN_CACHE"], ignore_errors=True)
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests, before any test imports torch, unless only those marked gpu run (`-m gpu`).
+
+    The others start two or three ranks on this machine and compare them with the CPU.
+    """
+    if not config.option.markexpr.startswith("gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked gpu where torch sees no CUDA device."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; with one, run `make test-gpu` (other commands hide it)")
+
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 

@@ -50,6 +50,7 @@ def test_the_matrices_fill_a_gpu():
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     try:
         world = World(0, 1, 0, 1, torch.device("cuda", 0))
+        before = torch.cuda.memory_allocated()
         bf16_flops, text, _ = measure(world, torch.bfloat16)
         fp32_flops, _, _ = measure(world, torch.float32)
         _, _, seconds = measure(world, torch.float32)
@@ -58,4 +59,5 @@ def test_the_matrices_fill_a_gpu():
     assert "8192 x 8192" in text
     assert bf16_flops > 3 * fp32_flops, "fp32 does not use TF32"
     assert seconds < 0.6
-    assert torch.cuda.max_memory_allocated() < 2**20
+    # The matrices are freed: the smallest has 128 MiB. cuBLAS keeps its workspace, 8 to 32 MiB for each of its handles.
+    assert torch.cuda.max_memory_allocated() < before + 2**27

@@ -83,4 +83,4 @@ def test_pages_fit_at_desk_and_phone_width(site, scheme, tmp_path):
         red, green, blue = map(int, re.findall(r"\d+", page["background"])[:3])
         assert (red + green + blue > 600) == (scheme == "light"), page
         assert page["flat"] == 0, f"{page['page']} has formulas without height"
-    assert sum(page["formulas"] for page in pages) > 60
+    assert sum(page["formulas"] for page in measurements) > 60

@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
-	@printf '%s\n' 'compress files' '文本编辑器' \
+	@printf '%s\n' 'compress files' '播放音乐' \
 	  | $(BIN)/python -m embedtrain.search model=$(RUN)/model corpus=recipes/quickstart/dev-zh2en top_k=3
 	@echo
 	@echo 'Search yourself:'

@@ -166,6 +166,7 @@ def pad_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence
         torch.from_numpy(mask.astype(np.int64)),
         tuple(rows),
         None if pooled is None else fill(pooled, 0),
+        has_padding=not mask.all(),
     )
 
 
@@ -182,7 +183,7 @@ def pack_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequenc
     )
     tokens = torch.from_numpy(token_ids[None, :])
     pooled_tokens = None if pooled is None else torch.from_numpy(pooled[None, :])
-    return Tokens(tokens, torch.ones_like(tokens), tuple(rows), pooled_tokens, packing)
+    return Tokens(tokens, torch.ones_like(tokens), tuple(rows), pooled_tokens, packing, has_padding=False)
 
 
 class TextTokenizer:

@@ -151,6 +151,7 @@ class Tokens:
         rows: index of each text in the list it is from; -1 for a dummy, whose embedding is dropped.
         pooled: the same shape, 1 where a token is pooled; None: all real tokens are.
         packing: offsets of packed texts; None: the texts are padded.
+        has_padding: whether the mask has a 0, known without reading it from a device.
     """
 
     ids: Tensor
@@ -158,11 +159,12 @@ class Tokens:
     rows: tuple[int, ...]
     pooled: Tensor | None = None
     packing: Packing | None = None
+    has_padding: bool = True
 
     @property
     def inputs(self) -> tuple[Tensor | Packing | None, ...]:
-        """The arguments of the encoder: ids, mask, pooled, and the packing of a packed chunk."""
-        padded = (self.ids, self.mask, self.pooled)
+        """The arguments of the encoder: ids, mask (None without padding), pooled, and the packing of a packed chunk."""
+        padded = (self.ids, self.mask if self.has_padding else None, self.pooled)
         return padded if self.packing is None else (*padded, self.packing)
 
     def to(self, device: torch.device) -> "Tokens":
@@ -173,7 +175,7 @@ class Tokens:
         """The same with `change` applied to all tensors."""
         pooled = None if self.pooled is None else change(self.pooled)
         packing = None if self.packing is None else self.packing.map_tensors(change)
-        return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing)
+        return Tokens(change(self.ids), change(self.mask), self.rows, pooled, packing, self.has_padding)
 
     @property
     def lengths(self) -> Tensor:

@@ -22,7 +22,7 @@ _OWN_OPTION = {"gemma3_text": "use_bidirectional_attention"}
 # Of a vector's length. The same token in two rows of one batch has the same vector up to rounding.
 _TOLERANCE = 1e-5
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+Forward = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 def set_attention_direction(config: PretrainedConfig, bidirectional: bool | None) -> PretrainedConfig:
@@ -91,7 +91,7 @@ def attends_to_later_tokens(encoder: Forward, ids: tuple[int, int, int], device:
     Compares the first token's vector in two texts that differ in their second token, without padding and with it, since
     models build the two masks in different code. Two forward passes without gradient, which are collectives if the
     encoder is sharded: every rank must call. The encoder maps ids, mask and pooling mask, all int64 [N, L], to vectors
-    [N, D] without dropout. `ids` are the first token and two different second ones.
+    [N, D] without dropout; the mask is None without padding. `ids` are the first token and two different second ones.
     """
     first, *seconds = ids
     differs = [_differ(encoder, [[first, second, first][:length] for second in seconds], device) for length in (2, 3)]
@@ -103,5 +103,6 @@ def _differ(encoder: Forward, rows: list[list[int]], device: torch.device) -> bo
     ids = torch.tensor(rows, device=device)
     positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
     with torch.no_grad():
-        left, right = encoder(ids, (positions < 2).long(), (positions < 1).long()).float()
+        mask = (positions < 2).long() if ids.shape[1] > 2 else None
+        left, right = encoder(ids, mask, (positions < 1).long()).float()
     return bool((left - right).norm() > _TOLERANCE * left.norm())

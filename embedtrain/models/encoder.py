@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.data.types import Packing
+from embedtrain.models.attention_mask import known_padding
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
@@ -109,17 +110,20 @@ class Encoder(nn.Module):
         return self.dense[-1].linear.out_features if len(self.dense) else hidden_size(self.backbone.config)  # type: ignore[union-attr, return-value]
 
     def forward(
-        self, ids: Tensor, mask: Tensor, pooled: Tensor | None = None, packing: Packing | None = None
+        self, ids: Tensor, mask: Tensor | None, pooled: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """Token ids [N, L] and mask [N, L] (1 = real) to float32 vectors [N, D].
+        """Token ids [N, L] and mask [N, L] (1 = real; None: no padding) to float32 vectors [N, D].
 
         `pooled` [N, L] (1 = pooled) selects the real tokens that are pooled, by default all; attention covers all real
-        tokens. With `packing` the N texts are concatenated in one row, so ids, mask and pooled are [1, T]; the backbone
-        has to be prepared by `enable_packing`.
+        tokens. With `packing` the N texts are concatenated in one row, so ids and pooled are [1, T] and the mask is
+        unused; the backbone has to be prepared by `enable_packing`.
         """
         if packing is None:
-            hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
-            return self.vectors(hidden, mask if pooled is None else pooled)
+            # Without a mask some models fail (custom code), others search the position ids for packed texts.
+            real = torch.ones_like(ids) if mask is None else mask
+            with known_padding(mask is not None):
+                hidden = self.backbone(input_ids=ids, attention_mask=real).last_hidden_state
+            return self.vectors(hidden, real if pooled is None else pooled)
         # Transformers passes a mask of four dimensions on unchanged, so it creates none.
         hidden = self.backbone(
             input_ids=ids,

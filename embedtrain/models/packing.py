@@ -30,6 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 from embedtrain.config.recipe import Precision
 from embedtrain.data.types import Packing
+from embedtrain.models.attention_mask import without_reads
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import one_line
 
@@ -141,12 +142,12 @@ def packing_mismatch(
     return None
 
 
-def _chunk(device: torch.device, texts: list[list[int]]) -> tuple[Tensor, Tensor, None, Packing]:
+def _chunk(device: torch.device, texts: list[list[int]]) -> tuple[Tensor, None, None, Packing]:
     lengths = [len(text) for text in texts]
     ids = torch.tensor([[token for text in texts for token in text]], device=device)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     positions = torch.tensor([[position for length in lengths for position in range(length)]], device=device)
-    return ids, torch.ones_like(ids), None, Packing(tuple(lengths), starts, positions)
+    return ids, None, None, Packing(tuple(lengths), starts, positions)
 
 
 @contextlib.contextmanager
@@ -270,4 +271,4 @@ def _window_mask(length: int, reach: int, causal: bool, device: torch.device) ->
 
 
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, without_reads(sdpa_mask))

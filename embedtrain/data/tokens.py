@@ -173,7 +173,8 @@ def pad_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence
 def pack_texts(ids: NDArray[np.int32], lengths: NDArray[np.int64], rows: Sequence[int]) -> Tokens:
     """Texts as one chunk, concatenated into one row [1, T] without padding.
 
-    `lengths` are at least 1, equal ones adjacent, because they are computed together; `ids` and `rows` as in `pad_texts`.
+    `lengths` are at least 1, equal ones adjacent, because they are computed together; `ids` and `rows` as in
+    `pad_texts`.
     """
     token_ids, pooled = split_pooled(ids)
     starts = np.concatenate([[0], np.cumsum(lengths)])

@@ -69,8 +69,8 @@ class Loss(nn.Module, ABC):
     """A function of embeddings and of the batch's other columns; it never holds a model.
 
     It runs its own collectives, so every rank calls it, with or without rows. Its parameters (a temperature, a
-    projection) are unsharded and equal on all ranks. The trainer multiplies each rank's part of the loss by W and averages
-    the gradients over the W ranks, which gives the sum of the gradients of the parts.
+    projection) are unsharded and equal on all ranks. The trainer multiplies each rank's part of the loss by W and
+    averages the gradients over the W ranks, which gives the sum of the gradients of the parts.
     """
 
     def for_source(self, source: int) -> "Loss":

@@ -21,6 +21,7 @@ class MeanPooled(nn.Module):
 
     def forward(self, ids, mask, pooled=None):
         assert pooled is None, "every token counts"
+        mask = torch.ones_like(ids) if mask is None else mask
         hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1).float()
         return nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)

@@ -27,8 +27,9 @@ class TinyEncoder(nn.Module):
         self.backbone = BertModel(config, add_pooling_layer=False)
         self.forwards = 0
 
-    def forward(self, ids: Tensor, mask: Tensor, pooled: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor | None, pooled: Tensor | None = None) -> Tensor:
         self.forwards += 1
+        mask = torch.ones_like(ids) if mask is None else mask
         hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = (mask if pooled is None else pooled).unsqueeze(-1).float()
         return nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)

@@ -1,6 +1,7 @@
 """Fixtures of all tests: live ranks, the inputs of small runs, and real data."""
 
 import atexit
+import functools
 import os
 import shutil
 import tempfile
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.pretend_cuda.library import CannotBuild, build_library, open_device
 from tests.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,6 +53,18 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 def ranks() -> Iterator[Callable[..., list[Any]]]:
     """`ranks(world_size, function, *args)`: see tests/ranks.py."""
     pool = RankPool()
+    yield pool.run
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def cuda_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """The same with the pretended CUDA device as the ranks' device: see tests/pretend_cuda/device.py."""
+    try:
+        library = build_library()
+    except CannotBuild as reason:
+        pytest.skip(str(reason))
+    pool = RankPool(functools.partial(open_device, str(library)))
     yield pool.run
     pool.stop()
 

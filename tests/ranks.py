@@ -4,6 +4,7 @@
 
 A checked function is a module-level function; it runs on every rank inside a process group of its own and
 gets a `World` as its first argument. What it raises is raised in the test with the rank's traceback.
+Workers of a pool may have another device, which is installed before they import torch: see tests/pretend_cuda.
 """
 
 import multiprocessing as mp
@@ -25,7 +26,8 @@ class RankFailed(AssertionError):
 class RankPool:
     """Worker processes, started when first needed and used again by every later test."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_device: Callable[[], Any] | None = None) -> None:
+        self._open_device = open_device
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -51,7 +53,7 @@ class RankPool:
     def _start(self, world_size: int) -> None:
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self._open_device), daemon=True)
             process.start()
             self._workers.append((process, ours))
 
@@ -85,8 +87,9 @@ class RankPool:
         self._workers = []
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, open_device: Callable[[], Any] | None) -> None:
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", GLOO_SOCKET_IFNAME="lo")
+    device = None if open_device is None else open_device()
     import torch
     import torch.distributed as dist
 
@@ -105,7 +108,7 @@ def _serve(pipe: Connection) -> None:
         except Exception:  # the pool starts fresh workers
             pipe.send((None, traceback.format_exc()))
             continue
-        world = World(rank, world_size, rank, world_size, torch.device("cpu"))
+        world = World(rank, world_size, rank, world_size, device or torch.device("cpu"))
         try:
             answer = (True, function(world, *args))
         except BaseException:

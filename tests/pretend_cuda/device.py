@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.pretend_cuda import attention, runtime
 
@@ -147,8 +146,11 @@ def _dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if any(t not in (CudaTensor, torch.Tensor, torch.nn.Parameter) for t in types):
         return NotImplemented  # DTensor and others come back with the tensors inside them
+    # Makes torch.tensor(..., device="cuda") copy a CPU tensor, which the mode sees. The setting belongs to a thread,
+    # and nothing else is called in all threads, among them those of autograd.
+    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
     name = func.name()
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves = list(_tensors((args, kwargs)))
     on_cuda = [leaf for leaf in leaves if type(leaf) is CudaTensor]
     on_cpu = [leaf for leaf in leaves if type(leaf) is not CudaTensor and leaf.device.type == "cpu"]
     if name == "prim::device":
@@ -178,11 +180,30 @@ def _dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         assert same.size() == result.size() and same.stride() == result.stride(), f"{name} changes a shape in place"
         return same
 
-    return tree_map(outside, func(*tree_map(_inside, args), **tree_map(_inside, kwargs)))
+    return _mapped(outside, func(*_mapped(_inside, args), **_mapped(_inside, kwargs)))
 
 
 def _inside(value: Any) -> Any:
     return value.values if type(value) is CudaTensor else value
+
+
+# torch's pytree does both, several times slower.
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(change, part) for part in value)
+    if isinstance(value, dict):
+        return {key: _mapped(change, part) for key, part in value.items()}
+    return change(value)
 
 
 def _unchanged(value: Tensor) -> Tensor:
@@ -276,9 +297,9 @@ def _pin(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 def _attention(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     def on_device(args: Any, kwargs: dict[str, Any]) -> Any:
-        if not all(type(leaf) is CudaTensor for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+        if not all(type(leaf) is CudaTensor for leaf in _tensors((args, kwargs))):
             raise RuntimeError(f"varlen_attn: all tensors must be on the device, at {_line()}")
-        return tuple(CudaTensor(value) for value in function(*tree_map(_inside, args), **tree_map(_inside, kwargs)))
+        return tuple(CudaTensor(value) for value in function(*_mapped(_inside, args), **_mapped(_inside, kwargs)))
 
     return on_device
 
@@ -298,8 +319,6 @@ def install() -> torch.device:
     runtime.install(_waits)
     # The values of a tensor cannot be swapped for those of another device, so `module.to` makes new parameters.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    # torch.tensor(..., device="cuda") makes a CPU tensor and copies it, which the mode sees.
-    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
     # FSDP moves parameters by exchanging their values; the package allocates them on the device itself.
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 
@@ -311,8 +330,10 @@ def install() -> torch.device:
 
     def run_in_mode(thread: threading.Thread) -> None:
         with PretendedCuda():
+            torch.empty(0, device=CUDA)
             run(thread)
 
     threading.Thread.run = run_in_mode  # type: ignore[method-assign]
     PretendedCuda().__enter__()
+    torch.empty(0, device=CUDA)
     return CUDA

@@ -1,6 +1,7 @@
 // What torch's C++ core asks of a CUDA build, answered without CUDA: one device with one stream on which everything is
 // already done, and page-locked host memory that is ordinary memory whose addresses are known. Tensors and operations
 // are in device.py.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -69,7 +70,7 @@ struct PinnedAllocator final : public c10::Allocator {
 
 namespace at {
 
-// Asked by pin_memory, is_pinned, torch.accelerator, and by checks whether CUDA exists.
+// Asked by pin_memory, is_pinned, torch.Generator, torch.accelerator, and by checks whether CUDA exists.
 struct CUDAHooks : public CUDAHooksInterface {
   explicit CUDAHooks(CUDAHooksArgs) {}
   void init() const override {}
@@ -84,6 +85,9 @@ struct CUDAHooks : public CUDAHooksInterface {
   DeviceIndex getCurrentDevice() const override { return 0; }
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  // Kernels run on the CPU, so its generators are what they need.
+  Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   bool isPinnedPtr(const void* data) const override {
     const std::lock_guard<std::mutex> lock(pinned().mutex);
     auto block = pinned().sizes.upper_bound(static_cast<const char*>(data));

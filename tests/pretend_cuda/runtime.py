@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.profiler
 
 GIB = 2**30
 TOTAL, FREE, RESERVED, ALLOCATED = 139 * GIB, 130 * GIB, 2 * GIB, 1 * GIB
@@ -87,6 +88,14 @@ def install(waits: Callable[[str], None]) -> None:
     torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[assignment,misc]
     torch.cuda.stream = torch.cuda.device = lambda *args: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.synchronize = lambda *args: waits("cuda.synchronize")  # type: ignore[assignment]
+
+    class Profile(torch.profiler.profile):
+        """Of the CPU, since there are no kernels; torch complains about every operation otherwise."""
+
+        def __init__(self, *, activities: Any = None, **options: Any) -> None:
+            super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **options)
+
+    torch.profiler.profile = Profile  # type: ignore[misc]
     # Random numbers of the device come from the CPU's generator, which callers keep as well.
     torch.cuda.get_rng_state = lambda *args: torch.zeros(16, dtype=torch.uint8)  # type: ignore[assignment]
     torch.accelerator.current_stream = constant(stream)

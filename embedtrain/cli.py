@@ -38,6 +38,7 @@ def run_command(
             _exit(0)
         _ignore_accelerate_environment()
         set_threads()
+        set_allocator()
 
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -63,6 +64,16 @@ def set_threads(environment: MutableMapping[str, str] = os.environ) -> None:
         return
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_usable_cores() // int(ranks))))
+
+
+def set_allocator(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's allocator of GPU memory grow its segments, unless the user has configured it.
+
+    Chunks differ in size, so segments of a fixed size become fragmented, and most of the memory is planned. torch reads
+    the older of the two names first (2.11 to 2.13).
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def num_usable_cores() -> int:

@@ -28,6 +28,10 @@ class TrainingError(EmbedtrainError):
     """Training cannot continue: a loss or gradient is not finite, or a rank failed."""
 
 
+class OutOfMemory(EmbedtrainError):
+    """The memory of a device is exhausted; the message names the options to lower."""
+
+
 class LaunchError(EmbedtrainError):
     """A scheduler that is missing, or that rejects a job."""
 

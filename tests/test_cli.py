@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from embedtrain.cli import num_usable_cores, set_threads
+from embedtrain.cli import num_usable_cores, set_allocator, set_threads
 
 SCRIPT = """
 from embedtrain.cli import run_command
@@ -69,6 +69,20 @@ def test_only_unset_variables_are_set(given, threads, policy):
     set_threads(environment)
     assert (environment.get("OMP_NUM_THREADS"), environment.get("OMP_WAIT_POLICY")) == (threads, policy)
     assert {name: environment[name] for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {}),
+    ],
+)
+def test_segments_of_gpu_memory_grow_unless_the_allocator_is_configured(given, added):
+    environment = dict(given)
+    set_allocator(environment)
+    assert environment == given | added
 
 
 @pytest.mark.parametrize("command", ["", "evaluate.", "mine.", "export.", "search.", "plan.", "inspect."])

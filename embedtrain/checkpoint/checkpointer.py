@@ -48,6 +48,7 @@ from embedtrain.checkpoint.step_directory import (
 )
 from embedtrain.checkpoint.tensor_files import describe_tensors, require_fit, tensor_files, write_local_shards
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents
+from embedtrain.distributed.device import thread_initializer
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact
@@ -75,7 +76,7 @@ class Checkpointer:
         self._metadata, self._timeout = dict(metadata), timeout
         self._staging = Staging()
         self._cpu_world: World | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=thread_initializer())
         self._pending: Future[None] | None = None
         self._newest: int | None = None  # step of the newest intact checkpoint
 

@@ -283,6 +283,8 @@ class ParallelConfig:
     cpu_offload: bool | None = None  # weights and optimizer in host memory; null: if nothing else fits
     accelerate_config: str | None = None  # a file that `accelerate config` wrote, for its FSDP options
     compile: bool = False  # torch.compile for each block
+    # Only kernels that repeat bit for bit on GPUs, at a cost that has not been measured yet; no effect on CPUs.
+    deterministic: bool = False
     timeout: float = 1800.0  # seconds that a rank waits for the others before all end with an error
     # The same within a step, after the first one: at most `timeout`, at least three times the first step.
     step_timeout: float = 600.0

@@ -5,6 +5,8 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+from embedtrain.distributed.device import thread_initializer
+
 T = TypeVar("T")
 
 
@@ -41,7 +43,8 @@ class Prefetcher(Generic[T]):
             yield item
 
     def _in_advance(self) -> Generator[T, None, None]:
-        with ThreadPoolExecutor(max_workers=self._workers, thread_name_prefix="prefetch") as pool:
+        threads = ThreadPoolExecutor(self._workers, "prefetch", initializer=thread_initializer())
+        with threads as pool:
             queue: list[Future[T]] = []
             try:
                 for index in range(self._start, self._stop):

@@ -1,15 +1,12 @@
 """The (replicate, shard) device mesh: DDP, FSDP and HSDP differ only in its shape."""
 
-import os
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a private name, checked on torch 2.13
 
 from embedtrain.config.recipe import Strategy
-from embedtrain.distributed.world import World
 
 
 @dataclass(frozen=True)
@@ -32,17 +29,3 @@ class ParallelLayout:
         # of a multirun, or test) as equal to this one: "Could not resolve the process group".
         _clear_sharding_prop_cache()
         return init_device_mesh(device.type, (self.replicate, self.shard), mesh_dim_names=("replicate", "shard"))
-
-
-def free_memory_of_rank(world: World) -> int:
-    """Free bytes for one rank: of its GPU, or its part of the free memory of the node."""
-    if world.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(world.device)[0])
-    return int(psutil.virtual_memory().available) // world.local_size
-
-
-def memory_of_rank(world: World) -> int:
-    """Total bytes for one rank: of its GPU, or its part of the memory of the node."""
-    if world.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(world.device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size

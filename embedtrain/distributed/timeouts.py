@@ -10,10 +10,8 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from embedtrain.distributed.collectives import max_over_ranks
-from embedtrain.distributed.world import BACKGROUND_GROUP, NCCL_EXTRA_SECONDS, World
+from embedtrain.distributed.world import BACKGROUND_GROUP, NCCL_EXTRA_SECONDS, World, process_groups
 
 # The first step is only a rough measure of later ones: work is queued on a GPU ahead of time, and NCCL starts its clock
 # when a collective is queued.
@@ -60,13 +58,13 @@ class Timeouts:
 
 
 def _set_timeout(world: World, seconds: float) -> None:
-    """Change the time-out of all process groups; torch has no public function for it (checked on 2.13).
+    """Change the time-out of all process groups.
 
     gloo and NCCL read a group's time-out when a collective is called.
     """
     if world.watchdog is not None:
         world.watchdog.timeout = seconds
     extra = NCCL_EXTRA_SECONDS if world.watchdog is not None and world.device.type == "cuda" else 0.0
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in process_groups():
         if group.group_desc != BACKGROUND_GROUP:
             group.set_timeout(timedelta(seconds=seconds + extra))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from embedtrain.distributed.device import explain_out_of_memory
 from embedtrain.distributed.watchdog.activity import activity, current_activity, set_activity
 from embedtrain.distributed.watchdog.peers import agree_on_attempt
 from embedtrain.distributed.watchdog.watchdog import Watchdog
@@ -22,8 +23,12 @@ from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, Los
 T = TypeVar("T")
 
 BACKGROUND_GROUP = "background"  # description of process groups used by other threads than the main one
-# Seconds: NCCL's own time-out kills the process without naming the late rank, so the watchdog's must come first.
+# Seconds: NCCL's own time-out does not name the late rank, so the watchdog's must come first.
 NCCL_EXTRA_SECONDS = 60.0
+# NCCL's own watchdog aborts the process when it sees an error, without naming the lost rank, and before the watchdog
+# has found it. Value 0 turns that off: a collective whose peer is lost then never completes, and the watchdog ends the
+# process. (Value 2 would abort the collective instead, and training would go on with its unfinished result.)
+_NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 # What gloo (torch 2.13), NCCL and the store raise if another rank is lost or silent.
 _LOST = re.compile(
@@ -55,7 +60,11 @@ class World:
     @contextlib.contextmanager
     def watchdog_guard(self) -> Iterator[None]:
         """Report a failure of the block to the other ranks before enclosing context managers take time to close."""
-        with contextlib.nullcontext() if self.watchdog is None else self.watchdog.guard(), explain_lost_contact():
+        with (
+            contextlib.nullcontext() if self.watchdog is None else self.watchdog.guard(),
+            explain_lost_contact(),
+            explain_out_of_memory(self.device, self.local_size),
+        ):
             yield
 
     def new_cpu_group(self, timeout: float) -> "World":
@@ -63,13 +72,18 @@ class World:
 
         A collective of the group waits up to `timeout` seconds. The caller destroys the group.
         """
+        # All ranks are members. Of a smaller gloo group torch would split NCCL's communicator on the other ranks only,
+        # and hang, because the communicator is bound to a device.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=BACKGROUND_GROUP)
         return replace(self, device=torch.device("cpu"), group=group)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        # An all-reduce of one number instead of dist.barrier(), which guesses a device under NCCL.
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+        # An all-reduce of one number instead of dist.barrier(), which guesses a device under NCCL. An NCCL collective
+        # only makes the stream wait; reading its result makes this process wait.
+        arrived = torch.ones(1, device=self.device)
+        dist.all_reduce(arrived, group=self.group)
+        arrived.item()
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank. Values are pickled: small Python objects only."""
@@ -176,9 +190,11 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
         return
     if not is_launched:
         with _explain_missing_interface():
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=_bound_device(device))
+        world = World(rank, size, local_rank, local_size, device)
         try:
-            yield World(rank, size, local_rank, local_size, device)
+            with explain_out_of_memory(device, local_size):
+                yield world
         finally:
             dist.destroy_process_group()
         return
@@ -197,15 +213,20 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     world = World(rank, size, local_rank, local_size, device, watchdog=watchdog)
     with world.watchdog_guard():
         with explain_lost_contact(joining), _explain_missing_interface():
-            extra = NCCL_EXTRA_SECONDS if watchdog is not None and device.type == "cuda" else 0
+            extra = 0.0
+            if watchdog is not None and device.type == "cuda":
+                extra = NCCL_EXTRA_SECONDS
+                os.environ.setdefault(_NCCL_ERROR_HANDLING, "0")
             dist.init_process_group(
                 backend,
                 store=PrefixStore(f"group/{attempt}", store),
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=timeout + extra),
+                device_id=_bound_device(device),
             )
         if watchdog is not None:
+            watchdog.backend_error = nccl_error
             watchdog.learn_hosts()
         yield world
     # Not after an error: destroying a group in which a rank is missing may wait for that rank.
@@ -226,6 +247,32 @@ def _start_watchdog(
     watchdog = Watchdog(connection, rank, size, local_ranks, timeout, store_on_rank_0=store_on_rank_0)
     watchdog.start()
     return watchdog
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups of this process; torch has no public function for it (checked on 2.11 and 2.13)."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def nccl_error() -> str:
+    """The error that NCCL has reported for a communicator of this process, if any; callable from any thread."""
+    for group in process_groups():
+        if "nccl" not in dist.distributed_c10d._world.pg_backend_config.get(group, ""):
+            continue
+        with contextlib.suppress(RuntimeError):  # the group is being destroyed
+            error = group._get_backend(torch.device("cuda")).get_error()
+            if error.name != "SUCCESS":
+                return f"NCCL: {error.name}"
+    return ""
+
+
+def _bound_device(device: torch.device) -> torch.device | None:
+    """The device to bind the process group to.
+
+    NCCL then connects at once, so that its errors show at the start, and splits its communicator for the groups of the
+    mesh instead of connecting again.
+    """
+    return device if device.type == "cuda" else None
 
 
 def _integer(variable: str, default: int) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from embedtrain.config.evaluation import IndexConfig, VectorDtype, VectorPlacement
 from embedtrain.distributed.collectives import exchange_rows, gather_rows
+from embedtrain.distributed.device import free_memory
 from embedtrain.distributed.world import World
 from embedtrain.inference.encode import EncodedShard, SentenceEncoder
 from embedtrain.inference.exact import (
@@ -110,8 +111,8 @@ class VectorTiles:
     def _keep_on_host(self, dimension: int) -> bool:
         if self._config.place is not VectorPlacement.auto or self._device.type != "cuda":
             return self._config.place is VectorPlacement.host
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return self._expected * dimension * self._dtype.itemsize > _MAX_DEVICE_FRACTION * free
+        size = self._expected * dimension * self._dtype.itemsize
+        return size > _MAX_DEVICE_FRACTION * free_memory(self._device)
 
 
 def dtype_of(config: IndexConfig) -> torch.dtype:

@@ -12,7 +12,8 @@ from transformers.utils import logging as transformers_logging
 
 from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Strategy
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.mesh import ParallelLayout, free_memory_of_rank, memory_of_rank
+from embedtrain.distributed.device import free_memory, total_memory
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import reshard, shard_, warm_up
 from embedtrain.distributed.weights import broadcast_weights, copy_local_rows, read_shards
 from embedtrain.distributed.world import World
@@ -108,6 +109,14 @@ class LoadedModel:
     reduce_per_step: bool  # gradients are reduced once per step, which keeps full gradients on every rank
     activation_tokens: int = 0  # tokens of a step whose activations a rank keeps
     adapted: AdapterInfo | None = None  # the trained adapters; None if the model itself is trained
+    planned_memory: float = 0.0  # bytes of a rank in a training step in which each chunk is encoded twice
+
+
+def _memory_of_every_rank(world: World) -> tuple[int, int]:
+    """Total and free bytes of the ranks that have the least. A collective."""
+    sizes = total_memory(world.device, world.local_size), free_memory(world.device, world.local_size)
+    total, free = zip(*world.gather(sizes), strict=True)
+    return min(total), min(free)
 
 
 def load_model(
@@ -133,7 +142,7 @@ def load_model(
         work: of a training step; None for a model that only encodes, which needs less memory.
     """
     quiet_libraries()
-    memory, free = map(min, zip(*world.gather((memory_of_rank(world), free_memory_of_rank(world))), strict=True))
+    memory, free = _memory_of_every_rank(world)
     with world.fail_together("opening the model"):
         source = open_model_source(model) if source is None else source
         if tokenizer is None:
@@ -197,6 +206,7 @@ def load_model(
         reduce_per_step=choice.reduce_per_step,
         activation_tokens=activation_tokens,
         adapted=adapted,
+        planned_memory=0.0 if choice.best is None else choice.best.memory.total,
     )
     return verify_packing(loaded, model, parallel, world) if read_weights else loaded
 

@@ -137,7 +137,8 @@ def _ranking_loss(similarity: Tensor, scores: Tensor) -> Tensor:
     scores, order = gather_rows(scores, counts).sort()
     similarity = gather_rows(similarity, counts)[order]
     higher = torch.searchsorted(scores, scores, right=True)
-    suffix_sums = torch.logcumsumexp(-similarity.flip(0), dim=0).flip(0)
+    # Two equal rows, because torch scans a single row on a GPU in an order that differs between runs.
+    suffix_sums = torch.logcumsumexp(-similarity.flip(0).expand(2, -1), dim=1)[0].flip(0)
     suffix_sums = torch.cat([suffix_sums, similarity.new_full((1,), -torch.inf)])
     terms = similarity + suffix_sums[higher]
     return torch.logsumexp(torch.cat([similarity.new_zeros(1), terms]), dim=0) / len(counts)

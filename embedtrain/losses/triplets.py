@@ -22,6 +22,7 @@ from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 # Matrices [A, N] that live at a time in the backward pass of a chunk, approximately.
 _LIVE_MATRICES = 12
+_BLOCK = 64  # columns per block of `_running_sums`
 
 
 class Triplet(Loss):
@@ -122,7 +123,7 @@ class BatchTriplet(Loss):
         """
         nearest = distances.masked_fill(~negative, torch.inf).sort(dim=1).values
         # Zeros in place of non-negatives; float64, since float32 is too coarse for running sums over thousands of rows.
-        running = F.pad(nearest.masked_fill(nearest.isinf(), 0.0).double().cumsum(dim=1), (1, 0))
+        running = _running_sums(nearest.masked_fill(nearest.isinf(), 0.0).double())
         reach = distances + self.margin
         within = torch.searchsorted(nearest.detach(), reach.detach().contiguous())
         terms = within * reach.double() - running.gather(1, within)
@@ -148,3 +149,16 @@ class BatchTriplet(Loss):
         chosen = nearest.gather(1, torch.minimum(farther, negative.sum(dim=1, keepdim=True) - 1))
         gaps = (distances - chosen)[positive] + self.margin
         return F.relu(gaps).sum(), (gaps > 0).sum().double(), positive.sum().double()
+
+
+def _running_sums(values: Tensor) -> Tensor:
+    """Sums of the first 0, 1, ..., N values of each row: [R, N] becomes [R, N + 1].
+
+    By matrix products within blocks and over blocks, because torch has no deterministic cumsum on a GPU.
+    """
+    width = values.shape[1]
+    blocks = F.pad(values, (0, -width % _BLOCK)).unflatten(1, (-(-width // _BLOCK), _BLOCK))
+    within = blocks @ blocks.new_ones(_BLOCK, _BLOCK).triu()
+    totals = within[..., -1]
+    before = totals @ totals.new_ones(totals.shape[1], totals.shape[1]).triu(1)
+    return F.pad((within + before.unsqueeze(2)).flatten(1)[:, :width], (1, 0))

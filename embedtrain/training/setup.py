@@ -20,11 +20,13 @@ from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import Precision, Recipe
 from embedtrain.data.cache.cache import Cache, writable_cache_directory
 from embedtrain.data.train_data import TrainData, load_recipe_data
+from embedtrain.distributed.device import advise_when_exhausted
 from embedtrain.distributed.world import World
 from embedtrain.evaluation.evaluator import metric_names
 from embedtrain.evaluation.metrics import parse_best_metric
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet
+from embedtrain.formatting import format_bytes
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
 from embedtrain.losses.types import FROM_ROWS, Loss
@@ -219,6 +221,7 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
         read_weights=start.from_scratch,
         work=StepWorkload.of(recipe),
     )
+    _advise_when_exhausted(run, model)
     tokenize_data(data, model, inputs.cache, world, run.console)
     guides, guide_notes = load_guides(
         list(dict.fromkeys(path for loss in inputs.losses for path in guide_paths(loss))),
@@ -232,6 +235,30 @@ def build_parts(run: Run, inputs: RunInputs, start: RunStart) -> TrainedParts:
     optimizer = build_optimizer(model.encoder, recipe.optim, loss)
     module = EncoderWithLoss(model.encoder, loss)
     return TrainedParts(model=model, guides=guides, loss=loss, module=module, optimizer=optimizer)
+
+
+def _advise_when_exhausted(run: Run, model: LoadedModel) -> None:
+    """Name what was planned, and the options to lower, in the message of a rank whose memory is exhausted."""
+    layout, train, evaluation = model.layout, run.recipe.train, run.recipe.evaluation
+    options = [f"train.chunk_tokens={train.chunk_tokens}"]
+    if model.activation_tokens > train.chunk_tokens:
+        options.append(f"train.activation_tokens={model.activation_tokens}")
+    savings = [
+        option
+        for option, in_use in (
+            ("parallel.activation_checkpointing=true", layout.activation_checkpointing),
+            ("parallel.strategy=fsdp", layout.shard > 1 or layout.replicate == 1),
+            ("parallel.cpu_offload=true", layout.cpu_offload or run.world.device.type == "cpu"),
+        )
+        if not in_use
+    ]
+    planned = format_bytes(model.planned_memory, binary=True)
+    training = f"{planned} were planned for a step: lower {' or '.join(options)}, use more ranks"
+    if savings:
+        training += f", or set {' or '.join(savings)}"
+    lower = f"lower evaluation.chunk_tokens={evaluation.chunk_tokens}, or set evaluation.index.place=host"
+    advise_when_exhausted("evaluating", lower)
+    advise_when_exhausted("", training)
 
 
 def build_backward(run: Run, inputs: RunInputs, parts: TrainedParts) -> Backward:

@@ -1,21 +1,13 @@
-"""The device mesh of a layout, and the memory of a rank."""
+"""The device mesh of a layout, and the memory of its ranks."""
 
 import pytest
 import torch
 
 from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
-from embedtrain.distributed.mesh import ParallelLayout, memory_of_rank
+from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
 from tests.small import parallel, save_small, small_model
-
-
-def world(size: int, local_size: int = 4) -> World:
-    return World(0, size, 0, local_size, torch.device("cpu"))
-
-
-def test_ranks_of_a_node_share_its_memory():
-    assert memory_of_rank(world(8, 4)) == memory_of_rank(world(8, 1)) // 4
 
 
 def shape_of_mesh(world: World) -> tuple[tuple[int, ...], tuple[str, ...] | None]:

@@ -4,6 +4,8 @@ import socket
 import time
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.distributed.world import World, explain_lost_contact, joined_world
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError, FailedElsewhere, LostContact
@@ -51,6 +53,27 @@ def test_all_ranks_fail_with_the_first_error(ranks, world_size):
         follows = ("FailedElsewhere", "rank 0 failed while counting sheep: OSError: disk full")
         assert two_errors == {0: ("OSError", "disk full"), last: ("DataError", "no sheep")}.get(rank, follows)
         assert different_errors == ("ValueError", f"sheep {rank}")
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that are read from a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+def reads_at_a_barrier(world: World) -> int:
+    with HostReads() as reads:
+        world.barrier()
+    return reads.count
+
+
+def test_a_barrier_reads_its_result(ranks):
+    """A collective of NCCL makes the stream wait for the other ranks; a process waits when it reads the result."""
+    assert ranks(2, reads_at_a_barrier) == [1, 1]
 
 
 def test_a_failure_elsewhere_is_a_user_error():

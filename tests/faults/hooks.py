@@ -79,6 +79,77 @@ class InStep:
 
 
 @dataclass(frozen=True)
+class MemoryExhausted:
+    """An allocation fails in an optimizer step: more bytes than any machine has.
+
+    Args:
+        rank: the rank that fails.
+        step: number of completed steps.
+    """
+
+    rank: int
+    step: int
+
+    def __call__(self, rank: int) -> None:
+        if rank != self.rank:
+            return
+        import torch
+
+        import embedtrain.training.loop as loop
+
+        real = loop.train_step
+
+        def train_step(context, *batches, **options):
+            if context.state.step == self.step:
+                torch.empty(2**60)
+            return real(context, *batches, **options)
+
+        loop.train_step = train_step
+
+
+@dataclass(frozen=True)
+class NcclError:
+    """NCCL reports an error from an optimizer step on, while another rank is suspended and the main thread waits.
+
+    Args:
+        rank: the rank to which it is reported; the others suspend themselves.
+        step: the optimizer step in which this happens.
+    """
+
+    rank: int
+    step: int
+
+    def __call__(self, rank: int) -> None:
+        if rank != self.rank:
+            SignalWhen(rank, "training", self.step, signal.SIGSTOP)(rank)
+            return
+        import embedtrain.distributed.world as world
+
+        def nccl_error() -> str:
+            return "NCCL: REMOTE_ERROR" if (current_activity().step or 0) >= self.step else ""
+
+        world.nccl_error = nccl_error
+
+
+@dataclass(frozen=True)
+class PrintDeterminism:
+    """Print whether deterministic algorithms are in use in each optimizer step."""
+
+    def __call__(self, rank: int) -> None:
+        import torch
+
+        import embedtrain.training.loop as loop
+
+        real = loop.train_step
+
+        def train_step(context, *batches, **options):
+            print(f"deterministic={torch.are_deterministic_algorithms_enabled()}", flush=True)
+            return real(context, *batches, **options)
+
+        loop.train_step = train_step
+
+
+@dataclass(frozen=True)
 class SignalInEvaluation:
     """Send this process a signal during the first set of an evaluation, so that another set remains.
 

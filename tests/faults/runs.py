@@ -100,7 +100,13 @@ class Run:
 
 
 def start(
-    folder: Path, output_dir: str, *more: str, size: int = 2, hook: Hook | None = None, agent: bool = True
+    folder: Path,
+    output_dir: str,
+    *more: str,
+    size: int = 2,
+    hook: Hook | None = None,
+    agent: bool = True,
+    forked: bool = True,
 ) -> Run:
     """Start the command on `size` ranks.
 
@@ -112,6 +118,7 @@ def start(
         hook: called in each rank's process before the command.
         agent: whether the store is hosted by a process that outlives all ranks, like torchrun's agent, instead of rank
             0.
+        forked: whether ranks are forked from a process that has imported everything; CUDA needs new processes.
     """
     store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
     port = store.port
@@ -120,6 +127,7 @@ def start(
         store = None
     log = folder / f"{output_dir.replace('/', '-')}-{time.monotonic_ns()}.log"
     processes = []
+    context = _context() if forked else mp.get_context("spawn")
     for rank in range(size):
         environment = {
             "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
@@ -127,7 +135,7 @@ def start(
             "TORCHELASTIC_RESTART_COUNT": "0",
         }  # fmt: skip
         composed = _recipes(*OPTIONS, f"output_dir={output_dir}", *more)
-        process = _context().Process(target=run_rank, args=(environment, composed, folder, log, hook), daemon=True)
+        process = context.Process(target=run_rank, args=(environment, composed, folder, log, hook), daemon=True)
         process.start()
         processes.append(process)
     return Run(processes, log, folder / output_dir, store)

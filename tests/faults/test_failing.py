@@ -1,12 +1,13 @@
 """A rank fails or hangs: all ranks end with one message that names the rank, the activity and the cause."""
 
+import re
 import signal
 import socket
 import time
 
 import pytest
 
-from tests.faults.hooks import InStep
+from tests.faults.hooks import InStep, MemoryExhausted, NcclError
 from tests.faults.runs import finish, start, training_result
 
 
@@ -31,6 +32,31 @@ def test_a_hanging_rank(folder):
     assert f'rank 2 on {socket.gethostname()} hangs: alive, but in "training, step 5" for ' in run.errors[0]
     assert "stack of rank 2 when the other ranks gave up:" in run.text
     assert "hooks.py" in run.text, "the stack names the file"
+
+
+def test_an_exhausted_memory(folder):
+    """One sentence: what failed, what is used, what was planned, and the options to lower."""
+    run = start(folder, "exhausted", hook=MemoryExhausted(rank=1, step=4))
+    assert run.wait() == [1, 1], run.text
+    assert "Traceback" not in run.text
+    (error,) = run.errors
+    requested = "an allocation of 4.0 EiB|an allocation of 4,194,304.0 TiB"
+    assert re.search(f"out of memory while training, step 5: ({requested}) failed, this process uses ", error), error
+    assert re.search(r" of [\d.]+ GiB, [\d.]+ GiB are free; [\d.]+ .iB were planned for a step: ", error), error
+    assert "lower train.chunk_tokens=16384" in error
+    assert "parallel.activation_checkpointing=true" in error
+
+
+def test_an_error_that_only_nccl_reports(folder):
+    """The main thread waits for a GPU that waits for a lost rank; the time-out of a step is ten minutes."""
+    run = start(folder, "nccl", hook=NcclError(rank=0, step=4))
+    run.processes[0].join(60)
+    code = run.processes[0].exitcode
+    run.end()
+    assert code == 1, run.text
+    (error,) = run.errors
+    assert f"rank 1 on {socket.gethostname()} ended or hangs (no heartbeat for " in error
+    assert "while training, step " in error
 
 
 @pytest.mark.slow

@@ -129,6 +129,12 @@ def test_batch_triplet(ranks, mining, distance):
     check(ranks, config, texts(CLASSES), mined(config), only=[0, 2, 5, 7])
 
 
+def test_anchors_with_a_hundred_negatives(ranks):
+    """More than fit in a block of running sums."""
+    config = BatchTripletConfig(mining=TripletMining.all, margin=MARGIN[Distance.euclidean])
+    check(ranks, config, texts([0, 0, 0, *range(1, 101)]), mined(config), only=[0, 2])
+
+
 @pytest.mark.parametrize("mining", TripletMining)
 @pytest.mark.parametrize("labels", [[0] * 5, [0, 1, 2, 3], [0]], ids=["one class", "a class each", "one row"])
 def test_no_triplet(ranks, mining, labels):

@@ -43,6 +43,8 @@ class Watchdog:
 
     Attributes:
         resume_hint: returns the end of a message: where a run would resume, if known.
+        backend_error: returns the error of collectives that this process will not see as an exception, or "". NCCL
+            reports that a connection is lost, while the main thread waits for the GPU, and the GPU for the lost rank.
         max_silence: seconds without a heartbeat after which a rank counts as lost, whatever the ranks are doing.
     """
 
@@ -51,6 +53,7 @@ class Watchdog:
     ) -> None:
         self.rank, self.size, self.timeout, self.store_on_rank_0 = rank, size, timeout, store_on_rank_0
         self.resume_hint: Callable[[], str] = str
+        self.backend_error: Callable[[], str] = str
         self.max_silence = timeout
         self._heartbeats = HeartbeatStore(store, rank, size, reports_alone=rank in {1, local.start})
         self._processes = LocalProcesses(store, rank, local)
@@ -142,8 +145,8 @@ class Watchdog:
             error.add_note(f"error: {failure.text}")
         self._linger()
 
-    def _find_failure(self, activity: str) -> Failure | None:
-        """Find ranks that are lost or late; None if there are none."""
+    def _find_failure(self, activity: str, *, late: bool = True) -> Failure | None:
+        """Find ranks that are lost, or if `late` those that this rank waited for; None if there are none."""
         started, before = time.monotonic(), self._heartbeats.heartbeats()
         while time.monotonic() - started < OBSERVATION:
             failure = self._heartbeats.failure() or self._find_ended(activity)
@@ -158,7 +161,7 @@ class Watchdog:
         silent = [rank for rank, beat in running.items() if beat.count == earlier.get(rank)]
         if silent:
             return self._heartbeats.claim_failure(self._silent(silent, activity, OBSERVATION))
-        hanging = self._hanging(running)
+        hanging = self._hanging(running) if late else None
         return None if hanging is None else self._heartbeats.claim_failure(hanging)
 
     def _find_ended(self, activity: str | None = None) -> Failure | None:
@@ -237,8 +240,8 @@ class Watchdog:
                 if now - failed_since > _MAX_CLOSING:
                     os._exit(1)
                 continue
-            failure = self._heartbeats.failure()
-            if failure is None and not self._ended_ranks():
+            failure, error = self._heartbeats.failure(), self.backend_error()
+            if failure is None and not error and not self._ended_ranks():
                 failed_since = None
                 failure = self._find_late(now)
                 if failure is not None:
@@ -248,7 +251,8 @@ class Watchdog:
             if now - failed_since > GRACE and not self._exit_state:
                 self._leave("lost")
                 activity = str(current_activity())
-                self._exit(failure or self._find_failure(activity) or self._isolated(activity))
+                failure = failure or self._find_failure(activity, late=not error)
+                self._exit(failure or self._isolated(activity, LostContact(error) if error else None))
 
     def _find_late(self, now: float) -> Failure | None:
         """Find ranks that this rank has waited for longer than the time-out, or that have been silent for long.

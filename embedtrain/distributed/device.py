@@ -1,0 +1,119 @@
+"""The device of this rank: its memory, errors when it is exhausted, threads that use it, and deterministic kernels."""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch.utils import deterministic
+
+from embedtrain.distributed.watchdog.activity import current_activity
+from embedtrain.errors import OutOfMemory
+from embedtrain.formatting import format_bytes
+
+# What torch raises: torch.OutOfMemoryError, the CUDA runtime outside of torch's allocator, and the allocator of a CPU.
+_EXHAUSTED = re.compile(r"out of memory|DefaultCPUAllocator: (can't|not enough)")
+_REQUESTED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+ (?:[KMGT]iB|bytes))")
+
+# What was planned and which options to lower, by the beginning of the activity.
+_advice: dict[str, str] = {}
+
+
+def total_memory(device: torch.device, local_size: int = 1) -> int:
+    """Total bytes for one rank: of its GPU, or its part of the memory of the node."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
+
+
+def free_memory(device: torch.device, local_size: int = 1) -> int:
+    """Free bytes for one rank: of its GPU, or its part of the free memory of the node.
+
+    torch keeps freed memory of a GPU reserved for later tensors: in use for the driver, free for this process.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(psutil.virtual_memory().available) // local_size
+
+
+def thread_initializer() -> Callable[[], None]:
+    """A function that new threads call first if they use the GPU of the calling thread; it does nothing on a CPU.
+
+    A thread starts with GPU 0. What it does there without naming a device, such as pinning memory, creates a context of
+    several hundred MiB on GPU 0 for every rank of the node.
+    """
+    if not torch.cuda.is_initialized():
+        return _nothing
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """If enabled, use only algorithms on a GPU that give the same bits in every run. Enter it before joining the ranks.
+
+    torch then selects deterministic kernels for the backward pass of attention and for sums by index, raises where
+    there is none, and turns off NCCL's reductions in the switch (NVLS), which it decides when the process group is
+    created. cuBLAS reads its variable when it is first used.
+    """
+    if not enabled:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    previous = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = deterministic  # a module with properties, unknown to mypy
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # nothing reads such memory, and filling takes time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(previous[0], warn_only=previous[1])
+        settings.fill_uninitialized_memory = fills
+
+
+def advise_when_exhausted(activity: str, advice: str) -> None:
+    """Set the end of the message when memory is exhausted during activities whose name begins with `activity`."""
+    _advice[activity] = advice
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(device: torch.device, local_size: int = 1) -> Iterator[None]:
+    """Convert the error of an allocation that failed into OutOfMemory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not _EXHAUSTED.search(str(error)):
+            raise
+        raise OutOfMemory(_describe(device, local_size, str(error))) from error
+
+
+def _describe(device: torch.device, local_size: int, error: str) -> str:
+    activity = current_activity()
+    match = _REQUESTED.search(error)
+    request = "an allocation" if match is None else _allocation(match[1])
+    on_gpu = device.type == "cuda"
+    used = torch.cuda.memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
+    advice = _advice.get(max(filter(activity.name.startswith, _advice), key=len, default=""))
+    return (
+        f"out of memory while {activity}: {request} failed, this process uses {_gib(used)} of "
+        f"{_gib(total_memory(device, local_size))}, {_gib(free_memory(device, local_size))} are free; "
+        f"{advice or 'lower chunk_tokens, or use more ranks'}"
+    )
+
+
+def _allocation(size: str) -> str:
+    number, _, unit = size.partition(" ")
+    return f"an allocation of {_gib(int(number)) if unit == 'bytes' else size}"
+
+
+def _gib(num_bytes: float) -> str:
+    return format_bytes(num_bytes, binary=True)

@@ -162,7 +162,7 @@ def load_model(
             frozen = frozen_dtype(model.lora.base_dtype, parallel.precision, stored_dtype(source))
             adapted = add_adapters(encoder, model.lora, adapter_files, frozen)
         gpu = world.device.type == "cuda"
-        machines = ClusterSpec(ranks=world.size, per_node=world.local_size, memory=memory, gpu=gpu)
+        machines = ClusterSpec.of_ranks(world.size, world.local_size, memory, gpu=gpu)
         costs = model_spec(
             encoder, blocks, precision=parallel.precision, tokens_per_text=max_length, gpu=gpu, packed=packed
         )

@@ -94,13 +94,15 @@ def step_traffic(
 
     forward_seconds = shards.seconds(gathered * forward * repeats, groups * forward * repeats)
     backward_seconds = shards.seconds(gathered * backward * repeats, groups * backward * repeats)
-    backward_seconds += shards.seconds(reduced * reductions, groups * reductions)
-    # Replicas reduce their gradients once per step, during its last backward pass.
+    reduce_seconds = shards.seconds(reduced, groups)  # of one reduction
+    backward_seconds += reduce_seconds * reductions
+    # A reduction overlaps with the backward pass of its chunk. Replicas reduce their gradients once per step, as do
+    # shards with `reduce_per_step`: during the last backward pass.
     replica_seconds = replicas.seconds(replicated, groups)
     last_backward = backward_compute / max(1, local.chunks * batches)
     embedding_seconds = everyone.seconds(embeddings, 4.0 * batches)
     exposed = max(0.0, forward_seconds - forward_compute) + embedding_seconds
-    exposed += max(0.0, backward_seconds - backward_compute, replica_seconds - last_backward)
+    exposed += max(0.0, backward_seconds - backward_compute, max(reduce_seconds, replica_seconds) - last_backward)
     offload = 0.0
     if layout.cpu_offload:
         per_parameter = size * (forward + backward) * repeats + 4 * _FP32

@@ -1,6 +1,7 @@
 """The work of a training step, and the hardware on which it runs."""
 
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from embedtrain.config.losses import InfoNCEConfig, LossConfig
 from embedtrain.config.recipe import Recipe, TrainConfig
@@ -8,6 +9,9 @@ from embedtrain.config.recipe import Recipe, TrainConfig
 # Fraction of a rank's memory that a plan may use: the rest is for the driver, the communication library and
 # fragmentation of the allocator.
 USABLE = 0.9
+# Orders of magnitude for ranks without a GPU: gloo, and a few cores. With the rates of a GPU, the estimate would see
+# nothing but communication.
+_CPU_RATES: dict[str, Any] = {"bandwidth_node": 2e9, "bandwidth_network": 1e9, "flops": 1e11}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,11 @@ class ClusterSpec:
     bandwidth_node: float = 300e9  # bytes per second that a rank sends within its node
     bandwidth_network: float = 50e9  # bytes per second that a rank sends to other nodes
     flops: float = 400e12  # operations per second that a rank reaches
+
+    @classmethod
+    def of_ranks(cls, ranks: int, per_node: int, memory: int, *, gpu: bool) -> Self:
+        """Ranks with the default rates of their kind of device."""
+        return cls(ranks=ranks, per_node=per_node, memory=memory, gpu=gpu, **({} if gpu else _CPU_RATES))
 
     @property
     def usable(self) -> int:

@@ -15,6 +15,7 @@ from tests.small import small_model
 GIB = 2**30
 TINY = spec_of(small_model("xlm-roberta").config, length=48)
 LARGE, LLAMA = spec_of(XLMR_LARGE), spec_of(LLAMA_3_8B)
+LLAMA_1B = spec_of(LLAMA_3_8B, hidden_size=2048, num_hidden_layers=16, intermediate_size=8192)
 # Half a billion weights in the shape of Qwen1.5, for which FSDP on one node is popular but not needed.
 HALF = spec_of(LLAMA_3_8B, vocab_size=151936, hidden_size=1024, num_hidden_layers=24, intermediate_size=2816,
              num_attention_heads=16, num_key_value_heads=16)  # fmt: skip
@@ -41,8 +42,47 @@ def test_a_model_that_fits_is_replicated():
     assert not best.layout.activation_checkpointing
     assert not best.layout.cpu_offload
     assert "fits on every rank: 2" in best.layout.reason
-    assert "of 80.0 GiB per rank; fsdp would add 1.0 GB of all-gathers per step" in best.layout.reason
+    assert "of 80.0 GiB per rank; an estimated " in best.layout.reason
+    assert "fsdp, not resharded after forward" in best.layout.reason
     assert "\n" not in best.layout.reason
+
+
+def test_sharding_is_chosen_if_replication_fits_but_waits_for_communication():
+    """Llama-3.2-1B with 128 rows on 64 GPUs: each rank encodes four texts, too few to hide an all-reduce of fp32."""
+    small_batch = {"rows": 128, "chunk_tokens": 16384}
+    sharded = choice_for(LLAMA_1B, ranks=64, more_work=small_batch)
+    replicated = choice_for(LLAMA_1B, ranks=64, more_work=small_batch, strategy=Strategy.ddp).best
+    assert replicated.fits
+    assert sharded.layout.strategy is Strategy.fsdp
+    assert sharded.best.traffic.bytes < 0.8 * replicated.traffic.bytes
+    assert sharded.best.traffic.seconds < 0.8 * replicated.traffic.seconds
+    assert sharded.layout.reason.startswith("faster than ddp, which fits too: an estimated ")
+    for seconds in (sharded.best.traffic.seconds, replicated.traffic.seconds):
+        assert f"{1000 * seconds:.1f} ms" in sharded.layout.reason
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 16, 64])
+def test_half_a_billion_weights_are_replicated_on_any_number_of_ranks(ranks):
+    """The layouts take nearly the same time, so the simplest is chosen; the reason shows both times."""
+    best = choice_for(HALF, ranks=ranks, more_work={"rows": 512, "chunk_tokens": 16384})
+    assert best.layout.strategy is Strategy.ddp
+    assert ("fsdp" in best.layout.reason or "hsdp" in best.layout.reason) == (ranks > 1)
+
+
+def test_a_small_model_is_not_sharded_to_save_less_than_a_millisecond():
+    """A step of the small model takes microseconds on 64 ranks, half of them communication."""
+    best = choice_for(TINY, ranks=64)
+    fastest = min(c.traffic.seconds for c in layout_candidates(ParallelConfig(), cluster_of(64), TINY, work_of(64)))
+    assert best.layout.strategy is Strategy.ddp
+    assert best.best.traffic.seconds > 1.03 * fastest
+
+
+def test_ranks_without_a_gpu_are_not_planned_with_the_rates_of_one():
+    """Eight short texts: a GPU spends the step on communication, a CPU on computation that hides it."""
+    short = StepWorkload(rows=8, tokens_per_text=32)
+    clusters = [ClusterSpec.of_ranks(2, 2, 64 * GIB, gpu=gpu) for gpu in (True, False)]
+    choices = [choose_layout(ParallelConfig(), cluster, HALF, short, always_measure=True) for cluster in clusters]
+    assert [choice.layout.strategy for choice in choices] == [Strategy.fsdp, Strategy.ddp]
 
 
 def test_a_larger_model_is_sharded_within_nodes_then_over_nodes():
@@ -107,7 +147,8 @@ def test_advice_against_fsdp_for_a_small_model_on_one_node():
     selected = choice_for(HALF, strategy=Strategy.fsdp)
     assert selected.layout.strategy is Strategy.fsdp
     assert "; parallel.strategy=ddp fits too, with " in selected.layout.reason
-    assert "GB of all-gathers per step" in selected.layout.reason
+    ddp = choice_for(HALF, strategy=Strategy.ddp).best
+    assert f"{1000 * ddp.traffic.seconds:.1f} ms per step instead of " in selected.layout.reason
     assert "fits too" not in choice_for(LLAMA, strategy=Strategy.fsdp).layout.reason
     assert "fits too" not in choice_for(TINY, strategy=Strategy.fsdp).layout.reason
 

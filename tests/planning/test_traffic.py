@@ -115,3 +115,24 @@ def test_activation_checkpointing_adds_a_third():
     assert checkpointed / plain == pytest.approx(4 / 3, rel=0.01)
     # Six FLOPs per weight and token, and attention.
     assert plain == pytest.approx(6 * 32 * 512 * (7.5e9 - 0.525e9) / cluster.flops, rel=0.05)
+
+
+def test_a_reduction_once_per_step_overlaps_with_the_last_chunk_only():
+    model, cluster = spec_of(LLAMA_3_8B), ClusterSpec(ranks=8, per_node=8, memory=80 * 2**30, bandwidth_node=10e9)
+    layout = ParallelLayout(Strategy.fsdp, 1, 8, "", reshard_after_forward=False)
+    one, many = (
+        step_traffic(
+            model,
+            layout,
+            cluster,
+            StepWorkload(rows=512, tokens_per_text=512, chunk_tokens=chunk_tokens, activation_tokens=10**9),
+            reduce_per_step=True,
+        )
+        for chunk_tokens in (10**6, 4096)
+    )
+    assert one.compute == pytest.approx(many.compute)
+    assert one.reduce_scatter == many.reduce_scatter
+    # The weights' gradients in fp32 take longer than a sixteenth of the backward pass, which is two thirds of all.
+    expected = many.reduce_scatter / cluster.bandwidth_node - many.compute * 2 / 3 / 16
+    assert expected > 0
+    assert many.exposed - one.exposed == pytest.approx(expected, rel=0.1)

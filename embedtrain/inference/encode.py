@@ -4,9 +4,11 @@ Shapes: n texts, n_r of them on rank r, W ranks, D dimensions.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -14,23 +16,24 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedtrain.config.evaluation import Unshard
+from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.data.types import Tokens
 from embedtrain.distributed.collectives import gather_rows
 from embedtrain.distributed.sharding import reshard, unsharded_weights
 from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.inference.encoding_plan import EncodingPlan, PromptedTexts, plan_encoding
+from embedtrain.inference.transfer import HostCopy, pinned, to_device
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.loading.load import LoadedModel
 
-# Chunks of a rank between two reports of progress; vectors are checked, and cached on disk, after each such block.
+# Chunks of a rank between two reports of progress. A thread prepares the chunks of the next block during the forward
+# passes of a block, and the vectors of the previous one are checked, and cached on disk.
 CHUNKS_PER_BLOCK = 16
 
 # Called with a description of the work, the number of items done, and their total.
 ProgressCallback = Callable[[str, int, int], None]
-# Texts as the model sees them, and the prompt that each starts with.
-_Chunk: TypeAlias = tuple[list[str], list[str]]
-_EMPTY_CHUNK: _Chunk = ([], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,30 @@ class EncodedShard:
 
     vectors: Tensor  # [n_r, D] on this rank's device; float32, unless `transform` returned another type
     rows: Tensor  # int64 [n_r] on the CPU, the index of each vector's text among the n texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """A set of texts to encode."""
+
+    texts: PromptedTexts
+    max_length: int | None
+    plan: EncodingPlan
+    label: str
+    vector_cache: VectorCache | None = None
+    transform: Callable[[Tensor], Tensor] = lambda vectors: vectors
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Chunks of this rank whose forward passes were launched, and may not have finished."""
+
+    chunks: Sequence[int]  # numbers
+    distinct: NDArray[np.int64]  # [m], numbers of the texts
+    vectors: Tensor  # [m, D], transformed, on the device
+    is_finite: HostCopy  # bool [m]
+    stored: HostCopy | None  # `vectors`, if they are cached on disk
+    num_done: int  # chunks of all ranks up to the end of this block
 
 
 class SentenceEncoder:
@@ -127,7 +154,7 @@ class SentenceEncoder:
         """
         prompted = self._with_prompt(texts, prompt, existing_prompt)
         plan = plan_encoding(prompted, self.tokenizer, max_length, self.chunk_tokens, self.world)
-        blocks = list(self._encode(prompted, max_length, plan, None, label))
+        blocks = list(self._encode(_Work(texts=prompted, max_length=max_length, plan=plan, label=label)))
         with torch.inference_mode(False), torch.no_grad():
             local_vectors = torch.cat([vectors for vectors, _ in blocks])
             vectors = gather_rows(local_vectors)
@@ -135,7 +162,7 @@ class SentenceEncoder:
             distinct = gather_rows(local_distinct.to(local_vectors.device)).cpu().numpy()
             rows, counts = plan.expand(distinct)
             ordered = vectors.new_empty((len(rows), vectors.shape[1]))
-            ordered[rows.to(vectors.device)] = vectors.repeat_interleave(counts.to(vectors.device), dim=0)
+            ordered[rows.to(vectors.device)] = _repeat(vectors, counts, len(rows))
             return ordered
 
     def encode_blocks(
@@ -163,87 +190,133 @@ class SentenceEncoder:
         plan = plan_encoding(prompted, self.tokenizer, max_length, self.chunk_tokens, self.world)
         if vector_cache is not None:
             vector_cache = vector_cache.for_texts(prompted, self.tokenizer, max_length, plan.chunk_tokens)
-        for encoded, distinct in self._encode(prompted, max_length, plan, vector_cache, label, transform):
+        work = _Work(
+            texts=prompted,
+            max_length=max_length,
+            plan=plan,
+            label=label,
+            vector_cache=vector_cache,
+            transform=transform,
+        )
+        for encoded, distinct in self._encode(work):
             rows, counts = plan.expand(distinct)
             with torch.inference_mode(False), torch.no_grad():
                 has_duplicates = len(rows) != len(distinct)
-                vectors = encoded.repeat_interleave(counts.to(encoded.device), dim=0) if has_duplicates else encoded
+                vectors = _repeat(encoded, counts, len(rows)) if has_duplicates else encoded
             yield EncodedShard(vectors, rows)
 
     def _with_prompt(self, texts: Sequence[str], prompt: str, existing_prompt: str | Sequence[str]) -> PromptedTexts:
         # Existing prompts only matter if prompt tokens are excluded from pooling.
         return PromptedTexts(texts, prompt, "" if self.tokenizer.include_prompt else existing_prompt)
 
-    def _encode(
-        self,
-        texts: PromptedTexts,
-        max_length: int | None,
-        plan: EncodingPlan,
-        vector_cache: VectorCache | None,
-        label: str,
-        transform: Callable[[Tensor], Tensor] = lambda vectors: vectors,
-    ) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
+    def _encode(self, work: _Work) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
         """Yield vectors [m, D] of this rank's chunks, block by block, and the numbers of their distinct texts."""
+        world, plan = self.world, work.plan
         remaining = list(range(len(plan)))
-        if vector_cache is not None:
-            files = vector_cache.list_files(self.world)
+        if work.vector_cache is not None:
+            files = work.vector_cache.list_files(world)
             cached_chunks = {number for _, numbers in files for number in numbers}
             remaining = [number for number in remaining if number not in cached_chunks]
-            for vectors, distinct in vector_cache.read_local(files, self.world):
-                yield vectors.to(self.world.device), distinct
+            for vectors, distinct in work.vector_cache.read_local(files, world):
+                yield vectors.to(world.device), distinct
             if not remaining:
                 return
-        total, size = len(plan), self.world.size
-        # At least one pass even without texts: only a forward pass shows the number of dimensions.
-        with self._unsharded():
-            for start in range(0, len(remaining) or 1, CHUNKS_PER_BLOCK * size):
-                block = remaining[start : start + CHUNKS_PER_BLOCK * size]
-                local_chunks = block[self.world.rank :: size]
-                local_distinct = [plan.chunk(number) for number in local_chunks]
-                rows = [plan.first[distinct].tolist() for distinct in local_distinct]
-                chunks = [(texts.with_prompt(chunk_rows), texts.prompts(chunk_rows)) for chunk_rows in rows]
-                vectors = self._encode_block(chunks, block, max_length)
-                self._require_finite(vectors, [texts.texts[row] for chunk_rows in rows for row in chunk_rows])
-                distinct = np.concatenate([np.empty(0, dtype=np.int64), *local_distinct])
-                with torch.inference_mode(False), torch.no_grad():
-                    vectors = transform(vectors)
-                if vector_cache is not None:
-                    vector_cache.write(vectors, distinct, local_chunks, self.world)
-                self.progress(f"encoding {label}", total - len(remaining) + start + len(block), total)
-                yield vectors, distinct
+        with self._unsharded(), contextlib.closing(self._prepared(work, remaining)) as prepared:
+            launched: _Block | None = None
+            num_done = len(plan) - len(remaining)
+            # At least one pass even without texts: only a forward pass shows the number of dimensions.
+            for start in range(0, len(remaining) or 1, CHUNKS_PER_BLOCK * world.size):
+                block = remaining[start : start + CHUNKS_PER_BLOCK * world.size]
+                num_done += len(block)
+                chunks: list[Tokens] = []
+                with world.fail_together("preparing texts"):
+                    chunks += itertools.islice(prepared, len(block[world.rank :: world.size]))
+                previous, launched = launched, self._launch(work, chunks, block, num_done)
+                # The device computes this block while the host reads the previous one.
+                if previous is not None:
+                    yield self._finish(work, previous)
+            assert launched is not None
+            yield self._finish(work, launched)
 
-    def _encode_block(self, chunks: list[_Chunk], block: Sequence[int], max_length: int | None) -> Tensor:
-        """One forward pass per chunk of this rank, and dummy passes while other ranks have more."""
-        num_passes = max(1, -(-len(block) // self.world.size))
-        with _eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
-            # With gathered weights, ranks do not wait for each other; one pass is still needed to know D.
-            num_dummies = num_passes - len(chunks) if self.unshard is Unshard.layer or not chunks else 0
-            return torch.cat([self._forward(chunk, max_length) for chunk in [*chunks, *([_EMPTY_CHUNK] * num_dummies)]])
+    def _prepared(self, work: _Work, remaining: Sequence[int]) -> Generator[Tokens, None, None]:
+        """This rank's chunks in order, prepared by a thread at most a block ahead. A collective."""
+        plan, tokenizer = work.plan, self.tokenizer
+        tokenized = plan.exchange_tokens(remaining, self.world)
+        local_chunks = remaining[self.world.rank :: self.world.size]
 
-    def _unsharded(self) -> contextlib.AbstractContextManager[None]:
-        """Gather all weights, if that is configured."""
-        if self.unshard is Unshard.layer:
-            return contextlib.nullcontext()
-        return unsharded_weights(self.encoder, lambda: self._encode_block([_EMPTY_CHUNK], [0] * self.world.size, None))
+        def prepare(index: int) -> Tokens:
+            distinct = plan.chunk(local_chunks[index])
+            if tokenized is not None:
+                tokens = tokenizer.make_chunk(
+                    tokenized.concatenate(distinct), tokenized.lengths[distinct], range(len(distinct))
+                )
+            else:
+                rows = plan.first[distinct].tolist()
+                ids = tokenizer.ids(work.texts.with_prompt(rows), work.max_length, work.texts.prompts(rows))
+                tokens = tokenizer.chunk(ids, range(len(ids)))
+            return pinned(tokens, self.world.device)
 
-    def _forward(self, chunk: _Chunk, max_length: int | None) -> Tensor:
-        """One forward pass; an empty chunk runs a dummy text, whose vector is dropped."""
-        texts, prompts = chunk
-        ids = self.tokenizer.ids(texts, max_length, prompts)
-        tokens = self.tokenizer.chunk(ids, range(len(ids))) if ids else self.tokenizer.dummy()
-        vectors: Tensor = self.encoder(*tokens.to(self.world.device).inputs)
-        return vectors.float()[: len(texts)]
+        workers = int(len(local_chunks) > 1)  # a query of `embedtrain.search` needs no thread
+        return iter(Prefetcher(prepare, 0, len(local_chunks), workers=workers, ahead=CHUNKS_PER_BLOCK))
 
-    def _require_finite(self, vectors: Tensor, texts: list[str]) -> None:
-        bad_rows = (~torch.isfinite(vectors).all(dim=1)).nonzero().flatten().tolist()
-        reports = self.world.gather((len(bad_rows), texts[bad_rows[0]][:60]) if bad_rows else None)
-        failures = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
+    def _launch(self, work: _Work, chunks: Sequence[Tokens], block: Sequence[int], num_done: int) -> _Block:
+        """Launch the forward passes of this rank's part of `block`. Reads nothing from the device."""
+        vectors = self._encode_block(chunks, block)
+        local_chunks = block[self.world.rank :: self.world.size]
+        distinct = [work.plan.chunk(number) for number in local_chunks]
+        with torch.inference_mode(False), torch.no_grad():
+            is_finite = HostCopy(torch.isfinite(vectors).all(dim=1))
+            vectors = work.transform(vectors)
+            stored = None if work.vector_cache is None else HostCopy(vectors)
+        numbers = np.concatenate([np.empty(0, dtype=np.int64), *distinct])
+        return _Block(local_chunks, numbers, vectors, is_finite, stored, num_done)
+
+    def _finish(self, work: _Work, block: _Block) -> tuple[Tensor, NDArray[np.int64]]:
+        """Check and store the vectors of a block; returns them and the numbers of their texts. A collective."""
+        bad_rows = (~block.is_finite.wait()).nonzero().flatten().tolist()
+        report = None
+        if bad_rows:
+            report = len(bad_rows), work.texts.texts[int(work.plan.first[block.distinct[bad_rows[0]]])][:60]
+        failures = [(rank, *report) for rank, report in enumerate(self.world.gather(report)) if report is not None]
         if failures:
             rank, count, text = failures[0]
             raise TrainingError(
                 f"{count} vectors on rank {rank} are not finite, the first of the text {text!r}: "
                 f"the weights hold NaN or infinity, or overflow in this precision"
             )
+        if work.vector_cache is not None and block.stored is not None:
+            work.vector_cache.write(block.stored.wait(), block.distinct, block.chunks, self.world)
+        self.progress(f"encoding {work.label}", block.num_done, len(work.plan))
+        return block.vectors, block.distinct
+
+    def _encode_block(self, chunks: Sequence[Tokens], block: Sequence[int]) -> Tensor:
+        """One forward pass per chunk of this rank, and dummy passes while other ranks have more."""
+        num_passes = max(1, -(-len(block) // self.world.size))
+        with _eval_mode(self.encoder, reshard_after=self.unshard is Unshard.layer):
+            vectors = [self._forward(chunk) for chunk in chunks]
+            # With gathered weights, ranks do not wait for each other; one pass is still needed to know D.
+            if self.unshard is Unshard.layer or not chunks:
+                vectors += [self._forward(self._dummy)[:0] for _ in range(num_passes - len(chunks))]
+            return torch.cat(vectors)
+
+    @cached_property
+    def _dummy(self) -> Tokens:
+        return pinned(self.tokenizer.dummy(), self.world.device)
+
+    def _unsharded(self) -> contextlib.AbstractContextManager[None]:
+        """Gather all weights, if that is configured."""
+        if self.unshard is Unshard.layer:
+            return contextlib.nullcontext()
+        return unsharded_weights(self.encoder, lambda: self._encode_block([], [0] * self.world.size))
+
+    def _forward(self, tokens: Tokens) -> Tensor:
+        vectors: Tensor = self.encoder(*tokens.to(self.world.device).inputs)
+        return vectors.float()
+
+
+def _repeat(vectors: Tensor, counts: Tensor, total: int) -> Tensor:
+    """Repeat each of the vectors [m, D]; `counts`, int64 [m] on the CPU, add up to `total`, which is not read back."""
+    return vectors.repeat_interleave(to_device(counts, vectors.device), dim=0, output_size=total)
 
 
 @contextlib.contextmanager

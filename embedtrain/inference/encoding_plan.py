@@ -3,6 +3,7 @@
 Shapes: n texts, U distinct ones, W ranks.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
-from embedtrain.distributed.collectives import gather_rows
+from embedtrain.distributed.collectives import exchange_rows, gather_rows
 from embedtrain.distributed.world import World
 
-# Texts per call of the tokenizer when only their lengths are needed.
-_TEXTS_PER_CALL = 8192
+_TEXTS_PER_CALL = 8192  # of the tokenizer
+# Tokens that a rank keeps in host memory between planning and encoding, 4 bytes each; while ranks exchange them there
+# are three copies. The texts of a larger set are tokenized a second time, chunk by chunk.
+MAX_KEPT_TOKENS = 1 << 27
 # Chunks are made smaller than `chunk_tokens` until a set has this many: the texts of a chunk then have similar lengths,
 # and the chunks can be distributed evenly. Below the minimum number of tokens, a pass would only get slower.
 _MIN_CHUNKS = 128
@@ -51,6 +54,25 @@ class PromptedTexts:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizedTexts:
+    """The tokens of some of the distinct texts, in host memory."""
+
+    ids: NDArray[np.int32]  # as `TextTokenizer.ids` gives them, concatenated
+    offsets: NDArray[np.int64]  # [U], where each text begins in `ids`; undefined for texts that are not in it
+    lengths: NDArray[np.int64]  # [U], tokens of all texts
+
+    def concatenate(self, distinct: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The tokens of texts, one after the other."""
+        parts = [np.empty(0, dtype=np.int32)]
+        for start in range(0, len(distinct), _TEXTS_PER_CALL):  # bounds the memory of indices, 24 bytes per token
+            part = distinct[start : start + _TEXTS_PER_CALL]
+            lengths = self.lengths[part]
+            before = np.cumsum(lengths) - lengths
+            parts.append(self.ids[np.repeat(self.offsets[part] - before, lengths) + np.arange(lengths.sum())])
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True, slots=True)
 class EncodingPlan:
     """The chunks of a set of texts; they depend on the texts and their lengths alone."""
 
@@ -61,6 +83,7 @@ class EncodingPlan:
     order: NDArray[np.int64]
     cuts: list[int]  # where each chunk begins in `order`, and the end of the last
     chunk_tokens: int  # maximum number of tokens of a chunk, including padding (a longer text has its own chunk)
+    tokenized: TokenizedTexts | None  # every W-th text, from text `rank` on; None, on every rank, for a large set
 
     def __len__(self) -> int:
         return len(self.cuts) - 1
@@ -76,11 +99,40 @@ class EncodingPlan:
         rows = self.occurrences[begins + np.arange(counts.sum())] if len(distinct) else np.empty(0, dtype=np.int64)
         return torch.from_numpy(rows), torch.from_numpy(counts)
 
+    def exchange_tokens(self, chunks: Sequence[int], world: World) -> TokenizedTexts | None:
+        """The tokens of this rank's chunks; None if they were not kept. A collective.
+
+        Rank i % W encodes the i-th of `chunks`.
+        """
+        if self.tokenized is None or world.size == 1:
+            return self.tokenized
+        lengths, order = self.tokenized.lengths, self.order
+        encoder_rank = np.full(len(order), -1, dtype=np.int64)  # by text; -1: its vector is known already
+        for index, number in enumerate(chunks):
+            encoder_rank[self.chunk(number)] = index % world.size
+
+        def texts(tokenizer_rank: int, to_rank: int) -> NDArray[np.int64]:
+            numbers: NDArray[np.int64] = np.arange(tokenizer_rank, len(order), world.size)
+            selected: NDArray[np.int64] = numbers[encoder_rank[numbers] == to_rank]
+            return selected
+
+        sent = [texts(world.rank, rank) for rank in range(world.size)]
+        received = [texts(rank, world.rank) for rank in range(world.size)]
+        ids = exchange_rows(
+            torch.from_numpy(self.tokenized.concatenate(np.concatenate(sent))),
+            [int(lengths[numbers].sum()) for numbers in sent],
+            [int(lengths[numbers].sum()) for numbers in received],
+        )
+        local = np.concatenate(received)
+        offsets = np.zeros(len(order), dtype=np.int64)
+        offsets[local] = np.cumsum(lengths[local]) - lengths[local]
+        return TokenizedTexts(ids.numpy(), offsets, lengths)
+
 
 def plan_encoding(
     texts: PromptedTexts, tokenizer: TextTokenizer, max_length: int | None, chunk_tokens: int, world: World
 ) -> EncodingPlan:
-    """Cut texts into chunks. A collective: each rank tokenizes its part of the texts to get their lengths."""
+    """Cut texts into chunks. A collective: each rank tokenizes its part of the texts."""
     with world.fail_together("looking for equal texts"):
         keys = texts.keys()
     _, index, inverse = np.unique(keys, return_index=True, return_inverse=True)
@@ -89,7 +141,7 @@ def plan_encoding(
     number[by_first] = np.arange(len(by_first))
     distinct = number[inverse] if len(keys) else np.empty(0, dtype=np.int64)
     first = index[by_first]
-    lengths = _token_counts(texts, first, tokenizer, max_length, world)
+    lengths, tokenized = _tokenize(texts, first, tokenizer, max_length, world)
     order = np.argsort(-lengths, kind="stable")
     limit = min(chunk_tokens, max(_MIN_CHUNK_TOKENS, int(lengths.sum()) // _MIN_CHUNKS))
     sizes = np.maximum(1, lengths[order])
@@ -103,23 +155,31 @@ def plan_encoding(
             stop = start + limit // int(sizes[start])
         cuts.append(min(len(order), max(start + 1, stop)))
     starts = np.concatenate([[0], np.bincount(distinct, minlength=len(first)).cumsum()])
-    return EncodingPlan(first, np.argsort(distinct, kind="stable"), starts.astype(np.int64), order, cuts, limit)
+    occurrences = np.argsort(distinct, kind="stable")
+    return EncodingPlan(first, occurrences, starts.astype(np.int64), order, cuts, limit, tokenized)
 
 
-def _token_counts(
+def _tokenize(
     texts: PromptedTexts, rows: NDArray[np.int64], tokenizer: TextTokenizer, max_length: int | None, world: World
-) -> NDArray[np.int64]:
-    """The number of tokens of the texts `rows`, on every rank; each rank tokenizes every W-th of them."""
+) -> tuple[NDArray[np.int64], TokenizedTexts | None]:
+    """The number of tokens of the texts `rows`, and the tokens of every W-th of them, which this rank tokenizes."""
     local_rows = rows[world.rank :: world.size].tolist()
-    local_counts: list[int] = []
+    local_counts = torch.zeros(len(local_rows), dtype=torch.int64)
+    kept: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
     with world.fail_together("tokenizing"):
         for start in range(0, len(local_rows), _TEXTS_PER_CALL):
-            batch = texts.with_prompt(local_rows[start : start + _TEXTS_PER_CALL])
-            local_counts += [len(ids) for ids in tokenizer.ids(batch, max_length)]
+            batch = local_rows[start : start + _TEXTS_PER_CALL]
+            ids = tokenizer.ids(texts.with_prompt(batch), max_length, texts.prompts(batch))
+            local_counts[start : start + len(ids)] = torch.tensor([len(text_ids) for text_ids in ids])
+            if sum(map(len, kept)) <= MAX_KEPT_TOKENS:
+                kept.append(np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32))
     rows_per_rank = [len(range(rank, len(rows), world.size)) for rank in range(world.size)]
-    counts = torch.tensor(local_counts, dtype=torch.int64, device=world.device)
-    gathered = gather_rows(counts, rows_per_rank).cpu().numpy()
+    gathered = gather_rows(local_counts.to(world.device), rows_per_rank).cpu().numpy()
     lengths = np.empty(len(rows), dtype=np.int64)
     for rank, rank_counts in enumerate(np.split(gathered, np.cumsum(rows_per_rank)[:-1])):
         lengths[rank :: world.size] = rank_counts
-    return lengths
+    if max(int(lengths[rank :: world.size].sum()) for rank in range(world.size)) > MAX_KEPT_TOKENS:
+        return lengths, None
+    offsets = np.zeros(len(rows), dtype=np.int64)
+    offsets[world.rank :: world.size] = (local_counts.cumsum(0) - local_counts).numpy()
+    return lengths, TokenizedTexts(np.concatenate(kept), offsets, lengths)

@@ -33,6 +33,7 @@ from embedtrain.inference.exact import (
     unit_vectors,
     unpack_keys,
 )
+from embedtrain.inference.transfer import HostCopy, to_device
 from embedtrain.inference.vector_cache import VectorCache
 
 # Vectors per tile: as many are on the device at a time if vectors are kept on the host.
@@ -59,6 +60,7 @@ class VectorTiles:
         self._tiles: list[Tensor] = []
         self._pending: list[Tensor] = []
         self._on_host: bool | None = None
+        self._last_copy: HostCopy | None = None  # of a tile to the host; earlier ones are complete if this one is
 
     def __len__(self) -> int:
         return sum(len(tile) for tile in (*self._tiles, *self._pending))
@@ -90,9 +92,11 @@ class VectorTiles:
     def pick(self, rows: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Vectors by index, [P] on the device, in batches: positions among the P, and float32 [p, D]."""
         self._seal()
+        if self._last_copy is not None:
+            self._last_copy.wait()
         order = rows.argsort()
         edges = torch.tensor([0, *(len(tile) for tile in self._tiles)]).cumsum(0)
-        cuts = torch.searchsorted(rows[order].cpu(), edges).tolist()
+        cuts = torch.searchsorted(rows[order], to_device(edges, rows.device)).tolist()
         for tile, edge, start, stop in zip(self._tiles, edges.tolist(), cuts, cuts[1:], strict=False):
             for positions in torch.split(order[start:stop], batch_size) if stop > start else ():
                 tile_rows = (rows[positions] - edge).to(tile.device)
@@ -102,10 +106,16 @@ class VectorTiles:
         """Cut pending vectors into whole tiles; a smaller last tile is reopened when more vectors are added."""
         if not self._pending:
             return
-        last = [self._tiles.pop().to(self._device)] if self._tiles and len(self._tiles[-1]) < TILE else []
+        last: list[Tensor] = []
+        if self._tiles and len(self._tiles[-1]) < TILE:
+            last.append(self._tiles.pop().to(self._device, non_blocking=True))
         for tile in torch.split(torch.cat([*last, *self._pending]), TILE):
-            sealed = tile.to("cpu") if self._on_host else tile.clone()
-            self._tiles.append(sealed.pin_memory() if self._on_host and self._device.type == "cuda" else sealed)
+            if self._on_host and self._device.type == "cuda":
+                # Encoding continues during the copy; a scan reads it in the order of the device's operations.
+                self._last_copy = HostCopy(tile)
+                self._tiles.append(self._last_copy.tensor)
+            else:
+                self._tiles.append(tile.clone())
         self._pending = []
 
     def _keep_on_host(self, dimension: int) -> bool:
@@ -147,14 +157,18 @@ class ShardedIndex:
         self._document_of_priority[priorities] = torch.arange(len(priorities))
         self._vectors = VectorTiles(self.config, world.device, -(-len(priorities) // world.size))
         self._rows: list[Tensor] = []
-        self._max_norm = 0.0
+        # Priorities of this rank's documents, int64 [n] on the device, once they are searched.
+        self._local_priorities: Tensor | None = None
+        # Of the vectors; on the device, because reading it after each block would make the next one wait.
+        self._max_norm = torch.zeros((), dtype=torch.float64, device=world.device)
 
     def add(self, shard: EncodedShard) -> None:
         """Add documents of this rank; `shard.rows` are their numbers. Each document is added on one rank, once."""
         vectors = self._vectors.add(shard.vectors)
         self._rows.append(shard.rows)
+        self._local_priorities = None
         if len(vectors):
-            self._max_norm = max(self._max_norm, norms(vectors).max().item())
+            self._max_norm = torch.maximum(self._max_norm, norms(vectors).max())
 
     def add_texts(
         self,
@@ -285,8 +299,9 @@ class ShardedIndex:
 
     def _keys(self, queries: Tensor, rows: Tensor, documents: Tensor) -> Tensor:
         """Keys of pairs (row of `queries`, row of this shard), [P]."""
-        priorities = self._priorities[self._document_numbers()[documents.cpu()]].to(queries.device)
-        return pack_keys(self._scores(queries, rows, documents), priorities)
+        if self._local_priorities is None:
+            self._local_priorities = self._priorities[self._document_numbers()].to(queries.device)
+        return pack_keys(self._scores(queries, rows, documents), self._local_priorities[documents])
 
     def _scores(self, queries: Tensor, rows: Tensor, documents: Tensor) -> Tensor:
         """Scores of pairs (row of `queries`, row of this shard), float32 [P]."""

@@ -1,5 +1,6 @@
 """Encoding over ranks: the same bits on any number of them, and a model that can go on training."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from embedtrain.config.evaluation import Unshard
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import EmbedtrainError, TrainingError
-from embedtrain.inference import encode
+from embedtrain.inference import encode, encoding_plan
 from embedtrain.inference.vector_cache import VectorCache
 from tests.evaluation.tiny import TinyEncoder, sentence_encoder, sharded_encoder
 from tests.small import small_tokenizer, text
@@ -108,16 +109,20 @@ class Breaks(Exception):
     pass
 
 
+def break_after(model, forwards):
+    """Raise before the forward pass that follows `forwards` of them."""
+
+    def before_pass(*_):
+        if model.forwards == forwards:
+            raise Breaks
+
+    model.register_forward_pre_hook(before_pass, prepend=True)
+
+
 def fail_between_two_passes(world):
     encoder = sentence_encoder(world)
-    model, ids = encoder.encoder.train(), encoder.tokenizer.ids
-
-    def ids_until_the_first_pass(texts, max_length=None, prompts=""):
-        if model.forwards == 1:
-            raise Breaks
-        return ids(texts, max_length, prompts)
-
-    encoder.tokenizer.ids = ids_until_the_first_pass
+    model = encoder.encoder.train()
+    break_after(model, 1)
     with pytest.raises(Breaks):
         encoder.encode_all(TEXTS)
     return model.training and all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -205,14 +210,8 @@ def test_weights_stay_whole_from_block_to_block(ranks):
 def encode_with_cache(world, folder, texts, stop_after=None):
     """Encode with vectors stored in `folder`, two chunks per block; perhaps fail between forward passes."""
     encoder = sentence_encoder(world, chunk_tokens=16)
-    model, ids = encoder.encoder, encoder.tokenizer.ids
-
-    def ids_until_stop(texts, max_length=None, prompts=""):
-        if model.forwards == stop_after:
-            raise Breaks
-        return ids(texts, max_length, prompts)
-
-    encoder.tokenizer.ids = ids_until_stop
+    model = encoder.encoder
+    break_after(model, stop_after)
     vector_cache = VectorCache(Path(folder), {"model": "tiny"})
     vectors = {}
     before, encode.CHUNKS_PER_BLOCK = encode.CHUNKS_PER_BLOCK, 2
@@ -233,12 +232,12 @@ def test_interrupted_encoding_resumes(ranks, tmp_path):
     expected, num_passes = ranks(1, encode_with_cache, tmp_path / "whole", texts)[0]
     assert ranks(2, encode_with_cache, tmp_path / "resumed", texts, 9) == [None, None]
     num_files = len(list((tmp_path / "resumed").rglob("*.safetensors")))
-    assert num_files == 2 * 4, "four blocks of two passes on each of two ranks"
+    assert num_files == 2 * 3, "four blocks of two passes on each of two ranks; the last was not read yet"
     results = ranks(3, encode_with_cache, tmp_path / "resumed", texts)
     rows = [row for vectors, _ in results for row in vectors]
     assert sorted(rows) == list(range(len(texts))), "each text on one rank"
     assert {row: vector for vectors, _ in results for row, vector in vectors.items()} == expected
-    assert sum(passes for _, passes in results) < num_passes - 12
+    assert sum(passes for _, passes in results) < num_passes - 8
     assert ranks(2, encode_with_cache, tmp_path / "resumed", texts)[0][1] == 0
     # Other texts do not share vectors.
     assert ranks(1, encode_with_cache, tmp_path / "resumed", texts[1:])[0][1] > 20
@@ -272,3 +271,87 @@ def count_forwards(world):
 
 def test_every_rank_runs_the_same_number_of_passes(ranks):
     assert ranks(3, count_forwards) == [2, 2, 2]
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def encode_counting_texts(world, max_kept_tokens):
+    """All vectors, and the texts that this rank tokenizes, with repetitions; "a" is the text of dummy passes."""
+    encoder = sentence_encoder(world, chunk_tokens=16)
+    ids, tokenized = encoder.tokenizer.ids, []
+
+    def counting(texts, max_length=None, prompts=""):
+        tokenized.extend(text for text in texts if text != "a")
+        return ids(texts, max_length, prompts)
+
+    encoder.tokenizer.ids = counting
+    before, encoding_plan.MAX_KEPT_TOKENS = encoding_plan.MAX_KEPT_TOKENS, max_kept_tokens
+    try:
+        vectors = encoder.encode_all(TEXTS, "alpha ", existing_prompt="mu ")
+    finally:
+        encoding_plan.MAX_KEPT_TOKENS = before
+    return vectors.tolist(), tokenized
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_distinct_text_is_tokenized_once_if_tokens_fit_in_memory(ranks, size):
+    distinct = sorted({"alpha " + text for text in TEXTS})
+    kept, again = ranks(size, encode_counting_texts, 10**6), ranks(size, encode_counting_texts, 30)
+    assert sorted(text for _, texts in kept for text in texts) == distinct
+    assert sorted(text for _, texts in again for text in texts) == sorted(distinct * 2)
+    assert all(vectors == kept[0][0] for vectors, _ in kept + again)
+
+
+def fail_while_preparing(world):
+    """Preparing the third chunk of rank 1 fails: the error, and the threads that are left."""
+    encoder = sentence_encoder(world, chunk_tokens=1)
+    make_chunk, prepared = encoder.tokenizer.make_chunk, []
+
+    def fail_at_the_third(flat, lengths, rows):
+        if prefetch_threads() and threading.current_thread() in prefetch_threads():
+            prepared.append(len(rows))
+            if world.rank == 1 and len(prepared) == 3:
+                raise ValueError("the third chunk")
+        return make_chunk(flat, lengths, rows)
+
+    encoder.tokenizer.make_chunk = fail_at_the_third
+    with pytest.raises((ValueError, EmbedtrainError)) as caught:
+        encoder.encode_all(TEXTS)
+    return str(caught.value), len(prefetch_threads())
+
+
+def test_an_error_of_the_preparing_thread_fails_on_all_ranks(ranks):
+    answers = ranks(3, fail_while_preparing)
+    assert [left for _, left in answers] == [0, 0, 0]
+    assert answers[1][0] == "the third chunk"
+    for message, _ in (answers[0], answers[2]):
+        assert message == "rank 1 failed while preparing texts: ValueError: the third chunk"
+
+
+def abandon(world):
+    """Chunks prepared when the first block arrives, the threads then, and those after the caller has stopped."""
+    encoder = sentence_encoder(world, chunk_tokens=1)
+    make_chunk, prepared = encoder.tokenizer.make_chunk, []
+
+    def counting(flat, lengths, rows):
+        prepared.append(len(rows))
+        return make_chunk(flat, lengths, rows)
+
+    encoder.tokenizer.make_chunk = counting
+    before, encode.CHUNKS_PER_BLOCK = encode.CHUNKS_PER_BLOCK, 2
+    try:
+        blocks = encoder.encode_blocks([text(i, 1 + i % 13) for i in range(60)])
+        next(blocks)
+        during = len(prefetch_threads())
+        blocks.close()
+    finally:
+        encode.CHUNKS_PER_BLOCK = before
+    return len(prepared), during, len(prefetch_threads())
+
+
+def test_few_chunks_are_prepared_ahead_and_the_thread_ends_with_the_encoding(ranks):
+    for prepared, during, after in ranks(2, abandon):
+        assert prepared <= 2 * 2 + 3, "two blocks are launched, one and the chunk in progress are ahead"
+        assert (during, after) == (1, 0)

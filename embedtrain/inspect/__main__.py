@@ -216,6 +216,7 @@ def _packing(recipe: Recipe) -> set[bool]:
     """On which machines, with a GPU or without, the model's texts are packed."""
     from dataclasses import replace
 
+    from embedtrain.models.attention_kernels import CPU, KERNEL_CAPABILITY
     from embedtrain.models.build import build_encoder
     from embedtrain.models.packing import check_packing
     from embedtrain.models.source import open_model_source
@@ -226,8 +227,8 @@ def _packing(recipe: Recipe) -> set[bool]:
     encoder = build_encoder(source)
     return {
         gpu
-        for gpu in (True, False)
-        if check_packing(encoder, precision=recipe.parallel.precision, gpu=gpu).padding_reason is None
+        for gpu, capability in ((True, KERNEL_CAPABILITY), (False, CPU))
+        if check_packing(encoder, precision=recipe.parallel.precision, capability=capability).padding_reason is None
     }
 
 

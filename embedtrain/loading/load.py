@@ -17,7 +17,7 @@ from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import reshard, shard_, warm_up
 from embedtrain.distributed.weights import broadcast_weights, copy_local_rows, read_shards
 from embedtrain.distributed.world import World
-from embedtrain.errors import ModelError
+from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import (
     AdapterInfo,
@@ -28,6 +28,7 @@ from embedtrain.models.adapters import (
     initial_adapters,
 )
 from embedtrain.models.attention_direction import attends_to_later_tokens
+from embedtrain.models.attention_kernels import compute_capability, packing_limit
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import TensorLocation, build_encoder, full_state_dict, locate_weights, stored_dtype
 from embedtrain.models.encoder import Encoder
@@ -41,14 +42,20 @@ from embedtrain.planning.strategy import choose_encoding_layout, choose_layout
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
 
-def prepare_packing(encoder: Encoder, attention: Attention, parallel: ParallelConfig, world: World) -> PackingCheck:
-    """Check whether the model's code supports packing, and enable it unless `model.attention=padded`.
+def prepare_packing(
+    encoder: Encoder, attention: Attention, parallel: ParallelConfig, capability: tuple[int, int]
+) -> PackingCheck:
+    """Check whether GPUs and the model's code support packing, and enable it unless `model.attention=padded`.
 
-    A ModelError if it does not and `model.attention=packed`.
+    `capability` is the lowest `compute_capability` of the ranks. With `model.attention=packed`, a ConfigError if the
+    GPUs do not support packing, and a ModelError if the model does not.
     """
     if attention is Attention.padded:
         return PackingCheck("requested")
-    support = check_packing(encoder, precision=parallel.precision, gpu=world.device.type == "cuda")
+    limit = packing_limit(parallel.precision, capability)
+    if limit is not None and attention is Attention.packed:
+        raise _unsupported(limit, ConfigError)
+    support = check_packing(encoder, precision=parallel.precision, capability=capability)
     if support.padding_reason is None:
         enable_packing(encoder)
     elif attention is Attention.packed:
@@ -87,8 +94,8 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
     return reason
 
 
-def _unsupported(reason: str) -> ModelError:
-    return ModelError(f"model.attention=packed: {reason}; write model.attention=auto or padded")
+def _unsupported(reason: str, error: type[EmbedtrainError] = ModelError) -> EmbedtrainError:
+    return error(f"model.attention=packed: {reason}; write model.attention=auto or padded")
 
 
 # The variable that accelerate and transformers read the layer class from.
@@ -112,11 +119,11 @@ class LoadedModel:
     planned_memory: float = 0.0  # bytes of a rank in a training step in which each chunk is encoded twice
 
 
-def _memory_of_every_rank(world: World) -> tuple[int, int]:
-    """Total and free bytes of the ranks that have the least. A collective."""
+def _limits_of_every_rank(world: World) -> tuple[int, int, tuple[int, int]]:
+    """Total and free bytes, and the compute capability, of the ranks that have the least of each. A collective."""
     sizes = total_memory(world.device, world.local_size), free_memory(world.device, world.local_size)
-    total, free = zip(*world.gather(sizes), strict=True)
-    return min(total), min(free)
+    total, free, capability = zip(*world.gather((*sizes, compute_capability(world.device))), strict=True)
+    return min(total), min(free), min(capability)
 
 
 def load_model(
@@ -142,7 +149,7 @@ def load_model(
         work: of a training step; None for a model that only encodes, which needs less memory.
     """
     quiet_libraries()
-    memory, free = _memory_of_every_rank(world)
+    memory, free, capability = _limits_of_every_rank(world)
     with world.fail_together("opening the model"):
         source = open_model_source(model) if source is None else source
         if tokenizer is None:
@@ -155,7 +162,7 @@ def load_model(
         encoder = build_encoder(source)
         blocks, notes = _blocks(encoder, parallel, required=parallel.strategy in (Strategy.fsdp, Strategy.hsdp))
         locations = locate_weights(source, {name: tensor.shape for name, tensor in encoder.state_dict().items()})
-        packing = prepare_packing(encoder, model.attention, parallel, world)
+        packing = prepare_packing(encoder, model.attention, parallel, capability)
         packed = packing.padding_reason is None
         adapted: AdapterInfo | None = None
         if model.lora.on:

@@ -30,6 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 from embedtrain.config.recipe import Precision
 from embedtrain.data.types import Packing
+from embedtrain.models.attention_kernels import CPU, KERNEL_DTYPES, KERNEL_HEAD_SIZE, packing_limit
 from embedtrain.models.attention_mask import without_reads
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.hub import one_line
@@ -39,9 +40,6 @@ NAME = "embedtrain_packed"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 # From torch 2.12 on, the kernel needs this argument for grouped heads.
 _HAS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-# Limits of the kernel.
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-KERNEL_HEAD_SIZE = 256
 # Window masks of texts of up to so many tokens are cached for the next layers: a megabyte each.
 _MAX_CACHED_LENGTH = 1024
 # The largest difference between packed and padded vectors, relative to their length.
@@ -76,13 +74,14 @@ def disable_packing(encoder: Encoder) -> None:
         config._attn_implementation = "sdpa"
 
 
-def check_packing(encoder: Encoder, *, precision: Precision, gpu: bool) -> PackingCheck:
+def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[int, int]) -> PackingCheck:
     """Run the model's code with packed texts on the meta device; the encoder stays unchanged.
 
-    `precision` and `gpu` are those of the later computation.
+    `precision` and `capability` (as of `compute_capability`) are those of the later computation.
     """
-    if gpu and precision is Precision.fp32:
-        return PackingCheck("the GPU kernel for packed texts supports only bf16, and parallel.precision=fp32")
+    limit = packing_limit(precision, capability)
+    if limit is not None:
+        return PackingCheck(limit)
     if {config._attn_implementation for config in _configs(encoder)} - {"sdpa", NAME}:
         return PackingCheck(_OWN_ATTENTION)
     sizes, dropouts = list[int](), list[float]()
@@ -106,7 +105,7 @@ def check_packing(encoder: Encoder, *, precision: Precision, gpu: bool) -> Packi
     if not sizes:
         return PackingCheck(_OWN_ATTENTION)
     unsupported = [size for size in sizes if size > KERNEL_HEAD_SIZE or size % 8]
-    if gpu and unsupported:
+    if capability != CPU and unsupported:
         return PackingCheck(
             f"its heads have size {unsupported[0]}, and the GPU kernel for packed texts supports multiples of 8 up to "
             f"{KERNEL_HEAD_SIZE}"

@@ -11,6 +11,7 @@ from embedtrain.config.recipe import Attention, ModelConfig, ParallelConfig, Rec
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.models.adapter_files import open_adapter
 from embedtrain.models.adapters import add_adapters, frozen_dtype
+from embedtrain.models.attention_kernels import KERNEL_CAPABILITY
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.encoder import Encoder
@@ -114,7 +115,9 @@ def plan(recipe: Recipe, options: PlanOptions) -> TrainingPlan:
     length = options.tokens_per_text or max_length
     precision, parallel = recipe.parallel.precision, recipe.parallel
     packable = recipe.model.attention is not Attention.padded
-    packed = packable and check_packing(encoder, precision=precision, gpu=True).padding_reason is None
+    packed = (
+        packable and check_packing(encoder, precision=precision, capability=KERNEL_CAPABILITY).padding_reason is None
+    )
     model = model_spec(encoder, blocks, precision=precision, tokens_per_text=length, gpu=True, packed=packed)
     cluster = ClusterSpec(
         ranks=options.gpus,

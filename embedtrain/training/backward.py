@@ -21,6 +21,7 @@ from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
 from embedtrain.losses.types import Loss, LossOutput
+from embedtrain.models.attention_kernels import grad_independent_attention
 from embedtrain.training import timing
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.rank_batch import RankBatch
@@ -75,7 +76,8 @@ class Backward:
         metrics, weights = dict[str, Tensor](), dict[str, float]()
         for batch in batches:
             weight = batch.num_rows / num_rows
-            output, batch_finite = self._backward_batch(batch, weight, last=batch is batches[-1], measured=measured)
+            with grad_independent_attention(self.encoder):
+                output, batch_finite = self._backward_batch(batch, weight, last=batch is batches[-1], measured=measured)
             local_loss = local_loss + weight * output.local_loss
             for name, value in self._metrics(batch, output).items():  # sources may have different metrics
                 metrics[name] = metrics.get(name, torch.zeros_like(value)) + weight * value

@@ -5,15 +5,17 @@ import torch
 
 from embedtrain.config.recipe import Attention, Precision, Strategy
 from embedtrain.distributed.world import joined_world
-from embedtrain.errors import ModelError
+from embedtrain.errors import ConfigError, ModelError
 from embedtrain.loading.load import LoadedModel, load_model
 from tests.small import parallel, small_model, small_tokenizer, text
 
 REASON = "packed vectors differ"
 
 
-def loaded(architecture: str, attention: Attention = Attention.auto) -> LoadedModel:
-    options = parallel(Strategy.ddp, precision=Precision.fp32)
+def loaded(
+    architecture: str, attention: Attention = Attention.auto, precision: Precision = Precision.fp32
+) -> LoadedModel:
+    options = parallel(Strategy.ddp, precision=precision)
     with joined_world() as world:
         model = load_model(
             small_model(architecture, attention=attention), options, world, seed=0, tokenizer=small_tokenizer()
@@ -56,3 +58,14 @@ def test_model_with_its_own_attention_is_padded():
     assert "texts are padded: it computes attention itself" in " ".join(loaded("mpnet").notes)
     with pytest.raises(ModelError, match=r"model\.attention=packed: it computes attention itself"):
         loaded("mpnet", Attention.packed)
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_gpus_without_the_kernel_pad(monkeypatch, precision):
+    """A T4 has neither the kernel nor bf16."""
+    monkeypatch.setattr("embedtrain.loading.load.compute_capability", lambda device: (7, 5))
+    model = loaded("bert", precision=precision)
+    assert not model.tokenizer.packed
+    assert [note for note in model.notes if note.startswith("texts are padded: ") and "7.5" in note]
+    with pytest.raises(ConfigError, match=r"model\.attention=packed: .*7\.5.* model\.attention=auto"):
+        loaded("bert", Attention.packed, precision)

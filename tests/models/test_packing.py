@@ -8,13 +8,14 @@ from torch import nn
 
 from embedtrain.config.recipe import ModelConfig, Pooling, Precision
 from embedtrain.data.tokens import TextTokenizer
+from embedtrain.models.attention_kernels import CPU, KERNEL_CAPABILITY
 from embedtrain.models.build import assemble_encoder, build_encoder
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.packing import check_packing, disable_packing, enable_packing, packing_mismatch
 from embedtrain.models.source import open_model_source
 from tests.small import ARCHITECTURES, small_model, small_tokenizer, text
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cpu")
 WINDOWED = {"sliding_window": 6}
 # Texts have up to 41 tokens, so windows are shorter than most of them.
 CASES = {
@@ -111,24 +112,29 @@ def test_packed_texts_have_dropout(option):
 @pytest.mark.parametrize("precision", Precision)
 def test_architectures_support_packing(architecture, precision):
     source = open_model_source(small_model(architecture))
-    assert check_packing(build_encoder(source), precision=precision, gpu=False).padding_reason is None
+    assert check_packing(build_encoder(source), precision=precision, capability=CPU).padding_reason is None
     encoder = assemble_encoder(source).eval()
     enable_packing(encoder)
     dtype = torch.bfloat16 if precision is Precision.bf16 else torch.float32
-    assert packing_mismatch(encoder.to(dtype), source.config, precision, CPU) is None
+    assert packing_mismatch(encoder.to(dtype), source.config, precision, DEVICE) is None
 
 
 def test_model_with_its_own_attention_is_padded():
-    support = check_packing(build_encoder(open_model_source(small_model("mpnet"))), precision=Precision.fp32, gpu=False)
+    support = check_packing(
+        build_encoder(open_model_source(small_model("mpnet"))), precision=Precision.fp32, capability=CPU
+    )
     assert "attention" in support.padding_reason
 
 
 def test_limits_of_the_gpu_kernel():
     encoder = build_encoder(open_model_source(small_model("bert", dropout=0.1)))
-    assert "parallel.precision=fp32" in check_packing(encoder, precision=Precision.fp32, gpu=True).padding_reason
-    assert check_packing(encoder, precision=Precision.bf16, gpu=True).dropout == 0.1
+    assert (
+        "parallel.precision=fp32"
+        in check_packing(encoder, precision=Precision.fp32, capability=KERNEL_CAPABILITY).padding_reason
+    )
+    assert check_packing(encoder, precision=Precision.bf16, capability=KERNEL_CAPABILITY).dropout == 0.1
     odd = build_encoder(open_model_source(small_model("qwen3", config=small_model("qwen3").config | {"head_dim": 20})))
-    assert "size 20" in check_packing(odd, precision=Precision.bf16, gpu=True).padding_reason
+    assert "size 20" in check_packing(odd, precision=Precision.bf16, capability=KERNEL_CAPABILITY).padding_reason
 
 
 class Leaking(nn.Module):
@@ -147,8 +153,8 @@ def test_texts_that_attend_to_each_other_are_detected():
     encoder = assemble_encoder(source).eval()
     encoder.backbone.layers[0] = Leaking(encoder.backbone.layers[0])
     enable_packing(encoder)
-    assert check_packing(encoder, precision=Precision.fp32, gpu=False).padding_reason is None
-    assert "attend to each other" in packing_mismatch(encoder, source.config, Precision.fp32, CPU)
+    assert check_packing(encoder, precision=Precision.fp32, capability=CPU).padding_reason is None
+    assert "attend to each other" in packing_mismatch(encoder, source.config, Precision.fp32, DEVICE)
 
 
 def test_wrong_positions_are_detected(monkeypatch):
@@ -156,15 +162,15 @@ def test_wrong_positions_are_detected(monkeypatch):
     encoder = assemble_encoder(source).eval()
     enable_packing(encoder)
     monkeypatch.setattr("embedtrain.models.encoder.first_position", lambda backbone: 0)
-    assert "differ by" in packing_mismatch(encoder, source.config, Precision.fp32, CPU)
+    assert "differ by" in packing_mismatch(encoder, source.config, Precision.fp32, DEVICE)
 
 
 def test_unsupported_attention_features_are_detected():
     config = small_model("gemma3_text").config | {"model_type": "gemma2"}
     encoder = assemble_encoder(open_model_source(ModelConfig(config=config, pooling=Pooling.mean)))
-    assert check_packing(encoder, precision=Precision.fp32, gpu=False).padding_reason is not None
+    assert check_packing(encoder, precision=Precision.fp32, capability=CPU).padding_reason is not None
     enable_packing(encoder)
-    assert "softcap" in check_packing(encoder, precision=Precision.fp32, gpu=False).padding_reason
+    assert "softcap" in check_packing(encoder, precision=Precision.fp32, capability=CPU).padding_reason
 
 
 @pytest.mark.slow

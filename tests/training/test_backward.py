@@ -17,6 +17,7 @@ from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import load_model
 from embedtrain.losses.infonce import InfoNCE
+from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import assemble_encoder, full_state_dict
 from embedtrain.models.source import open_model_source
 from embedtrain.training.backward import Backward
@@ -184,3 +185,36 @@ def check(ranks, model, world_size, options, way, num_rows, timeout=180):
     assert compare(found, expected) < TOLERANCE
     assert {answer[2] for answer in answers} == {norm}
     assert norm == pytest.approx(torch.stack([g.norm() for g in expected.values()]).norm().item(), rel=1e-5)
+
+
+def kernels(world: World, head_size: int) -> list[tuple[bool, set[str]]]:
+    """Whether gradients are needed, and torch's permitted kernels, in each computation of the first layer."""
+    model = small_model("llama", attention=Attention.padded)
+    model = replace(model, config=model.config | {"head_dim": head_size})
+    loaded = load_model(model, parallel(activation_checkpointing=True), world, seed=0, tokenizer=small_tokenizer())
+    recorded = list[tuple[bool, set[str]]]()
+
+    def record(*args: object) -> None:
+        cuda = torch.backends.cuda
+        enabled = {
+            "flash": cuda.flash_sdp_enabled(),
+            "cudnn": cuda.cudnn_sdp_enabled(),
+            "math": cuda.math_sdp_enabled(),
+        }
+        recorded.append((torch.is_grad_enabled(), {name for name, value in enabled.items() if value}))
+
+    find_blocks(loaded.encoder)[0].self_attn.register_forward_pre_hook(record)
+    backward = Backward(loaded.encoder, InfoNCE(InfoNCEConfig()), world, seed=0, dummy=loaded.tokenizer.dummy())
+    backward(make_rank_batch(batch(5), world.rank, world.size, loaded.tokenizer, ChunkOptions(40)))
+    assert torch.backends.cuda.flash_sdp_enabled()
+    return recorded
+
+
+@pytest.mark.parametrize(("head_size", "permitted"), [(128, {"flash", "cudnn", "math"}), (136, {"math"})])
+def test_attention_has_one_kernel_with_and_without_gradients(ranks, head_size, permitted):
+    """Torch 2.13 rejects two kernels for large heads only if gradients are needed; a replay needs the same kernel."""
+    (recorded,) = ranks(1, kernels, head_size)
+    needed = [needed for needed, _ in recorded]
+    # The first chunk: with gradients, recomputed. The others: without, with, recomputed.
+    assert needed.count(True) == 2 * (needed.count(False) + 1) > 2
+    assert all(enabled == permitted for _, enabled in recorded)

@@ -124,12 +124,13 @@ def max_over_ranks(values: list[int], device: torch.device) -> list[int]:
 
 
 def gather_vector(values: Tensor, more: Sequence[float] = ()) -> Tensor:
-    """Every rank's numbers as a float64 matrix [W, len(values) + len(more)], on the CPU of every rank."""
-    known = torch.tensor(more, dtype=torch.float64).to(values.device, non_blocking=True)
+    """Every rank's numbers as a float64 matrix [W, len(values) + len(more)] on the device of `values`."""
+    # A copy from memory that is not pinned may wait for the work queued on the GPU.
+    known = torch.tensor(more, dtype=torch.float64, pin_memory=values.is_cuda).to(values.device, non_blocking=True)
     local = torch.cat([values.detach().double(), known])
     out = torch.empty(dist.get_world_size() * local.numel(), dtype=torch.float64, device=local.device)
     _all_gather(out, local)
-    return out.view(-1, local.numel()).cpu()
+    return out.view(-1, local.numel())
 
 
 class _Sum(torch.autograd.Function):

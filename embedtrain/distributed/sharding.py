@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from embedtrain.config.recipe import ParallelConfig, Precision
 from embedtrain.distributed.mesh import ParallelLayout
@@ -33,6 +34,8 @@ from embedtrain.errors import ModelError, TrainingError
 LARGE_EMBEDDING = 2**24
 # FSDP groups that keep their unsharded weights after a forward pass (reshard_after_forward=false); FSDP has no getter.
 _KEEP_UNSHARDED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# Hooks of `_guard_direct_calls`, by encoder.
+_GUARDS: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref.WeakKeyDictionary()
 
 
 def shard_(
@@ -207,11 +210,23 @@ def _guard_direct_calls(encoder: nn.Module, outside: list[nn.Module]) -> None:
     sharded weights ("mixed torch.Tensor and DTensor", "'weight' must be 2-D").
     """
     skipped = {id(part) for block in outside for part in block.modules()}
-    for part in encoder.modules():
-        if id(part) in skipped or isinstance(part, FSDPModule):
-            continue
-        if next(part.parameters(recurse=False), None) is not None:
-            part.register_forward_pre_hook(_refuse_shards)
+    _GUARDS[encoder] = [
+        part.register_forward_pre_hook(_refuse_shards)
+        for part in encoder.modules()
+        if id(part) not in skipped
+        and not isinstance(part, FSDPModule)
+        and next(part.parameters(recurse=False), None) is not None
+    ]
+
+
+def remove_guards(encoder: nn.Module) -> None:
+    """Stop checking every call of a layer for sharded weights; for code that has trained `encoder` for a step.
+
+    A hook of every layer costs time in each forward pass, and a program that calls the encoder correctly once does so
+    in every step. Without effect if there is nothing to remove.
+    """
+    for handle in _GUARDS.pop(encoder, []):
+        handle.remove()
 
 
 def _refuse_shards(part: nn.Module, _args: tuple[Any, ...]) -> None:

@@ -68,8 +68,8 @@ class Schedule:
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm before.
 
-    The norm is that of the full gradient over all shards, the same number on every rank. It stays on the device, so
-    that nothing waits for it.
+    The norm is that of the full gradient over all shards, the same number on every rank. It stays on the device of the
+    shards, so that nothing waits for it; with `parallel.cpu_offload` that is the CPU, while the loss is on the GPU.
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     sharded = [parameter for parameter in with_grad if isinstance(parameter.grad, DTensor)]
@@ -79,8 +79,23 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
         total = torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None])
         # The norm of shards is a DTensor of partial sums until it is reduced.
         norms.append(total.full_tensor() if isinstance(total, DTensor) else total)
-    norm = torch.stack(norms).norm() if norms else torch.zeros(())
+    norm = torch.stack([part.to(norms[0].device) for part in norms]).norm() if norms else torch.zeros(())
     if max_norm is not None:
         for part in filter(None, (sharded, plain)):
             torch.nn.utils.clip_grads_with_norm_(part, max_norm, norm)
     return norm
+
+
+def step_if(finite: Tensor, optimizer: torch.optim.AdamW) -> None:
+    """Take a step if the boolean `finite`, of no dimension, is true; otherwise weights and state do not change.
+
+    The value is not read, so the step of a GPU is queued before anything is known: fused AdamW leaves everything
+    unchanged if its attribute `found_inf` is 1. GradScaler sets it in the same way (torch 2.11 to 2.13).
+    """
+    # With parallel.cpu_offload the step runs on the CPU. torch would copy the value without waiting for it.
+    shard = optimizer.param_groups[0]["params"][0]
+    optimizer.found_inf = finite.logical_not().float().to(shard.device)  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]

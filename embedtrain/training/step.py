@@ -1,6 +1,5 @@
 """One optimizer step."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from embedtrain.config.recipe import OptimConfig
 from embedtrain.distributed.collectives import gather_vector
+from embedtrain.distributed.sharding import remove_guards
 from embedtrain.distributed.signals import Notice
 from embedtrain.distributed.watchdog.peers import format_ranks
 from embedtrain.distributed.world import World
@@ -20,7 +20,7 @@ from embedtrain.losses.types import LossOutput
 from embedtrain.planning.flops import NO_FLOPS, ModelFlops
 from embedtrain.training import timing
 from embedtrain.training.backward import Backward
-from embedtrain.training.optimizer import Schedule, clip_grad_norm
+from embedtrain.training.optimizer import Schedule, clip_grad_norm, step_if
 from embedtrain.training.rank_batch import RankBatch
 from embedtrain.training.state import EncoderWithLoss, TrainState
 from embedtrain.training.timing import span
@@ -73,12 +73,19 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
     tokens = [sum(batch.real_tokens for batch in batches), sum(batch.computed_tokens for batch in batches)]
     local = [*map(float, tokens), sum(context.flops.of(batch.lengths) for batch in batches)]
     with span(timing.AGREE):
-        totals, norm, notices = _require_finite(context, local, output, grad_norm, finite)
+        ranks = _gather_results(context, local, output, grad_norm, finite)
+        # The only values of a step that are read from a GPU, and read after the optimizer step is queued: if a rank
+        # waited for them before, its GPU would be idle until the step is launched.
+        read = _start_reading(ranks)
     lr = context.schedule.apply(context.state.step)
     context.wait_for_staging()
     with span(timing.OPTIMIZER):
-        context.optimizer.step()
+        # Embeddings, gradient norm and local loss of all ranks: the same answer on every rank.
+        step_if(ranks[:, :3].isfinite().all() & ranks[:, 0].all(), context.optimizer)
     context.optimizer.zero_grad(set_to_none=True)
+    with span(timing.AGREE):
+        totals, norm, notices = _require_finite(context, read())
+    remove_guards(context.module.encoder)
     num_rows = sum(batch.num_rows for batch in batches)
     context.state.step += 1
     context.state.samples += num_rows
@@ -97,16 +104,38 @@ def train_step(context: StepContext, *batches: RankBatch, measured: bool = False
     )
 
 
-def _require_finite(
+def _gather_results(
     context: StepContext, local: list[float], output: LossOutput, grad_norm: Tensor, finite: Tensor
-) -> tuple[list[float], float, Notice]:
+) -> Tensor:
+    """Every rank's results in one matrix: whether embeddings are finite, norm, loss, metrics, `local`, and notices.
+
+    Notices are exchanged in the same collective, so that all ranks act on them after the same step.
+    """
+    scalars = (finite, grad_norm, output.local_loss, *output.metrics.values())
+    values = torch.stack([scalar.double().to(context.world.device) for scalar in scalars])
+    return gather_vector(values, [*local, float(context.notices())])
+
+
+def _start_reading(values: Tensor) -> Callable[[], Tensor]:
+    """Start a copy to the host; the returned function waits for it, but not for work that is queued later."""
+    copy = values.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event() if values.is_cuda else None
+    if copied is not None:
+        copied.record()
+
+    def read() -> Tensor:
+        if copied is not None:
+            copied.synchronize()
+        return copy
+
+    return read
+
+
+def _require_finite(context: StepContext, ranks: Tensor) -> tuple[list[float], float, Notice]:
     """Check that everything is finite. Return the sums of loss, metrics and `local` over ranks, the norm, and notices.
 
-    Notices are exchanged in the same collective, so that all ranks act on them after the same step. This is the only
-    place of a step where a rank waits for its GPU: the result must be known before weights change.
+    If something is not, the optimizer has left the weights unchanged.
     """
-    values = torch.stack([part.double() for part in (finite, grad_norm, output.local_loss, *output.metrics.values())])
-    ranks = gather_vector(values, [*local, float(context.notices())])
     norm = float(ranks[context.world.rank, 1])
     # An embedding that is not finite makes the loss of every rank non-finite, so embeddings are checked first.
     broken = [rank for rank in range(context.world.size) if not ranks[rank, 0]]
@@ -114,7 +143,7 @@ def _require_finite(
     if not broken:
         broken = [rank for rank in range(context.world.size) if not ranks[rank, 2].isfinite()]
         what = "its local loss is"
-    if not broken and not math.isfinite(norm):
+    if not broken and not ranks[:, 1].isfinite().all():
         broken, what = list(range(context.world.size)), "the gradient is"
     if broken:
         raise TrainingError(

@@ -78,7 +78,8 @@ def small_model(architecture: str, *, dropout: float = 0.0, **changes: Any) -> M
     elif architecture == "modernbert":
         config |= {"cls_token_id": 0, "sep_token_id": 2, "mlp_dropout": dropout, "attention_dropout": dropout}
     elif architecture in ("mpnet", "distilbert"):
-        config |= {"hidden_dropout_prob": dropout, "dropout": dropout, "attention_probs_dropout_prob": dropout}
+        config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        config |= {"dropout": dropout, "attention_dropout": dropout}
     else:
         config["attention_dropout"] = dropout
     values: dict[str, Any] = {"config": config, "pooling": POOLINGS.get(architecture, Pooling.mean)} | changes

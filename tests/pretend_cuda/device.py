@@ -211,6 +211,8 @@ def _unchanged(value: Tensor) -> Tensor:
 
 
 def _collective(name: str, on_cuda: list[Any], on_cpu: list[Tensor]) -> None:
+    if name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
+        return  # of a collective that is counted already
     if on_cuda and on_cpu:
         raise RuntimeError(f"{name}: tensors on cuda:0 and cpu in one collective, at {_line()}")
     for counts in _records["collectives"]:

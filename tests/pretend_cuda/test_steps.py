@@ -1,0 +1,60 @@
+"""Optimizer steps on the pretended device: no mixed devices, and the numbers of the CPU."""
+
+from typing import Any
+
+import pytest
+
+from embedtrain.config.recipe import Attention, GradientReduction, LoraConfig, Precision, Strategy
+from tests.pretend_cuda.steps import Case, agree, run_case
+from tests.small import ARCHITECTURES, MORE_ARCHITECTURES
+
+# bf16 has 8 bits, and the kernel for packed texts rounds elsewhere than torch's attention on the CPU.
+TOLERANCES = {Precision.fp32: 1e-5, Precision.bf16: 1e-2}
+
+# The others have an attention like one of these.
+DIFFERENT = ("xlm-roberta", "qwen3", "gemma3_text", "modernbert")
+
+
+ATTENTION = [
+    pytest.param(name, attention, marks=() if name in DIFFERENT else pytest.mark.slow)
+    for name in ARCHITECTURES | MORE_ARCHITECTURES
+    for attention in (Attention.packed, Attention.padded)
+    if (name, attention) != ("mpnet", Attention.packed)  # computes attention itself
+]
+
+
+@pytest.mark.parametrize(("architecture", "attention"), ATTENTION)
+def test_architectures(cuda_ranks, architecture, attention):
+    """In bf16: packed with the kernel for packed texts, padded with torch's attention. The forward pass never waits."""
+    ((result, expected),) = cuda_ranks(1, run_case, Case(architecture=architecture, attention=attention))
+    agree(result, expected, TOLERANCES[Precision.bf16])
+    assert not [line for line in result.reads if line.startswith("models/")]
+
+
+LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "recomputation": {"parallel": {"activation_checkpointing": True}},
+    "gradients reduced per chunk": {"parallel": {"gradient_reduction": GradientReduction.per_chunk}},
+    "LoRA": {"model": LORA},
+    "LoRA and recomputation": {"model": LORA, "parallel": {"activation_checkpointing": True}},
+    "dropout": {"model": {"dropout": 0.1}},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_one_rank(cuda_ranks, name):
+    """Two steps in fp32, for which the kernel for packed texts does not exist."""
+    case = Case(precision=Precision.fp32, attention=Attention.padded, **LAYOUTS[name])
+    ((result, expected),) = cuda_ranks(1, run_case, case, 2)
+    agree(result, expected, TOLERANCES[Precision.fp32])
+
+
+@pytest.mark.parametrize("name", ["plain", "LoRA and recomputation"])
+@pytest.mark.parametrize("strategy", [Strategy.fsdp, Strategy.ddp, Strategy.hsdp])
+def test_layouts_of_two_ranks(cuda_ranks, strategy, name):
+    values = LAYOUTS.get(name, {})
+    sizes = {"shard_size": 1} if strategy is Strategy.hsdp else {}
+    values = values | {"parallel": values.get("parallel", {}) | sizes}
+    case = Case(precision=Precision.fp32, attention=Attention.padded, strategy=strategy, **values)
+    for result, expected in cuda_ranks(2, run_case, case):
+        agree(result, expected, TOLERANCES[Precision.fp32])

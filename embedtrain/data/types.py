@@ -117,24 +117,21 @@ class Packing:
 
     Attributes:
         lengths: tokens of each text, at least one: [N].
+        longest: tokens of the longest text. Compiled code reads it; from `lengths` it would be compiled for each batch.
         starts: int32 [N + 1], the offset of each text, and the end.
         positions: int64 [1, T], position of each token in its text, from 0.
     """
 
-    __slots__ = ("lengths", "positions", "starts")
+    __slots__ = ("lengths", "longest", "positions", "starts")
 
     def __init__(self, lengths: tuple[int, ...], starts: Tensor, positions: Tensor) -> None:
         self.lengths, self.starts, self.positions = lengths, starts, positions
+        self.longest = max(lengths)
 
     @property
     def runs(self) -> list[tuple[int, int]]:
         """Runs of consecutive texts of equal length: (number of texts, length)."""
         return [(len(list(run)), length) for length, run in itertools.groupby(self.lengths)]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest text."""
-        return max(self.lengths)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Packing":
         """The same with `change` applied to all tensors."""

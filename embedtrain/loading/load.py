@@ -28,7 +28,12 @@ from embedtrain.models.adapters import (
     initial_adapters,
 )
 from embedtrain.models.attention_direction import attends_to_later_tokens
-from embedtrain.models.attention_kernels import compute_capability, packing_limit
+from embedtrain.models.attention_kernels import (
+    compute_capability,
+    packing_limit,
+    select_flash_attention,
+    use_flash_attention_2,
+)
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import TensorLocation, build_encoder, full_state_dict, locate_weights, stored_dtype
 from embedtrain.models.encoder import Encoder
@@ -64,15 +69,21 @@ def prepare_packing(
 
 
 def packing_notes(support: PackingCheck, attention: Attention, world: World, *, trains: bool) -> list[str]:
-    """Lines for the user."""
+    """Lines for the user; selects the GPU kernel that they report."""
+    gpu = world.device.type == "cuda"
     if support.padding_reason is not None:
+        if gpu and trains:  # an earlier model of this process may have been packed
+            use_flash_attention_2()
         return [f"texts are padded: {support.padding_reason}"] if attention is Attention.auto else []
-    if world.device.type == "cuda" and trains and support.dropout:
-        return [
-            f"texts are packed, and the GPU kernel for packed texts has no dropout: attention dropout "
-            f"({support.dropout:g}) is skipped; write model.attention=padded to apply it"
-        ]
-    return []
+    if not gpu:
+        return []
+    note = f"texts are packed, attention by {select_flash_attention(world.device, support.head_sizes)}"
+    if trains and support.dropout:
+        note += (
+            f", which has no dropout for packed texts: attention dropout ({support.dropout:g}) is skipped; write "
+            "model.attention=padded to apply it"
+        )
+    return [note]
 
 
 def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: ParallelConfig, world: World) -> str | None:
@@ -91,6 +102,8 @@ def verify_packed_vectors(encoder: Encoder, attention: Attention, parallel: Para
         if attention is Attention.packed:
             raise _unsupported(reason)
         disable_packing(encoder)
+        if world.device.type == "cuda":
+            use_flash_attention_2()
     return reason
 
 

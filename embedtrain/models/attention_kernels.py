@@ -1,10 +1,13 @@
 """Which of torch's kernels compute attention on a GPU, and what they support."""
 
 import contextlib
+import importlib.util
+from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from transformers import PretrainedConfig
 
 from embedtrain.config.recipe import Precision
@@ -15,6 +18,8 @@ KERNEL_HEAD_SIZE = 256
 KERNEL_CAPABILITY = (8, 0)  # Ampere
 CPU = (0, 0)  # the compute capability of no GPU
 
+_FLASH_ATTENTION_2, _FLASH_ATTENTION_3 = "FlashAttention 2", "FlashAttention 3"
+_HOPPER = (9, 0)
 # Up to this size of heads, torch selects the kernel of SDPA independently of gradients (its sdp_utils.cpp).
 _MAX_GRAD_INDEPENDENT_HEAD_SIZE = 128
 
@@ -36,6 +41,43 @@ def packing_limit(precision: Precision, capability: tuple[int, int]) -> str | No
     if precision is Precision.fp32:
         return "the GPU kernel for packed texts supports only bf16, and parallel.precision=fp32"
     return None
+
+
+def select_flash_attention(device: torch.device, head_sizes: Iterable[int]) -> str:
+    """Select the kernel of packed texts for this process, and return its name.
+
+    FlashAttention 3 on Hopper if its package is installed, except with deterministic algorithms, which it does not
+    support for all models. The selection also applies to padded texts, where FlashAttention 3 raises for dropout.
+    """
+    use_flash_attention_2()
+    if (
+        compute_capability(device) != _HOPPER
+        or torch.are_deterministic_algorithms_enabled()
+        or importlib.util.find_spec("flash_attn_interface") is None
+    ):
+        return _FLASH_ATTENTION_2
+    try:
+        activate_flash_attention_impl("FA3")
+        for size in head_sizes:
+            _try_kernel(device, size)
+    except Exception:  # a package for another version of torch or CUDA, or built without some sizes of heads
+        use_flash_attention_2()
+        return _FLASH_ATTENTION_2
+    return _FLASH_ATTENTION_3
+
+
+def use_flash_attention_2() -> None:
+    """Undo the selection of FlashAttention 3."""
+    restore_flash_attention_impl(_raise_warn=False)  # no public way is silent, as of torch 2.13
+
+
+def _try_kernel(device: torch.device, head_size: int) -> None:
+    """A forward and a backward pass of one text."""
+    text = torch.zeros(16, 1, head_size, dtype=torch.bfloat16, device=device, requires_grad=True)
+    starts = torch.arange(0, 32, 16, dtype=torch.int32, device=device)
+    output = varlen_attn(text, text, text, starts, starts, 16, 16)
+    assert isinstance(output, torch.Tensor)
+    output.sum().backward()
 
 
 def grad_independent_attention(encoder: nn.Module) -> contextlib.AbstractContextManager[None]:

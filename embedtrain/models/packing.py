@@ -60,6 +60,7 @@ class PackingCheck:
 
     padding_reason: str | None  # why it does not; None if it does
     dropout: float = 0.0  # the largest attention dropout in training
+    head_sizes: frozenset[int] = frozenset()
 
 
 def enable_packing(encoder: Encoder) -> None:
@@ -110,7 +111,7 @@ def check_packing(encoder: Encoder, *, precision: Precision, capability: tuple[i
             f"its heads have size {unsupported[0]}, and the GPU kernel for packed texts supports multiples of 8 up to "
             f"{KERNEL_HEAD_SIZE}"
         )
-    return PackingCheck(None, max(dropouts))
+    return PackingCheck(None, max(dropouts), frozenset(sizes))
 
 
 def packing_mismatch(
@@ -214,7 +215,6 @@ def _reach(causal: bool, window: int | None, *, explicit: bool) -> int | None:
     return window if explicit and not causal else window - 1
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _varlen_kernel(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, causal: bool, reach: int | None, scale: float
 ) -> Tensor:

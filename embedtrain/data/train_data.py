@@ -18,7 +18,7 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_store import RowStore
 from embedtrain.data.cache.token_store import TokenRequest, TokenStore, prepare_all
-from embedtrain.data.sampling.draw import Selection, draw
+from embedtrain.data.sampling.draw import NO_LIMIT, Selection, draw
 from embedtrain.data.sampling.plan import BatchPlan, PlannedBatch, rows_per_source_of_epoch
 from embedtrain.data.sources.layouts import TEXTS_ONLY
 from embedtrain.data.sources.resolve import expand_sources, no_in_batch_negatives
@@ -80,7 +80,7 @@ class SelectedRows(Sequence[Row]):
         selection: Selection,
     ) -> None:
         self._stores, self._settings, self._planned, self._selection = stores, settings, planned, selection
-        self._starts = np.cumsum(selection.counts) - selection.counts
+        self._negative_starts = np.cumsum(selection.counts) - selection.counts
 
     def __len__(self) -> int:
         return len(self._planned.rows)
@@ -96,7 +96,7 @@ class SelectedRows(Sequence[Row]):
 
     def _row(self, index: int) -> Row:
         source = int(self._planned.sources[index])
-        start, count = self._starts[index], self._selection.counts[index]
+        start, count = self._negative_starts[index], self._selection.counts[index]
         return self._settings[source].row(
             self._stores[source][int(self._planned.rows[index])],
             int(self._selection.positive[index]),
@@ -118,23 +118,12 @@ class SelectedTokens:
         num_positives: NDArray[np.int64],
     ) -> None:
         self._stores = stores
-        firsts = np.empty(len(planned.rows), dtype=np.int64)
+        query_texts = np.empty(len(planned.rows), dtype=np.int64)  # of each row, the index of its query in the store
         for source in np.unique(planned.sources):
             of_source = planned.sources == source
-            firsts[of_source] = stores[source].first[planned.rows[of_source]]
-        has_positive = selection.positive >= 0
-        self.num_documents = has_positive + selection.counts
-        # For each document the index of its text in the store: each row's positive, then its negatives.
-        starts = np.cumsum(self.num_documents) - self.num_documents
-        documents = np.empty(int(self.num_documents.sum()), dtype=np.int64)
-        documents[starts[has_positive]] = (firsts + 1 + selection.positive)[has_positive]
-        within = (
-            np.arange(len(selection.negatives)) - (np.cumsum(selection.counts) - selection.counts)[selection.owners]
-        )
-        documents[(starts + has_positive)[selection.owners] + within] = (firsts + 1 + num_positives)[
-            selection.owners
-        ] + selection.negatives
-        self._texts = np.concatenate([firsts, documents])
+            query_texts[of_source] = stores[source].row_starts[planned.rows[of_source]]
+        self.num_documents = (selection.positive >= 0) + selection.counts
+        self._texts = np.concatenate([query_texts, _document_texts(query_texts, num_positives, selection)])
         self._sources = np.concatenate([planned.sources, np.repeat(planned.sources, self.num_documents)])
         self.lengths, self.keys = (np.empty(len(self._texts), dtype=np.int64) for _ in range(2))
         for source in np.unique(planned.sources):
@@ -155,6 +144,27 @@ class SelectedTokens:
                 self._texts[texts[self._sources[texts] == source]]
             )
         return token_ids
+
+
+def _document_texts(
+    query_texts: NDArray[np.int64], num_positives: NDArray[np.int64], selection: Selection
+) -> NDArray[np.int64]:
+    """The indices of all selected documents in the stores: of each row its positive, then its negatives.
+
+    A row with 2 positives and 3 negatives whose query is text 10 of its store has positives 11 and 12 and negatives 13,
+    14 and 15. If positive 1 and negatives 0 and 2 are selected, its documents are 12, 13 and 15.
+    """
+    has_positive = selection.positive >= 0
+    num_documents = has_positive + selection.counts
+    row_starts = np.cumsum(num_documents) - num_documents  # of each row in the result
+    documents = np.empty(int(num_documents.sum()), dtype=np.int64)
+    documents[row_starts[has_positive]] = (query_texts + 1 + selection.positive)[has_positive]
+    first_negatives = query_texts + 1 + num_positives
+    negative_starts = np.cumsum(selection.counts) - selection.counts
+    index_in_row = np.arange(len(selection.negatives)) - negative_starts[selection.owners]
+    negatives = first_negatives[selection.owners] + selection.negatives
+    documents[(row_starts + has_positive)[selection.owners] + index_in_row] = negatives
+    return documents
 
 
 # Extra columns of rows that losses use.
@@ -212,7 +222,7 @@ class TrainData:
             rows = planned.rows[of_source]
             positives[of_source], negatives[of_source] = store.num_positives[rows], store.num_negatives[rows]
             limits[of_source] = self._max_negatives(int(source), rows)
-        positions = planned.first + np.arange(len(planned.rows))
+        positions = planned.first_position + np.arange(len(planned.rows))
         selection = draw(positives, negatives, limits, positions, self.plan.seed)
         sources = [planned.source] if planned.source is not None else range(len(self.stores))
         return GlobalBatch(
@@ -234,13 +244,13 @@ class TrainData:
             yield from store.texts()
 
     def _max_negatives(self, source: int, rows: np.ndarray) -> np.ndarray:
-        """The maximal number of hard negatives of each row, -1 for all."""
-        option, row_limits = self.settings[source].negatives, self.stores[source].most_negatives
-        limit = np.full(len(rows), -1 if option is None else option, dtype=np.int64)
+        """The maximal number of hard negatives of each row, NO_LIMIT for all."""
+        option, row_limits = self.settings[source].negatives, self.stores[source].max_negatives
+        limits = np.full(len(rows), NO_LIMIT if option is None else option, dtype=np.int64)
         if row_limits is None:
-            return limit
-        limits = row_limits[rows]
-        return np.where(limits < 0, limit, np.where(limit < 0, limits, np.minimum(limit, limits)))
+            return limits
+        stored = row_limits[rows].astype(np.int64)  # -1 for all
+        return np.minimum(limits, np.where(stored < 0, NO_LIMIT, stored))
 
 
 def load_train_data(

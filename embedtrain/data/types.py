@@ -30,7 +30,7 @@ class Texts:
     vectors: tuple[Sequence[float], ...] = ()
     instruction: str | None = None
     document_instruction: str | None = None
-    most_negatives: int | None = None
+    max_negatives: int | None = None
 
     def scaled(self, by: float) -> "Texts":
         """The same row with scores divided by `by`."""
@@ -61,7 +61,7 @@ class Example:
     vectors: tuple[Sequence[float], ...] = ()
     instruction: str | None = None  # replaces the prompt of the query; "" for no prompt, None to keep the source's
     document_instruction: str | None = None  # replaces the prompt of all documents
-    most_negatives: int | None = None  # maximal number of hard negatives that a step uses; None: all
+    max_negatives: int | None = None  # maximal number of hard negatives that a step uses; None: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def print_cache_size(page: Page, directory: Path, datasets: Sequence[TrainData])
     """The directory and size of rows and tokens on disk."""
     num_bytes = sum(store.num_bytes for data in datasets for store in data.stores)
     for tokens in (tokens for data in datasets for tokens in data.tokens or []):
-        num_bytes += sum(array.nbytes for array in (tokens.offsets, tokens.first, tokens.keys, tokens.values))
+        num_bytes += sum(array.nbytes for array in (tokens.offsets, tokens.row_starts, tokens.keys, tokens.values))
     page.subheading("cached on disk")
     page.facts([("directory", str(directory)), ("size", f"{format_bytes(num_bytes)} of this data")])
 
@@ -218,8 +218,8 @@ def _negatives(store: RowStore, option: int | None) -> str:
     note = _counts(store.num_negatives)
     if option is not None and option < limit:
         note += f"; {option:,} drawn each epoch" if option else "; none used (negatives=0)"
-    if store.most_negatives is not None:
-        limited = int(np.count_nonzero(store.most_negatives >= 0))
+    if store.max_negatives is not None:
+        limited = int(np.count_nonzero(store.max_negatives >= 0))
         note += f"; {format_count(limited, 'row')} with a limit of {'its' if limited == 1 else 'their'} own"
     return note
 

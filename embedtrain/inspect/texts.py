@@ -115,16 +115,16 @@ def measure(
     if tokens is None or tokenizer is None:
         return _by_characters(store)
     lengths, keys = {}, {}
-    first, counts = tokens.first[:-1], (store.num_positives, store.num_negatives)
-    starts = (first, first + 1, first + 1 + counts[0])
+    queries, counts = tokens.row_starts[:-1], (store.num_positives, store.num_negatives)
+    starts = (queries, queries + 1, queries + 1 + counts[0])
     for i, role in enumerate(ROLES):
-        texts = _spans(starts[i], np.ones_like(first) if not i else counts[i - 1])
+        texts = _spans(starts[i], np.ones_like(queries) if not i else counts[i - 1])
         keys[role] = tokens.keys[texts]
         values = tokens.lengths(texts).astype(np.int32)
         limit = tokenizer.limit(text_format, of_queries=role == "queries")
         reach = np.flatnonzero(values >= limit)
         sample = reach[_spread(len(reach), MAX_SAMPLED_TEXTS)]
-        full = _untruncated_lengths(store, tokens.first, texts[sample], text_format, tokenizer)
+        full = _untruncated_lengths(store, tokens.row_starts, texts[sample], text_format, tokenizer)
         values[reach] = full[np.arange(len(reach)) * len(full) // max(1, len(reach))]  # of the nearest sampled text
         num_truncated = int(np.count_nonzero(values[reach] > limit))
         lengths[role] = Lengths(values, limit, num_truncated, len(values), is_exact=len(sample) == len(reach))

@@ -243,7 +243,7 @@ def format_row(
     query, positives = row.query, list(row.positives)
     fields: dict[str, Any] = {"query": query, "pos": positives, "neg": list(negatives)}
     symmetric = row.document_instruction is not None and row.document_instruction == row.instruction
-    if row.document_instruction is not None and (row.most_negatives is not None or not symmetric):
+    if row.document_instruction is not None and (row.max_negatives is not None or not symmetric):
         document_instruction = row.document_instruction
         fields["query"] = [row.instruction or "", query]
         fields["pos"] = [[document_instruction, text] for text in positives]
@@ -252,7 +252,7 @@ def format_row(
         fields["prompt"] = row.instruction
         if symmetric:
             fields["type"] = "symmetric_sts"
-    if row.most_negatives is not None:
+    if row.max_negatives is not None:
         fields["type"] = "only_1neg"
     if row.positive_ids:
         fields["pos_id"] = [name or None for name in row.positive_ids]

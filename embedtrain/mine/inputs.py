@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embedtrain.data.cache.cache import mapped, read_metadata, write_array, write_metadata
+from embedtrain.data.cache.cache import map_array, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import ArrowRows
 from embedtrain.data.sources.parts import Part
 from embedtrain.data.text_format import instructed_query, text_keys
@@ -34,7 +34,7 @@ class Multimap:
 
     def __init__(self, directory: Path, name: str) -> None:
         self._keys, self._starts, self._items = (
-            mapped(directory / f"{name}-{part}.bin", np.int64) for part in ("keys", "starts", "items")
+            map_array(directory / f"{name}-{part}.bin", np.int64) for part in ("keys", "starts", "items")
         )
 
     def lookup(self, keys: IntArray) -> tuple[IntArray, IntArray]:
@@ -104,7 +104,7 @@ class MiningInputs:
             answers=Multimap(directory, "answers"),
             not_negatives=Multimap(directory, "no-negatives"),
             formats=[DocumentFormat(*fields) for fields in metadata["wordings"]],
-            format_of=[mapped(directory / f"wording-{i}.bin", np.int64) for i in range(len(has_ids))],
+            format_of=[map_array(directory / f"wording-{i}.bin", np.int64) for i in range(len(has_ids))],
             ids=[SourceDocumentIds(directory / f"ids-{i}.arrow") if has else None for i, has in enumerate(has_ids)],
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.cache import mapped, write_array
+from embedtrain.data.cache.cache import map_array, write_array
 from embedtrain.data.cache.documents import MappedTexts
 from embedtrain.data.text_format import text_keys
 from embedtrain.mine.sources import NO_SOURCE, DocumentBatch
@@ -29,10 +29,10 @@ class DocumentPool(Sequence[str]):
     def __init__(self, directory: Path) -> None:
         table = pa.ipc.open_file(pa.memory_map(str(directory / "documents.arrow"))).read_all()
         self._texts = MappedTexts(table["text"])
-        self.keys = mapped(directory / "keys.bin", np.int64)  # [N], `text_keys` of the documents
-        self.stripped_keys = mapped(directory / "bare-keys.bin", np.int64)  # [N], `stripped_keys` of the documents
-        self._order = mapped(directory / "order.bin", np.int64)
-        self._sorted = mapped(directory / "sorted.bin", np.int64)
+        self.keys = map_array(directory / "keys.bin", np.int64)  # [N], `text_keys` of the documents
+        self.stripped_keys = map_array(directory / "bare-keys.bin", np.int64)  # [N], `stripped_keys` of the documents
+        self._order = map_array(directory / "order.bin", np.int64)
+        self._sorted = map_array(directory / "sorted.bin", np.int64)
 
     def __len__(self) -> int:
         return len(self.keys)

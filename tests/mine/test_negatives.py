@@ -38,7 +38,7 @@ def test_a_row_comes_back(tmp_path, row):
     (after,) = read(tmp_path / "mined.jsonl")
     assert after.negatives == ("n1", "n2")
     assert after.negative_ids == ("i1", "")
-    for name in ("query", "positives", "instruction", "document_instruction", "most_negatives", "positive_ids"):
+    for name in ("query", "positives", "instruction", "document_instruction", "max_negatives", "positive_ids"):
         assert getattr(after, name) == getattr(before, name), name
 
 

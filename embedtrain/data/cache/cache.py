@@ -57,7 +57,7 @@ def read_metadata(path: Path) -> Any:
 
 
 def write_array(path: Path, values: NDArray[Any]) -> None:
-    """Write the numbers of an array without a header; `mapped` opens them."""
+    """Write the numbers of an array without a header; `map_array` opens them."""
     # Not ndarray.tofile: its error on a full disk does not say that the disk is full.
     with path.open("wb") as file:
         file.write(np.ascontiguousarray(values).data.cast("B") if values.size else b"")
@@ -71,7 +71,7 @@ def concatenate_files(paths: Iterable[Path], to: Path) -> None:
                 shutil.copyfileobj(file, joined, 1 << 20)
 
 
-def mapped(path: Path, dtype: Any) -> NDArray[Any]:
+def map_array(path: Path, dtype: Any) -> NDArray[Any]:
     """The numbers of a file, one-dimensional and read-only: memory-mapped, or read if they are few.
 
     A map stays valid when its file is deleted.

@@ -18,7 +18,7 @@ from embedtrain.data.cache.cache import (
     Cache,
     allow_open_files,
     json_digest,
-    mapped,
+    map_array,
     read_metadata,
     write_array,
     write_metadata,
@@ -106,9 +106,9 @@ def _write_documents(reader: DocumentReader, piece: Piece, on_error: OnError, pa
 def _join(reader: DocumentReader, pieces: Mapping[str, Piece], directory: Path, path: Path) -> None:
     """Sort the keys of all ids, and find repeated ones: with the same text they are ignored, with another rejected."""
     path.mkdir()
-    counts = [len(mapped(directory / name / "keys.bin", np.int64)) for name in pieces]
+    counts = [len(map_array(directory / name / "keys.bin", np.int64)) for name in pieces]
     keys = np.concatenate(
-        [np.empty(0, dtype=np.int64), *(mapped(directory / name / "keys.bin", np.int64) for name in pieces)]
+        [np.empty(0, dtype=np.int64), *(map_array(directory / name / "keys.bin", np.int64) for name in pieces)]
     )
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
@@ -150,9 +150,9 @@ class DocumentStore:
         joined = directory / JOINED
         names = [str(name) for name in read_metadata(joined / "facts.json")]
         allow_open_files(len(names))
-        self._keys = mapped(joined / "keys.bin", np.int64)
-        self._order = mapped(joined / "order.bin", np.int64)
-        self._repeated = mapped(joined / "repeated.bin", np.int64)
+        self._keys = map_array(joined / "keys.bin", np.int64)
+        self._order = map_array(joined / "order.bin", np.int64)
+        self._repeated = map_array(joined / "repeated.bin", np.int64)
         self._ids, self._texts, _ = _columns(directory, names)
 
     def text(self, name: str) -> str | None:

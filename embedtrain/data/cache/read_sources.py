@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
-from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, json_digest, mapped, read_metadata
+from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, json_digest, map_array, read_metadata
 from embedtrain.data.cache.documents import DocumentStore, documents_build
 from embedtrain.data.cache.file_changes import SourceVersion
 from embedtrain.data.cache.row_files import METADATA, join_pieces, write_piece
-from embedtrain.data.cache.row_store import ArrowFile, ArrowRows, RowRange, RowStore
+from embedtrain.data.cache.row_store import MAX_NEGATIVES, ArrowFile, ArrowRows, RowRange, RowStore
 from embedtrain.data.cache.shared_build import COMPLETE, JOINED, Build, Task, build, is_complete
 from embedtrain.data.cache.source_report import RowStatistics, SourceReport, check_equal_counts, check_sources
 from embedtrain.data.sources.layouts import TEXTS_ONLY, RowLayout
@@ -74,7 +74,7 @@ class CachedRows:
             extra_columns=extra_columns,
             num_positives=self._array("num_positives"),
             num_negatives=self._array("num_negatives"),
-            most_negatives=self._array("most_negatives") if "most_negatives" in extra_columns else None,
+            max_negatives=self._array(MAX_NEGATIVES) if MAX_NEGATIVES in extra_columns else None,
             owner=owner,
         )
 
@@ -130,7 +130,7 @@ class CachedRows:
 
     def _array(self, name: str) -> NDArray[np.int32]:
         try:
-            return mapped(self.directory / JOINED / f"{name}.bin", np.int32)
+            return map_array(self.directory / JOINED / f"{name}.bin", np.int32)
         except OSError as error:
             raise self._missing_error(error) from error
 

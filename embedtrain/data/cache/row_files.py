@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from embedtrain.config.recipe import OnError
 from embedtrain.data.cache.cache import concatenate_files, read_metadata, write_array, write_metadata
-from embedtrain.data.cache.row_store import EXTRA_COLUMNS, SCALAR_COLUMNS, TEXTS, ArrowFile, RowRange
+from embedtrain.data.cache.row_store import (
+    EXTRA_COLUMNS,
+    MAX_NEGATIVES,
+    SCALAR_COLUMNS,
+    TEXTS,
+    ArrowFile,
+    RowRange,
+    field_name,
+)
 from embedtrain.data.cache.source_report import RowCheck, RowStatistics
 from embedtrain.data.sources.layouts import DocumentLookup, RowLayout
 from embedtrain.data.sources.part_reader import Piece
@@ -116,7 +124,7 @@ def _encode_extra(name: str, value: Any) -> bytes:
 # Small enough for 32-bit offsets, and for little memory while a batch is built.
 ROWS_PER_BATCH = 4096
 CHARACTERS_PER_BATCH = 1 << 24
-COUNTS = ("num_positives", "num_negatives", "most_negatives")
+COUNTS = ("num_positives", "num_negatives", MAX_NEGATIVES)
 TEXT_NAMES = ("query", "positives", "negatives")
 METADATA = "metadata.json"  # of a piece, and of all pieces
 
@@ -196,7 +204,7 @@ class _Writer:
 
     def add(self, texts: Texts, line: int) -> None:
         """Add one row, with its line."""
-        limit = -1 if texts.most_negatives is None else texts.most_negatives
+        limit = -1 if texts.max_negatives is None else texts.max_negatives
         for name, count in zip(COUNTS, (len(texts.positives), len(texts.negatives), limit), strict=True):
             self._counts[name].append(count)
         self._pending.append((texts, line))
@@ -210,7 +218,7 @@ class _Writer:
             return
         extra = {}
         for name in EXTRA_COLUMNS:
-            values = [getattr(texts, name) for texts, _ in self._pending]
+            values = [getattr(texts, field_name(name)) for texts, _ in self._pending]
             if any(value is not None and value != () for value in values):
                 extra[name] = values
         self.extra_columns.update(extra)
@@ -296,7 +304,7 @@ def join_pieces(
         first = statistics.report(reading.name, "", reading.parts, None, cached=False).problems
         skipped = f" ({statistics.num_skipped:,} skipped, the first: {first[0]})" if first else ""
         raise DataError(f"{reading.source.path}: no row that can be trained on{skipped}")
-    for array_name in COUNTS[: 3 if "most_negatives" in extra_columns else 2]:
+    for array_name in COUNTS[: 3 if MAX_NEGATIVES in extra_columns else 2]:
         concatenate_files((directory / name / f"{array_name}.bin" for name in names), path / f"{array_name}.bin")
     described = copy.deepcopy(layout)
     described.features.update(dict.fromkeys(statistics.features))

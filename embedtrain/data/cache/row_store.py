@@ -23,6 +23,7 @@ TEXTS = {
     "negatives": pa.list_(pa.string()),
     "line": pa.int64(),  # line in the piece of the file
 }
+MAX_NEGATIVES = "most_negatives"  # the column of `Example.max_negatives`; the name is part of the cache's format
 # Optional columns: a file has those that any of its rows has.
 EXTRA_COLUMNS = {
     "positive_scores": pa.list_(pa.float32()),
@@ -33,10 +34,15 @@ EXTRA_COLUMNS = {
     "vectors": pa.list_(pa.list_(pa.float32())),
     "instruction": pa.string(),
     "document_instruction": pa.string(),
-    "most_negatives": pa.int32(),
+    MAX_NEGATIVES: pa.int32(),
 }
 MAX_OPEN_BATCHES = 4096  # their offsets in the map, not their rows
-SCALAR_COLUMNS = {"label", "instruction", "document_instruction", "most_negatives"}  # one value or null per row
+SCALAR_COLUMNS = {"label", "instruction", "document_instruction", MAX_NEGATIVES}  # one value or null per row
+
+
+def field_name(column: str) -> str:
+    """The field of Example that holds an optional column."""
+    return "max_negatives" if column == MAX_NEGATIVES else column
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,9 @@ class ArrowRows:
             tuple(positives[index].values.to_pylist()),
             tuple(negatives[index].values.to_pylist()),
             0,
-            **{name: _python_value(name, column[index]) for name, column in zip(names, others, strict=True)},
+            **{
+                field_name(name): _python_value(name, column[index]) for name, column in zip(names, others, strict=True)
+            },
         )
         return texts, lines[index].as_py()
 
@@ -120,7 +128,7 @@ class RowStore(Sequence[Example]):
         extra_columns: the EXTRA_COLUMNS that any row has.
         num_positives: int32 [R]; 0 for rows of one text.
         num_negatives: int32 [R], hard negatives.
-        most_negatives: int32 [R], maximal number of negatives that a step uses, -1 for all; None if no row has a limit.
+        max_negatives: int32 [R], maximal number of negatives that a step uses, -1 for all; None if no row has a limit.
     """
 
     directory: Path
@@ -134,7 +142,7 @@ class RowStore(Sequence[Example]):
     extra_columns: frozenset[str]
     num_positives: NDArray[np.int32]
     num_negatives: NDArray[np.int32]
-    most_negatives: NDArray[np.int32] | None
+    max_negatives: NDArray[np.int32] | None
     owner: Any = field(default=None, repr=False)  # must live as long as the store
 
     def __len__(self) -> int:
@@ -152,13 +160,13 @@ class RowStore(Sequence[Example]):
             source=self.source,
             file=self.files[row_range.part],
             line=row_range.lines_before + line,
-            **{name: getattr(texts, name) for name in self.extra_columns},
+            **{field_name(name): getattr(texts, field_name(name)) for name in self.extra_columns},
         )
 
     @property
     def num_bytes(self) -> int:
         """Size of the mapped rows in bytes."""
-        counts = (self.num_positives, self.num_negatives, self.most_negatives)
+        counts = (self.num_positives, self.num_negatives, self.max_negatives)
         return int(np.sum(self.rows.batch_bytes)) + sum(count.nbytes for count in counts if count is not None)
 
     def texts(self) -> Iterator[str]:

@@ -132,7 +132,7 @@ class _Counts:
     num_skipped: int = 0  # rows and empty files, with on_error=skip
     num_dropped: int = 0  # negatives equal to a positive of their row, or repeated in it
     num_unscored: int = 0  # rows without scores, for a loss that uses them
-    fewest_negatives: int = 0
+    fewest_negatives: int = 0  # of the rows; how many a step uses at most is `Example.max_negatives`
     most_negatives: int = 0
     one_text: bool = False  # rows are one text each, without documents
     ignored: list[str] = field(default_factory=list)  # columns that are not used

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, concatenate_files, json_digest, mapped
+from embedtrain.data.cache.cache import FORMAT, Cache, allow_open_files, concatenate_files, json_digest, map_array
 from embedtrain.data.cache.row_store import ArrowRows, RowStore
 from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
 from embedtrain.data.text_format import Prompt, TextFormat, instructed_query, text_key
@@ -164,7 +164,7 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def gathered(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
+def gather_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
     """Concatenated ranges of `values`, each with its start and length."""
     ends = np.cumsum(lengths)
     indices = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
@@ -180,7 +180,7 @@ def join_parts(directory: Path, names: Sequence[str], rows: RowStore, path: Path
     path.mkdir()
     for name in ("values.bin", "keys.bin"):
         concatenate_files((directory / part / name for part in names), path / name)
-    _write_sums(path / "offsets.bin", (mapped(directory / part / "lengths.bin", np.int32) for part in names))
+    _write_sums(path / "offsets.bin", (map_array(directory / part / "lengths.bin", np.int32) for part in names))
     positives, negatives = rows.num_positives, rows.num_negatives
     blocks = (slice(start, start + BLOCK) for start in range(0, len(rows), BLOCK))
     _write_sums(path / "first.bin", (1 + positives[block] + negatives[block] for block in blocks))
@@ -207,13 +207,14 @@ class TokenStore:
 
     Attributes:
         offsets: int64 [T + 1], the tokens of text t are `values[offsets[t] : offsets[t + 1]]`.
-        first: int64 [R + 1], the texts of row r are first[r] to first[r + 1] - 1: query, positives, negatives.
+        row_starts: int64 [R + 1], the texts of row r are row_starts[r] to row_starts[r + 1] - 1: query, positives,
+            negatives.
         keys: int64 [T], hashes of the texts without prompts, of queries with the instruction of their row.
         values: the tokens of all texts, uint16 or int32.
     """
 
     offsets: NDArray[np.int64]
-    first: NDArray[np.int64]
+    row_starts: NDArray[np.int64]
     keys: NDArray[np.int64]
     values: NDArray[Any]
     cached: bool = False  # whether all tokens were in the cache
@@ -225,7 +226,7 @@ class TokenStore:
 
     def ids(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
         """The concatenated tokens of these texts: int32 [sum of lengths] from int64 [N]."""
-        return gathered(self.values, self.offsets[texts], self.lengths(texts)).astype(np.int32)
+        return gather_ranges(self.values, self.offsets[texts], self.lengths(texts)).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -299,11 +300,13 @@ class _CachedTokens:
         """The tokens, after they are built."""
         joined = self.directory / JOINED
         try:
-            offsets, first, keys = (mapped(joined / f"{name}.bin", np.int64) for name in ("offsets", "first", "keys"))
-            values = mapped(joined / "values.bin", value_type(self._tokenizer))
+            offsets, row_starts, keys = (
+                map_array(joined / f"{name}.bin", np.int64) for name in ("offsets", "first", "keys")
+            )
+            values = map_array(joined / "values.bin", value_type(self._tokenizer))
         except OSError as error:
             raise DataError(
                 f"{self.directory}: cached tokens cannot be opened ({error.strerror or error}): start again, and let "
                 "nothing clean up this folder meanwhile"
             ) from error
-        return TokenStore(offsets, first, keys, values, cached)
+        return TokenStore(offsets, row_starts, keys, values, cached)

@@ -12,6 +12,7 @@ from embedtrain.data.sampling.permutation import make_keys, random_below, random
 
 # Makes the random numbers independent of those of `plan`, which has the same seed.
 _DRAW = 4
+NO_LIMIT = int(np.iinfo(np.int64).max)  # as the maximal number of negatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Selection:
 def draw(
     num_positives: NDArray[np.int64],
     num_negatives: NDArray[np.int64],
-    max_negatives: int | NDArray[np.int64] | None,
+    max_negatives: int | NDArray[np.int64],
     positions: NDArray[np.int64],
     seed: int,
 ) -> Selection:
@@ -39,29 +40,26 @@ def draw(
     Args:
         num_positives: int64 [B], of each row; a row without positives gets no negatives either.
         num_negatives: int64 [B], of each row.
-        max_negatives: for all rows or int64 [B]; None or -1: all.
+        max_negatives: for all rows or int64 [B].
         positions: int64 [B], position of each row in the run.
     """
-    limits = np.broadcast_to(
-        np.asarray(-1 if max_negatives is None else max_negatives, dtype=np.int64), num_negatives.shape
-    )
-    has = np.where(num_positives > 0, num_negatives, 0)
-    counts = np.where(limits < 0, has, np.minimum(has, limits))
+    available = np.where(num_positives > 0, num_negatives, 0)
+    counts = np.minimum(available, max_negatives)
     keys = make_keys(seed, _DRAW, positions)
     positive = np.where(num_positives > 0, random_below(random_bits(keys, 0), np.maximum(num_positives, 1)), -1)
 
     owners = np.repeat(np.arange(len(counts)), counts)
     negatives = _numbered(counts)
-    chosen = np.flatnonzero((counts < has) & (counts > 0))
-    if len(chosen):
+    sampled_rows = np.flatnonzero((counts < available) & (counts > 0))
+    if len(sampled_rows):
         # Select the negatives with the smallest hashes of each row. Sorting keeps the candidates of a row adjacent, so
         # their indices before are their ranks afterwards.
-        of, ranks = np.repeat(chosen, has[chosen]), _numbered(has[chosen])
-        hashes = random_bits(keys[of], ranks + 1)
+        rows = np.repeat(sampled_rows, available[sampled_rows])
+        ranks = _numbered(available[sampled_rows])
+        hashes = random_bits(keys[rows], ranks + 1)
         # Row and hash in one number, because rows are already sorted: seven times faster than `lexsort`.
-        row, rest = of.astype(np.uint64) << np.uint64(40), hashes >> np.uint64(24)
-        order = np.argsort(row | rest, kind="stable")
-        negatives[(counts < has)[owners]] = ranks[order[ranks < counts[of]]]
+        order = np.argsort(rows.astype(np.uint64) << np.uint64(40) | hashes >> np.uint64(24), kind="stable")
+        negatives[(counts < available)[owners]] = ranks[order[ranks < counts[rows]]]
     return Selection(positive, negatives, owners, counts)
 
 

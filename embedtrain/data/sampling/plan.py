@@ -83,7 +83,7 @@ class PlannedBatch:
     source: int | None  # of all rows, if batches are by source
     sources: NDArray[np.int64]  # [B], the source of each row
     rows: NDArray[np.int64]  # [B], the index of each row within its source
-    first: int  # position of the first row in the run, from 0
+    first_position: int  # position of the first row in the run, from 0
 
 
 class BatchPlan:
@@ -175,8 +175,10 @@ class BatchPlan:
         start, stop = _even_start(num_rows, batches, index), _even_start(num_rows, batches, index + 1)
         sources = np.full(stop - start, source, dtype=np.int64)
         rows = self._rows(sources, epoch * num_rows + np.arange(start, stop))
-        first = epoch * self.rows_per_epoch + int(_even_starts(self.rows_per_source, self._batches, before).sum())
-        return PlannedBatch(k, source, sources, rows, first)
+        first_position = epoch * self.rows_per_epoch + int(
+            _even_starts(self.rows_per_source, self._batches, before).sum()
+        )
+        return PlannedBatch(k, source, sources, rows, first_position)
 
     def _rows(self, sources: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows at these positions in the infinite streams of their sources."""

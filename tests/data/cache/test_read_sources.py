@@ -199,14 +199,14 @@ def test_what_lies_beside_the_texts_of_some_rows(tmp_path: Path) -> None:
     assert store.extra_columns == {"positive_ids"}
     assert [e.positive_ids for e in store] == [("x", "y") if i > 5000 else () for i in range(9000)]
     assert {e.instruction for e in store} == {None}
-    assert store.most_negatives is None
+    assert store.max_negatives is None
 
 
 def test_rows_with_instructions_and_limits_of_their_own(tmp_path: Path) -> None:
     rows = [row(3) | more for more in ({"prompt": "Find it"}, {"type": "only_1neg"}, {"prompt": ""}, {})]
     store = store_of(write(tmp_path / "a.jsonl", *rows))
-    assert store.most_negatives is not None
-    assert [-1 if e.most_negatives is None else e.most_negatives for e in store] == store.most_negatives.tolist()
+    assert store.max_negatives is not None
+    assert [-1 if e.max_negatives is None else e.max_negatives for e in store] == store.max_negatives.tolist()
     assert store[0].instruction == "Find it"
     assert store[3].instruction is None
 

@@ -68,7 +68,7 @@ def test_every_value_and_its_place_count() -> None:
         replace(ROW, instruction=""),
         replace(ROW, document_instruction=""),
         replace(ROW, instruction="1"),
-        replace(ROW, most_negatives=1),
+        replace(ROW, max_negatives=1),
     ]
     found = [digest(one) for one in (ROW, *others)]
     assert len(set(found)) == len(found)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from embedtrain.data.cache.cache import mapped, write_array
+from embedtrain.data.cache.cache import map_array, write_array
 from embedtrain.data.cache.shared_build import Build, Task, build, is_complete
 from embedtrain.errors import DataError
 
@@ -262,7 +262,7 @@ def test_arrays_are_read_only_and_outlive_their_file(tmp_path: Path, count: int)
 
     values = np.arange(count, dtype=np.int64)
     write_array(tmp_path / "a.bin", values)
-    found = mapped(tmp_path / "a.bin", np.int64)
+    found = map_array(tmp_path / "a.bin", np.int64)
     (tmp_path / "a.bin").unlink()
     assert np.array_equal(found, values)
     assert not found.flags.writeable

@@ -58,7 +58,7 @@ def plain(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int)
 def check(rows: RowStore, tokens: TokenStore, tokenizer: PreTrainedTokenizerBase, lengths: tuple[int, int]) -> None:
     """Every text's tokens are those that the tokenizer gives it behind its prompt."""
     texts = texts_of(rows)
-    assert tokens.first.tolist() == np.cumsum([0, *map(len, texts)]).tolist()
+    assert tokens.row_starts.tolist() == np.cumsum([0, *map(len, texts)]).tolist()
     assert tokens.keys.tolist() == text_keys([one for some in texts for one in some]).tolist()
     expected = [
         plain(tokenizer, [("alpha ", "beta ")[place > 0] + one], lengths[place > 0])[0]
@@ -148,11 +148,11 @@ def test_instructions_of_rows_stand_in_for_prompts(tmp_path: Path) -> None:
             before, around = TextFormat(**options).prompts(example)
             assert example.instruction == own[i % 3].get("prompt")
             expected = plain(tokenizer, [before(example.query)], 30)[0]
-            assert tokens.ids(tokens.first[i : i + 1]).tolist() == expected
+            assert tokens.ids(tokens.row_starts[i : i + 1]).tolist() == expected
             expected = plain(tokenizer, [around(example.positives[0])], 40)[0]
-            assert tokens.ids(tokens.first[i : i + 1] + 1).tolist() == expected
+            assert tokens.ids(tokens.row_starts[i : i + 1] + 1).tolist() == expected
         assert (
-            tokens.keys[tokens.first[:-1]].tolist()
+            tokens.keys[tokens.row_starts[:-1]].tolist()
             == text_keys([instructed_query(e.query, e.instruction) for e in rows]).tolist()
         )
 
@@ -167,10 +167,10 @@ def test_one_text_under_two_instructions_is_two_questions(tmp_path: Path) -> Non
     tokens = prepare_tokens(
         rows_of(path, cache), TextTokenizer(small_tokenizer(), 16), **options, **lengths, cache=cache
     )
-    queries, documents = tokens.keys[tokens.first[:-1]], tokens.keys[tokens.first[:-1] + 1]
+    queries, documents = tokens.keys[tokens.row_starts[:-1]], tokens.keys[tokens.row_starts[:-1] + 1]
     assert documents.tolist() == text_keys(["alpha"] * 5).tolist()
     assert queries.tolist() == text_keys(["gamma\0alpha", "delta\0alpha", "alpha", "alpha", "gamma\0alpha"]).tolist()
-    first = [tokens.ids(tokens.first[i : i + 1]).tolist() for i in range(5)]
+    first = [tokens.ids(tokens.row_starts[i : i + 1]).tolist() for i in range(5)]
     assert first[0] == first[3] == first[4]
 
 

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from embedtrain.data.sampling.draw import Selection, draw
+from embedtrain.data.sampling.draw import NO_LIMIT, Selection, draw
 
 
 def whole(values: list[int]) -> np.ndarray:
@@ -31,11 +31,11 @@ def test_what_is_drawn() -> None:
 
 def test_limits() -> None:
     positives, negatives = np.ones(4, dtype=np.int64), np.full(4, 6)
-    for everything in (None, -1, 6, 99):
+    for everything in (NO_LIMIT, 6, 99):
         assert by_row(draw(positives, negatives, everything, np.arange(4), 1)) == [list(range(6))] * 4
     assert draw(positives, negatives, 0, np.arange(4), 1).negatives.tolist() == []
-    assert draw(positives, negatives, whole([-1, 0, 2, 7]), np.arange(4), 1).counts.tolist() == [6, 0, 2, 6]
-    assert draw(whole([0]), whole([4]), None, whole([0]), 1).counts.tolist() == [0]
+    assert draw(positives, negatives, whole([NO_LIMIT, 0, 2, 7]), np.arange(4), 1).counts.tolist() == [6, 0, 2, 6]
+    assert draw(whole([0]), whole([4]), NO_LIMIT, whole([0]), 1).counts.tolist() == [0]
     nothing = whole([])
     assert draw(nothing, nothing, 7, nothing, 1).negatives.tolist() == []
 

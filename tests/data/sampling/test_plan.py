@@ -24,7 +24,7 @@ def pairs(batches: list[PlannedBatch]) -> list[tuple[int, int]]:
 
 
 def same(one: PlannedBatch, other: PlannedBatch) -> bool:
-    told = [(batch.step, batch.source, batch.first, pairs([batch])) for batch in (one, other)]
+    told = [(batch.step, batch.source, batch.first_position, pairs([batch])) for batch in (one, other)]
     return told[0] == told[1]
 
 
@@ -52,7 +52,7 @@ def test_sizes_differ_by_one_and_places_follow(by_source: bool) -> None:
     assert [batch.step for batch in batches] == list(range(2 * plan.steps_per_epoch))
     first = 0
     for batch in batches:
-        assert batch.first == first
+        assert batch.first_position == first
         first += len(batch.rows)
     assert first == 2 * plan.rows_per_epoch
 

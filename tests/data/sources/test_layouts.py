@@ -64,7 +64,7 @@ def test_files_of_flagembedding(shared_data: Path, name: str) -> None:
         assert example.instruction == row.get("prompt")
         is_symmetric = row.get("type") in ("symmetric_sts", "symmetric_clustering")
         assert example.document_instruction == (row["prompt"] if is_symmetric else None)
-        assert example.most_negatives == (1 if row.get("type") == "only_1neg" else None)
+        assert example.max_negatives == (1 if row.get("type") == "only_1neg" else None)
     ignored = {"category"} if "category" in rows[0] else set()
     ignored |= {"pos_scores", "neg_scores"} & rows[0].keys()
     assert set(report.ignored) == ignored
@@ -83,7 +83,7 @@ def test_pretraining_rows_of_flagembedding_are_rejected(shared_data: Path) -> No
 
 def test_prompt_and_type(tmp_path: Path) -> None:
     example = only(tmp_path, {**ROW, "prompt": "", "type": "symmetric_sts"})
-    assert (example.instruction, example.document_instruction, example.most_negatives) == ("", "", None)
+    assert (example.instruction, example.document_instruction, example.max_negatives) == ("", "", None)
     assert only(tmp_path, {**ROW, "prompt": None}).instruction is None
     assert only(tmp_path, {**ROW, "prompt_for_query": "find"}).instruction == "find"
     _, report = read(write(tmp_path / "a.jsonl", {**ROW, "type": "odd", "prompt": "x"}, {**ROW, "type": "only_1neg"}))

@@ -101,7 +101,7 @@ class FlagEmbedding(RowLayout):
             negative_ids=ids[1],
             instruction=instruction,
             document_instruction=document_instruction,
-            most_negatives=max_negatives,
+            max_negatives=max_negatives,
         )
 
     def _type(self, value: object) -> tuple[int | None, bool]:

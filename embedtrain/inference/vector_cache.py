@@ -1,6 +1,6 @@
 """A cache on disk for the vectors of a large set of texts, so that interrupted encoding resumes.
 
-    DIR/<digest>/00000012-00000140-….safetensors     the vectors of some chunks, written by the rank that encoded them
+    DIR/<digest>/00000012-00000140-….safetensors     vectors of several chunks, written by the rank that encoded them
 
 The digest covers everything that the vectors depend on: model, texts, prompt, maximum length, precision. Files appear
 atomically, and each lists its chunks, so that any number of ranks can resume.
@@ -31,6 +31,11 @@ from embedtrain.files import atomic_write
 from embedtrain.inference.encoding_plan import PromptedTexts
 from embedtrain.models.source import ModelSource
 
+# Part of the file format: the tensor with the numbers of the distinct texts, and parts of the digest.
+_DISTINCT_TEXTS = "kinds"
+_CHUNK_TOKENS = "limit"
+_EXISTING_PROMPT = "prompt within"
+
 
 @dataclass(frozen=True)
 class VectorCache:
@@ -48,12 +53,12 @@ class VectorCache:
             "prompt": texts.prompt,
             "tokenizer": tokenizer.fingerprint,
             "max_length": min(max_length or tokenizer.max_length, tokenizer.max_length),
-            "limit": chunk_tokens,
+            _CHUNK_TOKENS: chunk_tokens,
             "packed": tokenizer.packed,
         }
         if texts.existing_prompt:
             existing = texts.existing_prompt
-            identity["prompt within"] = existing if isinstance(existing, str) else list(existing)
+            identity[_EXISTING_PROMPT] = existing if isinstance(existing, str) else list(existing)
         digest = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16)
         digest.update(text_keys(texts.texts).numpy().tobytes())
         return VectorCache(self.directory / digest.hexdigest(), identity)
@@ -86,11 +91,11 @@ class VectorCache:
             yield (vectors, distinct) if index < len(files) else (vectors[:0], distinct[:0])
 
     def write(self, vectors: Tensor, distinct: NDArray[np.int64], chunks: Sequence[int], world: World) -> None:
-        """Store this rank's vectors of some chunks. A collective."""
+        """Store this rank's vectors of `chunks`. A collective."""
         with world.fail_together("storing vectors"):
             if chunks:
                 path = self.directory / f"{chunks[0]:08}-{chunks[-1]:08}-{uuid.uuid4().hex[:8]}.safetensors"
-                tensors = {"vectors": vectors.cpu().contiguous(), "kinds": from_numpy(distinct)}
+                tensors = {"vectors": vectors.cpu().contiguous(), _DISTINCT_TEXTS: from_numpy(distinct)}
                 try:
                     with atomic_write(path) as unfinished:
                         save_file(tensors, unfinished, metadata={"chunks": json.dumps(list(chunks))})
@@ -109,7 +114,7 @@ def _read_chunk_numbers(path: Path) -> list[int]:
 def _read(path: Path) -> tuple[Tensor, NDArray[np.int64]]:
     try:
         with safe_open(path, framework="pt") as file:
-            vectors, distinct = file.get_tensor("vectors"), file.get_tensor("kinds")
+            vectors, distinct = file.get_tensor("vectors"), file.get_tensor(_DISTINCT_TEXTS)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: stored vectors cannot be read ({error}): delete {path.parent}") from error
     if vectors.dim() != 2 or distinct.shape != vectors.shape[:1] or distinct.dtype != torch.int64:

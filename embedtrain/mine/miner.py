@@ -136,10 +136,10 @@ class Miner:
         candidates = self._find_candidates(queries, source.text_format.query_max_length, index, progress)
         lines: list[str] = []
         stats: list[MiningStats] = []
-        edges = [len(rows) * rank // world.size for rank in range(world.size + 1)]
+        local_rows = range(len(rows) * world.rank // world.size, len(rows) * (world.rank + 1) // world.size)
         with world.fail_together("choosing negatives"):
             by_query: dict[int, QueryCandidates] = {}
-            for row in range(edges[world.rank], edges[world.rank + 1]):
+            for row in local_rows:
                 query = int(queries.of_row[row])
                 if query not in by_query:
                     by_query[query] = candidates.of_query(query, self.options)
@@ -261,10 +261,12 @@ def mine_row(
     )
 
     limit = threshold(query.reference_score, options)
-    best = int(query.scores.argmax()) if len(query.scores) else -1
-    best_is_too_high = best >= 0 and float(query.scores[best]) > min(query.reference_score, limit)
+    # Without a margin the limit is infinite; a candidate that scores more than the positive is suspicious all the same.
+    suspicious_above = min(query.reference_score, limit)
+    best_candidate = int(query.scores.argmax()) if len(query.scores) else -1
+    best_is_suspicious = best_candidate >= 0 and float(query.scores[best_candidate]) > suspicious_above
     ranks = query.answer_ranks[positives]
-    beyond_window = positives[ranks >= options.rank_max]
+    unranked_positives = positives[ranks >= options.rank_max]  # not among the best `rank_max`
 
     def suspect(answer: int) -> SuspectedLabel:
         return SuspectedLabel(
@@ -273,9 +275,9 @@ def mine_row(
             query=row.query,
             positive=pool[int(query.answers[answer])],
             positive_score=float(query.answer_scores[answer]),
-            document=pool[int(query.candidates[best])],
-            score=float(query.scores[best]),
-            written=bool(best in chosen or is_existing[best]),
+            document=pool[int(query.candidates[best_candidate])],
+            score=float(query.scores[best_candidate]),
+            written=bool(best_candidate in chosen or is_existing[best_candidate]),
         )
 
     stats = MiningStats(
@@ -288,9 +290,9 @@ def mine_row(
         num_above_margin=int((query.scores.astype(np.float64) > limit).sum()),
         num_above_positive=int((query.scores > np.float32(query.reference_score)).sum()),
         # One of each row: twenty from a single bad row would hide the others.
-        false_negatives=[suspect(query.reference)] if best_is_too_high else [],
-        wrong_labels=[suspect(int(beyond_window[query.answer_scores[beyond_window].argmin()]))]
-        if len(beyond_window)
+        false_negatives=[suspect(query.reference)] if best_is_suspicious else [],
+        wrong_labels=[suspect(int(unranked_positives[query.answer_scores[unranked_positives].argmin()]))]
+        if len(unranked_positives)
         else [],
     )
     return line, stats

@@ -25,7 +25,7 @@ from embedtrain.loading.load import load_model
 from embedtrain.mine.candidates import FloatArray, QueryDocumentPairs, scores_of
 from embedtrain.mine.inputs import positions_within
 from embedtrain.mine.options import MineOptions
-from embedtrain.mine.pool import DocumentPool
+from embedtrain.mine.pool import DocumentPool, IntArray
 from embedtrain.models.hub import one_line
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import resolve_max_length
@@ -182,18 +182,17 @@ class _CrossEncoder:
         """Score the pairs in pieces of one query each."""
         assert self._pool is not None
         world, num_pairs = self._world, len(pairs.owners)
-        # The last bit of a score depends on the pairs that are padded together. So that it does not depend on the
-        # number of ranks, the pieces are fixed, and each rank gets about the same number of pairs.
-        starts = np.flatnonzero(positions_within(pairs.counts(len(queries))) % _PAIRS_PER_PREDICT == 0)
-        ends = np.append(starts[1:], num_pairs)
-        edges = np.searchsorted(starts, num_pairs * np.arange(world.size + 1) // world.size)
-        bounds = np.append(starts, num_pairs)[edges]
-        scores: FloatArray = np.empty(bounds[world.rank + 1] - bounds[world.rank], dtype=np.float32)
+        piece_starts, piece_ends = _split_pieces(pairs.counts(len(queries)), _PAIRS_PER_PREDICT)
+        # Each rank scores consecutive pieces with about the same number of pairs.
+        rank_first_piece = np.searchsorted(piece_starts, num_pairs * np.arange(world.size + 1) // world.size)
+        rank_first_pair = np.append(piece_starts, num_pairs)[rank_first_piece]
+        num_local = rank_first_pair[world.rank + 1] - rank_first_pair[world.rank]
+        scores: FloatArray = np.empty(num_local, dtype=np.float32)
         done = 0
         with world.fail_together("scoring with the teacher"):
-            for piece in range(edges[world.rank], edges[world.rank + 1]):
-                documents = pairs.documents[starts[piece] : ends[piece]].tolist()
-                query = queries[pairs.owners[starts[piece]]]
+            for piece in range(rank_first_piece[world.rank], rank_first_piece[world.rank + 1]):
+                documents = pairs.documents[piece_starts[piece] : piece_ends[piece]].tolist()
+                query = queries[pairs.owners[piece_starts[piece]]]
                 texts = [(query, self._pool[number]) for number in documents]
                 scores[done : done + len(texts)] = self._cross_encoder.predict(
                     texts, batch_size=self._batch_size, show_progress_bar=False
@@ -202,4 +201,15 @@ class _CrossEncoder:
                 progress("scoring this rank's pairs with the teacher", done, len(scores))
             if not np.isfinite(scores).all():
                 raise TrainingError("the teacher's scores are not finite: its weights hold NaN or infinity")
-        return gather_rows(torch.from_numpy(scores).to(world.device), np.diff(bounds).tolist()).cpu().numpy()
+        counts = np.diff(rank_first_pair).tolist()
+        return gather_rows(torch.from_numpy(scores).to(world.device), counts).cpu().numpy()
+
+
+def _split_pieces(counts: IntArray, size: int) -> tuple[IntArray, IntArray]:
+    """Cut pairs, `counts` of each query in their order, into pieces of one query and at most `size` pairs.
+
+    Returns the index of each piece's first pair, and the index after its last. The last bit of a score depends on the
+    pairs that are padded together: pieces that are the same on any number of ranks make scores the same as well.
+    """
+    starts = np.flatnonzero(positions_within(counts) % size == 0)
+    return starts, np.append(starts[1:], int(counts.sum()))

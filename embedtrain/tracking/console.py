@@ -90,15 +90,16 @@ class Console:
     def progress(self) -> Iterator[Callable[[str, int, int], None]]:
         """Show progress that the block reports as (activity, parts done, total); a log gets a line now and then."""
         outer, last_line = self._phase, self._now()
+        current_activity, line, started = "", outer, last_line
 
         def report(activity: str, done: int, total: int) -> None:
-            nonlocal last_line
+            nonlocal current_activity, line, started, last_line
             text = f"{activity}  {done:,}/{total:,}"
             if self._is_live:
-                phase = self._phase
-                continues = phase is not None and phase is not outer and phase.text.startswith(f"{activity}  ")
-                started = phase.started if continues and phase is not None else self._now()
-                self._phase = PhaseLine(text, started, self._rich)
+                if activity != current_activity or self._phase is not line:  # a phase in the block replaces the line
+                    started = self._now()
+                current_activity = activity
+                self._phase = line = PhaseLine(text, started, self._rich)
             elif self._now() - last_line >= PROGRESS_INTERVAL:
                 last_line = self._now()
                 self._print(Text(text))

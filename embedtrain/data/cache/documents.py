@@ -55,10 +55,10 @@ def documents_build(
 
     def tasks() -> Mapping[str, Task]:
         with version.during(reader.parts):  # processes must agree on the pieces
-            found = reader.pieces(PIECE_BYTES)
-            if len(found) > MAX_PIECES:
-                found = reader.pieces(PIECE_BYTES * -(-len(found) // MAX_PIECES))
-        pieces.update((f"part-{number:05}", piece) for number, piece in enumerate(found))
+            pieces_of_part = reader.pieces(PIECE_BYTES)
+            if len(pieces_of_part) > MAX_PIECES:
+                pieces_of_part = reader.pieces(PIECE_BYTES * -(-len(pieces_of_part) // MAX_PIECES))
+        pieces.update((f"part-{number:05}", piece) for number, piece in enumerate(pieces_of_part))
         return {name: partial(_write_piece, reader, piece, on_error, version) for name, piece in pieces.items()}
 
     def join(path: Path) -> None:

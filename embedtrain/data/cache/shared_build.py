@@ -207,8 +207,8 @@ class _Builder:
             shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def _write_complete(self, names: list[str], path: Path) -> None:
-        kept = names if self._build.keep else [JOINED]
-        files = [file for name in kept for file in _files(self._directory / name)]
+        folders = names if self._build.keep else [JOINED]
+        files = [file for name in folders for file in _files(self._directory / name)]
         write_metadata(path, {"files": {str(file.relative_to(self._directory)): file.stat().st_size for file in files}})
 
     def _finish(self) -> _State:

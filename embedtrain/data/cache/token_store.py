@@ -63,7 +63,7 @@ def write_part(rows: ArrowRows, batches: range, tokenizer: TextTokenizer, text_f
         for number in batches:
             texts = distinct.numbers(list(_texts(rows.batch(number), text_format)))
             values.write(
-                gathered(distinct.values, distinct.offsets[:-1][texts], distinct.lengths[texts]).data.cast("B")
+                gather_ranges(distinct.values, distinct.offsets[:-1][texts], distinct.lengths[texts]).data.cast("B")
             )
             lengths.write(distinct.lengths[texts].astype(np.int32).data.cast("B"))
             keys.write(distinct.keys[texts].data.cast("B"))

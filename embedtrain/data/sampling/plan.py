@@ -229,7 +229,7 @@ def rows_per_source_of_epoch(
         if limit is not None and limit < 1:
             raise ConfigError(f"data.train: max_rows={limit} must be at least 1, or null for all rows")
     if not (math.isfinite(temperature) and temperature > 0):
-        raise ConfigError(f"data.mixing_temperature={temperature} must be above 0: 1 keeps the shares as they are")
+        raise ConfigError(f"data.mixing_temperature={temperature} must be above 0: 1 keeps the proportions as they are")
     # As the decimal that was written: 0.1 * 5 is a half only so.
     exact = [Fraction(str(weight)) for weight in weights]
     if mode == WeightMode.proportions:

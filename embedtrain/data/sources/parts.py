@@ -134,11 +134,11 @@ def files_in(folder: str) -> list[str]:
     if is_url(folder):
         system, inside = file_system(folder)
         try:
-            found = system.find(inside)
+            paths = system.find(inside)
         except Exception as error:
             raise unreachable_error(folder, error) from error
         root = inside.rstrip("/")
-        names = [name for name in found if not _is_hidden(name.removeprefix(root))]
+        names = [name for name in paths if not _is_hidden(name.removeprefix(root))]
         return sorted(str(system.unstrip_protocol(name)) for name in names)
     return sorted(_walk(Path(folder)))
 
@@ -148,10 +148,10 @@ def files_matching(pattern: str) -> list[str]:
     if is_url(pattern):
         system, inside = file_system(pattern)
         try:
-            found = [name for name, info in system.glob(inside, detail=True).items() if info["type"] != "directory"]
+            paths = [name for name, info in system.glob(inside, detail=True).items() if info["type"] != "directory"]
         except Exception as error:
             raise unreachable_error(pattern, error) from error
-        names = [str(system.unstrip_protocol(name)) for name in found]
+        names = [str(system.unstrip_protocol(name)) for name in paths]
     else:
         names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]
         for name in names:

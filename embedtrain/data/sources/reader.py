@@ -59,11 +59,11 @@ class SourceReader:
 
     def __init__(self, source: TrainSource, name: str, needs: RowRequirements) -> None:
         self.source, self.name, self.needs = source, name, needs
-        found = find_parts(source)
-        self.parts = found.parts
+        source_parts = find_parts(source)
+        self.parts = source_parts.parts
         self.documents: DocumentReader | None = None
-        if found.document_parts:
-            self.documents = DocumentReader(found.document_parts, f"documents of {name}")
+        if source_parts.document_parts:
+            self.documents = DocumentReader(source_parts.document_parts, f"documents of {name}")
         self._reader = PartReader(subset=source.subset, split=source.split, columns=source.columns)
 
     @property

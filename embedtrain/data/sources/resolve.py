@@ -65,11 +65,11 @@ def expand_sources(sources: Sequence[TrainSource]) -> list[TrainSource]:
                 f"{source.path}: each_file=true asks for a source of each file, and this is one "
                 f"{parts[0].kind.value}: leave it out"
             )
-        found = find_parts(source, parts)
-        for part in found.parts:
+        source_parts = find_parts(source, parts)
+        for part in source_parts.parts:
             name = stem_of(path_of(part.name))
             name = name if source.name is None else f"{source.name}-{name}"
-            documents = source.documents or _corpus_path(found.document_parts)
+            documents = source.documents or _corpus_path(source_parts.document_parts)
             expanded.append(replace(source, path=part.name, name=name, each_file=False, documents=documents))
     return expanded
 

@@ -140,12 +140,12 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     runs: list[Run] = []
     recipes = [_read_recipe(directory) for directory in directories]
     names = [str(recipe.get("name") or path.name) for (recipe, _), path in zip(recipes, directories, strict=True)]
-    for directory, recipe, name in zip(directories, recipes, names, strict=True):
+    for directory, name, (recipe, notes) in zip(directories, names, recipes, strict=True):
         if any(directory.resolve() == run.directory.resolve() for run in runs):
             raise DataError(f"{directory} occurs twice: name each run once")
         label = name if names.count(name) == 1 else str(directory)
         short_label = label if len(label) <= _LABEL_LENGTH else f"{label[:_LABEL_LENGTH]} …"
-        runs.append(_read(directory, short_label, *recipe))
+        runs.append(_read(directory, short_label, recipe, notes))
     return runs
 
 
@@ -170,6 +170,7 @@ def _read(directory: Path, label: str, recipe: dict[str, Any], notes: list[str])
 
 
 def _read_recipe(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """The recipe of a run, and notes on what could not be read."""
     path = directory / "recipe.yaml"
     if not directory.is_dir():
         raise DataError(f"{directory} is not a folder: name the output_dir of a run, such as runs/quickstart")

@@ -18,7 +18,7 @@ from embedtrain.data.cache import row_files
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.cache.read_sources import read_sources
 from embedtrain.data.cache.row_files import RowDigest
-from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS
+from embedtrain.data.cache.row_store import EXTRA_COLUMNS, TEXTS, field_name
 from embedtrain.data.types import Texts
 from embedtrain.distributed.world import World
 from tests.data.files import write, write_table
@@ -34,7 +34,7 @@ def digest(*rows: Texts) -> str:
 
 def add(found: RowDigest, rows: Sequence[Texts]) -> None:
     texts = [pa.array([getattr(row, name) for row in rows], type=TEXTS[name]) for name in row_files.TEXT_NAMES]
-    found.add(texts, {name: [getattr(row, name) for row in rows] for name in EXTRA_COLUMNS})
+    found.add(texts, {name: [getattr(row, field_name(name)) for row in rows] for name in EXTRA_COLUMNS})
 
 
 def row(i: int) -> dict[str, Any]:

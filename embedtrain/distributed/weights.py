@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from embedtrain.distributed.world import World
 
-# The shape of a weight that every rank needs unsharded, and the function that receives it.
-WholeWeight: TypeAlias = tuple[torch.Size, Callable[[Tensor], None]]
+
+class UnshardedWeight(NamedTuple):
+    """A weight that every rank needs unsharded."""
+
+    shape: torch.Size
+    receive: Callable[[Tensor], None]  # called with the weight on the rank's device
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
@@ -38,7 +42,7 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
 def read_shards(
     tensors: Mapping[str, Tensor],
     locations: Mapping[str, tuple[Path, str]],
-    whole_weights: Mapping[str, WholeWeight] | None = None,
+    unsharded_weights: Mapping[str, UnshardedWeight] | None = None,
     device: torch.device | None = None,
 ) -> None:
     """Fill tensors in place from safetensors files, reading only the local rows of each.
@@ -46,9 +50,9 @@ def read_shards(
     Args:
         tensors: sharded parameters or plain buffers of any dtype by name; values are cast.
         locations: file and key in the file of every name; shapes must be equal.
-        whole_weights: weights that every rank needs unsharded, by name.
+        unsharded_weights: weights that every rank needs unsharded, by name.
     """
-    unsharded = whole_weights or {}
+    unsharded = unsharded_weights or {}
     by_file: dict[Path, list[str]] = {}
     for name in (*tensors, *unsharded):
         by_file.setdefault(locations[name][0], []).append(name)
@@ -57,7 +61,7 @@ def read_shards(
             for name in names:
                 key = locations[name][1]
                 if name in unsharded:
-                    unsharded[name][1](file.get_tensor(key).to(device))
+                    unsharded[name].receive(file.get_tensor(key).to(device))
                     continue
                 tensor = tensors[name]
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -70,7 +74,7 @@ def read_shards(
 
 def broadcast_weights(
     tensors: Mapping[str, Tensor],
-    whole_weights: Mapping[str, WholeWeight],
+    unsharded_weights: Mapping[str, UnshardedWeight],
     world: World,
     make: Callable[[], Mapping[str, Tensor]],
 ) -> None:
@@ -84,12 +88,12 @@ def broadcast_weights(
     with world.fail_together("reading the model's weights on rank 0"):
         if world.is_main:
             full = make()
-            expected = tensors.keys() | whole_weights.keys()
+            expected = tensors.keys() | unsharded_weights.keys()
             assert full.keys() == expected, f"{sorted(full.keys() ^ expected)[:3]} only on one side"
     for name, tensor in tensors.items():
         copy_local_rows(tensor, _broadcast(full.get(name), tensor.shape, tensor.dtype, world))
-    for name, (shape, receive) in whole_weights.items():
-        receive(_broadcast(full.get(name), shape, torch.float32, world))
+    for name, weight in unsharded_weights.items():
+        weight.receive(_broadcast(full.get(name), weight.shape, torch.float32, world))
 
 
 def _broadcast(full: Tensor | None, shape: torch.Size, dtype: torch.dtype, world: World) -> Tensor:

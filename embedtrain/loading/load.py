@@ -15,7 +15,7 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import reshard, shard_, warm_up
-from embedtrain.distributed.weights import broadcast_weights, copy_local_rows, read_shards
+from embedtrain.distributed.weights import UnshardedWeight, broadcast_weights, copy_local_rows, read_shards
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.adapter_files import open_adapter
@@ -295,7 +295,9 @@ def _read_weights(
     """Read all weights except those of adapters; a note about how."""
     tensors = {base: t for name, t in encoder.state_dict().items() if (base := base_name(name)) is not None}
     quantizers = {
-        str(base_name(name)): (torch.Size((layer.out_features, layer.in_features)), layer.quantize_weight)
+        str(base_name(name)): UnshardedWeight(
+            torch.Size((layer.out_features, layer.in_features)), layer.quantize_weight
+        )
         for name, layer in four_bit_layers(encoder)
     }
     if locations is not None:

@@ -46,8 +46,8 @@ def checked(lengths: np.ndarray, size: int, chunk_tokens: int, pass_overhead_tok
     """A deal that keeps what every deal must."""
     lengths = np.asarray(lengths)
     dealt = plan_chunks(lengths, size, chunk_tokens, pass_overhead_tokens)
-    seen = np.concatenate([texts_of(dealt, rank) for rank in range(size)])
-    assert sorted(seen.tolist()) == list(range(len(lengths)))
+    all_texts = np.concatenate([texts_of(dealt, rank) for rank in range(size)])
+    assert sorted(all_texts.tolist()) == list(range(len(lengths)))
     numbers = [len(texts_of(dealt, rank)) for rank in range(size)]
     assert max(numbers) - min(numbers) <= 1
     for rank in range(size):
@@ -70,7 +70,7 @@ def cost(longest: np.ndarray, bounds: tuple[int, ...], chunk_tokens: int, pass_o
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_best_cut_there_is(size: int) -> None:
+def test_the_cut_is_optimal(size: int) -> None:
     random = np.random.default_rng(size)
     for _ in range(40):
         number = int(random.integers(1, 9))
@@ -87,7 +87,7 @@ def test_the_best_cut_there_is(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("lengths", [log_normal(4000), questions_and_passages(4000), quickstart(3000)])
-def test_ranks_compute_alike_and_pad_little(lengths: np.ndarray, size: int) -> None:
+def test_ranks_have_equal_work_and_little_padding(lengths: np.ndarray, size: int) -> None:
     dealt = checked(lengths, size, 16384, 64)
     tokens = padded(dealt, lengths)
     assert tokens.sum(axis=0).max() <= 1.01 * tokens.sum(axis=0).mean()
@@ -105,7 +105,7 @@ def test_many_texts_of_several_ranks_pad_little() -> None:
         assert tokens.max(axis=1).sum() <= 1.001 * tokens.sum(axis=0).mean()
 
 
-def test_a_dear_pass_makes_few_chunks() -> None:
+def test_expensive_passes_make_few_chunks() -> None:
     lengths = questions_and_passages(2000)
     numbers = [checked(lengths, 4, 10**9, price).num_chunks for price in (0, 64, 1024, 16384, 10**9)]
     assert numbers == sorted(numbers, reverse=True)
@@ -176,7 +176,7 @@ def test_packed_texts_are_cut_into_few_chunks_alike_on_all_ranks(size: int, chun
         assert dealt.max_tokens_per_chunk(lengths, packed=True) == tokens.max(axis=1, initial=0).tolist()
         assert all((np.diff(lengths[texts_of(dealt, rank)]) <= 0).all() for rank in range(size))
         if len(lengths) == 2000 and chunk_tokens >= 2048:
-            # Groups count as their longest text: hardly more than their share.
+            # Groups count as their longest text: hardly more than an equal part.
             assert dealt.num_chunks <= -(-int(1.02 * lengths.sum()) // (size * chunk_tokens)) + 1
             assert tokens.sum(axis=0).max() <= 1.01 * tokens.sum(axis=0).mean()
             assert tokens[:-1].min(initial=10**9) >= 0.7 * min(

@@ -34,7 +34,7 @@ def counting(texts: list[str], prompts: str | list[str], most: int = 16, templat
     return ["".join(map(str, row[mask.bool()].tolist())) for row, mask in zip(pooled, chunk.mask, strict=True)]
 
 
-def test_the_prompts_tokens_do_not_count() -> None:
+def test_tokens_of_prompts_are_not_pooled() -> None:
     texts = ["alpha beta gamma", "alpha beta", "alpha beta gamma delta mu"]
     # What stands before the prompt belongs to it, what ends a text does not.
     assert counting(texts, "alpha beta ") == ["00011", "0001", "0001111"]
@@ -48,7 +48,7 @@ def test_the_prompts_tokens_do_not_count() -> None:
     assert counting([""], "", template="$A") == ["1"]
 
 
-def test_they_count_unless_they_are_left_out() -> None:
+def test_tokens_of_prompts_are_pooled_by_default() -> None:
     tokenizer = TextTokenizer(small_tokenizer(), 16)
     assert tokenizer.ids(["alpha beta"], prompts="alpha ") == tokenizer.ids(["alpha beta"])
     assert tokenizer.chunk(tokenizer.ids(["alpha beta"], prompts="alpha "), [0]).pooled is None
@@ -61,7 +61,7 @@ def test_they_count_unless_they_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])
-def test_kept_tokens_are_those_made_on_the_fly(tmp_path: Path, include_prompt: bool) -> None:
+def test_cached_tokens_equal_those_computed_on_the_fly(tmp_path: Path, include_prompt: bool) -> None:
     rows = [
         {"query": "gamma", "pos": ["delta mu"], "prompt": "eta theta", "type": "symmetric_sts"},
         {"query": "gamma nu", "pos": ["mu"], "neg": ["nu"]},

@@ -1,4 +1,4 @@
-"""Global batches: shares over ranks, the drawing of positives and negatives, prompts, notes."""
+"""Global batches: the rows of each rank, the drawing of positives and negatives, prompts, notes."""
 
 import json
 import subprocess
@@ -45,15 +45,15 @@ def data(tmp_path: Path) -> TrainData:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shares_of_all_ranks_make_up_the_batch(data: TrainData, size: int) -> None:
+def test_rows_of_all_ranks_make_up_the_batch(data: TrainData, size: int) -> None:
     for k in range(2 * data.plan.steps_per_epoch):
         batch = data.batch(k)
-        shares = [data.batch(k).rows_of_rank(rank, size) for rank in range(size)]
+        rank_rows = [data.batch(k).rows_of_rank(rank, size) for rank in range(size)]
         merged: list[Row | None] = [None] * len(batch.rows)
-        for rank, share in enumerate(shares):
-            merged[rank::size] = share
+        for rank, rows in enumerate(rank_rows):
+            merged[rank::size] = rows
         assert merged == list(batch.rows)
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert max(map(len, rank_rows)) - min(map(len, rank_rows)) <= 1
         assert len(batch.rows) == 13  # 65 rows in 5 steps
 
 
@@ -72,24 +72,24 @@ def test_prompts_and_negatives_of_each_source(data: TrainData) -> None:
         ("Q ", ""),
         ("Q ", "D "),
     ]
-    seen = Counter()
+    counts = Counter()
     for k in range(data.plan.steps_per_epoch):
         for row in data.batch(k).rows:
             positive, *negatives = row.documents
             if row.query == "z":
                 assert row.documents == ("y",)
-                seen["three"] += 1
+                counts["three"] += 1
                 continue
             first = row.source == 0
             number = int(row.query.removeprefix("q"))
             assert positive in {f"p{number}.{j}" for j in range(3)}
             assert len(negatives) == len(set(negatives)) == min(number % 12, 7 if first else 12)
             assert set(negatives) <= {f"n{number}.{j}" for j in range(12)}
-            seen["one" if first else "two"] += 1
-    assert seen == {"one": 50, "two": 14, "three": 1}
+            counts["one" if first else "two"] += 1
+    assert counts == {"one": 50, "two": 14, "three": 1}
 
 
-def test_draws_change_with_the_epoch_and_are_even(tmp_path: Path) -> None:
+def test_draws_change_with_the_epoch_and_are_uniform(tmp_path: Path) -> None:
     row = {"query": "q", "pos": [f"p{i}" for i in range(4)], "neg": [f"n{i}" for i in range(10)]}
     data = load_train_data([source(tmp_path, "a", [row], negatives=3)], seed=1, global_batch_size=1)
     positives, negatives = Counter(), Counter()
@@ -102,7 +102,7 @@ def test_draws_change_with_the_epoch_and_are_even(tmp_path: Path) -> None:
     assert all(abs(negatives[f"n{i}"] - 600) < 120 for i in range(10))
 
 
-def test_a_row_seen_twice_in_an_epoch_draws_twice(tmp_path: Path) -> None:
+def test_a_row_that_occurs_twice_in_an_epoch_is_drawn_twice(tmp_path: Path) -> None:
     rows = [{"query": f"q{i}", "pos": [f"p{j}" for j in range(50)]} for i in range(20)]
     data = load_train_data([source(tmp_path, "a", rows, weight=2)], seed=1, global_batch_size=40)
     drawn: dict[str, list[str]] = {}
@@ -137,12 +137,12 @@ def test_instructions_of_rows(tmp_path: Path) -> None:
         {"query": "e", "pos": ["f"], "neg": list("ghi"), "type": "only_1neg"},
         {"query": "j", "pos": ["k"], "neg": list("lmn"), "prompt": ""},
     ]
-    given = source(
+    with_instructions = source(
         tmp_path, "s", rows, query_prompt="Q ", document_prompt="D ", instruction_format="{instruction}> {text}."
     )
-    data = load_train_data([given], seed=1, global_batch_size=4)
+    data = load_train_data([with_instructions], seed=1, global_batch_size=4)
     assert "instructions of its rows go before texts as '{instruction}> {text}.'" in data.notes[1]
-    found = {row.query: row for row in data.batch(0).rows}
+    rows_by_query = {row.query: row for row in data.batch(0).rows}
     prompts = [data.settings[0].text_format.prompts(example) for example in data.stores[0]]
     assert [query_prompt for query_prompt, _ in prompts] == [
         Prompt("find> ", "."),
@@ -156,7 +156,7 @@ def test_instructions_of_rows(tmp_path: Path) -> None:
         Prompt("D "),
         Prompt("D "),
     ]
-    assert [len(found[query].documents) for query in "acej"] == [1, 1, 2, 4]
+    assert [len(rows_by_query[query].documents) for query in "acej"] == [1, 1, 2, 4]
 
 
 @pytest.mark.parametrize("by_source", [False, True])
@@ -187,8 +187,8 @@ def test_tokens_of_batches_are_those_of_their_rows(tmp_path: Path, by_source: bo
             documents = [form.document(None)(text) for text in row.documents]
             expected += tokenizer.ids(documents, form.document_max_length)
         assert tokens.lengths.tolist() == [len(ids) for ids in expected]
-        some = np.random.default_rng(k).permutation(len(expected))[: len(expected) // 2]
-        assert tokens.ids(some).tolist() == [token for place in some for token in expected[place]]
+        selected = np.random.default_rng(k).permutation(len(expected))[: len(expected) // 2]
+        assert tokens.ids(selected).tolist() == [token for text in selected for token in expected[text]]
         plain = [row.query for row in rows] + [text for row in rows for text in row.documents]
         assert tokens.keys.tolist() == text_keys(plain).tolist()
 

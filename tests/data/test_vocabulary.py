@@ -27,13 +27,13 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    found = []
+    texts_of_files = []
     for name in ("train-en", "train-zh2en", "train-zh2zh"):
         with gzip.open(ROOT / "recipes" / "quickstart" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
             for line in list(file)[:700]:
                 row = json.loads(line)
-                found += [row["query"], *row["pos"]]
-    return found
+                texts_of_files += [row["query"], *row["pos"]]
+    return texts_of_files
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return train_tokenizer(texts, 3000, 64)
 
 
-def test_special_tokens_lie_where_xlm_r_has_them(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_have_the_ids_of_xlm_r(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) == 3000
     assert tokenizer.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>", "<mask>"]) == [0, 1, 2, 3, 2999]
     assert (tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.pad_token_id) == (0, 0, 1)
@@ -82,7 +82,7 @@ def test_two_processes_train_the_same_vocabulary(texts: list[str], tmp_path: Pat
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
-def test_words_are_the_same_wherever_they_stand(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_words_have_the_same_tokens_at_any_position(tokenizer: PreTrainedTokenizerFast) -> None:
     word = tokenizer.tokenize("package")
     for text in ("the package", "(package)", "用于package的", "ｐａｃｋａｇｅ", "\tpackage\n\n", "PACKAGE,"):
         tokens = tokenizer.tokenize(text)
@@ -93,7 +93,7 @@ def test_words_are_the_same_wherever_they_stand(tokenizer: PreTrainedTokenizerFa
     assert cased.tokenize("The") != cased.tokenize("the")
 
 
-def test_characters_never_seen_become_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_unknown_characters_become_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
     for text in ("龘", "ไทย", "\U0001f980"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.unk_token_id not in ids

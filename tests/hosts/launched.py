@@ -1,4 +1,4 @@
-"""A training under real torchrun, one agent a host, and what becomes of it."""
+"""A training under real torchrun, one agent a host, and its outcome."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS"
 
 
 def of_one_host(folder: Path, output_dir: str, *more: str, ranks: int = 2) -> tuple[bytes, list[dict[str, Any]]]:
-    """What the same command learns on one host, undisturbed."""
+    """The result of the same command on one host, undisturbed."""
     command = [TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", "-m", "embedtrain", *OPTIONS]
     done = subprocess.run(
         [*command, f"output_dir={output_dir}", *more],
@@ -89,11 +89,11 @@ class Launched:
         """Wait until a step is logged, while all agents are there."""
         self.until(lambda: self.last_step >= step, timeout)
 
-    def until(self, seen: Callable[[], bool], timeout: float) -> None:
+    def until(self, condition: Callable[[], bool], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        while not seen():
+        while not condition():
             assert all(agent.poll() is None for agent in self.agents), f"over too early\n{self.texts}"
-            assert time.monotonic() < deadline, f"never seen\n{self.texts}"
+            assert time.monotonic() < deadline, f"never reached\n{self.texts}"
             time.sleep(0.005)
 
     def wait(self, timeout: float) -> list[int]:
@@ -109,10 +109,10 @@ class Launched:
     def end(self) -> None:
         """Kill what still runs: agents, and the ranks that they started in sessions of their own."""
         for host in range(self.network.count):
-            found = subprocess.run(
+            listed = subprocess.run(
                 ["ip", "netns", "pids", self.network.name(host)], check=False, capture_output=True, text=True
             )
-            for process in found.stdout.split():
+            for process in listed.stdout.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(process), signal.SIGKILL)
         for agent in self.agents:

@@ -27,7 +27,7 @@ def why_not() -> str | None:
         return "there is no `ip` (package iproute2)"
     tried = subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], check=False, capture_output=True, text=True)
     if tried.returncode:
-        return f"no network namespace can be made: {tried.stderr.strip()}"
+        return f"no network namespace can be created: {tried.stderr.strip()}"
     _ip("netns", "del", f"try{os.getpid()}")
     return None
 
@@ -88,7 +88,7 @@ class Network:
         )  # fmt: skip
 
     def cut(self, host: int) -> None:
-        """Take its cable out, at the switch: nothing is told that it is out, packets vanish."""
+        """Disconnect it at the switch without notice: packets are lost."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "down")
 
     def heal(self, host: int) -> None:

@@ -59,25 +59,25 @@ def _row(row, number, sources, everything, documents, found_by, judged_by,
         if name in of_source
     }
     bare = {text.strip() for text in (*not_negatives, *named, row["query"])}
-    struck = {text for text in documents if text.strip() in bare}
-    found = found_by(row["query"], documents)
-    order = sorted(range(len(documents)), key=lambda place: (-found[place], place))
-    window = [place for place in order if documents[place] not in struck][:rank_max]
+    excluded = {text for text in documents if text.strip() in bare}
+    similarities = found_by(row["query"], documents)
+    order = sorted(range(len(documents)), key=lambda index: (-similarities[index], index))
+    window = [index for index in order if documents[index] not in excluded][:rank_max]
     scores = judged_by(row["query"], documents)
     of_answers = [scores[documents.index(text)] for text in answers]
     reference = max(of_answers) if highest else min(of_answers)
-    most = np.inf
+    limit = np.inf
     if relative is not None:
-        most = min(most, reference - relative * abs(reference))
+        limit = min(limit, reference - relative * abs(reference))
     if absolute is not None:
-        most = min(most, reference - absolute)
-    qualified = sorted((place for place in window if scores[place] <= most), key=lambda place: -scores[place])
-    kept = {text.strip(): text for text in reversed(row.get("neg", ())) if text not in struck} if keep_own else {}
-    own = [documents.index(text) for text in row.get("neg", ()) if text in kept.values()]
-    others = [place for place in qualified[rank_min:] if documents[place].strip() not in kept]
-    chosen = [*own, *others[: max(0, negatives - len(own))]]
+        limit = min(limit, reference - absolute)
+    qualified = sorted((index for index in window if scores[index] <= limit), key=lambda index: -scores[index])
+    existing = {text.strip(): text for text in reversed(row.get("neg", ())) if text not in excluded} if keep_own else {}
+    existing_negatives = [documents.index(text) for text in row.get("neg", ()) if text in existing.values()]
+    more_negatives = [index for index in qualified[rank_min:] if documents[index].strip() not in existing]
+    chosen = [*existing_negatives, *more_negatives[: max(0, negatives - len(existing_negatives))]]
     return (
-        [documents[place] for place in chosen],
-        [float(scores[place]) for place in chosen],
+        [documents[index] for index in chosen],
+        [float(scores[index]) for index in chosen],
         [float(scores[documents.index(text)]) for text in row["pos"]],
     )

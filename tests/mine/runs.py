@@ -1,4 +1,4 @@
-"""What the tests of mining share: rows whose positives are near their queries, a model, and the door within ranks."""
+"""What the tests of mining share: rows whose positives are near their queries, a model, and the command on ranks."""
 
 import contextlib
 import io
@@ -35,7 +35,7 @@ def rows_alone(num_rows: int) -> list[dict[str, Any]]:
 
 
 def more_documents(count: int) -> list[str]:
-    """Documents that answer nothing."""
+    """Documents that answer no query."""
     return list(dict.fromkeys(words(*(11 * i + i // 7 * j + j for j in range(4 + i % 5))) for i in range(count)))
 
 
@@ -56,12 +56,12 @@ def save_model(folder: Path, seed: int = 0) -> Path:
 
 
 def mine(_world: Any, arguments: Sequence[str]) -> None:
-    """The door, on this rank."""
+    """Run the command on this rank."""
     main(compose_mine(list(arguments)))
 
 
 def try_mining(_world: Any, folder: Path, arguments: Sequence[str]) -> tuple[str, str]:
-    """The door, on this rank, in a folder: what it printed, and the sentence it ended with, "" for none."""
+    """Run the command on this rank in a folder: what it printed, and the message of its error, "" for none."""
     printed, error = io.StringIO(), ""
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         try:
@@ -72,9 +72,9 @@ def try_mining(_world: Any, folder: Path, arguments: Sequence[str]) -> tuple[str
 
 
 def arguments(model: Path, data: Sequence[object], to: Path, **options: object) -> list[str]:
-    """A command line in fp32 without margins, where `options` say nothing else."""
+    """A command line in fp32 without margins, unless `options` set them."""
     chosen = {"relative_margin": "null", "precision": "fp32", **options}
-    listed = ",".join(one if isinstance(one, str) else f"'{one}'" for one in data)
+    listed = ",".join(source if isinstance(source, str) else f"'{source}'" for source in data)
     return [
         f"model={model}",
         f"data=[{listed}]",

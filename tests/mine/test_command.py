@@ -229,7 +229,7 @@ def test_names_keep_that_rows_are_not_in_batch_negatives(workshop, mined):
     assert sorted(contents(workshop / "three")) == names
 
 
-def test_suspects_tell_whether_they_were_written(workshop, mined):
+def test_suspects_have_a_field_whether_they_were_written(workshop, mined):
     printed, error = mined(*OPTIONS, "relative_margin=null", "output_dir=trusting")
     assert error == ""
     assert "score above the positive and are written as negatives" in printed

@@ -30,7 +30,7 @@ def read(path):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: json.dumps(row)[:60])
-def test_a_row_comes_back(tmp_path, row):
+def test_a_row_is_read_back(tmp_path, row):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (before,) = read(tmp_path / "rows.jsonl")
     line = format_row(before, ["n1", "n2"], ["i1", ""], ([0.9] * len(before.positives), [0.5, 0.25]))

@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])
-def test_prompts_are_those_of_training(ranks, folder, include_prompt):
+def test_prompts_equal_those_of_training(ranks, folder, include_prompt):
     pooling = folder / "model" / "guide" / "1_Pooling" / "config.json"
     pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"include_prompt": include_prompt}))
     to = folder / f"to-{include_prompt}"
@@ -60,7 +60,7 @@ def test_prompts_are_those_of_training(ranks, folder, include_prompt):
         model.max_seq_length = length
         return model.encode(texts, prompt=prompt, batch_size=1)
 
-    seen = {
+    formats = {
         "plain": [("nu nu ", "mu ", 48)] * len(PLAIN),
         "own": [
             ("gamma theta kappa ", "delta ", 6),
@@ -70,10 +70,10 @@ def test_prompts_are_those_of_training(ranks, folder, include_prompt):
             ("eta kappa ", "eta kappa ", 6),
         ],
     }
-    for name, given in (("plain", PLAIN), ("own", OWN)):
+    for name, input_rows in (("plain", PLAIN), ("own", OWN)):
         rows = read_jsonl(to / f"{name}.jsonl")
-        assert [row["query"] for row in rows] == [row["query"] for row in given]
-        for row, before, (query_prompt, document_prompt, length) in zip(rows, given, seen[name], strict=True):
+        assert [row["query"] for row in rows] == [row["query"] for row in input_rows]
+        for row, before, (query_prompt, document_prompt, length) in zip(rows, input_rows, formats[name], strict=True):
             assert {key: row.get(key) for key in ("prompt", "type")} == {
                 key: before.get(key) for key in ("prompt", "type")
             }

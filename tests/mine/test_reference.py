@@ -50,13 +50,13 @@ def folder(tmp_path_factory):
 
 def cosines_of(directory):
     model = SentenceTransformer(str(directory), device="cpu")
-    known = {}
+    cached = {}
 
     def vectors(texts):
-        new = [text for text in dict.fromkeys(texts) if text not in known]
+        new = [text for text in dict.fromkeys(texts) if text not in cached]
         if new:
-            known.update(zip(new, model.encode(new, batch_size=1).astype(np.float64), strict=True))
-        return np.stack([known[text] for text in texts])
+            cached.update(zip(new, model.encode(new, batch_size=1).astype(np.float64), strict=True))
+        return np.stack([cached[text] for text in texts])
 
     return lambda query, documents: vectors(documents) @ vectors([query])[0]
 
@@ -90,7 +90,7 @@ def mined(ranks, folder, to, size, **options):
          {"relative": 0.0005, "highest": True, "judge": pairs_of, "keep_own": True}),
     ],
 )  # fmt: skip
-def test_rows_are_those_of_the_definition(ranks, folder, to, options, same):
+def test_rows_equal_those_of_the_definition(ranks, folder, to, options, same):
     options = {"rank_max": 40, "instruction_format": "'{instruction} {text}'", **options}
     judge = same.pop("judge", None) if "judge" in same else None
     same = dict(same)
@@ -105,9 +105,9 @@ def test_rows_are_those_of_the_definition(ranks, folder, to, options, same):
         judged_by=judged_by, **same,
     )  # fmt: skip
     num_found = 0
-    for rows, given, wanted in zip(results, (FIRST, SECOND), expected, strict=True):
-        assert [row["query"] for row in rows] == [row["query"] for row in given]
-        for row, before, (negatives, scores, of_positives) in zip(rows, given, wanted, strict=True):
+    for rows, input_rows, expected_rows in zip(results, (FIRST, SECOND), expected, strict=True):
+        assert [row["query"] for row in rows] == [row["query"] for row in input_rows]
+        for row, before, (negatives, scores, of_positives) in zip(rows, input_rows, expected_rows, strict=True):
             assert row["pos"] == before["pos"]
             assert row.get("prompt") == before.get("prompt")
             assert row.get("pos_id") == before.get("pos_id")
@@ -115,7 +115,7 @@ def test_rows_are_those_of_the_definition(ranks, folder, to, options, same):
                 assert not {words(9, 9, 1), positive(5)} & set(row["neg"])
             if before.get("prompt"):
                 assert SAME not in row["neg"]
-                continue  # seen with its instruction, which the plain definition knows nothing of
+                continue  # encoded with its instruction, which the definition leaves out
             assert row["neg_scores"] == pytest.approx(scores, abs=2e-6)
             assert row["pos_scores"] == pytest.approx(of_positives, abs=2e-6)
             assert sorted(row["neg"]) == sorted(negatives)
@@ -154,10 +154,10 @@ def test_what_is_drawn_is_a_function_of_the_seed(ranks, folder):
     best = mined(ranks, folder, "best", 1, negatives=30, rank_max=30)
     for rows, candidates in zip(once, best, strict=True):
         for row, all_of_them in zip(rows, candidates, strict=True):
-            places = [all_of_them["neg"].index(text) for text in row["neg"]]
-            assert places == sorted(places)
-            assert len(places) == 3
-    nearest, drawn_first = ([row["neg"][0] for rows in some for row in rows] for some in (best, once))
+            positions = [all_of_them["neg"].index(text) for text in row["neg"]]
+            assert positions == sorted(positions)
+            assert len(positions) == 3
+    nearest, drawn_first = ([row["neg"][0] for rows in sources for row in rows] for sources in (best, once))
     assert sum(one == other for one, other in zip(nearest, drawn_first, strict=True)) < len(nearest) / 2
 
 
@@ -177,7 +177,7 @@ def test_ties_come_in_the_order_of_the_documents(ranks, folder, tmp_path):
         assert len(set(row["neg_scores"])) == 1
 
 
-def test_the_plain_definition_has_what_it_is_to_show():
+def test_the_rows_cover_the_cases_of_the_definition():
     documents = documents_of([FIRST, SECOND], CORPUS)
     assert SAME in documents
     assert query(3) in documents

@@ -54,14 +54,14 @@ def ours(ranks, folder, to, **options):
     }
 
 
-def assert_same(mine, other):
-    assert sum(len(found) for found, _ in other.values()) > 60, "nothing was mined"
-    assert set(mine) == {row["query"] for row in ROWS}
-    for query, (found, score) in mine.items():
-        expected, positive = other.get(query, ([], None))
-        assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=2e-6)
+def assert_same(actual, reference):
+    assert sum(len(negatives) for negatives, _ in reference.values()) > 60, "nothing was mined"
+    assert set(actual) == {row["query"] for row in ROWS}
+    for query, (negatives, score) in actual.items():
+        expected, positive = reference.get(query, ([], None))
+        assert [score for score, _ in negatives] == pytest.approx([score for score, _ in expected], abs=2e-6)
         # Not by their order alone: their scores of a text and ours differ in the last bit.
-        assert {text: score for score, text in found} == pytest.approx({t: s for s, t in expected}, abs=2e-6)
+        assert {text: score for score, text in negatives} == pytest.approx({t: s for s, t in expected}, abs=2e-6)
         assert positive is None or score == pytest.approx(positive, abs=2e-6)
 
 
@@ -90,11 +90,11 @@ def assert_same(mine, other):
         ("all", {"negatives": 300, "rank_max": 300}, {"num_negatives": 300, "range_max": 300}),
     ],
 )  # fmt: skip
-def test_rows_are_theirs(ranks, folder, to, options, same):
+def test_rows_equal_those_of_sentence_transformers(ranks, folder, to, options, same):
     assert_same(ours(ranks, folder, to, **options), reference_results(folder, **same))
 
 
-def test_a_cross_encoder_scores_as_theirs_does(ranks, folder):
+def test_a_cross_encoder_scores_as_in_sentence_transformers(ranks, folder):
     options = {"negatives": 5, "rank_max": 300, "relative_margin": 0.001}
     mined = ours(ranks, folder, "cross-mined", teacher=folder / "cross", **options)
     cross = CrossEncoder(str(folder / "cross"), device="cpu")

@@ -1,4 +1,4 @@
-"""Training data, evaluation sets and kept vectors made by an attacker: nothing in them is run or unpickled."""
+"""Training data, evaluation sets and cached vectors made by an attacker: nothing in them is run or unpickled."""
 
 import json
 import pickle
@@ -43,7 +43,7 @@ def pickled_files(folder: Path, marker: Path) -> None:
 
 
 def pickled_builder(folder: Path, marker: Path) -> None:
-    """The builder that unpickles, asked for by name in the card."""
+    """The builder that unpickles, requested by name in the card."""
     pickled_files(folder, marker)
     card = "---\nbuilder_name: pandas\nconfigs:\n- config_name: default\n  data_files: train.pkl\n---\n"
     (folder / "README.md").write_text(card)
@@ -104,17 +104,17 @@ def workshop(tmp_path_factory) -> Path:
     write_rows(folder / "train.jsonl", 8)
     plant_module(folder, folder / MARKER)
     for name, (make, _) in FOLDERS.items():
-        place = folder / name.replace(" ", "_")
-        place.mkdir()
-        make(place, folder / MARKER)
+        location = folder / name.replace(" ", "_")
+        location.mkdir()
+        make(location, folder / MARKER)
     return folder
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_of_data(ranks, workshop, name):
-    place = name.replace(" ", "_")
-    (inspected,) = ranks(1, attempt, "inspect", workshop, [f"data={place}"])
-    (evaluated,) = ranks(1, attempt, "evaluate", workshop, ["model=guide", f"sets=[{place}]", "output_dir=figures"])
+    location = name.replace(" ", "_")
+    (inspected,) = ranks(1, attempt, "inspect", workshop, [f"data={location}"])
+    (evaluated,) = ranks(1, attempt, "evaluate", workshop, ["model=guide", f"sets=[{location}]", "output_dir=metrics"])
     for outcome in (inspected, evaluated):
         assert not outcome.ran
         assert "\n" not in outcome.message
@@ -124,30 +124,30 @@ def test_a_folder_of_data(ranks, workshop, name):
     assert evaluated.kind in (("DataError",) if words else ("", "DataError"))
 
 
-def test_kept_vectors(ranks, workshop):
-    """`vectors_dir`: object arrays and pickles beside what was stored are not looked at; what was altered is told."""
+def test_cached_vectors(ranks, workshop):
+    """`vectors_dir`: object arrays and pickles beside what was stored are ignored; what was altered is reported."""
     (workshop / "beir" / "qrels").mkdir(parents=True)
     (workshop / "beir" / "corpus.jsonl").write_text('{"_id": "d", "text": "alpha beta"}\n')
     (workshop / "beir" / "queries.jsonl").write_text('{"_id": "q", "text": "alpha"}\n')
     (workshop / "beir" / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td\t1\n")
-    asked = ["model=guide", "sets=[beir]", "output_dir=figures", "vectors_dir=vectors"]
-    (outcome,) = ranks(1, attempt, "evaluate", workshop, asked)
+    arguments = ["model=guide", "sets=[beir]", "output_dir=metrics", "vectors_dir=vectors"]
+    (outcome,) = ranks(1, attempt, "evaluate", workshop, arguments)
     assert outcome.kind == ""
     (stored,) = (workshop / "vectors").glob("*/*.safetensors")
     np.save(stored.with_suffix(".npy"), np.array([Bomb(workshop / MARKER)], dtype=object), allow_pickle=True)
     plant_pickle(stored.with_suffix(".bin"), workshop / MARKER)
-    (outcome,) = ranks(1, attempt, "evaluate", workshop, asked)
+    (outcome,) = ranks(1, attempt, "evaluate", workshop, arguments)
     assert not outcome.ran
     assert outcome.kind == ""
     header = json.dumps({"__metadata__": {"chunks": deep("[", "]", 10_000)}}).encode()
     for content in ((2**60).to_bytes(8, "little") + b"{}", len(header).to_bytes(8, "little") + header):
         stored.write_bytes(content)
-        (outcome,) = ranks(1, attempt, "evaluate", workshop, asked)
+        (outcome,) = ranks(1, attempt, "evaluate", workshop, arguments)
         assert outcome.kind == "DataError"
         assert "not a file of stored vectors" in outcome.message
 
 
-def test_figures_of_mined_rows(tmp_path):
+def test_statistics_of_mined_rows(tmp_path):
     marker = tmp_path / MARKER
     np.savez(tmp_path / "block.npz", facts=np.array([Bomb(marker)], dtype=object))
     with pytest.raises(DataError, match="allow_pickle=False"):
@@ -159,9 +159,9 @@ def test_figures_of_mined_rows(tmp_path):
 
 
 def test_the_data_cache(ranks, workshop):
-    """What was planted in the cache is no pickle to it: arrays are numbers, and damaged facts are built anew."""
-    asked = ["data=train.jsonl", "model=guide", "cache_dir=cache"]
-    (outcome,) = ranks(1, attempt, "inspect", workshop, asked)
+    """Nothing in the cache is unpickled: arrays are numbers, and damaged metadata is built again."""
+    arguments = ["data=train.jsonl", "model=guide", "cache_dir=cache"]
+    (outcome,) = ranks(1, attempt, "inspect", workshop, arguments)
     assert outcome.kind == ""
     complete = list((workshop / "cache").rglob(COMPLETE))
     assert complete
@@ -171,6 +171,6 @@ def test_the_data_cache(ranks, workshop):
     for folder in {path.parent for path in complete}:
         np.save(folder / "planted.npy", np.array([Bomb(workshop / MARKER)], dtype=object), allow_pickle=True)
         plant_pickle(folder / "facts.pkl", workshop / MARKER)
-    (outcome,) = ranks(1, attempt, "inspect", workshop, asked)
+    (outcome,) = ranks(1, attempt, "inspect", workshop, arguments)
     assert not outcome.ran
     assert outcome.kind == ""

@@ -204,7 +204,7 @@ ROLES: dict[str, tuple[str, list[str]]] = {
     "guide": ("train", [*TRAIN, "model.path=guide", "loss.guide=model"]),
     "teacher of a loss": ("train", [*TRAIN, "model.path=guide", "loss=distill_embeddings", "loss.teacher=model"]),
     "tokenizer": ("train", [*TRAIN, "model.path=guide", "model.tokenizer=model"]),
-    "evaluated": ("evaluate", ["model=model", "sets=[pairs.tsv]", "output_dir=figures"]),
+    "evaluated": ("evaluate", ["model=model", "sets=[pairs.tsv]", "output_dir=metrics"]),
     "miner": ("mine", ["model=model", "data=[train.jsonl]", "output_dir=mined"]),
     "teacher": ("mine", ["model=guide", "data=[train.jsonl]", "output_dir=mined", "teacher=model"]),
     "inspected": ("inspect", ["data=train.jsonl", "model=model"]),

@@ -190,7 +190,7 @@ def test_a_run_with_unpickling_settings(ranks, copied):
     assert "use_safetensors" in outcome.message
 
 
-def test_a_run_with_a_link_to_what_is_not_its_own(ranks, copied):
+def test_a_run_with_a_link_out_of_its_directory(ranks, copied):
     (copied / "secret").write_text(SECRET)
     (copied / "run" / "architecture" / "1_Pooling" / "notes.txt").symlink_to(copied / "secret")
     (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
@@ -200,7 +200,7 @@ def test_a_run_with_a_link_to_what_is_not_its_own(ranks, copied):
 
 
 def test_a_resumed_run_exports_nothing_that_was_planted(ranks, copied):
-    """Training goes on in a folder that somebody prepared: what lies there beside its own files is left behind."""
+    """Training resumes in a folder that an attacker prepared: files that are not its own are ignored."""
     run_dir = copied / "run"
     with_code(copied)
     plant_pickle(run_dir / "architecture" / "pytorch_model.bin", copied / MARKER)
@@ -216,7 +216,7 @@ def test_a_resumed_run_exports_nothing_that_was_planted(ranks, copied):
 
 
 def test_a_planted_vocabulary(ranks, copied):
-    """A run with a vocabulary of its own reads it again when it goes on."""
+    """A run with a vocabulary of its own reads it again when it resumes."""
     scratch = [
         "name=t", "model.config={model_type: bert, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}",
         "model.pooling=mean", "model.vocab_size=400", "model.max_length=16", *TRAIN[2:-1], "output_dir=scratch",

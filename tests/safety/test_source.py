@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT
 
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
-# Functions that run what they are given, or unpickle it.
+# Functions that execute their arguments, or unpickle them.
 NEVER = {
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
     "yaml.unsafe_load_all", "yaml.full_load", "yaml.full_load_all", "pandas.read_pickle", "torch.hub.load",
@@ -38,7 +38,7 @@ def names_of(tree: ast.AST) -> dict[str, str]:
 
 
 def unsafe(source: str) -> Iterator[str]:
-    """Every place of a source that breaks the rule, as it is written."""
+    """Every expression of a source that breaks the rule, as it is written."""
     tree = ast.parse(source)
     names = names_of(tree)
     for name in names.values():
@@ -48,25 +48,25 @@ def unsafe(source: str) -> Iterator[str]:
         if isinstance(node, ast.Call):
             first, dot, rest = ast.unparse(node.func).partition(".")
             called = f"{names.get(first, first)}{dot}{rest}"
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if called == "yaml.load" and given.get("Loader") == "yaml.BaseLoader":
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if called == "yaml.load" and keywords.get("Loader") == "yaml.BaseLoader":
                 continue  # makes text of everything
             if called in NEVER or called.rpartition(".")[2] in NEVER_METHODS:
                 yield ast.unparse(node)
-            if called in ("torch.load", "torch.serialization.load") and given.get("weights_only") != "True":
+            if called in ("torch.load", "torch.serialization.load") and keywords.get("weights_only") != "True":
                 yield ast.unparse(node)
-            if given.get("weights_only", "True") != "True" or given.get("allow_pickle", "False") != "False":
+            if keywords.get("weights_only", "True") != "True" or keywords.get("allow_pickle", "False") != "False":
                 yield ast.unparse(node)
-            if called.startswith("numpy.load") and given.get("allow_pickle") != "False":
+            if called.startswith("numpy.load") and keywords.get("allow_pickle") != "False":
                 yield ast.unparse(node)
-            if given.get("shell", "False") != "False":
+            if keywords.get("shell", "False") != "False":
                 yield ast.unparse(node)
         if isinstance(node, ast.keyword) and node.arg in TRUSTS and ast.unparse(node.value) == "True":
             yield f"{node.arg}=True"
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT / "embedtrain")))
-def test_no_line_runs_what_a_file_says(path):
+def test_no_line_executes_code_from_files(path):
     assert not list(unsafe(path.read_text(encoding="utf-8")))
 
 
@@ -85,7 +85,7 @@ def test_no_line_runs_what_a_file_says(path):
         "from importlib import import_module; import_module(name)",
     ],
 )  # fmt: skip
-def test_the_rule_finds_what_it_is_for(line):
+def test_the_rule_detects_violations(line):
     assert list(unsafe(line))
 
 

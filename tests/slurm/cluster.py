@@ -48,7 +48,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 {parameters}
-SlurmdTimeout={patience}
+SlurmdTimeout={node_timeout}
 SlurmctldTimeout=15
 InactiveLimit=0
 KillWait=10
@@ -96,10 +96,10 @@ class Cluster:
     Args:
         proctrack: how SLURM finds a step's processes: `linuxproc` signals all of them, `pgid` the tasks alone.
         sends_user_signal: whether a job that is preempted gets its own signal, or SIGTERM.
-        patience: seconds until a node that is silent counts as lost.
+        node_timeout: seconds until a node that is silent counts as lost.
     """
 
-    def __init__(self, *, proctrack: str, sends_user_signal: bool, patience: int) -> None:
+    def __init__(self, *, proctrack: str, sends_user_signal: bool, node_timeout: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o755)
         for each in ("state/ctld", *(f"state/{node}" for node in NODES)):
@@ -107,8 +107,8 @@ class Cluster:
         parameters = "SlurmctldParameters=preempt_send_user_signal" if sends_user_signal else ""
         conf = _CONF.format(
             folder=self.folder, host=socket.gethostname().split(".")[0], ports=_free_ports(3), proctrack=proctrack,
-            parameters=parameters, patience=patience,
-            first_job=1000 + secrets.randbelow(15000),  # ports are made of it, and another cluster may be here
+            parameters=parameters, node_timeout=node_timeout,
+            first_job=1000 + secrets.randbelow(15000),  # it determines the ports, and another cluster may run here
         )  # fmt: skip
         self.conf = self.folder / "slurm.conf"
         self.conf.write_text(conf)
@@ -169,9 +169,9 @@ class Cluster:
         self.until(lambda: self.job(number).get("JobState") in over, seconds, f"job {number} ends")
         return self.job(number)
 
-    def until(self, seen: Callable[[], bool], seconds: float, what: str) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
-        while not seen():
+        while not condition():
             if time.monotonic() > deadline:
                 queue = self.call("squeue", code=None) + self.call("sinfo", "-N", "-l", code=None)
                 log = (self.folder / "slurmctld.log").read_text(errors="replace")[-3000:]

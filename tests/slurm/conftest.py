@@ -32,7 +32,7 @@ def cluster() -> Iterator[Cluster]:
     """Signals reach every process of a step, and jobs get their signal before a preemption."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with running(proctrack="linuxproc", sends_user_signal=True, patience=15) as started:
+    with running(proctrack="linuxproc", sends_user_signal=True, node_timeout=15) as started:
         yield started
 
 
@@ -41,7 +41,7 @@ def plain_cluster() -> Iterator[Cluster]:
     """Signals reach only the tasks of a step, as with cgroups; preemption starts with SIGTERM; lost nodes show late."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with running(proctrack="pgid", sends_user_signal=False, patience=900) as started:
+    with running(proctrack="pgid", sends_user_signal=False, node_timeout=900) as started:
         yield started
 
 

@@ -97,8 +97,8 @@ class Jobs:
         assert ended == state, log
         return log
 
-    def _until(self, seen, output_dir: str, number: str, seconds: float, what: str) -> None:
+    def _until(self, condition, output_dir: str, number: str, seconds: float, what: str) -> None:
         try:
-            self.cluster.until(seen, seconds, what)
+            self.cluster.until(condition, seconds, what)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log(output_dir, number)}") from None

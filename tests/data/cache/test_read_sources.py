@@ -1,4 +1,4 @@
-"""The store of rows: built once, by any number of processes, found again, and exact to the line in every piece."""
+"""The store of rows: built once, by any number of processes, opened again, and exact to the line in every piece."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def store_of(path: object, cache: Cache | None = None, **options: Any) -> RowSto
     return read_sources([TrainSource(path=str(path), **options)], on_error, needs, cache)[0]
 
 
-def kept(directory: Path) -> dict[str, int]:
+def cached_files(directory: Path) -> dict[str, int]:
     """Every file of a cache and when it was written."""
     return {str(path): path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
 
@@ -52,15 +52,15 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 # Found again
 
 
-def test_a_second_run_builds_nothing_and_says_so(tmp_path: Path) -> None:
+def test_a_second_run_builds_nothing_and_reports_it(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *map(row, range(50)), b"{\n", row(50))
     heard: list[tuple[str, int, int]] = []
     cache = Cache(directory=tmp_path / "cache", progress=lambda *what: heard.append(what))
     first = store_of(path, cache, on_error=OnError.skip)
     assert heard == [("reading a", 0, 1), ("reading a", 1, 1)]
-    before = kept(tmp_path / "cache")
+    before = cached_files(tmp_path / "cache")
     second = store_of(path, cache, on_error=OnError.skip)
-    assert kept(tmp_path / "cache") == before
+    assert cached_files(tmp_path / "cache") == before
     assert len(heard) == 2
     assert list(second) == list(first)
     assert str(second.report) == f"{first.report}; cached"
@@ -68,7 +68,7 @@ def test_a_second_run_builds_nothing_and_says_so(tmp_path: Path) -> None:
     assert second.key == first.key
 
 
-def test_what_has_the_rows_built_anew_and_what_does_not(tmp_path: Path) -> None:
+def test_changes_that_build_the_rows_again(tmp_path: Path) -> None:
     cache = Cache(directory=tmp_path / "cache")
     path = write(tmp_path / "a" / "a.jsonl", *map(row, range(1, 4)))
 
@@ -97,7 +97,7 @@ def test_what_has_the_rows_built_anew_and_what_does_not(tmp_path: Path) -> None:
     assert not built(moved)
 
 
-def test_a_damaged_cache_is_built_anew(tmp_path: Path) -> None:
+def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:
     cache = Cache(directory=tmp_path / "cache")
     path = write(tmp_path / "a.jsonl", *map(row, range(500)))
     rows = list(store_of(path, cache))
@@ -141,7 +141,7 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_disk_too_small_for_the_rows(tmp_path: Path, small_disk: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"query": f"q{i}", "pos": ["x" * 500]} for i in range(9000)))
-    with pytest.raises(DataError, match=r"no room left to cache the training data, [01]\.\d MB free") as caught:
+    with pytest.raises(DataError, match=r" [01]\.\d MB free.* data\.cache_dir") as caught:
         store_of(path, Cache(directory=small_disk / "cache"))
     assert str(caught.value).startswith(f"{small_disk / 'cache'}/rows-")
     assert not [file for file in small_disk.rglob("*") if file.is_file() and file.stat().st_size]
@@ -183,17 +183,17 @@ def test_bad_rows_keep_their_lines_and_their_order(tmp_path: Path, small_pieces:
     assert [e.line for e in store] == [n for n in range(1, 301) if n not in (71, 151, 152, 291)]
 
 
-def test_vectors_are_as_wide_in_all_pieces(tmp_path: Path, small_pieces: None) -> None:
+def test_vectors_have_one_dimension_in_all_pieces(tmp_path: Path, small_pieces: None) -> None:
     rows = [{"text": f"t{i}", "label": [float(i)] * (3 if i < 100 else 4)} for i in range(200)]
     path = write(tmp_path / "a.jsonl", *rows)
     for on_error in OnError:
-        with pytest.raises(DataError, match=r"a vector of \d numbers, where those before have 3") as caught:
+        with pytest.raises(DataError, match=r"vector of \d .* 3") as caught:
             store_of(path, needs=VECTORS, on_error=on_error)
         assert str(caught.value).startswith(f"{path}:")
     assert len(store_of(write(path, *rows[:100]), needs=VECTORS)) == 100
 
 
-def test_what_lies_beside_the_texts_of_some_rows(tmp_path: Path) -> None:
+def test_extra_columns_of_some_rows(tmp_path: Path) -> None:
     rows = [row(i) | ({"pos_id": ["x", "y"]} if i > 5000 else {}) for i in range(9000)]
     store = store_of(write(tmp_path / "a.jsonl", *rows))
     assert store.extra_columns == {"positive_ids"}
@@ -225,12 +225,12 @@ def test_each_source_has_its_own_needs(tmp_path: Path) -> None:
         read_sources(sources, OnError.stop, [same_num_documents, classes])
 
 
-def test_vectors_are_as_wide_in_all_sources_of_one_loss(tmp_path: Path) -> None:
+def test_vectors_have_one_dimension_in_all_sources_of_a_loss(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{i}.jsonl", {"text": "t", "label": [1.0] * width}) for i, width in enumerate((3, 4, 3))]
     sources = [TrainSource(path=str(path)) for path in paths]
     assert len(read_sources(sources, OnError.stop, VECTORS, losses=[7, 2, 7])) == 3
     for losses in (None, [1, 1, 2]):
-        with pytest.raises(DataError, match="a vector of 4 numbers, where those before have 3") as caught:
+        with pytest.raises(DataError, match=r"vector of 4 .* 3") as caught:
             read_sources(sources, OnError.stop, VECTORS, losses=losses)
         assert str(caught.value).startswith(f"{paths[1]}:1: ")
 
@@ -262,7 +262,7 @@ def test_documents_are_found_by_their_ids(tmp_path: Path) -> None:
         store_of(path, cache, documents=str(tmp_path / "corpus"))
 
 
-def test_an_id_that_stands_twice(tmp_path: Path) -> None:
+def test_a_repeated_id(tmp_path: Path) -> None:
     path = corpus(tmp_path, 6, more=[{"docid": "d1", "text": "again"}])
     with pytest.raises(DataError) as caught:
         store_of(path, documents=str(tmp_path / "corpus"))
@@ -281,13 +281,13 @@ def read_there(world: World, paths: list[str], directory: str) -> list[list[Exam
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_processes_build_together_what_one_builds_alone(tmp_path: Path, ranks: Any, num_ranks: int) -> None:
+def test_several_processes_build_the_same_as_one(tmp_path: Path, ranks: Any, num_ranks: int) -> None:
     paths = [str(write(tmp_path / f"{name}.jsonl", *map(row, range(count)))) for name, count in (("a", 300), ("b", 9))]
     (alone,) = ranks(1, read_there, paths, str(tmp_path / "one"))
     for rank in ranks(num_ranks, read_there, paths, str(tmp_path / "many")):
         assert rank == alone
     one, many = (
-        {path.removeprefix(str(tmp_path / name)) for path in kept(tmp_path / name)} for name in ("one", "many")
+        {path.removeprefix(str(tmp_path / name)) for path in cached_files(tmp_path / name)} for name in ("one", "many")
     )
     assert one == many
 

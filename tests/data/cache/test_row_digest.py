@@ -27,14 +27,14 @@ ROW = Texts("q", ("p", "r"), ("n",), 0)
 
 
 def digest(*rows: Texts) -> str:
-    found = RowDigest()
-    add(found, rows)
-    return str(found)
+    row_digest = RowDigest()
+    add(row_digest, rows)
+    return str(row_digest)
 
 
-def add(found: RowDigest, rows: Sequence[Texts]) -> None:
+def add(row_digest: RowDigest, rows: Sequence[Texts]) -> None:
     texts = [pa.array([getattr(row, name) for row in rows], type=TEXTS[name]) for name in row_files.TEXT_NAMES]
-    found.add(texts, {name: [getattr(row, field_name(name)) for row in rows] for name in EXTRA_COLUMNS})
+    row_digest.add(texts, {name: [getattr(row, field_name(name)) for row in rows] for name in EXTRA_COLUMNS})
 
 
 def row(i: int) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def content(path: Path, needs: RowRequirements | None = None, cache: Cache | Non
     ].content
 
 
-def test_every_value_and_its_place_count() -> None:
-    others = [
+def test_the_digest_depends_on_every_value_and_its_position() -> None:
+    changed = [
         replace(ROW, query="Q"),
         replace(ROW, positives=("r", "p")),
         replace(ROW, positives=("p",), negatives=("r", "n")),
@@ -70,15 +70,15 @@ def test_every_value_and_its_place_count() -> None:
         replace(ROW, instruction="1"),
         replace(ROW, max_negatives=1),
     ]
-    found = [digest(one) for one in (ROW, *others)]
-    assert len(set(found)) == len(found)
-    assert digest(ROW, others[0]) != digest(others[0], ROW) != digest(ROW) != digest(ROW, ROW) != digest()
+    digests = [digest(one) for one in (ROW, *changed)]
+    assert len(set(digests)) == len(digests)
+    assert digest(ROW, changed[0]) != digest(changed[0], ROW) != digest(ROW) != digest(ROW, ROW) != digest()
     assert digest(replace(ROW, num_dropped=3)) == digest(ROW)
-    # As it is kept, in float32.
+    # As it is stored, in float32.
     assert digest(replace(ROW, vectors=((0.1,),))) == digest(replace(ROW, vectors=((0.10000000149011612,),)))
 
 
-def test_pieces_together_are_the_whole() -> None:
+def test_joined_pieces_equal_the_whole() -> None:
     rows = [replace(ROW, query=f"q{i}") for i in range(20)]
     for cuts in ((0, 7, 20), (0, 1, 1, 19, 20), (0, 20, 20)):
         whole = RowDigest()
@@ -111,7 +111,7 @@ def as_one_array(folder: Path, lines: list[bytes]) -> Path:
 
 
 @pytest.mark.parametrize("how", [as_it_is, packed, in_two_files, with_blank_lines, as_one_array])
-def test_it_is_the_same_however_rows_come_in(
+def test_the_digest_does_not_depend_on_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[Path, list[bytes]], Path]
 ) -> None:
     lines = [json.dumps(row(i), ensure_ascii=False).encode() + b"\n" for i in range(300)]
@@ -129,7 +129,7 @@ def test_it_is_the_same_however_rows_come_in(
     assert content(how(tmp_path / "changed", lines)) != whole
 
 
-def test_what_lies_beside_is_the_same_in_any_format(tmp_path: Path) -> None:
+def test_extra_columns_have_the_same_digest_in_any_format(tmp_path: Path) -> None:
     table: dict[str, list[Any]] = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "score": [0.1, 0.7]}
     pairs = row_requirements(CoSENTConfig())
     names = ("a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz")
@@ -143,6 +143,6 @@ def content_there(world: World, path: str, directory: str) -> str:
     return content(Path(path), cache=Cache(directory=Path(directory)))
 
 
-def test_processes_together_find_what_one_finds(tmp_path: Path, ranks: Any) -> None:
+def test_several_processes_compute_the_same_digest_as_one(tmp_path: Path, ranks: Any) -> None:
     path = write(tmp_path / "a.jsonl", *map(row, range(300)))
     assert set(ranks(2, content_there, str(path), str(tmp_path / "cache"))) == {content(path)}

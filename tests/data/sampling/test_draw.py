@@ -1,4 +1,4 @@
-"""Drawing of positives and negatives: fair, without repetition, by the seed and the row's place alone."""
+"""Drawing of positives and negatives: fair, without repetition, a function of the seed and the row's position."""
 
 import time
 
@@ -15,7 +15,7 @@ def by_row(drawn: Selection) -> list[list[int]]:
     return [drawn.negatives[drawn.owners == row].tolist() for row in range(len(drawn.counts))]
 
 
-def test_what_is_drawn() -> None:
+def test_selected_documents() -> None:
     drawn = draw(whole([1, 3, 0, 2, 1]), whole([2, 5, 0, 0, 3]), 3, np.arange(5), seed=1)
     rows = by_row(drawn)
     assert [len(row) for row in rows] == drawn.counts.tolist() == [2, 3, 0, 0, 3]
@@ -40,19 +40,22 @@ def test_limits() -> None:
     assert draw(nothing, nothing, 7, nothing, 1).negatives.tolist() == []
 
 
-def test_a_row_is_drawn_the_same_whatever_stands_beside_it() -> None:
+def test_the_draw_of_a_row_does_not_depend_on_other_rows() -> None:
     random = np.random.default_rng(3)
     positives, negatives = random.integers(1, 5, 200), random.integers(0, 40, 200)
-    places = 10**12 + np.arange(200)
-    together = draw(positives, negatives, 7, places, seed=9)
-    rows = by_row(together)
+    positions = 10**12 + np.arange(200)
+    whole_batch = draw(positives, negatives, 7, positions, seed=9)
+    rows = by_row(whole_batch)
     for at in (0, 17, 199):
-        alone = draw(positives[at : at + 1], negatives[at : at + 1], 7, places[at : at + 1], seed=9)
-        assert by_row(alone) == [rows[at]]
-        assert alone.positive[0] == together.positive[at]
-    for other in (draw(positives, negatives, 7, places, seed=10), draw(positives, negatives, 7, places + 200, seed=9)):
+        single = draw(positives[at : at + 1], negatives[at : at + 1], 7, positions[at : at + 1], seed=9)
+        assert by_row(single) == [rows[at]]
+        assert single.positive[0] == whole_batch.positive[at]
+    for other in (
+        draw(positives, negatives, 7, positions, seed=10),
+        draw(positives, negatives, 7, positions + 200, seed=9),
+    ):
         assert by_row(other) != rows
-        assert not np.array_equal(other.positive, together.positive)
+        assert not np.array_equal(other.positive, whole_batch.positive)
 
 
 def test_the_draw_is_pinned() -> None:
@@ -62,7 +65,7 @@ def test_the_draw_is_pinned() -> None:
     assert by_row(drawn) == [[0, 1, 8, 6], [0, 1], [3, 1, 2, 4]]
 
 
-def test_each_is_as_likely_and_in_any_order() -> None:
+def test_draws_are_uniform_and_in_random_order() -> None:
     number = 30_000
     drawn = draw(np.full(number, 3), np.full(number, 5), 2, np.arange(number), seed=4)
     assert np.abs(np.bincount(drawn.positive, minlength=3) / number - 1 / 3).max() < 0.015

@@ -26,7 +26,7 @@ def far_from_even(counts: np.ndarray) -> float:
 def orders(n: int, number: int) -> np.ndarray:
     """The permutations of range(n) of many keys: int64 [number, n]."""
     keys = make_keys(7, np.arange(number))
-    return np.stack([permute(np.full(number, place), n, keys) for place in range(n)], axis=1)
+    return np.stack([permute(np.full(number, position), n, keys) for position in range(n)], axis=1)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 99, 1000, 4096, 65537])
@@ -42,12 +42,12 @@ def test_every_number_once_of_any_range() -> None:
 
 
 def test_ranges_and_keys_of_their_own() -> None:
-    """As many calls in one."""
+    """Many calls in one."""
     sizes = np.array([1, 2, 3, 10, 1000, 2**31, MAX_SIZE])
-    places = np.array([0, 1, 0, 9, 500, 7, MAX_SIZE - 1])
+    positions = np.array([0, 1, 0, 9, 500, 7, MAX_SIZE - 1])
     keys = make_keys(3, np.arange(7))
-    apart = [permute(places[i : i + 1], int(sizes[i]), int(keys[i]))[0] for i in range(7)]
-    assert permute(places, sizes, keys).tolist() == apart
+    separately = [permute(positions[i : i + 1], int(sizes[i]), int(keys[i]))[0] for i in range(7)]
+    assert permute(positions, sizes, keys).tolist() == separately
     assert permute(np.empty(0, dtype=np.int64), 5, 1).tolist() == []
 
 
@@ -55,7 +55,7 @@ def test_the_numbers_are_pinned() -> None:
     """Other numbers would make a resumed run see rows twice, and others never: they must not change."""
     assert make_key(1, 2, 3) == 3671048590361019180
     assert make_key(2**63) == 6499746426144490369
-    # The stream of SplitMix64 with this seed, known from elsewhere.
+    # The stream of SplitMix64 with this seed, computed by another implementation.
     assert random_bits(0, np.arange(2)).tolist() == [16294208416658607535, 7960286522194355700]
     assert random_uniform(7, np.arange(3)).tolist() == [0.3898297483912715, 0.01678829452815611, 0.9007606806068834]
     assert random_below(random_bits(7, np.arange(8)), 10).tolist() == [3, 0, 9, 5, 4, 2, 4, 3]
@@ -72,20 +72,20 @@ def test_keys() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_all_orders_are_as_likely(n: int) -> None:
-    seen = Counter(map(tuple, orders(n, 20_000).tolist()))
+def test_all_orders_are_equally_likely(n: int) -> None:
+    counts = Counter(map(tuple, orders(n, 20_000).tolist()))
     number = int(np.prod(np.arange(1, n + 1)))
-    assert len(seen) == number
-    assert far_from_even(np.array(list(seen.values()))) < 5
+    assert len(counts) == number
+    assert far_from_even(np.array(list(counts.values()))) < 5
 
 
 @pytest.mark.parametrize("n", [9, 16, 30])
-def test_places_neighbours_and_pairs_are_even(n: int) -> None:
-    found = orders(n, 10_000)
-    places = np.concatenate([np.bincount(column, minlength=n) for column in found.T])
-    steps = np.bincount(((found[:, 1:] - found[:, :-1]) % n).ravel(), minlength=n)[1:]
-    pairs = np.bincount(found[:, 0] * n + found[:, n // 2], minlength=n * n).reshape(n, n)
-    for counts in (places, steps, pairs[~np.eye(n, dtype=bool)]):
+def test_positions_neighbours_and_pairs_are_uniform(n: int) -> None:
+    permutations = orders(n, 10_000)
+    positions = np.concatenate([np.bincount(column, minlength=n) for column in permutations.T])
+    steps = np.bincount(((permutations[:, 1:] - permutations[:, :-1]) % n).ravel(), minlength=n)[1:]
+    pairs = np.bincount(permutations[:, 0] * n + permutations[:, n // 2], minlength=n * n).reshape(n, n)
+    for counts in (positions, steps, pairs[~np.eye(n, dtype=bool)]):
         assert far_from_even(counts) < 5
 
 

@@ -24,8 +24,8 @@ def pairs(batches: list[PlannedBatch]) -> list[tuple[int, int]]:
 
 
 def same(one: PlannedBatch, other: PlannedBatch) -> bool:
-    told = [(batch.step, batch.source, batch.first_position, pairs([batch])) for batch in (one, other)]
-    return told[0] == told[1]
+    contents = [(batch.step, batch.source, batch.first_position, pairs([batch])) for batch in (one, other)]
+    return contents[0] == contents[1]
 
 
 @BOTH
@@ -40,7 +40,7 @@ def test_every_row_once_an_epoch(by_source: bool) -> None:
 
 
 @BOTH
-def test_sizes_differ_by_one_and_places_follow(by_source: bool) -> None:
+def test_sizes_differ_by_one_and_positions_follow(by_source: bool) -> None:
     sizes = [101, 30, 17]
     plan = BatchPlan(sizes, sizes, 16, seed=2, by_source=by_source)
     batches = epoch(plan, 0) + epoch(plan, 1)
@@ -58,7 +58,7 @@ def test_sizes_differ_by_one_and_places_follow(by_source: bool) -> None:
 
 
 @BOTH
-def test_a_batch_is_the_same_however_it_is_reached(by_source: bool) -> None:
+def test_a_batch_does_not_depend_on_those_before_it(by_source: bool) -> None:
     def plan(seed: int = 3) -> BatchPlan:
         return BatchPlan([40, 25, 9], [40, 37, 4], 8, seed, by_source=by_source)
 
@@ -118,7 +118,7 @@ def test_no_row_twice_in_a_batch(by_source: bool) -> None:
     assert sum(count > 0 for count in meetings) <= 1  # where the second pass begins
 
 
-def test_mixed_batches_hold_each_sources_share() -> None:
+def test_mixed_batches_have_sources_in_proportion() -> None:
     counts = np.array([20_000, 9_000, 700, 31, 3])
     plan = BatchPlan([20_000, 3_000, 1_000, 31, 3], counts.tolist(), 256, seed=7)
     held = []
@@ -129,8 +129,8 @@ def test_mixed_batches_hold_each_sources_share() -> None:
         held.append(batch.sources)
     for source in (0, 1):
         # Sources are mixed within a batch as well: ranks take every so-manieth row.
-        places = np.concatenate([np.flatnonzero(sources == source) / len(sources) for sources in held])
-        assert np.abs(np.histogram(places, 8, (0, 1))[0] / len(places) - 1 / 8).max() < 0.02
+        positions = np.concatenate([np.flatnonzero(sources == source) / len(sources) for sources in held])
+        assert np.abs(np.histogram(positions, 8, (0, 1))[0] / len(positions) - 1 / 8).max() < 0.02
 
 
 def test_batches_by_source_are_interleaved() -> None:
@@ -151,8 +151,8 @@ def test_batches_by_source_are_interleaved() -> None:
 
 def test_rows_of_a_source_meet_others_each_epoch() -> None:
     plan = BatchPlan([64], [64], 32, seed=9)
-    together = [set(plan.batch(2 * number).rows.tolist()) for number in range(20)]
-    overlaps = [len(one & other) for one, other in itertools.combinations(together, 2)]
+    batches = [set(plan.batch(2 * number).rows.tolist()) for number in range(20)]
+    overlaps = [len(one & other) for one, other in itertools.combinations(batches, 2)]
     assert 15 < np.mean(overlaps) < 17
     assert max(overlaps) < 28
 
@@ -167,7 +167,7 @@ def test_tiny_sources_and_a_batch_larger_than_the_epoch(by_source: bool) -> None
 
 
 @BOTH
-def test_a_plan_of_any_size_is_there_at_once(by_source: bool) -> None:
+def test_a_plan_of_any_size_is_created_at_once(by_source: bool) -> None:
     began = time.perf_counter()
     large = BatchPlan([10**9, 10**6], [10**9, 10**6], 1024, seed=1, by_source=by_source)
     batches = [large.batch(k) for k in (0, 1, large.steps_per_epoch - 1, large.steps_per_epoch, 10**9)]
@@ -191,7 +191,7 @@ def test_total_steps() -> None:
             plan.total_steps(steps, epochs)
 
 
-def test_what_cannot_be_planned() -> None:
+def test_invalid_options() -> None:
     with pytest.raises(ConfigError, match="global_batch_size=0"):
         BatchPlan([3], [3], 0, seed=0)
     with pytest.raises(ConfigError, match="no rows"):

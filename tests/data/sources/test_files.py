@@ -240,7 +240,7 @@ def test_each_file_is_a_source(marked: Path) -> None:
     assert len(read_sources(expanded, OnError.stop)) == 4
     (named, *_) = expand_sources([TrainSource(path=str(marked / "*.jsonl"), each_file=True, name="x")])
     assert named.name == "x-a"
-    with pytest.raises(ConfigError, match="each_file=true asks for a source of each file, and this is one Hub"):
+    with pytest.raises(ConfigError, match=r"each_file=true .* Hub"):
         expand_sources([TrainSource(path="owner/name", each_file=True)])
 
 

@@ -182,7 +182,7 @@ def test_tevatron_passages(tmp_path: Path) -> None:
     error = error_of(write(tmp_path / "a.jsonl", row), needs=TEACHER)
     assert "needs a teacher's score of every document, which Tevatron passages do not hold" in error
     assert "needs the class of every row" in error_of(tmp_path / "a.jsonl", needs=CLASSES)
-    with pytest.raises(ConfigError, match="columns has no use with format=tevatron"):
+    with pytest.raises(ConfigError, match=r"columns .*format=tevatron"):
         read(tmp_path / "a.jsonl", columns=["query", "x"], format=DataFormat.tevatron)
 
 

@@ -34,16 +34,16 @@ def reading(path: object, needs: RowRequirements = TEXTS_ONLY, **options: Any) -
 def all_rows(source: SourceReader, piece_bytes: int) -> list[tuple[int, Texts | str]]:
     """Every row and problem with its line in the file, piece by piece."""
     layout = source.detect_layout(OnError.skip)
-    found: list[tuple[int, Texts | str]] = []
+    numbered: list[tuple[int, Texts | str]] = []
     lines = dict.fromkeys(source.parts, 0)
     for piece in source.pieces(piece_bytes):
         before = source.lines_before(piece)
         assert before == lines[piece.part]
         rows = source.rows(piece, layout)
         for number, row in rows:
-            found.append((before + number, str(row) if isinstance(row, BadRow) else row))
+            numbered.append((before + number, str(row) if isinstance(row, BadRow) else row))
         lines[piece.part] += rows.lines
-    return found
+    return numbered
 
 
 def odd_lines() -> list[bytes]:

@@ -109,7 +109,7 @@ def test_bad_vectors(tmp_path: Path, label: object, message: str) -> None:
 def test_vectors_have_one_width_in_all_sources(tmp_path: Path) -> None:
     narrow = write_table(tmp_path / "n.jsonl", {"text": ["a"], "label": [[1, 2]]})
     wide = write_table(tmp_path / "w.jsonl", {"text": ["a"], "label": [[1, 2, 3]]})
-    with pytest.raises(DataError, match=r"w\.jsonl:1: a vector of 3 numbers, where those before have 2"):
+    with pytest.raises(DataError, match=r"w\.jsonl:1: .*vector of 3 .* 2"):
         read_sources([TrainSource(path=str(narrow)), TrainSource(path=str(wide))], OnError.stop, VECTORS)
     path = write_table(tmp_path / "t.csv", PAIR)
     assert "loss=distill_embeddings needs a teacher's vectors of every text, and no" in error_of(path, needs=VECTORS)
@@ -162,7 +162,7 @@ def test_the_same_number_of_documents_in_every_row(tmp_path: Path) -> None:
     single = TrainSource(path=str(write_table(tmp_path / "t.csv", {"text": ["a"]})))
     pair = TrainSource(path=str(write_table(tmp_path / "p.csv", PAIR)))
     even_texts = RowRequirements(documents=False, same_num_documents=True, loss="orthogonal")
-    with pytest.raises(ConfigError, match=r"data\.train: t has rows of one text and p rows of query and document, and"):
+    with pytest.raises(ConfigError, match=r"data\.train: t .*one text.* p "):
         read_sources([pair, single], OnError.stop, even_texts)
 
 
@@ -192,13 +192,13 @@ def test_vectors_take_little_more_than_four_bytes_a_number(tmp_path: Path) -> No
 
 
 def test_rows_draw_scores_ids_and_vectors_with_their_texts(tmp_path: Path) -> None:
-    places = range(6)
-    row = {"query": "q", "pos": [f"p{i}" for i in places], "neg": [f"n{i}" for i in places]}
-    more = {"pos_scores": [10 + i for i in places], "neg_scores": list(places), "neg_id": [f"n{i}" for i in places]}
+    indices = range(6)
+    row = {"query": "q", "pos": [f"p{i}" for i in indices], "neg": [f"n{i}" for i in indices]}
+    more = {"pos_scores": [10 + i for i in indices], "neg_scores": list(indices), "neg_id": [f"n{i}" for i in indices]}
     source = TrainSource(path=str(write(tmp_path / "a.jsonl", {**row, **more})), negatives=3)
     data = load_train_data([source], needs=TEACHER, seed=1, global_batch_size=1)
     plain = load_train_data([source], seed=1, global_batch_size=1)
-    seen = set()
+    drawn_documents = set()
     for k in range(50):
         drawn = data.batch(k).rows[0]
         positive, *negatives = drawn.documents
@@ -206,8 +206,8 @@ def test_rows_draw_scores_ids_and_vectors_with_their_texts(tmp_path: Path) -> No
         assert drawn.ids == ("", *negatives)
         assert drawn.query == "q"
         assert (drawn.documents, plain.batch(k).rows[0].scores) == (plain.batch(k).rows[0].documents, ())
-        seen.add(drawn.documents)
-    assert len(seen) > 30
+        drawn_documents.add(drawn.documents)
+    assert len(drawn_documents) > 30
 
     texts = {"q": ["q"], "p": [["p1", "p2"]], "n": [["n3", "n4", "n5"]]}
     for name, vectors in {"each.parquet": [[float(i)] for i in range(6)], "one.parquet": [7.0]}.items():

@@ -213,7 +213,7 @@ def test_pairs_that_are_all_alike(tmp_path: Path) -> None:
     assert scores(read(path, needs=PAIRS)[0])[0] == ((1.0, 1.0), ())
 
 
-def test_many_rows_come_back_as_they_were(tmp_path: Path) -> None:
+def test_many_rows_are_read_back_unchanged(tmp_path: Path) -> None:
     draw = random.Random(0)
     rows = []
     for i in range(9000):  # three batches of the table

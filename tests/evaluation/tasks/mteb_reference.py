@@ -1,4 +1,4 @@
-"""MTEB's own tasks on sets in memory and on given vectors: what figures are compared with."""
+"""MTEB's own tasks on sets in memory and on given vectors: what metrics are compared with."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -62,7 +62,7 @@ def splits(**columns: Mapping[str, list[Any]]) -> DatasetDict:
 def retrieval_data(data: Any) -> dict[str, Any]:
     """A RetrievalSet as MTEB's tasks have it."""
     ids, texts = list(data.documents.ids), list(data.documents.texts)
-    candidates = data.candidates and {query: [ids[n] for n in some] for query, some in data.candidates.items()}
+    candidates = data.candidates and {query: [ids[n] for n in numbers] for query, numbers in data.candidates.items()}
     split = {
         "corpus": Dataset.from_dict({"id": ids, "text": texts, "title": [""] * len(ids)}),
         "queries": Dataset.from_dict({"id": list(data.queries), "text": list(data.queries.values())}),
@@ -79,15 +79,15 @@ def encoded(world: Any, texts: list[str]) -> dict[str, np.ndarray]:
 
 
 def measured(world: Any, sets: list[LoadedSet]) -> dict[str, dict[str, float]]:
-    """Figures of the small model."""
+    """Metrics of the small model."""
     evaluator = Evaluator(sets, sentence_encoder(world), world)
-    figures = evaluator.evaluate()
-    assert {name: tuple(of) for name, of in figures.items()} == metric_names(sets)
-    return figures
+    metrics = evaluator.evaluate()
+    assert {name: tuple(values) for name, values in metrics.items()} == metric_names(sets)
+    return metrics
 
 
 def on_any_ranks(ranks: Any, *sets: LoadedSet) -> dict[str, dict[str, float]]:
-    """Figures that are the same floats on each of 1, 2 and 3 ranks."""
-    results = [figures for size in (1, 2, 3) for figures in ranks(size, measured, list(sets))]
+    """Metrics that are the same floats on each of 1, 2 and 3 ranks."""
+    results = [metrics for size in (1, 2, 3) for metrics in ranks(size, measured, list(sets))]
     assert all(result == results[0] for result in results)
     return results[0]

@@ -1,4 +1,4 @@
-"""Bitext mining against MTEB and sentence-transformers, on the same vectors, and known figures of a real model."""
+"""Bitext mining against MTEB and sentence-transformers, on the same vectors, and the metrics of a real model."""
 
 import csv
 
@@ -33,33 +33,33 @@ class TheirModel:
         return list(unit([self.vectors[text] for text in texts]))
 
 
-def test_figures_are_those_of_the_fields_tools(ranks):
+def test_metrics_equal_other_libraries(ranks):
     data = bitext()
-    figures = on_any_ranks(ranks, LoadedSet(data))["bitext"]
+    metrics = on_any_ranks(ranks, LoadedSet(data))["bitext"]
     vectors = ranks(1, encoded, [*data.first, *data.second])[0]
     task = task_of(
         AbsTaskBitextMining, "BitextMining", "f1", splits(test={"sentence1": data.first, "sentence2": data.second})
     )
     mteb = figures_of(task, vectors)
     for name in ("f1", "precision", "recall", "accuracy"):
-        assert figures[name] == pytest.approx(mteb[name], abs=1e-6), name
+        assert metrics[name] == pytest.approx(mteb[name], abs=1e-6), name
 
     class Evaluated(TranslationEvaluator):
         def store_metrics_in_model_card_data(self, *_args, **_kwargs):
             pass
 
     theirs = Evaluated(list(data.first), list(data.second))(TheirModel(vectors))
-    assert figures["accuracy_back"] == pytest.approx(theirs["trg2src_accuracy"], abs=1e-6)
-    assert figures["accuracy_mean"] == pytest.approx(theirs["mean_accuracy"], abs=1e-6)
-    assert 0.2 < figures["f1"] < figures["accuracy"] < 1
+    assert metrics["accuracy_back"] == pytest.approx(theirs["trg2src_accuracy"], abs=1e-6)
+    assert metrics["accuracy_mean"] == pytest.approx(theirs["mean_accuracy"], abs=1e-6)
+    assert 0.2 < metrics["f1"] < metrics["accuracy"] < 1
 
 
-def test_of_equally_near_sentences_the_earlier_row_is_found(ranks):
+def test_the_earlier_of_equally_near_sentences_counts(ranks):
     same = Bitext("same", ["alpha"] * 5, ["beta"] * 5)
-    figures = on_any_ranks(ranks, LoadedSet(same))["same"]
-    assert figures["accuracy"] == 0.2
-    assert figures["precision"] == pytest.approx(0.2 / 5)
-    assert (figures["accuracy_back"], figures["accuracy_mean"]) == (1.0, 1.0)
+    metrics = on_any_ranks(ranks, LoadedSet(same))["same"]
+    assert metrics["accuracy"] == 0.2
+    assert metrics["precision"] == pytest.approx(0.2 / 5)
+    assert (metrics["accuracy_back"], metrics["accuracy_mean"]) == (1.0, 1.0)
 
 
 def test_one_pair_on_three_ranks(ranks):
@@ -67,13 +67,13 @@ def test_one_pair_on_three_ranks(ranks):
 
 
 def evaluate_real(world, directory, data):
-    """Figures of all-MiniLM-L6-v2, unsharded: only the search is dealt to ranks."""
+    """Metrics of all-MiniLM-L6-v2, unsharded: only the search is divided among ranks."""
     tokenizer = TextTokenizer(AutoTokenizer.from_pretrained(directory), 256)
     encoder = SentenceEncoder(MeanPooled(directory), tokenizer, world, chunk_tokens=4096)
     return Evaluator([LoadedSet(data)], encoder, world).evaluate()[data.name]
 
 
-def test_minilm_has_its_known_figures(ranks, minilm_dir, shared_data):
+def test_metrics_of_minilm(ranks, minilm_dir, shared_data):
     path = shared_data / "tatoeba" / "deu-eng.tsv"
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))

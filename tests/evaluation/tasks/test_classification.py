@@ -1,4 +1,4 @@
-"""Classification against MTEB's task on the same vectors: draws, classifiers and figures."""
+"""Classification against MTEB's task on the same vectors: draws, classifiers and metrics."""
 
 import random
 from dataclasses import replace
@@ -50,37 +50,37 @@ def theirs_of(ranks, data, **attributes):
 
 
 @pytest.mark.parametrize(("num_classes", "samples"), [(3, 8), (2, 5), (3, 1000)])
-def test_figures_are_those_of_mteb(ranks, num_classes, samples):
+def test_metrics_equal_mteb(ranks, num_classes, samples):
     data = classification_set(num_classes, samples_per_label=samples)
-    figures = on_any_ranks(ranks, LoadedSet(data))["classes"]
+    metrics = on_any_ranks(ranks, LoadedSet(data))["classes"]
     theirs = theirs_of(ranks, data)
-    assert figures == pytest.approx({metric: theirs[metric] for metric in figures}, abs=1e-6)
+    assert metrics == pytest.approx({metric: theirs[metric] for metric in metrics}, abs=1e-6)
     names = ("accuracy", "f1", "f1_weighted", "precision", "recall")
-    assert tuple(figures) == ((*names, "ap") if num_classes == 2 else names)
-    assert 0.3 < figures["accuracy"] < 1
+    assert tuple(metrics) == ((*names, "ap") if num_classes == 2 else names)
+    assert 0.3 < metrics["accuracy"] < 1
 
 
-def test_nearest_neighbours_are_three_by_cosine(ranks):
+def test_knn_uses_three_neighbours_by_cosine(ranks):
     data = classification_set(classifier=Classifier.knn, experiments=3)
-    figures = on_any_ranks(ranks, LoadedSet(data))["classes"]
+    metrics = on_any_ranks(ranks, LoadedSet(data))["classes"]
     theirs = theirs_of(ranks, data, evaluator_model=KNeighborsClassifier(n_neighbors=3, metric="cosine"))
-    assert figures == pytest.approx({metric: theirs[metric] for metric in figures}, abs=1e-6)
+    assert metrics == pytest.approx({metric: theirs[metric] for metric in metrics}, abs=1e-6)
     few = replace(data, train_texts=data.train_texts[:9], train_labels=[0, *[1] * 8], samples_per_label=1)
     assert all(np.isfinite(value) for value in on_any_ranks(ranks, LoadedSet(few))["classes"].values())
 
 
 def test_all_texts_are_one_experiment(ranks):
     data = classification_set(samples_per_label=None)
-    figures = on_any_ranks(ranks, LoadedSet(data))["classes"]
+    metrics = on_any_ranks(ranks, LoadedSet(data))["classes"]
     vectors = ranks(1, encoded, [*data.train_texts, *data.texts])[0]
     model = LogisticRegression(max_iter=100, random_state=42)
     model.fit(np.stack([vectors[text] for text in data.train_texts]), data.train_labels)
     predicted = model.predict(np.stack([vectors[text] for text in data.texts]))
-    assert figures["accuracy"] == pytest.approx(accuracy_score(data.labels, predicted), abs=1e-6)
-    assert figures["f1"] == pytest.approx(f1_score(data.labels, predicted, average="macro"), abs=1e-6)
+    assert metrics["accuracy"] == pytest.approx(accuracy_score(data.labels, predicted), abs=1e-6)
+    assert metrics["f1"] == pytest.approx(f1_score(data.labels, predicted, average="macro"), abs=1e-6)
 
 
-def test_classes_may_be_texts_and_some_may_be_told_but_never_learnt(ranks):
+def test_classes_are_texts_or_numbers_and_may_be_missing_in_training(ranks):
     data = classification_set(2)
     named = replace(
         data,
@@ -89,9 +89,9 @@ def test_classes_may_be_texts_and_some_may_be_told_but_never_learnt(ranks):
     )
     assert on_any_ranks(ranks, LoadedSet(named)) == on_any_ranks(ranks, LoadedSet(data))
     more = replace(classification_set(3), labels=[7, *classification_set(3).labels[1:]])
-    figures = on_any_ranks(ranks, LoadedSet(more))["classes"]
+    metrics = on_any_ranks(ranks, LoadedSet(more))["classes"]
     theirs = theirs_of(ranks, more)
-    assert figures == pytest.approx({metric: theirs[metric] for metric in figures}, abs=1e-6)
+    assert metrics == pytest.approx({metric: theirs[metric] for metric in metrics}, abs=1e-6)
 
 
 def refused(world, data):

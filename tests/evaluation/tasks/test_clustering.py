@@ -1,4 +1,4 @@
-"""Clustering against MTEB's two tasks on the same vectors, and scikit-learn's figures."""
+"""Clustering against MTEB's two tasks on the same vectors, and scikit-learn's metrics."""
 
 import random
 
@@ -25,18 +25,18 @@ def theirs_of(ranks, data, labels):
     return figures_of(task, vectors)
 
 
-def test_draws_are_those_of_mteb(ranks):
+def test_drawn_clusters_equal_mteb(ranks):
     texts, labels = classes_of_texts(50, 3, 1)
     data = ClusteringSet("clusters", texts, [[label] for label in labels], experiments=2)
-    figures = on_any_ranks(ranks, LoadedSet(data))["clusters"]
+    metrics = on_any_ranks(ranks, LoadedSet(data))["clusters"]
     theirs = theirs_of(ranks, data, labels)
-    assert figures == pytest.approx({metric: theirs[metric] for metric in figures}, abs=1e-6)
-    assert tuple(figures) == ("v_measure", "v_measure_std", "ami")
-    assert 0 < figures["v_measure"] < 1
+    assert metrics == pytest.approx({metric: theirs[metric] for metric in metrics}, abs=1e-6)
+    assert tuple(metrics) == ("v_measure", "v_measure_std", "ami")
+    assert 0 < metrics["v_measure"] < 1
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_levels_of_nested_clusters_are_those_of_mteb(ranks, named):
+def test_nested_clusters_equal_mteb(ranks, named):
     """A text without a finer cluster: a cluster of its own kind where clusters are texts, left out otherwise."""
     generator = random.Random(3)
     texts, coarse = classes_of_texts(40, 2, 1)
@@ -44,16 +44,16 @@ def test_levels_of_nested_clusters_are_those_of_mteb(ranks, named):
     if named:
         labels = [[f"c{label}" for label in own] for own in labels]
     data = ClusteringSet("clusters", texts, labels, experiments=1)
-    figures = on_any_ranks(ranks, LoadedSet(data))["clusters"]
+    metrics = on_any_ranks(ranks, LoadedSet(data))["clusters"]
     theirs = theirs_of(ranks, data, labels)
-    assert figures == pytest.approx({metric: theirs[metric] for metric in figures}, abs=1e-6)
+    assert metrics == pytest.approx({metric: theirs[metric] for metric in metrics}, abs=1e-6)
 
 
-def test_groups_are_those_of_mteb(ranks):
+def test_grouped_clusters_equal_mteb(ranks):
     texts, labels = classes_of_texts(60, 4, 1)
     groups = [list(range(25)), list(range(20, 50)), [3], [i for i in range(60) if labels[i] == 1]]
     data = ClusteringSet("clusters", texts, [[label] for label in labels], groups)
-    figures = on_any_ranks(ranks, LoadedSet(data))["clusters"]
+    metrics = on_any_ranks(ranks, LoadedSet(data))["clusters"]
     vectors = ranks(1, encoded, data.texts)[0]
     dataset = splits(
         test={
@@ -62,11 +62,11 @@ def test_groups_are_those_of_mteb(ranks):
         }
     )
     theirs = figures_of(task_of(AbsTaskClusteringLegacy, "Clustering", "v_measure", dataset), vectors)
-    assert figures["v_measure"] == pytest.approx(theirs["v_measure"], abs=1e-6)
-    assert figures["v_measure_std"] == pytest.approx(theirs["v_measure_std"], abs=1e-6)
+    assert metrics["v_measure"] == pytest.approx(theirs["v_measure"], abs=1e-6)
+    assert metrics["v_measure_std"] == pytest.approx(theirs["v_measure_std"], abs=1e-6)
     amis = []
     for group in groups:
         own = [labels[i] for i in group]
         model = MiniBatchKMeans(n_clusters=len(set(own)), batch_size=500, n_init="auto", random_state=42)
         amis.append(adjusted_mutual_info_score(own, model.fit(np.stack([vectors[texts[i]] for i in group])).labels_))
-    assert figures["ami"] == pytest.approx(np.mean(amis), abs=1e-6)
+    assert metrics["ami"] == pytest.approx(np.mean(amis), abs=1e-6)

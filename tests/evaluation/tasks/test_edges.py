@@ -1,4 +1,4 @@
-"""What every kind has in common: odd models and sets, random states, metrics that are asked for, progress."""
+"""What every kind has in common: odd models and sets, random states, metrics that are requested, progress."""
 
 import random
 from dataclasses import replace
@@ -49,7 +49,7 @@ def one_of_each(num_texts=6):
 
 
 def constant(world, sets, value):
-    """Figures, or the error, of a model that gives every text the same vector."""
+    """Metrics, or the error, of a model that gives every text the same vector."""
     encoder = sentence_encoder(world)
     encoder.encoder.register_forward_hook(lambda _module, _inputs, vectors: torch.full_like(vectors, value))
     try:
@@ -59,17 +59,17 @@ def constant(world, sets, value):
 
 
 @pytest.mark.parametrize("value", [0.5, 0.0])
-def test_a_model_that_knows_nothing_has_figures(ranks, value):
+def test_a_constant_model_has_finite_metrics(ranks, value):
     results = ranks(2, constant, [LoadedSet(data) for data in one_of_each()], value)
     assert results[0] == results[1]
-    assert all(np.isfinite(figure) for of in results[0].values() for figure in of.values())
+    assert all(np.isfinite(value) for of_set in results[0].values() for value in of_set.values())
     assert results[0]["sts"] == {"spearman": 0.0, "pearson": 0.0}
     assert results[0]["logistic"]["accuracy"] == results[0]["pair_classification"]["ap"] == 0.5
     assert results[0]["drawn"]["v_measure"] == results[0]["grouped"]["v_measure"] == 0.0
 
 
 @pytest.mark.parametrize("data", one_of_each(), ids=lambda data: data.name)
-def test_vectors_that_are_no_numbers_stop_all_ranks(ranks, data):
+def test_vectors_that_are_not_finite_stop_all_ranks(ranks, data):
     answers = ranks(2, constant, [LoadedSet(data)], float("nan"))
     assert answers[0] == answers[1]
     assert answers[0].startswith("TrainingError: ")
@@ -77,16 +77,16 @@ def test_vectors_that_are_no_numbers_stop_all_ranks(ranks, data):
 
 
 def test_fewer_texts_than_ranks(ranks):
-    figures = on_any_ranks(ranks, *map(LoadedSet, one_of_each(2)))
-    assert all(np.isfinite(figure) for of in figures.values() for figure in of.values())
-    assert figures["logistic"]["accuracy"] == 1.0
+    metrics = on_any_ranks(ranks, *map(LoadedSet, one_of_each(2)))
+    assert all(np.isfinite(value) for of_set in metrics.values() for value in of_set.values())
+    assert metrics["logistic"]["accuracy"] == 1.0
 
 
 def test_one_text(ranks):
     sets = [data for data in one_of_each(1) if not isinstance(data, ClassificationSet | ScoredPairs)]
-    figures = on_any_ranks(ranks, *map(LoadedSet, sets))
-    assert figures["drawn"] == figures["grouped"] == {"v_measure": 1.0, "v_measure_std": 0.0, "ami": 1.0}
-    assert figures["bitext"]["f1"] == figures["retrieval"]["mrr@10"] == figures["reranking"]["map"] == 1.0
+    metrics = on_any_ranks(ranks, *map(LoadedSet, sets))
+    assert metrics["drawn"] == metrics["grouped"] == {"v_measure": 1.0, "v_measure_std": 0.0, "ami": 1.0}
+    assert metrics["bitext"]["f1"] == metrics["retrieval"]["mrr@10"] == metrics["reranking"]["map"] == 1.0
 
 
 def states(world):
@@ -115,13 +115,12 @@ def test_an_evaluation_draws_no_global_random_number(ranks):
     assert ranks(2, states) == [True] * 2
 
 
-def test_metrics_that_a_kind_does_not_have_are_refused():
+def test_metrics_of_other_kinds_of_sets_are_rejected():
     sets = {data.name: data for data in one_of_each()}
     for data in sets.values():
         check_metrics(data, metric_names([LoadedSet(data)])[data.name], "metrics")
-    for name, metric, says in [
-        ("sts", "ndcg@10", "sets[0].metrics: 'ndcg@10' is not a metric of semantic textual similarity: "
-                           "allowed are spearman, pearson"),
+    for name, metric, message in [
+        ("sts", "ndcg@10", "sets[0].metrics: 'ndcg@10' is not a metric of semantic textual similarity"),
         ("bitext", "ap", "'ap' is not a metric of bitext mining: allowed are f1, precision, recall, accuracy, "),
         ("pair_classification", "v_measure", "not a metric of pair classification: allowed are ap, accuracy, f1"),
         ("drawn", "nmi", "'nmi' is not a metric of clustering: allowed are v_measure, v_measure_std, ami"),
@@ -131,7 +130,7 @@ def test_metrics_that_a_kind_does_not_have_are_refused():
     ]:  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             check_metrics(sets[name], [metric], "sets[0].metrics")
-        assert says in str(caught.value)
+        assert message in str(caught.value)
     three = replace(sets["knn"], labels=[0, 1, 2, 0, 1, 2])
     check_metrics(sets["knn"], ["ap"], "metrics")
     with pytest.raises(ConfigError, match="'ap' is not a metric of classification"):
@@ -143,33 +142,35 @@ def test_metrics_that_a_kind_does_not_have_are_refused():
 def progress(world, sets):
     encoder = sentence_encoder(world)
     before = encoder.progress
-    seen = []
-    Evaluator(sets, encoder, world).evaluate(progress=lambda what, done, total: seen.append((what, done, total)))
+    reports = []
+    Evaluator(sets, encoder, world).evaluate(
+        progress=lambda activity, done, total: reports.append((activity, done, total))
+    )
     assert encoder.progress is before
     Evaluator(sets, encoder, world).evaluate()
-    return seen
+    return reports
 
 
 def test_progress_names_the_set_and_what_is_encoded(ranks):
-    seen = ranks(2, progress, [LoadedSet(data) for data in one_of_each()])[0]
-    said = list(dict.fromkeys(what for what, _, _ in seen))
-    assert said[:5] == [
+    reports = ranks(2, progress, [LoadedSet(data) for data in one_of_each()])[0]
+    activities = list(dict.fromkeys(activity for activity, _, _ in reports))
+    assert activities[:5] == [
         "retrieval: encoding queries", "retrieval: encoding documents",
         "reranking: encoding queries", "reranking: encoding documents", "sts: encoding texts",
     ]  # fmt: skip
-    assert {what: (done, total) for what, done, total in seen}["retrieval: encoding documents"][0] > 0
-    assert all(0 < done <= total for _, done, total in seen)
+    assert {activity: (done, total) for activity, done, total in reports}["retrieval: encoding documents"][0] > 0
+    assert all(0 < done <= total for _, done, total in reports)
 
 
-def test_means_of_what_several_sets_have(ranks):
+def test_means_over_sets_with_the_same_metrics(ranks):
     retrieval, reranking, sts, *_ = one_of_each()
-    figures = on_any_ranks(ranks, LoadedSet(retrieval), LoadedSet(reranking))
-    assert list(figures) == ["retrieval", "reranking", "mean"]
-    assert list(figures["mean"]) == ["ndcg@10", "mrr@10"]
-    metrics = metric_names([LoadedSet(retrieval), LoadedSet(reranking)])
-    assert parse_best_metric("mean/ndcg@10", metrics) == ("mean", "ndcg@10")
-    for metric, value in figures["mean"].items():
-        assert value == pytest.approx((figures["retrieval"][metric] + figures["reranking"][metric]) / 2, abs=1e-12)
+    metrics = on_any_ranks(ranks, LoadedSet(retrieval), LoadedSet(reranking))
+    assert list(metrics) == ["retrieval", "reranking", "mean"]
+    assert list(metrics["mean"]) == ["ndcg@10", "mrr@10"]
+    names = metric_names([LoadedSet(retrieval), LoadedSet(reranking)])
+    assert parse_best_metric("mean/ndcg@10", names) == ("mean", "ndcg@10")
+    for metric, value in metrics["mean"].items():
+        assert value == pytest.approx((metrics["retrieval"][metric] + metrics["reranking"][metric]) / 2, abs=1e-12)
     assert list(on_any_ranks(ranks, LoadedSet(retrieval), LoadedSet(sts))) == ["retrieval", "sts"]
     assert list(metric_names([LoadedSet(retrieval), LoadedSet(replace(retrieval, name="mean"))])) == [
         "retrieval",
@@ -178,6 +179,6 @@ def test_means_of_what_several_sets_have(ranks):
     assert list(metric_names([LoadedSet(retrieval)])) == ["retrieval"]
     three = [LoadedSet(retrieval), LoadedSet(sts), LoadedSet(reranking)]
     assert metric_names(three)["mean"] == ("ndcg@10", "mrr@10"), "over the two that have them"
-    assert on_any_ranks(ranks, *three)["mean"] == figures["mean"]
+    assert on_any_ranks(ranks, *three)["mean"] == metrics["mean"]
     with pytest.raises(ConfigError, match=r"checkpoint\.best_metric=mean/ndcg@10: .*retrieval, sts"):
         parse_best_metric("mean/ndcg@10", metric_names([LoadedSet(retrieval), LoadedSet(sts)]))

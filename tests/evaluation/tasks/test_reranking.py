@@ -27,17 +27,17 @@ def candidate_set():
     return replace(data, candidates=candidates)
 
 
-def test_figures_are_those_of_mteb(ranks):
+def test_metrics_equal_mteb(ranks):
     data = candidate_set()
-    figures = on_any_ranks(ranks, LoadedSet(data, metrics=METRICS))["odd"]
+    metrics = on_any_ranks(ranks, LoadedSet(data, metrics=METRICS))["odd"]
     vectors = ranks(1, encoded, [*data.queries.values(), *data.documents.texts])[0]
     scores = figures_of(task_of(AbsTaskRetrieval, "Reranking", "map_at_1000", retrieval_data(data)), vectors)
     for metric, theirs in [
         ("map", "map_at_1000"), ("mrr@10", "mrr_at_10"), ("ndcg@10", "ndcg_at_10"), ("recall@3", "recall_at_3"),
         ("precision@1", "precision_at_1"),
     ]:  # fmt: skip
-        assert figures[metric] == pytest.approx(scores[theirs], abs=6e-6), metric  # MTEB rounds to five digits
-    assert 0 < figures["map"] < 1
+        assert metrics[metric] == pytest.approx(scores[theirs], abs=6e-6), metric  # MTEB rounds to five digits
+    assert 0 < metrics["map"] < 1
 
 
 def plain_set():
@@ -46,8 +46,8 @@ def plain_set():
     queries = {f"q{i}": text(i, 4) for i in range(6)}
     candidates = {f"q{i}": [(i * 4 + j * 7) % 30 for j in range(4 + 3 * i)] for i in range(6)}
     judgements = {
-        query: {f"d{n}": int(at % 3 == 1) for at, n in enumerate(dict.fromkeys(some))}
-        for query, some in candidates.items()
+        query: {f"d{n}": int(at % 3 == 1) for at, n in enumerate(dict.fromkeys(numbers))}
+        for query, numbers in candidates.items()
     }
     return RetrievalSet("plain", queries, Corpus([f"d{i}" for i in range(30)], texts), judgements, candidates)
 
@@ -71,9 +71,9 @@ class TheirModel:
         pass
 
 
-def test_figures_are_those_of_sentence_transformers(ranks):
+def test_metrics_equal_sentence_transformers(ranks):
     data = plain_set()
-    figures = on_any_ranks(ranks, LoadedSet(data))["plain"]
+    metrics = on_any_ranks(ranks, LoadedSet(data))["plain"]
     vectors = ranks(1, encoded, [*data.queries.values(), *data.documents.texts])[0]
     samples = []
     for query, words in data.queries.items():
@@ -84,24 +84,24 @@ def test_figures_are_those_of_sentence_transformers(ranks):
             {"query": words, "positive": positive, "negative": [text_of[d] for d, gain in gains.items() if not gain]}
         )
     theirs = RerankingEvaluator(samples, at_k=10)(TheirModel(vectors))
-    assert tuple(figures) == ("map", "mrr@10", "ndcg@10")
-    assert figures == pytest.approx({name: theirs[name] for name in figures}, abs=1e-6)
+    assert tuple(metrics) == ("map", "mrr@10", "ndcg@10")
+    assert metrics == pytest.approx({name: theirs[name] for name in metrics}, abs=1e-6)
     # A candidate that is named twice counts once.
-    twice = {query: [*some, some[0], some[-1]] for query, some in data.candidates.items()}
-    assert on_any_ranks(ranks, LoadedSet(replace(data, candidates=twice)))["plain"] == figures
+    twice = {query: [*numbers, numbers[0], numbers[-1]] for query, numbers in data.candidates.items()}
+    assert on_any_ranks(ranks, LoadedSet(replace(data, candidates=twice)))["plain"] == metrics
 
 
 def test_a_query_is_not_its_own_candidate(ranks):
     data = plain_set()
     queries = {"d3": data.documents.texts[3]}
     data = replace(data, queries=queries, judgements={"d3": {"d3": 1, "d4": 1}}, candidates={"d3": [3, 4]})
-    kept = on_any_ranks(ranks, LoadedSet(data))["plain"]
+    included = on_any_ranks(ranks, LoadedSet(data))["plain"]
     ignored = on_any_ranks(ranks, LoadedSet(replace(data, ignore_identical_ids=True)))["plain"]
-    assert (kept["map"], ignored["map"]) == (1.0, 0.5)
+    assert (included["map"], ignored["map"]) == (1.0, 0.5)
 
 
 class Only(Sequence):
-    """Texts of which some must not be looked at."""
+    """Texts of which several must not be read."""
 
     def __init__(self, texts, allowed):
         self.texts, self.allowed = texts, allowed

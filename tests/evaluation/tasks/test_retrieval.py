@@ -1,4 +1,4 @@
-"""Retrieval against MTEB's figures on the same vectors: every family of metrics, and the sets that are odd."""
+"""Retrieval against MTEB's metrics on the same vectors: every family of metrics, and the sets that are odd."""
 
 from dataclasses import replace
 
@@ -47,12 +47,12 @@ def theirs_of(ranks, data):
     return {f"{family}@{k}": scores[f"{theirs}_at_{k}"] for family, theirs in FAMILIES.items() for k in CUTS}
 
 
-def test_figures_are_those_of_mteb(ranks):
+def test_metrics_equal_mteb(ranks):
     data = odd_set()
-    figures = on_any_ranks(ranks, LoadedSet(data, metrics=METRICS))["odd"]
+    metrics = on_any_ranks(ranks, LoadedSet(data, metrics=METRICS))["odd"]
     for metric, value in theirs_of(ranks, data).items():
-        assert figures[metric] == pytest.approx(value, abs=6e-6), metric  # MTEB rounds to five digits
-    assert 0 < figures["ndcg@3"] < figures["ndcg@100"] < 1
+        assert metrics[metric] == pytest.approx(value, abs=6e-6), metric  # MTEB rounds to five digits
+    assert 0 < metrics["ndcg@3"] < metrics["ndcg@100"] < 1
 
 
 def test_a_query_is_not_its_own_document(ranks):
@@ -62,12 +62,12 @@ def test_a_query_is_not_its_own_document(ranks):
     queries = {ids[i]: data.documents.texts[i] for i in (0, 2, 5, 9, 21)}
     judgements = {query: {ids[(int(query[1:]) + 7) % 23]: 1, query: 1} for query in queries}
     data = replace(data, queries=queries, judgements=judgements, ignore_identical_ids=True)
-    figures = on_any_ranks(ranks, LoadedSet(data, metrics=METRICS))["odd"]
+    metrics = on_any_ranks(ranks, LoadedSet(data, metrics=METRICS))["odd"]
     for metric, value in theirs_of(ranks, data).items():
-        assert figures[metric] == pytest.approx(value, abs=6e-6), metric
-    assert figures["recall@100"] == 0.5
-    kept = on_any_ranks(ranks, LoadedSet(replace(data, ignore_identical_ids=False), metrics=METRICS))["odd"]
-    assert kept["mrr@1"] > figures["mrr@1"]
+        assert metrics[metric] == pytest.approx(value, abs=6e-6), metric
+    assert metrics["recall@100"] == 0.5
+    included = on_any_ranks(ranks, LoadedSet(replace(data, ignore_identical_ids=False), metrics=METRICS))["odd"]
+    assert included["mrr@1"] > metrics["mrr@1"]
 
 
 def holes(world, data, folder):
@@ -75,9 +75,9 @@ def holes(world, data, folder):
     return Evaluator([LoadedSet(data, metrics=METRICS)], encoder, world).evaluate(save_runs=folder)["odd"]
 
 
-def test_hole_is_the_share_that_nobody_judged_for_any_query(ranks, tmp_path):
+def test_hole_is_the_fraction_of_documents_without_judgements(ranks, tmp_path):
     data = odd_set()
-    figures = ranks(2, holes, data, tmp_path)[0]
+    metrics = ranks(2, holes, data, tmp_path)[0]
     run: dict[str, dict[str, float]] = {}
     for line in run_path(tmp_path, "odd").read_text().splitlines():
         query, _, document, _, score, _ = line.split()
@@ -85,8 +85,8 @@ def test_hole_is_the_share_that_nobody_judged_for_any_query(ranks, tmp_path):
     theirs = hole(data.judgements, run, CUTS)
     for k in CUTS:
         values = theirs[f"Hole_at_{k}"]
-        assert figures[f"hole@{k}"] == pytest.approx(sum(values) / len(values), abs=1e-6)
-    assert 0 < figures["hole@3"] < 1
+        assert metrics[f"hole@{k}"] == pytest.approx(sum(values) / len(values), abs=1e-6)
+    assert 0 < metrics["hole@3"] < 1
 
 
 def test_metrics_of_whole_rankings_do_not_depend_on_the_depth_of_run_files(ranks, tmp_path):
@@ -109,8 +109,8 @@ def test_more_queries_than_are_measured_at_a_time(ranks):
     data = odd_set()
     queries = {f"q{i}": text(i % 90, 3) for i in range(1100)}
     judgements = {query: {f"d{i % 23:02}": 1} for i, query in enumerate(queries)}
-    figures = on_any_ranks(ranks, LoadedSet(RetrievalSet("odd", queries, data.documents, judgements)))
-    assert 0 < figures["odd"]["ndcg@10"] < 1
+    metrics = on_any_ranks(ranks, LoadedSet(RetrievalSet("odd", queries, data.documents, judgements)))
+    assert 0 < metrics["odd"]["ndcg@10"] < 1
 
 
 def test_no_query_is_judged(ranks):

@@ -18,7 +18,7 @@ from embedtrain.data.train_data import load_train_data
 from embedtrain.inspect.costs import batch_cost
 from embedtrain.inspect.rows import Repetition, RowKeys, duplicates_in, summarise_extra_columns
 from embedtrain.inspect.sources import first_bad_rows
-from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, joined, measure, shown_texts
+from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, join_statistics, measure, shown_texts
 from embedtrain.tracking.pages import escape_control, shorten_middle
 from tests.data.files import write
 from tests.small import save_small, small_model, small_tokenizer, text
@@ -77,9 +77,9 @@ def test_lengths_and_duplicates_are_those_of_a_plain_loop(tmp_path):
     characters = measure(data.stores[0], None, data.settings[0].text_format, None)
     assert characters.lengths["positives"].values.tolist() == [len(one) for one in texts["positives"]]
     assert (characters.keys.negatives == found.keys.negatives).all()
-    together = joined([found, found])
-    assert together.lengths["queries"].num_texts == 120
-    assert duplicates_in(together.keys).rows == Repetition(60, 120)
+    both = join_statistics([found, found])
+    assert both.lengths["queries"].num_texts == 120
+    assert duplicates_in(both.keys).rows == Repetition(60, 120)
 
 
 def test_of_very_many_texts_a_sample_is_tokenised_whole(tmp_path, monkeypatch):

@@ -84,11 +84,11 @@ def plan_chunks(
     texts = order.reshape(num_groups, size)
     longest = np.maximum(1, text_lengths[texts[:, 0]])
     if packed:
-        bounds = _even(longest, chunk_tokens)
+        bounds = _cut_evenly(longest, chunk_tokens)
     else:
         reach = np.arange(num_groups) + np.maximum(1, chunk_tokens // longest)
-        bounds = _cut(longest, reach, pass_overhead_tokens)
-    return ChunkPlan(_balanced(texts, text_lengths, bounds, packed=packed), tuple(bounds))
+        bounds = _cut_cheaply(longest, reach, pass_overhead_tokens)
+    return ChunkPlan(_assign_to_ranks(texts, text_lengths, bounds, packed=packed), tuple(bounds))
 
 
 def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -99,14 +99,14 @@ def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.argsort(missing.astype(np.uint16) if max_length < 2**16 else missing, kind="stable").astype(np.int64)
 
 
-def _cut(longest: NDArray[np.int64], reach: NDArray[np.int64], pass_overhead_tokens: int) -> list[int]:
+def _cut_cheaply(longest: NDArray[np.int64], reach: NDArray[np.int64], pass_overhead_tokens: int) -> list[int]:
     """Bounds of chunks, given the longest text of each group and the last group at which a chunk from there may end."""
     if not len(longest):
         return [0]
     return _cheapest(_candidates(longest, reach), longest, reach, pass_overhead_tokens)
 
 
-def _even(longest: NDArray[np.int64], chunk_tokens: int) -> list[int]:
+def _cut_evenly(longest: NDArray[np.int64], chunk_tokens: int) -> list[int]:
     """Bounds of few chunks of about equal size, at most `chunk_tokens` unless a single group is larger.
 
     A group counts as its longest text, which some rank encodes.
@@ -167,7 +167,7 @@ def _cheapest(
     return [int(candidates[index]) for index in reversed(path)]
 
 
-def _balanced(
+def _assign_to_ranks(
     texts: NDArray[np.int64], lengths: NDArray[np.int64], bounds: Sequence[int], *, packed: bool
 ) -> NDArray[np.int64]:
     """The same groups with texts assigned to ranks: int64 [G, W].

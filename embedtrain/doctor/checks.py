@@ -14,7 +14,7 @@ import torch.distributed as dist
 from embedtrain.data.cache.cache import cache_directory
 from embedtrain.distributed.world import World
 from embedtrain.doctor.environment import check_environment, check_services, check_versions
-from embedtrain.doctor.finding import Finding, Level, merged
+from embedtrain.doctor.finding import Finding, Level, merge_findings
 from embedtrain.doctor.host import PER_HOST, check_devices, check_disk, check_shared_disk
 from embedtrain.doctor.options import DoctorOptions
 from embedtrain.formatting import format_count
@@ -58,7 +58,9 @@ def check_collectively(options: DoctorOptions, world: World, local: list[Finding
     for rank, first in enumerate(hosts.index(host) for host in hosts):
         if local_ranks[rank]:
             findings[rank] = [*findings[rank], *filter(_is_of_host, findings[first])]
-    return merged([[*shared, *(finding for finding in local if finding not in shared)] for local in findings], hosts)
+    return merge_findings(
+        [[*shared, *(finding for finding in local if finding not in shared)] for local in findings], hosts
+    )
 
 
 def _is_of_host(finding: Finding) -> bool:

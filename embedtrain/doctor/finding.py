@@ -34,7 +34,7 @@ class Finding:
         return {**asdict(self), "level": self.level.value}
 
 
-def merged(findings_of_ranks: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+def merge_findings(findings_of_ranks: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
     """Every finding once, with its ranks if it does not hold for all; findings and hosts are by rank."""
     ranks_of: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(findings_of_ranks):

@@ -174,7 +174,7 @@ def _print_whole(
         print_total,
     )
     from embedtrain.inspect.rows import duplicates_in
-    from embedtrain.inspect.texts import joined
+    from embedtrain.inspect.texts import join_statistics
 
     is_several, data = len(inspected_data.sources) > 1, inspected_data.data
     if is_several or of_training:
@@ -186,7 +186,7 @@ def _print_whole(
     if data is None:
         return
     if is_several:
-        whole = joined(statistics)
+        whole = join_statistics(statistics)
         print_lengths(page, whole)
         print_duplicates(page, duplicates_in(whole.keys))
     if of_training:

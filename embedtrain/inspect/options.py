@@ -62,13 +62,13 @@ def compose_inspect(arguments: list[str]) -> tuple[Recipe, InspectOptions]:
     require_single_process("inspect")
     training_option = next(filter(_is_training_option, arguments), None)
     if training_option is not None:
-        training, own = _split_arguments(arguments, training_option)
+        training, display = _split_arguments(arguments, training_option)
         recipe = compose_recipe(training)
         if not any(argument.startswith(_CONFIG_DIR) or option_of(argument) == "recipe" for argument in training):
             recipe.name = recipe.name or "inspect"
             if recipe.train.steps is None and recipe.train.epochs is None:
                 recipe.train.epochs = 1.0
-        return _check_without_model(recipe), _compose_options(own)
+        return _check_without_model(recipe), _compose_options(display)
     options = _compose_options([_as_list(argument) for argument in arguments])
     OptionChecks(options).require(
         bool(options.data), "data", "no data; write data=PATH or data=[PATH,...], or recipe=NAME and its options"
@@ -104,8 +104,8 @@ def _is_training_option(argument: str) -> bool:
     first, *rest = option_of(argument).split(".")
     if argument.startswith(_CONFIG_DIR) or first == "recipe":
         return True
-    own = [field.name for field in fields(InspectOptions)]
-    return first in (field.name for field in fields(Recipe)) and (bool(rest) or first not in own)
+    inspect_options = [field.name for field in fields(InspectOptions)]
+    return first in (field.name for field in fields(Recipe)) and (bool(rest) or first not in inspect_options)
 
 
 def _split_arguments(arguments: list[str], training_option: str) -> tuple[list[str], list[str]]:
@@ -118,8 +118,10 @@ def _split_arguments(arguments: list[str], training_option: str) -> tuple[list[s
         raise ConfigError(
             f"{data} cannot be combined with {training_option}, an option of a training: write data.train=[PATH,...]"
         )
-    own = [argument for argument in arguments if option_of(argument) in _DISPLAY_OPTIONS]
-    return [argument for argument in arguments if argument not in own], [argument.lstrip("+") for argument in own]
+    display = [argument for argument in arguments if option_of(argument) in _DISPLAY_OPTIONS]
+    return [argument for argument in arguments if argument not in display], [
+        argument.lstrip("+") for argument in display
+    ]
 
 
 def _as_list(argument: str) -> str:

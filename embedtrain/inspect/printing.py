@@ -157,7 +157,7 @@ def print_total(page: Page, stores: Sequence[RowStore], num_empty: Sequence[int]
         rows.append(row)
     total = ["total", f"{sum(map(len, stores)):,}", f"{sum(skipped):,}"]
     rows.append(total if epoch is None else [*total, f"{sum(epoch):,}", "", "100.0%"])
-    more = [] if epoch is None else ["rows an epoch", "times seen", "share"]
+    more = [] if epoch is None else ["rows an epoch", "passes", "fraction"]
     page.table(["source", "rows", "cannot be used", *more], rows)
 
 

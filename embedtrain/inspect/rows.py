@@ -97,7 +97,7 @@ class RowKeys:
     num_negatives: NDArray[np.integer]  # [R]
 
     @classmethod
-    def joined(cls, parts: Sequence["RowKeys"]) -> "RowKeys":
+    def join(cls, parts: Sequence["RowKeys"]) -> "RowKeys":
         """The concatenated rows of several sources."""
         if len(parts) == 1:
             return parts[0]
@@ -127,10 +127,10 @@ class Duplicates:
 def duplicates_in(keys: RowKeys) -> Duplicates:
     """Texts and rows that occur several times in these rows."""
     return Duplicates(
-        queries=_repeated(keys.queries),
-        positives=_repeated(keys.positives),
-        documents=_repeated(np.concatenate([keys.positives, keys.negatives])),
-        rows=_repeated(_row_keys(keys)),
+        queries=_count_repetitions(keys.queries),
+        positives=_count_repetitions(keys.positives),
+        documents=_count_repetitions(np.concatenate([keys.positives, keys.negatives])),
+        rows=_count_repetitions(_row_keys(keys)),
         both=_in_both(keys.positives, keys.negatives),
         contradictions=_in_both(
             _pairs(keys.queries, keys.positives, keys.num_positives),
@@ -139,7 +139,7 @@ def duplicates_in(keys: RowKeys) -> Duplicates:
     )
 
 
-def _repeated(keys: NDArray[np.generic]) -> Repetition:
+def _count_repetitions(keys: NDArray[np.generic]) -> Repetition:
     ordered = np.sort(keys)
     same = ordered[1:] == ordered[:-1]
     distinct = int(np.count_nonzero(same[1:] > same[:-1])) + int(bool(len(same) and same[0]))

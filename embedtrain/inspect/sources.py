@@ -66,7 +66,7 @@ def inspect_sources(recipe: Recipe, prompts: Mapping[str, str], cache: Cache) ->
         parts = enumerate(zip(sources, data.names, losses, strict=True))
         return InspectedData([InspectedSource(source, name, data, i, loss) for i, (source, name, loss) in parts], data)
     except (DataError, ConfigError) as error:
-        expanded = _expanded(recipe)
+        expanded = _expand_sources(recipe)
         sources = [replace(source, name=name) for source, name in zip(expanded, source_names(expanded), strict=True)]
         inspected = [_inspect_alone(recipe, source, prompts, cache) for source in sources]
         if len(inspected) == 1 and inspected[0].data is None:
@@ -82,7 +82,7 @@ def _load_valid_rows(recipe: Recipe, prompts: Mapping[str, str], cache: Cache) -
         return load_recipe_data(recipe, prompts, cache, OnError.skip)
 
 
-def _expanded(recipe: Recipe) -> list[TrainSource]:
+def _expand_sources(recipe: Recipe) -> list[TrainSource]:
     expanded: list[TrainSource] = []
     for source in recipe.data.train:
         try:

@@ -35,8 +35,8 @@ class UntruncatedTokenizer:
 
     def limit(self, text_format: TextFormat, *, of_queries: bool) -> int:
         """The maximal length of a source's queries, or of its documents."""
-        own = text_format.query_max_length if of_queries else text_format.document_max_length
-        return self.bound.max_length if own is None else min(own, self.bound.max_length)
+        limit = text_format.query_max_length if of_queries else text_format.document_max_length
+        return self.bound.max_length if limit is None else min(limit, self.bound.max_length)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text without truncation, including special tokens."""
@@ -132,7 +132,7 @@ def measure(
     return TextStatistics(lengths, of_rows, "tokens", len(tokens.values), _unknown(tokens, tokenizer))
 
 
-def joined(parts: Sequence[TextStatistics]) -> TextStatistics:
+def join_statistics(parts: Sequence[TextStatistics]) -> TextStatistics:
     """The statistics of several sources together, with a limit if all have the same."""
     lengths = {}
     for role in ROLES:
@@ -146,7 +146,7 @@ def joined(parts: Sequence[TextStatistics]) -> TextStatistics:
             is_exact=all(part.is_exact for part in of_role),
         )
     tokens, unknown = (sum(getattr(part, name) for part in parts) for name in ("num_tokens", "num_unknown"))
-    return TextStatistics(lengths, RowKeys.joined([part.keys for part in parts]), parts[0].unit, tokens, unknown)
+    return TextStatistics(lengths, RowKeys.join([part.keys for part in parts]), parts[0].unit, tokens, unknown)
 
 
 def _unknown(tokens: TokenStore, tokenizer: UntruncatedTokenizer) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from embedtrain.doctor.environment import check_environment
-from embedtrain.doctor.finding import Finding, Level, merged
+from embedtrain.doctor.finding import Finding, Level, merge_findings
 from embedtrain.doctor.host import check_disk
 from embedtrain.doctor.options import compose_doctor
 from embedtrain.errors import ConfigError
@@ -182,7 +182,7 @@ def test_a_directory_below_one_without_permission(monkeypatch, tmp_path):
 
 def test_findings_of_some_ranks_name_them():
     common, other = Finding("versions", "python", "3.12"), Finding("devices", "gpu", "hot", Level.warning, "Cool it.")
-    findings = merged([[common], [common, other], [common, other]], ["a", "a", "b"])
+    findings = merge_findings([[common], [common, other], [common, other]], ["a", "a", "b"])
     assert [(finding.name, finding.where) for finding in findings] == [
         ("python", ""),
         ("gpu", "rank 1 on a, rank 2 on b"),

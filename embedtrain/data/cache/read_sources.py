@@ -192,7 +192,7 @@ def read_sources(
     for loss in dict.fromkeys(losses or [0]):
         _check_widths([entry.first_vector() for i, entry in enumerate(entries) if not losses or losses[i] == loss])
     for requirements in dict.fromkeys(source_needs):
-        of_loss = [store for store, own in zip(stores, source_needs, strict=True) if own == requirements]
+        of_loss = [store for store, needs in zip(stores, source_needs, strict=True) if needs == requirements]
         check_equal_counts(requirements, [store.report.counts() for store in of_loss])
     return stores
 

@@ -92,16 +92,14 @@ class ArrowRows:
         """The row, and its line in its piece of the file."""
         number = int(self.batch_starts.searchsorted(row, side="right")) - 1
         index, batch = row - int(self.batch_starts[number]), self.batch(number)
-        queries, positives, negatives, lines, *others = batch.columns
+        queries, positives, negatives, lines, *extra = batch.columns
         names = batch.schema.names[len(TEXTS) :]
         texts = Texts(
             queries[index].as_py(),
             tuple(positives[index].values.to_pylist()),
             tuple(negatives[index].values.to_pylist()),
             0,
-            **{
-                field_name(name): _python_value(name, column[index]) for name, column in zip(names, others, strict=True)
-            },
+            **{field_name(name): _python_value(name, column[index]) for name, column in zip(names, extra, strict=True)},
         )
         return texts, lines[index].as_py()
 

@@ -81,14 +81,14 @@ def _texts(batch: pa.RecordBatch, text_format: TextFormat) -> Iterator[tuple[str
     """The texts of a batch of rows in order, with their kinds."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     nothing = [None] * batch.num_rows
-    own = [
+    instructions = [
         columns[name].to_pylist() if name in columns else nothing for name in ("instruction", "document_instruction")
     ]
     queries: dict[str | None, _Kind] = {}  # hundreds of thousands of rows share a few instructions
     documents: dict[str | None, _Kind] = {}
     query_length, document_length = text_format.query_max_length, text_format.document_max_length
     texts = (columns[name].to_pylist() for name in ("query", "positives", "negatives"))
-    for query, positives, negatives, of_query, of_documents in zip(*texts, *own, strict=True):
+    for query, positives, negatives, of_query, of_documents in zip(*texts, *instructions, strict=True):
         if of_query not in queries:
             queries[of_query] = _Kind(text_format.query(of_query), query_length, of_query or None)
         if of_documents not in documents:

@@ -49,13 +49,13 @@ def draw(
     positive = np.where(num_positives > 0, random_below(random_bits(keys, 0), np.maximum(num_positives, 1)), -1)
 
     owners = np.repeat(np.arange(len(counts)), counts)
-    negatives = _numbered(counts)
+    negatives = _positions_within(counts)
     sampled_rows = np.flatnonzero((counts < available) & (counts > 0))
     if len(sampled_rows):
         # Select the negatives with the smallest hashes of each row. Sorting keeps the candidates of a row adjacent, so
         # their indices before are their ranks afterwards.
         rows = np.repeat(sampled_rows, available[sampled_rows])
-        ranks = _numbered(available[sampled_rows])
+        ranks = _positions_within(available[sampled_rows])
         hashes = random_bits(keys[rows], ranks + 1)
         # Row and hash in one number, because rows are already sorted: seven times faster than `lexsort`.
         order = np.argsort(rows.astype(np.uint64) << np.uint64(40) | hashes >> np.uint64(24), kind="stable")
@@ -63,6 +63,6 @@ def draw(
     return Selection(positive, negatives, owners, counts)
 
 
-def _numbered(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _positions_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """0, 1, ..., counts - 1 for each row: int64 [sum of counts]."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

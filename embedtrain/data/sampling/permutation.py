@@ -47,7 +47,7 @@ def random_bits(key: int | Words, *counters: int | Whole) -> Words:
     """
     state = _words(key)
     for counter in counters:
-        state = _mixed(state + (_words(counter) + _ONE) * _STEP)
+        state = _mix(state + (_words(counter) + _ONE) * _STEP)
     return state
 
 
@@ -63,7 +63,7 @@ def random_below(random: Words, limits: int | Whole) -> Whole:
         random: uint64 [N], of `random_bits`.
         limits: above 0, at most 2^24; a number or int64 [N]. One number is likelier than another by 2^-16 at most.
     """
-    return _scaled(random, _words(limits)).astype(np.int64)
+    return _scale(random, _words(limits)).astype(np.int64)
 
 
 def permute(indices: Whole, n: int | Whole, key: int | Words) -> Whole:
@@ -112,24 +112,24 @@ def _feistel(values: Words, left_base: Words, right_base: Words, keys: Words) ->
     for number in range(_ROUNDS):
         random = random_bits(keys, number)
         if number % 2 == 0:
-            left = _added(left, _scaled(_mixed(random + (right + _ONE) * _STEP), left_base), left_base)
+            left = _add_modulo(left, _scale(_mix(random + (right + _ONE) * _STEP), left_base), left_base)
         else:
-            right = _added(right, _scaled(_mixed(random + (left + _ONE) * _STEP), right_base), right_base)
+            right = _add_modulo(right, _scale(_mix(random + (left + _ONE) * _STEP), right_base), right_base)
     return left * right_base + right
 
 
-def _added(values: Words, more: Words, base: Words) -> Words:
+def _add_modulo(values: Words, more: Words, base: Words) -> Words:
     total = values + more
     # A wrapped difference is huge, so the smaller of the two is the remainder; far cheaper than a division.
     out: Words = np.minimum(total, total - base)
     return out
 
 
-def _scaled(random: Words, limits: Words) -> Words:
+def _scale(random: Words, limits: Words) -> Words:
     return ((random >> np.uint64(24)) * limits) >> np.uint64(40)
 
 
-def _mixed(words: Words) -> Words:
+def _mix(words: Words) -> Words:
     words = (words ^ (words >> _SHIFTS[0])) * _MIX[0]
     words = (words ^ (words >> _SHIFTS[1])) * _MIX[1]
     return words ^ (words >> _SHIFTS[2])

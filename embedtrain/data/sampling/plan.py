@@ -153,9 +153,9 @@ class BatchPlan:
     def batch(self, k: int) -> PlannedBatch:
         """Batch k, counted from 0."""
         epoch, step = divmod(k, self.steps_per_epoch)
-        return self._of_one_source(k, epoch, step) if self.by_source else self._mixed(k, epoch, step)
+        return self._of_one_source(k, epoch, step) if self.by_source else self._of_all_sources(k, epoch, step)
 
-    def _mixed(self, k: int, epoch: int, step: int) -> PlannedBatch:
+    def _of_all_sources(self, k: int, epoch: int, step: int) -> PlannedBatch:
         start, stop = (_even_start(self.rows_per_epoch, self.steps_per_epoch, i) for i in (step, step + 1))
         order = Interleaving(self.rows_per_source, make_key(self.seed, _SOURCES, epoch))
         before = order.before(start)

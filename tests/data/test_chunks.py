@@ -157,9 +157,9 @@ def test_time() -> None:
     for number, bound in ((10**5, 0.3), (10**6, 1.5)):  # 0.02 s and 0.2 s
         lengths = log_normal(number)
         for size in (1, 8):
-            began = time.perf_counter()
+            began = time.process_time()
             plan_chunks(lengths, size, 16384, 256)
-            assert time.perf_counter() - began < bound
+            assert time.process_time() - began < bound
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

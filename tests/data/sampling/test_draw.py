@@ -78,6 +78,6 @@ def test_draws_are_uniform_and_in_random_order() -> None:
 
 def test_a_batch_of_many_candidates() -> None:
     negatives = np.random.default_rng(5).integers(0, 100, 4096)
-    began = time.perf_counter()
+    began = time.process_time()
     draw(np.ones(4096, dtype=np.int64), negatives, 7, np.arange(4096), seed=1)
-    assert time.perf_counter() - began < 0.5  # 0.01 s
+    assert time.process_time() - began < 0.5  # 0.01 s

@@ -114,6 +114,6 @@ def test_uniform_and_below() -> None:
 
 
 def test_a_million_at_once() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     permute(np.arange(10**6), 10**9, 1)
-    assert time.perf_counter() - began < 1.0  # 0.1 s
+    assert time.process_time() - began < 1.0  # 0.1 s

@@ -168,13 +168,13 @@ def test_tiny_sources_and_a_batch_larger_than_the_epoch(by_source: bool) -> None
 
 @BOTH
 def test_a_plan_of_any_size_is_created_at_once(by_source: bool) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     large = BatchPlan([10**9, 10**6], [10**9, 10**6], 1024, seed=1, by_source=by_source)
     batches = [large.batch(k) for k in (0, 1, large.steps_per_epoch - 1, large.steps_per_epoch, 10**9)]
     sizes = np.random.default_rng(0).integers(1, 2000, 10_000).tolist()
     many = BatchPlan(sizes, sizes, 1024, seed=1, by_source=by_source)
     batches += [many.batch(k) for k in (0, 5000, 10**6)]
-    assert time.perf_counter() - began < 1.0  # 0.05 s
+    assert time.process_time() - began < 1.0  # 0.05 s
     assert all(0 < len(batch.rows) <= 1024 for batch in batches)
     assert len(set(pairs(batches[:2]))) == len(batches[0].rows) + len(batches[1].rows)
 

@@ -123,24 +123,37 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Staging:
-    """Host buffers for copies of snapshots, reused from one save to the next, so that training continues meanwhile.
+    """Host memory for copies of snapshots, reused from one save to the next, so that training continues meanwhile.
 
     On a GPU the copies run on a separate stream into pinned memory. Only the optimizer step changes weights, so only
     it has to wait for the copies.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._buffers: dict[tuple[str, str], Tensor] = {}  # by kind and name
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
+    def reserve(self, snapshot: Snapshot) -> None:
+        """Allocate the memory for copies of such a snapshot, unless it is allocated; pinning can take seconds."""
+        rows = {(kind, name): shard.rows for kind, shards in snapshot.tensors.items() for name, shard in shards.items()}
+        allocated = {key: _layout(tensor) for key, tensor in self._buffers.items()}
+        if allocated != {key: _layout(tensor) for key, tensor in rows.items()}:
+            self._buffers = {}
+            # With parallel.cpu_offload the shards are in host memory, and the parameters of the loss on the GPU.
+            for on_gpu in (False, True):
+                tensors = {key: tensor for key, tensor in rows.items() if tensor.is_cuda is on_gpu}
+                self._buffers |= _allocate(tensors, pinned=on_gpu)
+
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """The same snapshot in host memory; on a GPU it is complete after `wait`."""
-        first = next(shard.rows for shards in snapshot.tensors.values() for shard in shards.values())
-        if not first.is_cuda:
+        self.reserve(snapshot)
+        devices = {shard.rows.device for shards in snapshot.tensors.values() for shard in shards.values()}
+        device = next((device for device in devices if device.type == "cuda"), None)
+        if device is None:
             return self._copy(snapshot)
-        self._stream = self._stream or torch.cuda.Stream(first.device)
-        self._stream.wait_stream(torch.cuda.current_stream(first.device))
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             copied = self._copy(snapshot)
             self._copied = torch.cuda.Event()
@@ -161,15 +174,41 @@ class Staging:
     def _copy(self, snapshot: Snapshot) -> Snapshot:
         copies = {
             kind: {
-                name: replace(shard, rows=self._copy_rows((kind, name), shard.rows)) for name, shard in shards.items()
+                name: replace(shard, rows=self._buffers[kind, name].copy_(shard.rows, non_blocking=shard.rows.is_cuda))
+                for name, shard in shards.items()
             }
             for kind, shards in snapshot.tensors.items()
         }
         return replace(snapshot, tensors=copies)
 
-    def _copy_rows(self, key: tuple[str, str], rows: Tensor) -> Tensor:
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != rows.shape or buffer.dtype != rows.dtype:
-            buffer = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
-            self._buffers[key] = buffer
-        return buffer.copy_(rows, non_blocking=rows.is_cuda)
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor in a buffer in which each tensor starts at a multiple of 64, as in torch's own memory."""
+    return -(-tensor.nbytes // 64) * 64
+
+
+def _allocate(tensors: Mapping[tuple[str, str], Tensor], *, pinned: bool) -> dict[tuple[str, str], Tensor]:
+    """Uninitialised tensors of the same shapes in host memory.
+
+    torch rounds every allocation of pinned memory up to a power of two (CachingHostAllocator, torch 2.11 to 2.13), so
+    a tensor of its own would take up to twice its size. Tensors therefore share blocks whose sizes are powers of two.
+    """
+    buffers: dict[tuple[str, str], Tensor] = {}
+    remaining = sorted(tensors, key=lambda key: _aligned_bytes(tensors[key]), reverse=True)
+    while remaining:
+        sizes = {key: _aligned_bytes(tensors[key]) for key in remaining}
+        # The largest block that will be full; only a tensor that fits into none has a larger one.
+        full, largest = 1 << max(sum(sizes.values()), 1).bit_length() - 1, sizes[remaining[0]]
+        capacity = full if full >= largest else 1 << (largest - 1).bit_length()
+        block, offset = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned), 0
+        for key, size in sizes.items():
+            if offset + size <= capacity:
+                like = tensors[key]
+                buffers[key] = block[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+                offset += size
+        remaining = [key for key in remaining if key not in buffers]
+    return buffers

@@ -70,7 +70,7 @@ class Live:
             model.config |= sizes
             encoder = load_model(model, parallel, world, seed=seed, tokenizer=small_tokenizer()).encoder
         self.trained = EncoderWithLoss(
-            encoder, InfoNCE(InfoNCEConfig(learn_temperature=True, temperature=0.1 + seed / 10))
+            encoder, InfoNCE(InfoNCEConfig(learn_temperature=True, temperature=0.1 + seed / 10)).to(world.device)
         )
         self.optimizer = build_optimizer(encoder, OptimConfig(lr=1e-2), self.trained.loss)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -81,6 +81,11 @@ class Live:
         self.trained.encoder(*((ids,) if self.odd else (ids, torch.ones_like(ids)))).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def local_values(self) -> list[list[float]]:
+        """This rank's part of every trained parameter."""
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters]
+        return [part.detach().cpu().flatten().tolist() for part in local]
 
     def digests(self, *, optimizer: bool = True) -> dict[str, str]:
         """A digest of every unsharded tensor of the model and of the optimizer state, by name. A collective."""

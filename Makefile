@@ -10,7 +10,7 @@ RUN := runs/quickstart
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-gpu test-slurm test-hosts test-browser image-test docs docs-serve reference lint format bench clean
+.PHONY: demo test test-all test-gpu test-oldest test-slurm test-hosts test-browser image-test docs docs-serve reference lint format bench clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
@@ -28,6 +28,10 @@ test-all: .venv  ## slow tests as well
 
 test-gpu: .venv  ## on a CUDA device, with two NCCL ranks where there are two
 	$(BIN)/python -m pytest -m gpu -rs
+
+test-oldest: .venv-oldest  ## all tests except those marked slow, with the oldest versions that pyproject.toml allows
+	.venv-oldest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile \
+	  -m 'not slow and not gpu and not slurm and not hosts and not image and not browser'
 
 test-slurm: .venv  ## on a SLURM cluster of two virtual nodes, which the tests start (as root)
 	$(BIN)/python -m pytest tests/slurm -m slurm -rs
@@ -63,13 +67,15 @@ bench: .venv  ## side-by-side measurements as tables: about forty minutes
 	$(BIN)/python -m benchmarks
 
 # The time stamp stays at 0 until the installation succeeds, so that an interrupted one is repeated.
-.venv: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@touch -d @0 $(VENV)
-	@echo 'Installing into $(VENV): a few minutes the first time'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
-	  || { touch -d @0 $(VENV); exit 1; }
-	@touch $(VENV)
+.venv: constraints.txt
+.venv-oldest: constraints-oldest.txt
+.venv .venv-oldest: pyproject.toml
+	@test -x $@/bin/python || $(PYTHON) -m venv $@
+	@touch -d @0 $@
+	@echo 'Installing into $@: a few minutes the first time'
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check -c $(filter constraints%,$^) -e '.[dev]' \
+	  || { touch -d @0 $@; exit 1; }
+	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest build dist .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""Real ranks for tests: worker processes over gloo that stay alive, since importing torch costs seconds.
+"""Real ranks for tests: worker processes over gloo or NCCL that stay alive, since importing torch costs seconds.
 
     results = ranks(3, check_something, argument)      # one result per rank, in rank order
 
@@ -24,10 +24,15 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """Worker processes, started when first needed and used again by every later test."""
+    """Worker processes, started when first needed and used again by every later test.
 
-    def __init__(self, open_device: Callable[[], Any] | None = None) -> None:
-        self._open_device = open_device
+    Args:
+        open_device: returns the device of every rank, over gloo; default: the CPU.
+        nccl: whether each rank has a GPU of its own, over NCCL. Otherwise ranks see no GPU.
+    """
+
+    def __init__(self, open_device: Callable[[], Any] | None = None, *, nccl: bool = False) -> None:
+        self._open_device, self._nccl = open_device, nccl
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -38,6 +43,8 @@ class RankPool:
             answers = self._call(world_size, function, args, timeout)
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
+            if self._nccl:  # after some errors a process can no longer use its GPU
+                self.stop()
             raise RankFailed("\n".join(failures))
         return [value for _, value in answers]
 
@@ -53,7 +60,7 @@ class RankPool:
     def _start(self, world_size: int) -> None:
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, self._open_device), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self._open_device, self._nccl), daemon=True)
             process.start()
             self._workers.append((process, ours))
 
@@ -87,8 +94,10 @@ class RankPool:
         self._workers = []
 
 
-def _serve(pipe: Connection, open_device: Callable[[], Any] | None) -> None:
+def _serve(pipe: Connection, open_device: Callable[[], Any] | None, nccl: bool) -> None:
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", GLOO_SOCKET_IFNAME="lo")
+    if not nccl:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     device = None if open_device is None else open_device()
     import torch
     import torch.distributed as dist
@@ -96,14 +105,18 @@ def _serve(pipe: Connection, open_device: Callable[[], Any] | None) -> None:
     from embedtrain.distributed.world import World
 
     torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
     while True:
         try:
             function, args, rank, world_size, store = pipe.recv()
         except EOFError:
             return
         try:
+            if nccl:
+                device = torch.device("cuda", rank)
+                torch.cuda.set_device(device)
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+                backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
             )
         except Exception:  # the pool starts fresh workers
             pipe.send((None, traceback.format_exc()))

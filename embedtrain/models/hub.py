@@ -4,7 +4,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from huggingface_hub import list_repo_files, snapshot_download
+from huggingface_hub import is_offline_mode, list_repo_files, snapshot_download
 
 from embedtrain.errors import ConfigError, ModelError
 
@@ -39,7 +39,16 @@ def resolve_directory(
                 ignored.append("*.bin")
         except Exception:  # noqa: S110 - of any type; without network the cached snapshot serves, or the next line fails
             pass
-        return Path(snapshot_download(path, revision=revision, allow_patterns=only, ignore_patterns=ignored))
+        # Offline, huggingface_hub 1.33 asks the network for the files of a commit unless it must not.
+        return Path(
+            snapshot_download(
+                path,
+                revision=revision,
+                allow_patterns=only,
+                ignore_patterns=ignored,
+                local_files_only=is_offline_mode(),
+            )
+        )
     except Exception as error:
         at = "" if revision is None else f" at {revision_option}={revision}"
         raise ModelError(

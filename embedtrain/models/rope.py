@@ -34,7 +34,9 @@ def scale_rope(config: PretrainedConfig, scaling: Mapping[str, Any] | None) -> N
             f"model.rope_scaling={dict(scaling)}: {text.model_type} has no rotary positions; leave it out (null), its "
             f"texts are limited to {text.max_position_embeddings} positions"
         )
-    layers = text.nested_rope_parameter_keys(text.rope_parameters)
+    layers = [
+        name for name, value in text.rope_parameters.items() if isinstance(value, dict)
+    ]  # one dict per layer type
     before = text.rope_parameters["full_attention"] if "full_attention" in layers else text.rope_parameters
     if layers and "full_attention" not in layers:
         raise ConfigError(

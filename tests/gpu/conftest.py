@@ -1,15 +1,29 @@
-"""The checks of `make test-gpu` run on the CPU in the ordinary suite, so that only the device is new on a GPU."""
+"""The checks of `make test-gpu` also run on the CPU in the ordinary suite: on a GPU only the device differs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 
-from embedtrain.distributed.world import World, joined_world
+from tests.ranks import RankPool
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """A world of one rank, in this process."""
-    with joined_world() as world:
-        assert world.device.type == request.param
-        yield world
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """Like `ranks`, with a GPU for each rank; skips where there are fewer."""
+    pool = RankPool(nccl=True)
+
+    def run(world_size: int, *arguments: Any, **options: Any) -> list[Any]:
+        if world_size > torch.cuda.device_count():
+            pytest.skip(f"needs {world_size} CUDA devices, and there is {torch.cuda.device_count()}")
+        return pool.run(world_size, *arguments, **options)
+
+    yield run
+    pool.stop()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device_ranks(request: pytest.FixtureRequest) -> Any:
+    """`ranks` on the CPU, `gpu_ranks` among the tests marked gpu. `ranks` itself stays on the CPU, as the reference."""
+    return request.getfixturevalue("ranks" if request.param == "cpu" else "gpu_ranks")

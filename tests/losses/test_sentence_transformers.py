@@ -27,6 +27,7 @@ from embedtrain.losses.types import FROM_ROWS, Guide
 from tests.losses.global_batch import DIMENSION, GlobalVectors, check, run, vectors
 
 VERSION = tuple(int(part) for part in sentence_transformers.__version__.split(".")[:2])
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 ROWS = 6
 SEED = 5  # as in `GlobalVectors.of_rank`
 DISTANCES = losses.BatchHardTripletLossDistanceFunction
@@ -290,6 +291,8 @@ def skip_inexact_versions(case: Case) -> None:
     inner = f"{case.name} {case.inner}"
     if VERSION < (6, 2) and any(part in inner for part in ("Cached", "MegaBatch", "MatryoshkaLoss MSELoss")):
         pytest.skip("the reference is exact in float64 from sentence-transformers 6.2 on")
+    if TORCH < (2, 13) and "CosineSimilarityLoss" in inner:  # it converts labels to float32
+        pytest.skip("the backward pass of MSELoss accepts two types from torch 2.13 on")
 
 
 def case_id(case: Case) -> str:
@@ -500,7 +503,7 @@ def one_row(world: World) -> None:
     """The gradient of every class is finite for a global batch of one row."""
     for case in PLAIN:
         batch = case.batch()
-        answer = run(world, case.config, batch, [[], [2]], torch.float64, DIMENSION)
+        answer = run(world, case.config, batch, [[], [2]], torch.float32, DIMENSION)
         assert answer["queries"].isfinite().all(), case.name
         assert answer["documents"].isfinite().all(), case.name
 

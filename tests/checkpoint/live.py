@@ -57,7 +57,7 @@ class Live:
     """A model in training on this rank."""
 
     def __init__(self, world: World, parallel: ParallelConfig, *, odd: bool, seed: int = 0, **sizes: int) -> None:
-        self.odd = odd
+        self.odd, self.device = odd, world.device
         if odd:
             torch.manual_seed(seed)
             encoder: Any = Odd()
@@ -77,7 +77,7 @@ class Live:
 
     def step(self) -> None:
         """One optimizer step with real gradients; the loss's parameters have none, as before a batch of its source."""
-        ids = torch.tensor([[1, 2, 3]])
+        ids = torch.tensor([[1, 2, 3]], device=self.device)
         self.trained.encoder(*((ids,) if self.odd else (ids, torch.ones_like(ids)))).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -99,7 +99,7 @@ class Live:
 
 def digest(tensor: Tensor) -> str:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    content = whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    content = whole.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
     return f"{whole.dtype} {list(whole.shape)} {hashlib.sha256(content).hexdigest()}"
 
 

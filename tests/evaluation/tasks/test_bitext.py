@@ -3,7 +3,9 @@
 import csv
 
 import pytest
+import sentence_transformers
 from mteb.abstasks.text.bitext_mining import AbsTaskBitextMining
+from packaging.version import Version
 from sentence_transformers.sentence_transformer.evaluation import TranslationEvaluator
 from transformers import AutoTokenizer
 
@@ -43,6 +45,9 @@ def test_metrics_equal_other_libraries(ranks):
     mteb = figures_of(task, vectors)
     for name in ("f1", "precision", "recall", "accuracy"):
         assert metrics[name] == pytest.approx(mteb[name], abs=1e-6), name
+
+    if Version(sentence_transformers.__version__) < Version("6.2"):
+        return  # there, of equal sentences only the one of the same row is right
 
     class Evaluated(TranslationEvaluator):
         def store_metrics_in_model_card_data(self, *_args, **_kwargs):

@@ -10,7 +10,7 @@ RUN := runs/quickstart
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-gpu test-oldest test-slurm test-hosts test-browser image-test docs docs-serve reference lint format bench clean
+.PHONY: demo test test-all test-gpu test-oldest test-slurm test-hosts test-browser image-test docs docs-serve reference lint format bench bench-gpu clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
@@ -65,6 +65,9 @@ format: .venv
 
 bench: .venv  ## side-by-side measurements as tables: about forty minutes
 	$(BIN)/python -m benchmarks
+
+bench-gpu: .venv  ## on a GPU: the tables that benchmarks/gpu/DEVICE.md does not have yet, at most ten minutes each
+	$(BIN)/python -m benchmarks.gpu
 
 # The time stamp stays at 0 until the installation succeeds, so that an interrupted one is repeated.
 .venv: constraints.txt

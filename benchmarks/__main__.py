@@ -1,4 +1,4 @@
-"""Run the benchmarks and print each Markdown table as soon as it is table."""
+"""Run the benchmarks and print each Markdown table as soon as it is measured."""
 
 import os
 import sys
@@ -16,15 +16,13 @@ TABLES = (
     "data",
     "checkpoints",
     "plan",
-    "gpu",
-    "gpu_theirs",
 )
 ON_DEMAND = ("data_memory",)  # slow, and needs a lot of disk space
 
 
 def main() -> None:
-    selected = [name.partition(":") for name in sys.argv[1:] or TABLES]  # gpu:Qwen3-4B selects one model of that table
-    unknown = [name for name, _, _ in selected if name not in TABLES + ON_DEMAND]
+    selected = sys.argv[1:] or TABLES
+    unknown = [name for name in selected if name not in TABLES + ON_DEMAND]
     if unknown:
         sys.exit(f"there is no table {unknown[0]}; available: {', '.join(TABLES + ON_DEMAND)}")
     # Set before torch is imported. With more threads than free cores, threads wait for each other and distort timings.
@@ -41,10 +39,9 @@ def main() -> None:
     torch.set_num_threads(1)
     quiet_libraries()
     print(machine(), flush=True)
-    for name, _, part in selected:
+    for name in selected:
         module = import_module(f"benchmarks.{name}")
-        table = module.measure(part) if part else module.measure()
-        print(f"\n## {module.TITLE}\n\n{table}", flush=True)
+        print(f"\n## {module.TITLE}\n\n{module.measure()}", flush=True)
 
 
 if __name__ == "__main__":

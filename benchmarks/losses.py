@@ -70,19 +70,23 @@ class Measured:
     norms: tuple[float, float]
 
 
-def cases() -> list[Case]:
+def cases(part: str = "") -> list[Case]:
+    """All cases of this machine; on a GPU, those of a million rows are a `part` of their own."""
     gpus = torch.cuda.device_count()
+    if part == "million":
+        return [Case(4**10, 1)]
     if gpus:
-        sizes = [Case(4**n, 3) for n in (5, 6, 7, 8, 9, 10)]
+        sizes = [Case(4**n, 1 if n > 8 else 3) for n in (5, 6, 7, 8, 9)]
     else:
         sizes = [Case(1024, 5), Case(4096, 3), Case(16384, 2), Case(65536, 1, implementations=OURS)]
     ranks = [Case(16384, 1, negatives=3, ranks=2, implementations=OURS[1:])] if gpus != 1 else []
     return [*sizes, Case(4096, 3, negatives=3), *ranks, Case(4096, 3, matryoshka=True, implementations=(*OURS, THEIRS))]
 
 
-def measure() -> str:
+def measure(part: str = "", *, small: bool = False) -> str:
+    """Measure the cases of `part`; `small`: one of 256 rows."""
     header = ["queries x documents", *OURS, THEIRS, f"{CACHED}, mini_batch_size={MINI_BATCH}", "plain : tiled"]
-    return markdown(header, [_row(case) for case in cases()])
+    return markdown(header, [_row(case) for case in ([Case(256, 1)] if small else cases(part))])
 
 
 def _row(case: Case) -> list[str]:

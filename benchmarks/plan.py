@@ -121,9 +121,12 @@ def cases() -> list[Case]:
     return all_cases
 
 
-def measure() -> str:
+def measure(_: str = "", *, small: bool = False) -> str:
+    """Measure all cases; `small`: one tiny model."""
+    tiny = {**XLMR, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+    ddp = ParallelConfig(strategy=Strategy.ddp)
     rows = []
-    for case in cases():
+    for case in [Case(name="tiny", config=tiny, parallel=ddp, rows=4)] if small else cases():
         result = compare(case)
         ratio = f"{result.planned / result.measured:.2f}"
         names = [f"{case.name}, {case.parallel.precision.value}", case.ranks, result.layout]

@@ -1,6 +1,9 @@
 """The benchmarks: texts have the documented lengths, results are compared, a failing row does not stop a table."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,13 +11,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks import gpu, gpu_models
 from benchmarks.comparison import StepResults, comparison_cells
+from benchmarks.gpu import __main__ as gpu_main
+from benchmarks.gpu import models as gpu_models
+from benchmarks.gpu import training as gpu
 from benchmarks.inputs import MINILM
 from benchmarks.measure import ROUNDS, Timed, WrongResult
 from benchmarks.workloads import Workload, equal_lengths, question_passage, short_pairs, web
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
+
+QUICK = ("search", "checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -89,3 +96,30 @@ def test_a_variant_with_a_different_loss_is_reported_as_wrong(
     table = gpu.table([sized], [variants[0], variants[0]], matmul=64).splitlines()[-2:]
     assert "wrong" not in table[0]
     assert "wrong: its loss is" in table[1]
+
+
+def test_stored_tables_are_replaced_and_not_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "DEVICE.md"
+    assert gpu_main.missing(path) == list(gpu_main.TABLES)
+    gpu_main.store(path, "search", ("Search", "| 1 |"))
+    gpu_main.store(path, "losses", ("Losses", "| 2 |"))
+    gpu_main.store(path, "search", ("Search", "| 3 |"))
+    text = path.read_text()
+    assert text.startswith("# DEVICE\n")
+    assert text.index("| 2 |") < text.index("| 3 |"), "tables keep their order"
+    assert "| 1 |" not in text
+    assert gpu_main.missing(path) == [name for name in gpu_main.TABLES if name not in ("search", "losses")]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in gpu_main.TABLES]
+)
+def test_every_table_runs_with_tiny_models(name: str) -> None:
+    """In a process of its own, as on a GPU: only the sizes and the device are new there."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", name]
+    result = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    _, _, *rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    assert rows
+    for problem in ("failed", "wrong", "out of memory", "nan"):
+        assert problem not in "".join(rows)

@@ -109,6 +109,12 @@ def tiny(model: Sized) -> Sized:
     return replace(model, config={**model.config, **small, **heads}, pairs=4, chunk_tokens=512)
 
 
+def sized_named(name: str, *, small: bool = False) -> Sized:
+    """The model of MODELS with this name."""
+    (model,) = (model for model in MODELS if model.name == name)
+    return tiny(model) if small else model
+
+
 @contextmanager
 def saved(model: Sized, device: torch.device) -> Iterator[Path]:
     """A sentence-transformers directory of the model, with random bf16 weights that are initialized on `device`."""

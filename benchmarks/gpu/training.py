@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.comparison import make_step_context
-from benchmarks.gpu_models import MODELS, RandomTexts, Sized, load, saved
+from benchmarks.gpu.models import RandomTexts, Sized, load, saved, sized_named
 from benchmarks.measure import markdown
 from embedtrain.config.recipe import Attention
 from embedtrain.distributed.world import World, joined_world
@@ -20,8 +20,7 @@ from embedtrain.planning.flops import model_flops
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch, pass_overhead
 from embedtrain.training.step import StepContext, train_step
 
-SKIPPED = "Skipped: there is no CUDA device."
-TITLE = "On a GPU: training with random weights in bf16, texts of about 100 tokens (log-normal, at most 512)"
+TITLE = "Training with random weights in bf16, texts of about 100 tokens (log-normal, at most 512)"
 WARM, STEPS, BATCHES = 5, 20, 4
 MATMUL = 8192
 # Maximal relative difference of the losses of two variants on the same batch, in bf16 with random weights.
@@ -80,15 +79,12 @@ class Model:
     costs: dict[str, TrainCost] = field(default_factory=dict)
 
 
-def measure(part: str = "", models: Sequence[Sized] = MODELS, variants: Sequence[Variant] = VARIANTS) -> str:
-    """Measure all models, or the one named `part`."""
-    if not torch.cuda.is_available():
-        return SKIPPED
-    return table([model for model in models if part in ("", model.name)], variants)
+def measure(name: str, *, small: bool = False) -> str:
+    """Measure the model `name`; `small`: a tiny one of its architecture, on any device."""
+    return table([sized_named(name, small=small)], VARIANTS, 64 if small else MATMUL)
 
 
 def table(models: Sequence[Sized], variants: Sequence[Variant], matmul: int = MATMUL) -> str:
-    """Like `measure`, on any device."""
     with joined_world() as world:
         rate, rows = matmul_rate(world.device, matmul), []
         for sized in models:
@@ -138,7 +134,7 @@ def _row(model: Model, variant: Variant, folder: Path, world: World, rate: float
         message = "out of memory" if out_of_memory else f"failed: {(str(error).splitlines() or [''])[0]}"
         return [*names, message, *["-"] * 10]
     finally:
-        _free_memory()
+        free_memory()
     packed = model.costs.get(PACKED.name)
     if (
         variant.batch_factor == 1
@@ -164,7 +160,7 @@ def _row(model: Model, variant: Variant, folder: Path, world: World, rate: float
     ]
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
     """Free the memory of a model, even of one that failed."""
     gc.collect()
     torch.compiler.reset()
@@ -174,7 +170,7 @@ def _free_memory() -> None:
 
 def _train(model: Model, variant: Variant, folder: Path, world: World) -> TrainCost:
     device, sized = world.device, model.sized
-    _free_memory()  # memory of the random initialization
+    free_memory()  # memory of the random initialization
     _peak(device)
     loaded = load(folder, world, attention=variant.attention, compiled=variant.compiled)
     loading = _peak(device)

@@ -1,0 +1,1 @@
+"""Measurements on a GPU, table by table: `python -m benchmarks.gpu`."""

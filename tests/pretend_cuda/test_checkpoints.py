@@ -65,7 +65,9 @@ def save_and_resume(world: World, root: Path, strategy: Strategy, offload: bool,
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(("strategy", "offload"), [(Strategy.fsdp, False), (Strategy.ddp, False)])
+@pytest.mark.parametrize(
+    ("strategy", "offload"), [(Strategy.fsdp, False), (Strategy.fsdp, True), (Strategy.ddp, False)]
+)
 def test_save_and_resume(cuda_ranks, tmp_path, strategy, offload, asynchronous):
     for result in cuda_ranks(2, save_and_resume, tmp_path, strategy, offload, asynchronous):
         equal, same_state, loss = result["resumed"]["cuda"]

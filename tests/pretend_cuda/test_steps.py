@@ -25,18 +25,23 @@ ATTENTION = [
 
 @pytest.mark.parametrize(("architecture", "attention"), ATTENTION)
 def test_architectures(cuda_ranks, architecture, attention):
-    """In bf16: packed with the kernel for packed texts, padded with torch's attention. The forward pass never waits."""
-    ((result, expected),) = cuda_ranks(1, run_case, Case(architecture=architecture, attention=attention))
-    agree(result, expected, TOLERANCES[Precision.bf16])
+    """Packed in bf16, which the kernel for packed texts needs; padded in fp32. The forward pass never waits."""
+    precision = Precision.bf16 if attention is Attention.packed else Precision.fp32
+    case = Case(architecture=architecture, attention=attention, precision=precision)
+    ((result, expected),) = cuda_ranks(1, run_case, case)
+    agree(result, expected, TOLERANCES[precision])
     assert not [line for line in result.reads if line.startswith("models/")]
 
 
 LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "recomputation": {"parallel": {"activation_checkpointing": True}},
+    "offload": {"parallel": {"cpu_offload": True}},
+    "recomputation and offload": {"parallel": {"activation_checkpointing": True, "cpu_offload": True}},
     "gradients reduced per chunk": {"parallel": {"gradient_reduction": GradientReduction.per_chunk}},
     "LoRA": {"model": LORA},
     "LoRA and recomputation": {"model": LORA, "parallel": {"activation_checkpointing": True}},
+    "LoRA and offload": {"model": LORA, "parallel": {"cpu_offload": True}},
     "dropout": {"model": {"dropout": 0.1}},
 }
 
@@ -49,7 +54,7 @@ def test_layouts_of_one_rank(cuda_ranks, name):
     agree(result, expected, TOLERANCES[Precision.fp32])
 
 
-@pytest.mark.parametrize("name", ["plain", "LoRA and recomputation"])
+@pytest.mark.parametrize("name", ["plain", "recomputation and offload", "LoRA and offload"])
 @pytest.mark.parametrize("strategy", [Strategy.fsdp, Strategy.ddp, Strategy.hsdp])
 def test_layouts_of_two_ranks(cuda_ranks, strategy, name):
     values = LAYOUTS.get(name, {})

@@ -168,7 +168,8 @@ def _document_texts(
 
 
 # Extra columns of rows that losses use.
-LOSS_COLUMNS = frozenset({"positive_scores", "negative_scores", "positive_ids", "negative_ids", "label", "vectors"})
+ID_COLUMNS = frozenset({"positive_ids", "negative_ids"})
+LOSS_COLUMNS = ID_COLUMNS | {"positive_scores", "negative_scores", "label", "vectors"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +232,7 @@ class TrainData:
             source=planned.source,
             tokens=None if self.tokens is None else SelectedTokens(self.tokens, planned, selection, positives),
             has_loss_columns=any(self.stores[source].extra_columns & LOSS_COLUMNS for source in sources),
+            has_ids=any(self.stores[source].extra_columns & ID_COLUMNS for source in sources),
         )
 
     def teacher_dimension(self, source: int) -> int | None:

@@ -104,6 +104,7 @@ class GlobalBatch:
     source: int | None = None  # of all rows, if every batch has rows of one source
     tokens: BatchTokens | None = None  # None until the data is tokenised
     has_loss_columns: bool = True  # whether rows hold scores, ids, labels or vectors besides texts
+    has_ids: bool | None = None  # whether a document of any rank may have an id; None: `rows` says it
 
     def rows_of_rank(self, rank: int, size: int) -> tuple[Row, ...]:
         """The rows of rank `rank` of `size`: every `size`-th row, so that ranks differ by at most one."""

@@ -1,12 +1,13 @@
 """Losses made of other losses: a weighted sum, one loss per training source, and Matryoshka."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embedtrain.losses.similarity import at_least_float32
-from embedtrain.losses.types import BatchInfo, Loss, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput, Prepared
 
 
 class CombinedLoss(Loss):
@@ -20,6 +21,10 @@ class CombinedLoss(Loss):
         super().__init__()
         self.parts = nn.ModuleDict(parts)
         self.weights = dict(weights)
+
+    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
+        """What the parts need."""
+        return _prepare([(part, dimension) for part in self.parts.values()], batch_info)
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's loss."""
@@ -50,6 +55,10 @@ class LossPerSource(Loss):
         assert isinstance(loss, Loss)
         return loss
 
+    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
+        """What the loss of the batch's source needs."""
+        return self.for_source(batch_info.source).prepare(batch_info, dimension)
+
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's loss."""
         output: LossOutput = self.for_source(batch_info.source)(queries, documents, batch_info)
@@ -67,14 +76,28 @@ class Matryoshka(Loss):
         super().__init__()
         self.inner, self.dims, self.weights = inner, list(dims), list(weights)
 
+    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
+        """What the loss needs for each n."""
+        return _prepare([(self.inner, dim) for dim in self.dims], batch_info)
+
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's loss."""
         queries, documents = at_least_float32(queries), at_least_float32(documents)
         local_loss, metrics = queries.new_zeros(()), dict[str, Tensor]()
         for dim, weight in zip(self.dims, self.weights, strict=True):
-            truncated = (F.normalize(vectors[:, :dim], dim=1) for vectors in (queries, documents))
-            output = self.inner(*truncated, batch_info)
+            truncated = [F.normalize(vectors[:, :dim], dim=1) for vectors in (queries, documents)]
+            output = self.inner(truncated[0], truncated[1], batch_info)
             local_loss = local_loss + weight * output.local_loss
             metrics = metrics or dict(output.metrics)
             metrics[f"loss@{dim}"] = output.local_loss.detach()
         return LossOutput(local_loss, metrics)
+
+
+def _prepare(losses: Sequence[tuple[nn.Module, int]], batch_info: BatchInfo) -> dict[Hashable, Prepared]:
+    """What losses of vectors of these dimensions need; what several need is computed once."""
+    prepared = dict[Hashable, Prepared]()
+    for loss, dimension in losses:
+        assert isinstance(loss, Loss)
+        known = replace(batch_info, prepared={**batch_info.prepared, **prepared})
+        prepared |= loss.prepare(known, dimension)
+    return prepared

@@ -16,7 +16,6 @@ from embedtrain.config.losses import (
     MarginMSEConfig,
     Similarity,
 )
-from embedtrain.distributed.collectives import total
 from embedtrain.errors import ConfigError
 from embedtrain.losses.similarity import (
     at_least_float32,
@@ -45,8 +44,7 @@ class DistillScores(Loss):
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         student, teacher, owners = *_scores(queries, documents, batch_info, self.similarity), batch_info.owners
-        num_documents = torch.bincount(owners, minlength=len(queries))
-        num_rows = max(1, total(int((num_documents > 1).sum()), owners.device))
+        num_rows = max(1, int((batch_info.rows.num_documents > 1).sum()))
 
         log_student = _log_softmax(student / self.temperature, owners, len(queries))
         target = _log_softmax(teacher / self.teacher_temperature, owners, len(queries)).exp()
@@ -54,8 +52,9 @@ class DistillScores(Loss):
         loss = divergence.sum() * self.factor / num_rows
 
         best = _is_largest(student.detach(), owners, len(queries)) & _is_largest(teacher, owners, len(queries))
-        agreed = owners[best & (num_documents[owners] > 1)].unique()
-        return LossOutput(loss, {"agreement": loss.detach().new_tensor(len(agreed)) / num_rows})
+        several = torch.searchsorted(owners, owners, right=True) - torch.searchsorted(owners, owners) > 1
+        agreed = group_max((best & several).to(loss.dtype), owners, len(queries)).clamp(min=0.0)
+        return LossOutput(loss, {"agreement": agreed.sum() / num_rows})
 
 
 class MarginMSE(Loss):
@@ -73,11 +72,10 @@ class MarginMSE(Loss):
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         student, teacher = _scores(queries, documents, batch_info, self.similarity)
-        positions = positions_in_row(batch_info.owners)
-        negatives = positions.nonzero().squeeze(1)
+        positions, negatives = positions_in_row(batch_info.owners), batch_info.negatives
         positives = negatives - positions[negatives]
         margins, targets = student[positives] - student[negatives], teacher[positives] - teacher[negatives]
-        num_pairs = max(1, total(len(negatives), student.device))
+        num_pairs = max(1, batch_info.rows.num_negatives)
         agreed = (margins.detach().sign() == targets.sign()).sum() / num_pairs
         return LossOutput((margins - targets).square().sum() / num_pairs, {"agreement": agreed})
 
@@ -123,7 +121,7 @@ class DistillEmbeddings(Loss):
                 terms = (student - teacher).square().mean(dim=1)
             case EmbeddingDistance.l2:
                 terms = torch.linalg.vector_norm(student - teacher, dim=1)
-        return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
+        return LossOutput(terms.sum() / max(1, sum(map(sum, batch_info.rows.counts))))
 
     def _check_widths(self, dimension: int, width: int) -> None:
         if dimension != width:

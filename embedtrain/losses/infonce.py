@@ -3,26 +3,19 @@
 B, M: queries and documents of this rank; N, K: of all ranks; D: dimensions.
 """
 
+from collections.abc import Hashable
+
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from embedtrain.config.losses import Hardness, Implementation, InfoNCEConfig, PartitionMode, Similarity
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.losses.scores import (
-    QUERY_CANDIDATES,
-    Candidates,
-    Counts,
-    ExcludedCandidates,
-    Rows,
-    ScoringRules,
-    guide_limits,
-    score_limits,
-)
+from embedtrain.losses.excluded import QUERY_CANDIDATES, ExcludedCandidates, Exclusion
+from embedtrain.losses.scores import Candidates, Rows, ScoringRules, guide_limits, score_limits
 from embedtrain.losses.similarity import Temperature, at_least_float32, group_logsumexp, group_max
 from embedtrain.losses.softmax import SoftmaxSums, plain_softmax, ring_softmax, tiled_softmax
-from embedtrain.losses.types import BatchInfo, Guide, Loss, LossOutput
+from embedtrain.losses.types import BatchInfo, Counts, Guide, Loss, LossOutput, Prepared
 
 # Up to so many bytes of scores the plain implementation is as fast as the others, and the simplest.
 MAX_PLAIN_BYTES = 1 << 26
@@ -50,6 +43,25 @@ class InfoNCE(Loss):
         joint = config.partition_mode is PartitionMode.joint
         self.partitions = [config.directions] if joint else [[direction] for direction in config.directions]
 
+    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
+        """The excluded candidates."""
+        exclusion = self._exclusion(batch_info.rows.counts, dimension, torch.float32)
+        if exclusion in batch_info.prepared:
+            return {}
+        return {exclusion: ExcludedCandidates.build(exclusion, batch_info.rows)}
+
+    def _exclusion(self, counts: Counts, dimension: int, dtype: torch.dtype) -> Exclusion:
+        config = self.config
+        if not config.in_batch_negatives:
+            return Exclusion(directions=(), duplicates=config.mask_duplicates)
+        return Exclusion(
+            directions=tuple(config.directions),
+            duplicates=config.mask_duplicates,
+            score_positive_twice=config.partition_mode is PartitionMode.joint,
+            hardness=config.hardness is not Hardness.none,
+            ring=choose_implementation(config, counts, dimension, dtype) is Implementation.ring,
+        )
+
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's loss."""
         # Autocast would round the products to bf16: logits of 50 would be off by a quarter.
@@ -61,13 +73,13 @@ class InfoNCE(Loss):
             queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
         scale = self.temperature.scale(queries)
         guide = None if self.config.guide is None else _normalized(batch_info.guides[self.config.guide])
-        counts = Counts.gather(queries, documents)
         compute = self._in_batch_negatives if self.config.in_batch_negatives else self._hard_negatives
-        sums = compute(queries, documents, batch_info, guide, scale, counts)
+        sums = compute(queries, documents, batch_info, guide, scale)
+        counts = batch_info.rows.counts
         num_rows = max(1, sum(counts.queries))
         metrics = {"accuracy": sums.num_correct / num_rows}
         if self.temperature.log_scale is not None:
-            metrics["temperature"] = 1.0 / (scale.detach().squeeze() * dist.get_world_size())
+            metrics["temperature"] = 1.0 / (scale.detach().squeeze() * len(counts.queries))
         return LossOutput(sums.loss / num_rows, metrics)
 
     def _in_batch_negatives(
@@ -77,16 +89,13 @@ class InfoNCE(Loss):
         batch_info: BatchInfo,
         guide: Guide | None,
         scale: Tensor,
-        counts: Counts,
     ) -> SoftmaxSums:
         """Each query against the documents of all ranks, and what else `directions` name."""
-        config, rank = self.config, dist.get_rank()
-        first_query, first_document = sum(counts.queries[:rank]), sum(counts.documents[:rank])
-        joint = config.partition_mode is PartitionMode.joint
+        config, counts = self.config, batch_info.rows.counts
+        first_query, first_document = batch_info.rows.local_rows.start, batch_info.rows.local_documents.start
+        dimension, dtype = queries.shape[1], queries.dtype
         rules = ScoringRules(
-            excluded=ExcludedCandidates(
-                batch_info, counts, duplicates=config.mask_duplicates, score_positive_twice=joint
-            ),
+            excluded=ExcludedCandidates.of(self._exclusion(counts, dimension, dtype), batch_info),
             hardness=config.hardness,
             hardness_strength=config.hardness_strength,
         )
@@ -97,7 +106,7 @@ class InfoNCE(Loss):
             guide_positives = guide.documents[batch_info.positives]
             guide_limit = guide_limits((guide.queries * guide_positives).sum(dim=1), config)
         rows = Rows(
-            indices=torch.arange(len(queries), device=queries.device) + first_query,
+            first=first_query,
             queries=queries,
             positives=positives,
             accuracy_thresholds=thresholds,
@@ -115,7 +124,7 @@ class InfoNCE(Loss):
             guide_documents=None if guide is None else guide.documents,
             guide_queries=None if guide is None or not with_queries else guide.queries,
         )
-        implementation = choose_implementation(config, counts, queries)
+        implementation = choose_implementation(config, counts, dimension, dtype)
         if implementation is Implementation.ring:
             return ring_softmax(rows, local, rules, scale, config.margin, self.partitions, counts)
         gathered = Candidates(
@@ -136,19 +145,17 @@ class InfoNCE(Loss):
         batch_info: BatchInfo,
         guide: Guide | None,
         scale: Tensor,
-        counts: Counts,
     ) -> SoftmaxSums:
-        """Each query against its own documents only, in groups of any size; other ranks send only keys of texts."""
+        """Each query against its own documents only, in groups of any size; other ranks send only ids of texts."""
         config, owners, positives = self.config, batch_info.owners, batch_info.positives
         similarity = (queries[owners] * documents).sum(dim=1)
         positive = similarity[positives]
         scores = similarity * scale
         thresholds, limits = score_limits(queries.detach(), documents[positives].detach(), scale.detach(), config)
         mask = torch.zeros(len(owners), dtype=torch.bool, device=owners.device)
-        mask[positives] = True
-        excluded = ExcludedCandidates(batch_info, counts, duplicates=config.mask_duplicates, score_positive_twice=False)
-        for answers in excluded.answers():
-            mask |= answers
+        mask.index_fill_(0, positives, True)
+        exclusion = self._exclusion(batch_info.rows.counts, queries.shape[1], queries.dtype)
+        ExcludedCandidates.of(exclusion, batch_info).exclude_answers(mask, owners)
         if limits is not None:
             mask |= scores.detach() > limits[owners]
         if guide is not None:
@@ -163,25 +170,22 @@ class InfoNCE(Loss):
         return SoftmaxSums(loss, (highest < thresholds).sum())
 
 
-def choose_implementation(config: InfoNCEConfig, counts: Counts, like: Tensor) -> Implementation:
-    """The implementation for a batch of this size unless the recipe names one; the same on every rank.
-
-    Vectors [..., D] like `like` are computed with.
-    """
+def choose_implementation(config: InfoNCEConfig, counts: Counts, dimension: int, dtype: torch.dtype) -> Implementation:
+    """The implementation for a batch of this size unless the recipe names one; the same on every rank."""
     if config.implementation is not Implementation.auto:
         return config.implementation
     num_queries, num_documents = sum(counts.queries), sum(counts.documents)
     num_candidates = [
         num_queries if direction in QUERY_CANDIDATES else num_documents for direction in config.directions
     ]
-    if max(counts.queries) * sum(num_candidates) * like.element_size() <= MAX_PLAIN_BYTES:
+    if max(counts.queries) * sum(num_candidates) * dtype.itemsize <= MAX_PLAIN_BYTES:
         return Implementation.plain
     by_kind = {
         direction in QUERY_CANDIDATES: number
         for direction, number in zip(config.directions, num_candidates, strict=True)
     }
     remote = sum(by_kind.values()) * (1.0 - 1.0 / len(counts.queries))
-    gathered_bytes = 2 * remote * like.shape[-1] * like.element_size()
+    gathered_bytes = 2 * remote * dimension * dtype.itemsize
     return Implementation.ring if gathered_bytes > MAX_GATHERED_BYTES else Implementation.tiled
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embedtrain.config.losses import OrthogonalConfig, Reduction
-from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_counts, sum_over_ranks
+from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.similarity import at_least_float32, inner_products, positions_in_row
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
@@ -32,14 +32,16 @@ class Orthogonal(Loss):
         """Queries [B, D] and documents [M, D] to this rank's loss."""
         queries = F.normalize(at_least_float32(queries), dim=1)
         documents = F.normalize(at_least_float32(documents), dim=1)
-        positions = positions_in_row(batch_info.owners)
-        (num_columns,) = max_over_ranks([int(positions.max()) + 1 if len(positions) else 0], queries.device)
+        rows, positions = batch_info.rows, positions_in_row(batch_info.owners)
+        by_position = documents[positions.argsort(stable=True)]
 
         # Zeros with a graph, for a batch in which no column counts.
         mean = second_moment = 0.0 * (queries.sum() + documents.sum())
-        num_counted = 0
-        for column in [queries] + [documents[positions == position] for position in range(num_columns)]:
-            counts = row_counts(len(column), column.device)
+        num_counted, start = 0, 0
+        for position in range(-1, int(rows.num_documents.max(initial=0))):  # from the queries on
+            counts = rows.counts_with(position + 1)
+            column = queries if position < 0 else by_position[start : start + counts[rows.rank]]
+            start += 0 if position < 0 else len(column)
             if sum(counts) < 2:
                 continue
             column_mean, column_second_moment = _moments(column, counts)
@@ -48,7 +50,7 @@ class Orthogonal(Loss):
             num_counted += 1
         divisor = max(1, num_counted) if self.aggregation is Reduction.mean else 1
         # Every rank has computed the whole.
-        mean, second_moment = (term / divisor / len(counts) for term in (mean, second_moment))
+        mean, second_moment = (term / divisor / len(rows.num_rows) for term in (mean, second_moment))
         return LossOutput(
             self.mean_weight * mean + self.second_moment_weight * second_moment,
             {"mean_term": mean.detach(), "second_moment_term": second_moment.detach()},

@@ -17,7 +17,7 @@ from embedtrain.config.losses import (
     Reduction,
     Similarity,
 )
-from embedtrain.distributed.collectives import gather_rows, row_counts, total
+from embedtrain.distributed.collectives import gather_rows
 from embedtrain.losses.similarity import at_least_float32, pairwise_distance, pairwise_similarity
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
@@ -36,7 +36,9 @@ class CoSENT(Loss):
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
-        return LossOutput(_ranking_loss(self._similarity(left, right) / self.temperature, scores))
+        return LossOutput(
+            _ranking_loss(self._similarity(left, right) / self.temperature, scores, batch_info.rows.counts.documents)
+        )
 
     def _similarity(self, left: Tensor, right: Tensor) -> Tensor:
         return pairwise_similarity(left, right, Similarity.cosine)
@@ -68,7 +70,7 @@ class CosineMSE(Loss):
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
         terms = (pairwise_similarity(left, right, Similarity.cosine) - scores).square()
-        return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
+        return LossOutput(terms.sum() / max(1, sum(batch_info.rows.counts.documents)))
 
 
 class Contrastive(Loss):
@@ -86,7 +88,7 @@ class Contrastive(Loss):
         left, right, scores = _pairs(queries, documents, batch_info)
         distances = pairwise_distance(left, right, self.distance)
         terms = (scores * distances.square() + (1 - scores) * F.relu(self.margin - distances).square()) / 2
-        return LossOutput(terms.sum() / max(1, total(len(terms), terms.device)))
+        return LossOutput(terms.sum() / max(1, sum(batch_info.rows.counts.documents)))
 
 
 class OnlineContrastive(Loss):
@@ -106,12 +108,15 @@ class OnlineContrastive(Loss):
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
         distances = pairwise_distance(left, right, self.distance)
-        counts = row_counts(len(distances), distances.device)
+        counts = batch_info.rows.counts.documents
         all_distances, all_scores = gather_rows(distances.detach(), counts), gather_rows(scores, counts)
-        positives, negatives = all_distances[all_scores == 1], all_distances[all_scores == 0]
-        # The mean of an empty tensor is NaN, but then there is nothing to compare with it.
-        nearer_than = positives.max() if len(positives) else negatives.mean()
-        farther_than = negatives.min() if len(negatives) else positives.mean()
+        # Padded, since torch has no maximum of an empty tensor.
+        positives, negatives = all_scores == 1, all_scores == 0
+        farthest = F.pad(all_distances.masked_fill(~positives, -torch.inf), (0, 1), value=-torch.inf).max()
+        nearest = F.pad(all_distances.masked_fill(~negatives, torch.inf), (0, 1), value=torch.inf).min()
+        # Without either kind, its mean is NaN, but then there is nothing to compare with it.
+        nearer_than = torch.where(positives.any(), farthest, _mean(all_distances, negatives))
+        farther_than = torch.where(negatives.any(), nearest, _mean(all_distances, positives))
         hard_negative = (scores == 0) & (distances.detach() < nearer_than)
         hard_positive = (scores == 1) & (distances.detach() > farther_than)
         terms = hard_positive * distances.square() + hard_negative * F.relu(self.margin - distances).square()
@@ -127,13 +132,17 @@ def _pairs(queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> tuple[T
     return at_least_float32(queries)[batch_info.owners], documents, batch_info.scores.to(documents.dtype)
 
 
-def _ranking_loss(similarity: Tensor, scores: Tensor) -> Tensor:
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    """The mean of the values [P] that are counted, bool [P]."""
+    return values.masked_fill(~counted, 0.0).sum() / counted.sum()
+
+
+def _ranking_loss(similarity: Tensor, scores: Tensor, counts: list[int]) -> Tensor:
     """This rank's part of log(1 + sum over i, j with score_i < score_j of exp(similarity_i - similarity_j)).
 
     Sorted by score, the sum over j runs from some index to the end, so P log P steps suffice. Every rank computes
     the whole from the gathered scalars; its part is 1/W of it.
     """
-    counts = row_counts(len(scores), scores.device)
     scores, order = gather_rows(scores, counts).sort()
     similarity = gather_rows(similarity, counts)[order]
     higher = torch.searchsorted(scores, scores, right=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from embedtrain.config.losses import SentenceTransformersConfig
 from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, ScoreRequirement
 from embedtrain.config.sentence_transformers import LOSSES_WITH_GUIDE, MATRYOSHKA, check_sentence_transformers
-from embedtrain.distributed.collectives import gather_rows, max_over_ranks, row_counts
+from embedtrain.distributed.collectives import gather_rows
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.losses.sentence_transformers_classes import (
     PlaceholderModel,
@@ -99,33 +99,23 @@ class SentenceTransformersLoss(Loss):
         Raises a DataError if rows differ in their number of documents or lack the scores, labels or vectors that the
         class needs, or if the class rejects the batch.
         """
-        per_row = torch.bincount(batch_info.owners, minlength=len(queries)).tolist()
         guide = batch_info.guides.get(FROM_ROWS if self.needs.vectors else self.guide or "")
-        num_documents, negative_minimum, missing, width = max_over_ranks(
-            [
-                max(per_row, default=0),
-                -min(per_row, default=_LARGEST),
-                int(bool(per_row) and self._lacks_columns(batch_info, guide)),
-                0 if guide is None else guide.queries.shape[1],
-            ],
-            queries.device,
-        )
-        self._check_rows(-negative_minimum, num_documents, bool(missing))
-        counts = row_counts(len(queries), queries.device)
+        per_row, counts = batch_info.rows.num_documents, batch_info.rows.counts.queries
+        num_documents = int(per_row.max(initial=0))
+        self._check_rows(int(per_row.min(initial=_LARGEST)), num_documents, self._lacks_columns(batch_info, guide))
         vectors = gather_rows(_by_row(queries, documents, num_documents), counts)
         guides = None
         if self.needs.vectors or self.guide is not None:
-            if guide is None:  # a rank without rows
-                guide = Guide(queries.new_zeros(0, width), queries.new_zeros(0, width))
+            assert guide is not None
             guides = gather_rows(_by_row(guide.queries, guide.documents, num_documents).to(vectors.dtype), counts)
         columns, labels = list(vectors.unbind(1)), None
         if self.needs.vectors:
-            self._check_teacher(width, DataError)
+            assert guides is not None
+            self._check_teacher(guides.shape[-1], DataError)
             labels, guides = guides, None
         elif self.needs.label:
-            # A rank without rows has no labels.
-            labels = torch.zeros_like(batch_info.query_keys) if batch_info.labels is None else batch_info.labels
-            labels = gather_rows(labels, counts)
+            assert batch_info.labels is not None
+            labels = gather_rows(batch_info.labels, counts)
         elif self.needs.scores is not ScoreRequirement.none:
             labels = gather_rows(_scores(batch_info).to(queries.dtype).reshape(len(queries), num_documents), counts)
             if self.class_name in _PAIRS:
@@ -181,6 +171,10 @@ class SentenceTransformersLoss(Loss):
 
     def _classes(self, scores: Tensor) -> Tensor:
         classes = scores.round().to(torch.int64)
+        if (
+            not scores.is_cpu
+        ):  # reading them would wait for the device; a recipe's rows were checked when they were read
+            return classes
         invalid = scores[(classes != scores) | (classes < 0) | (classes >= self.num_classes)]
         if len(invalid):
             raise DataError(
@@ -201,8 +195,7 @@ def _scores(batch_info: BatchInfo) -> Tensor:
     if batch_info.scores is not None:
         return batch_info.scores
     scores = torch.zeros(len(batch_info.owners), device=batch_info.owners.device)
-    scores[batch_info.positives] = 1.0
-    return scores
+    return scores.index_fill_(0, batch_info.positives, 1.0)
 
 
 @contextlib.contextmanager

@@ -3,17 +3,18 @@
 B, M: queries and documents of this rank; N, K: of all ranks; b: queries of one chunk; D: dimensions.
 """
 
+from collections.abc import Hashable
+
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from embedtrain.config.losses import LossDirection, SigLIPConfig, Similarity
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.losses.scores import Counts, ExcludedCandidates
+from embedtrain.losses.excluded import ExcludedCandidates, Exclusion
 from embedtrain.losses.similarity import Temperature, at_least_float32, inner_products, rows_per_chunk
-from embedtrain.losses.types import BatchInfo, Loss, LossOutput
+from embedtrain.losses.types import BatchInfo, Loss, LossOutput, Prepared
 
 # Matrices [b, K] that live at a time in the backward pass of a chunk.
 _LIVE_MATRICES = 4
@@ -31,22 +32,32 @@ class SigLIP(Loss):
 
     def __init__(self, config: SigLIPConfig) -> None:
         super().__init__()
-        self.similarity, self.mask_duplicates = config.similarity, config.mask_duplicates
+        self.similarity = config.similarity
+        self.exclusion = Exclusion(directions=(LossDirection.query_document,), duplicates=config.mask_duplicates)
         self.temperature = Temperature(
             config.temperature, trained=config.learn_temperature, bounds=config.temperature_bounds
         )
         self.fixed_bias = config.bias
         self.bias = nn.Parameter(torch.tensor([config.bias])) if config.learn_bias else None
 
+    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
+        """The excluded candidates."""
+        if self.exclusion in batch_info.prepared:
+            return {}
+        return {self.exclusion: ExcludedCandidates.build(self.exclusion, batch_info.rows)}
+
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's loss."""
         queries, documents = at_least_float32(queries), at_least_float32(documents)
         if self.similarity is Similarity.cosine:
             queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
-        counts = Counts.gather(queries, documents)
+        counts = batch_info.rows.counts
         all_documents = gather_rows(documents, counts.documents)
-        excluded = ExcludedCandidates(batch_info, counts, duplicates=self.mask_duplicates, score_positive_twice=False)
-        indices = torch.arange(len(queries), device=queries.device) + sum(counts.queries[: dist.get_rank()])
+        excluded = ExcludedCandidates.of(self.exclusion, batch_info)
+        positives, first = (
+            batch_info.positives + batch_info.rows.local_documents.start,
+            batch_info.rows.local_rows.start,
+        )
         scale = self.temperature.scale(queries)
         bias = queries.new_full((1,), self.fixed_bias) if self.bias is None else self.bias.to(queries.dtype)
 
@@ -55,12 +66,11 @@ class SigLIP(Loss):
         loss = 0.0 * (all_documents.sum() + scale.sum() + bias.sum())
         num_correct = torch.zeros((), dtype=torch.int64, device=queries.device)
         size = rows_per_chunk(len(all_documents) * _LIVE_MATRICES, queries.dtype)
-        for chunk_indices, chunk in zip(indices.split(size), queries.split(size), strict=True):
-            if len(chunk) == 0:
-                continue
+        for start in range(0, len(queries), size):
+            part = slice(start, start + size)
             chunk_loss, chunk_correct = checkpoint(
                 _chunk,
-                *(chunk_indices, chunk, all_documents, scale, bias, excluded),
+                *(first + start, queries[part], positives[part], all_documents, scale, bias, excluded),
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
@@ -75,12 +85,21 @@ class SigLIP(Loss):
 
 
 def _chunk(
-    indices: Tensor, queries: Tensor, documents: Tensor, scale: Tensor, bias: Tensor, excluded: ExcludedCandidates
+    first: int,
+    queries: Tensor,
+    positives: Tensor,
+    documents: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    excluded: ExcludedCandidates,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [b, D], `indices` [b] of all ranks', against all documents: sum of losses, number of positives first."""
+    """Queries [b, D], from number `first` of all ranks', with positives [b] among all documents [K, D].
+
+    Returns the sum of losses, and the number of queries whose positive is first.
+    """
     logits = inner_products(queries, documents) * scale + bias
-    positive = logits.gather(1, excluded.positives[indices].unsqueeze(1)).squeeze(1)
-    negatives = excluded.mask_scores(logits.clone(), LossDirection.query_document, indices, 0)
+    positive = logits.gather(1, positives.unsqueeze(1)).squeeze(1)
+    negatives = excluded.mask_scores(logits.clone(), LossDirection.query_document, first, 0)
     # Log sigmoid of +inf is 0, with gradient 0.
     loss = -F.logsigmoid(-negatives).sum() - F.logsigmoid(positive).sum()
     return loss, (negatives.detach().amax(dim=1) < positive.detach()).sum()

@@ -30,7 +30,7 @@ class Temperature(nn.Module):
     def scale(self, like: Tensor) -> Tensor:
         """One over the temperature, [1], in the dtype of `like`; differentiable if it is trained."""
         if self.log_scale is None:
-            return like.new_tensor([self.fixed])
+            return like.new_full((1,), self.fixed)
         with torch.no_grad():  # clamped before use instead of after the step, so a value at a bound keeps its gradient
             self.log_scale.clamp_(self.lowest, self.highest)
         return self.log_scale.exp().to(like.dtype)

@@ -27,7 +27,9 @@ from torch import Tensor
 
 from embedtrain.config.losses import LossDirection
 from embedtrain.distributed.collectives import ring
-from embedtrain.losses.scores import QUERY_ANCHORS, QUERY_CANDIDATES, Candidates, Counts, Rows, ScoringRules
+from embedtrain.losses.excluded import QUERY_ANCHORS, QUERY_CANDIDATES
+from embedtrain.losses.scores import Candidates, Rows, ScoringRules
+from embedtrain.losses.types import Counts
 
 # Scores of one tile: 64 MiB of fp32. Lower tiles would read and write the gradient of the candidates more often.
 TILE_CELLS = 1 << 24
@@ -61,7 +63,7 @@ def plain_softmax(
         scores = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
         # A row without negatives has loss 0; finite scores make its gradient 0 instead of NaN.
         no_negatives = torch.stack(maxima).amax(dim=0) == -torch.inf
-        scores[no_negatives] = 0.0
+        scores = scores.masked_fill_(no_negatives.unsqueeze(1), 0.0)
         lse = torch.logsumexp(scores, dim=1) if scores.shape[1] else torch.zeros_like(positive)
         loss = loss + F.softplus((lse - positive).masked_fill(no_negatives, -torch.inf)).sum() / len(partitions)
     return SoftmaxSums(loss, num_correct)
@@ -323,8 +325,8 @@ def _passing_candidates(local: Candidates, counts: Counts) -> Iterator[Candidate
 def _passing_rows(local: Rows, weights: Tensor, counts: list[int]) -> Iterator[tuple[Rows, Tensor]]:
     """Every rank's rows with their weights, beginning with this rank's."""
     tensors = {name: value for name, value in local.tensors().items() if value is not None}
-    for _, received in ring([*tensors.values(), weights], [counts] * (len(tensors) + 1)):
-        yield Rows(**dict(zip(tensors, received[:-1], strict=True))), received[-1]
+    for rank, received in ring([*tensors.values(), weights], [counts] * (len(tensors) + 1)):
+        yield Rows(first=sum(counts[:rank]), **dict(zip(tensors, received[:-1], strict=True))), received[-1]
 
 
 def _add_candidate_grads(

@@ -4,13 +4,12 @@ B: rows of this rank; A: those of them in one chunk; N: rows of all ranks; M: do
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from embedtrain.config.losses import BatchTripletConfig, Distance, TripletConfig, TripletMining
-from embedtrain.distributed.collectives import gather_rows, row_counts, sum_over_ranks, total
+from embedtrain.distributed.collectives import gather_rows, sum_over_ranks
 from embedtrain.losses.similarity import (
     at_least_float32,
     distance_matrix,
@@ -41,10 +40,9 @@ class Triplet(Loss):
         distances = pairwise_distance(
             at_least_float32(queries)[batch_info.owners], at_least_float32(documents), self.distance
         )
-        positions = positions_in_row(batch_info.owners)
-        negatives = positions.nonzero().squeeze(1)
+        positions, negatives = positions_in_row(batch_info.owners), batch_info.negatives
         near, far = distances[negatives - positions[negatives]], distances[negatives]
-        num_triplets = max(1, total(len(negatives), distances.device))
+        num_triplets = max(1, batch_info.rows.num_negatives)
         loss = F.relu(near - far + self.margin).sum() / num_triplets
         return LossOutput(loss, {"accuracy": (far > near).sum() / num_triplets})
 
@@ -76,9 +74,9 @@ class BatchTriplet(Loss):
         anchors = at_least_float32(queries)
         if self.distance is Distance.cosine:
             anchors = F.normalize(anchors, dim=1)
-        counts = row_counts(len(anchors), anchors.device)
+        counts = batch_info.rows.counts.queries
         candidates, classes = gather_rows(anchors, counts), gather_rows(batch_info.labels, counts)
-        indices = torch.arange(len(anchors), device=anchors.device) + sum(counts[: dist.get_rank()])
+        indices = torch.arange(len(anchors), device=anchors.device) + batch_info.rows.local_rows.start
 
         # The zero terms connect a rank without rows to the gather, whose backward pass needs every rank, and the
         # empty documents to the graph.
@@ -106,8 +104,9 @@ class BatchTriplet(Loss):
         same_class = classes[indices].unsqueeze(1) == classes
         negative = ~same_class
         positive = same_class.scatter(1, indices.unsqueeze(1), False)
-        is_anchor = positive.any(dim=1) & negative.any(dim=1)
-        distances, positive, negative = distances[is_anchor], positive[is_anchor], negative[is_anchor]
+        # Rows that are no anchors lose their pairs and stay: the host does not know how many anchors there are.
+        is_anchor = (positive.any(dim=1) & negative.any(dim=1)).unsqueeze(1)
+        positive, negative = positive & is_anchor, negative & is_anchor
         match self.mining:
             case TripletMining.all:
                 return self._all(distances, positive, negative)
@@ -128,16 +127,16 @@ class BatchTriplet(Loss):
         within = torch.searchsorted(nearest.detach(), reach.detach().contiguous())
         terms = within * reach.double() - running.gather(1, within)
         return (
-            terms[positive].sum().to(distances.dtype),
-            within[positive].sum().double(),
+            terms.masked_fill(~positive, 0.0).sum().to(distances.dtype),
+            within.masked_fill(~positive, 0).sum().double(),
             (positive.sum(dim=1) * negative.sum(dim=1)).sum().double(),
         )
 
     def _hard(self, distances: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         farthest = distances.masked_fill(~positive, -torch.inf).max(dim=1).values
         nearest = distances.masked_fill(~negative, torch.inf).min(dim=1).values
-        num_anchors = distances.new_tensor(len(distances), dtype=torch.float64)
-        gaps = farthest - nearest
+        num_anchors = positive.any(dim=1).sum().double()
+        gaps = farthest - nearest  # -inf without pairs, which adds 0
         if self.mining is TripletMining.hard_soft_margin:
             return F.softplus(gaps).sum(), (gaps >= 0).sum().double(), num_anchors
         return F.relu(gaps + self.margin).sum(), (gaps + self.margin > 0).sum().double(), num_anchors
@@ -146,8 +145,9 @@ class BatchTriplet(Loss):
         nearest = distances.masked_fill(~negative, torch.inf).sort(dim=1).values
         farther = torch.searchsorted(nearest.detach(), distances.detach().contiguous(), right=True)
         # Negatives come first in `nearest`, so the last of them is the farthest.
-        chosen = nearest.gather(1, torch.minimum(farther, negative.sum(dim=1, keepdim=True) - 1))
-        gaps = (distances - chosen)[positive] + self.margin
+        last = (negative.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+        chosen = nearest.gather(1, torch.minimum(farther, last))
+        gaps = (distances - chosen + self.margin).masked_fill(~positive, -torch.inf)
         return F.relu(gaps).sum(), (gaps > 0).sum().double(), positive.sum().double()
 
 

@@ -1,11 +1,18 @@
 """What goes into a loss and what comes out: BatchInfo, LossOutput, and Loss itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from embedtrain.distributed.collectives import gather_rows, row_counts
 
 # The key of `BatchInfo.guides` for a teacher's vectors that the rows themselves carry.
 FROM_ROWS = "rows"
@@ -19,12 +26,96 @@ class Guide:
     documents: Tensor  # float32 [M, T]
 
 
+class Counts(NamedTuple):
+    """The number of queries and of documents of each rank."""
+
+    queries: list[int]
+    documents: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalRows:
+    """The rows of all ranks, in host memory: N queries and K documents, those of rank 0 first.
+
+    Every rank has them before the step, so that losses ask neither other ranks nor the device for sizes and duplicates.
+    """
+
+    rank: int  # this one
+    num_rows: Sequence[int]  # of each rank
+    num_documents: NDArray[np.int64]  # [N], of each row
+    query_keys: NDArray[np.int64]  # [N], as in `BatchInfo`
+    document_keys: NDArray[np.int64]  # [K]
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Queries and documents of each rank."""
+        ends = np.cumsum(self.num_rows)
+        before = np.concatenate([[0], np.cumsum(self.num_documents)])  # documents before each row
+        return Counts(list(self.num_rows), (before[ends] - before[ends - self.num_rows]).tolist())
+
+    @cached_property
+    def first_documents(self) -> NDArray[np.int64]:
+        """[N], index of each query's positive among the documents of all ranks."""
+        return np.cumsum(self.num_documents) - self.num_documents
+
+    def counts_with(self, num_documents: int) -> list[int]:
+        """The number of each rank's rows that have at least so many documents."""
+        before = np.concatenate([[0], np.cumsum(self.num_documents >= num_documents)])
+        ends = np.cumsum(self.num_rows)
+        return (before[ends] - before[ends - self.num_rows]).tolist()  # type: ignore[no-any-return]
+
+    @property
+    def num_negatives(self) -> int:
+        """The hard negatives of all rows."""
+        return len(self.document_keys) - int(np.count_nonzero(self.num_documents))
+
+    @property
+    def local_rows(self) -> range:
+        """This rank's rows."""
+        first = sum(self.num_rows[: self.rank])
+        return range(first, first + self.num_rows[self.rank])
+
+    @property
+    def local_documents(self) -> range:
+        """This rank's documents."""
+        first = sum(self.counts.documents[: self.rank])
+        return range(first, first + self.counts.documents[self.rank])
+
+    @property
+    def local_num_documents(self) -> NDArray[np.int64]:
+        """[B], of each row of this rank."""
+        return self.num_documents[self.local_rows.start : self.local_rows.stop]
+
+    @classmethod
+    def gather(cls, owners: Tensor, query_keys: Tensor, document_keys: Tensor) -> "GlobalRows":
+        """Of the ranks' columns as in `BatchInfo`. A collective that waits for the device."""
+        counts = [row_counts(len(keys), keys.device) for keys in (query_keys, document_keys)]
+        num_documents = torch.bincount(owners, minlength=len(query_keys))
+        columns = (num_documents, counts[0]), (query_keys, counts[0]), (document_keys, counts[1])
+        gathered = [gather_rows(column, number).cpu().numpy() for column, number in columns]
+        return cls(
+            rank=dist.get_rank(),
+            num_rows=counts[0],
+            num_documents=gathered[0],
+            query_keys=gathered[1],
+            document_keys=gathered[2],
+        )
+
+
+class Prepared(Protocol):
+    """What a loss computes in advance on the host."""
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """A copy with `change` applied to all tensors."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchInfo:
     """What a loss needs besides embeddings. B queries and M documents on this rank; either may be 0.
 
     A query's first document is its positive, the others are its hard negatives. A document without id has the key of
-    its text as id.
+    its text as id. A column that one rank has, every rank has, with as many values as it has rows.
     """
 
     owners: Tensor  # int64 [M], ascending: the index on this rank of the query that a document belongs to
@@ -36,11 +127,41 @@ class BatchInfo:
     guides: Mapping[str, Guide] = field(default_factory=dict)  # by the path of the model, or FROM_ROWS
     seed: int = 0  # the same on every rank, different from step to step
     source: int = 0  # the training source of all rows, if batches are made by source
+    global_rows: GlobalRows | None = None  # None: the ranks exchange them when the loss is called, see `complete`
+    prepared: Mapping[Hashable, Prepared] = field(default_factory=dict)  # by `Loss.prepare`
 
     @property
     def positives(self) -> Tensor:
         """Int64 [B], index of each query's positive among this rank's documents. Every query must have a document."""
         return torch.searchsorted(self.owners, torch.arange(len(self.query_keys), device=self.owners.device))
+
+    @property
+    def rows(self) -> GlobalRows:
+        """The rows of all ranks; `complete` makes sure that they are known."""
+        assert self.global_rows is not None, "call the loss itself, not its forward method"
+        return self.global_rows
+
+    @property
+    def negatives(self) -> Tensor:
+        """Int64, ascending: this rank's hard negatives, all but the first document of each query."""
+        starts = torch.searchsorted(self.owners, self.owners)
+        is_positive = starts == torch.arange(len(self.owners), device=self.owners.device)
+        # The host knows their number, so a sort finds them; `nonzero` would wait for the device.
+        num_positives = int(np.count_nonzero(self.rows.local_num_documents))
+        return is_positive.to(torch.uint8).argsort(stable=True)[: len(self.owners) - num_positives]
+
+    def complete(self) -> "BatchInfo":
+        """The same with `global_rows`, and with ids on every rank if any rank has them.
+
+        A collective that waits for the device, unless `global_rows` are known. The trainer knows them.
+        """
+        if self.global_rows is not None:
+            return self
+        rows = GlobalRows.gather(self.owners, self.query_keys, self.document_keys)
+        ids = self.document_ids
+        if any(row_counts(int(ids is not None), self.owners.device)) and ids is None:
+            ids = self.document_keys
+        return replace(self, global_rows=rows, document_ids=ids)
 
     def to(self, device: torch.device) -> "BatchInfo":
         """A copy with all tensors on `device`."""
@@ -51,7 +172,8 @@ class BatchInfo:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         guides = {name: Guide(change(guide.queries), change(guide.documents)) for name, guide in self.guides.items()}
-        return replace(self, guides=guides, **tensors)  # type: ignore[arg-type]
+        prepared = {key: value.map_tensors(change) for key, value in self.prepared.items()}
+        return replace(self, guides=guides, prepared=prepared, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +193,22 @@ class Loss(nn.Module, ABC):
     It runs its own collectives, so every rank calls it, with or without rows. Its parameters (a temperature, a
     projection) are unsharded and equal on all ranks. The trainer multiplies each rank's part of the loss by W and
     averages the gradients over the W ranks, which gives the sum of the gradients of the parts.
+
+    It reads nothing from the device, since the host would wait for all work that is queued there: sizes follow from
+    `BatchInfo.global_rows`.
     """
+
+    def __call__(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
+        """`forward`, after an exchange of `batch_info.global_rows` if they are not known."""
+        output: LossOutput = super().__call__(queries, documents, batch_info.complete())
+        return output
+
+    def prepare(self, batch_info: BatchInfo, dimension: int) -> dict[Hashable, Prepared]:
+        """What the host can compute for `BatchInfo.prepared` before there are embeddings; callable from any thread.
+
+        `dimension` is that of the embeddings. What is not prepared, the loss computes when it is called.
+        """
+        return {}
 
     def for_source(self, source: int) -> "Loss":
         """The loss of this training source's rows: itself, unless sources have losses of their own."""

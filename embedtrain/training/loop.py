@@ -23,6 +23,7 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import EvaluationInterrupted, Stopped
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
+from embedtrain.losses.types import Loss
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.guides import GuideModel
 from embedtrain.training.profile import StepProfiler
@@ -83,6 +84,8 @@ class RankBatches:
 
     data: TrainData
     losses: Sequence[LossConfig]  # of each source
+    loss: Loss
+    dimension: int  # of the embeddings
     tokenizer: TextTokenizer
     chunk_options: ChunkOptions
     guides: Mapping[str, GuideModel]
@@ -102,6 +105,7 @@ class RankBatches:
             guides={path: self.guides[path].texts for path in guide_paths(self.losses[source])},
             teacher_dimension=self.data.teacher_dimension(source),
         )
+        rank_batch = rank_batch.prepared_for(self.loss, self.dimension)
         return rank_batch.pinned() if self.world.device.type == "cuda" else rank_batch
 
 

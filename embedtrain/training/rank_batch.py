@@ -17,7 +17,7 @@ from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch, Row, Tokens
 from embedtrain.distributed.collectives import exchange_rows
-from embedtrain.losses.types import FROM_ROWS, BatchInfo, Guide
+from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,11 @@ class RankBatch:
         """The same batch in page-locked memory, from which a GPU copies while it computes."""
         return self._map_tensors(torch.Tensor.pin_memory)
 
+    def prepared_for(self, loss: Loss, dimension: int) -> "RankBatch":
+        """The same batch with what the host can compute for `loss` on embeddings of this dimension."""
+        prepared = loss.prepare(self.batch_info, dimension)
+        return replace(self, batch_info=replace(self.batch_info, prepared=prepared))
+
     def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RankBatch":
         return replace(
             self,
@@ -181,18 +186,18 @@ def make_rank_batch(
     assert tokens is not None, "the data is not tokenised"
     chunks, exchange, plan = _encode_plan(tokens, rank, size, tokenizer, chunk_options)
     rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides else None
-    num_documents = tokens.num_documents[rank::size]
-    keys = torch.from_numpy(tokens.keys[_row_ranks(tokens, size) == rank])
-    num_queries = len(num_documents)
+    global_rows = _global_rows(tokens, rank, size)
+    has_ids = batch.has_ids
+    if has_ids is None:
+        has_ids = batch.has_loss_columns and any(any(row.ids) for row in batch.rows)
     return RankBatch(
         step=batch.step,
         chunks=tuple(chunks),
-        num_queries=num_queries,
+        num_queries=len(global_rows.local_rows),
         batch_info=_make_batch_info(
             rows,
-            torch.from_numpy(num_documents),
-            keys[:num_queries],
-            keys[num_queries:],
+            global_rows,
+            has_ids=has_ids,
             step=batch.step,
             source=batch.source or 0,
             teacher_dimension=teacher_dimension,
@@ -208,24 +213,35 @@ def make_rank_batch(
     )
 
 
+def _global_rows(tokens: BatchTokens, rank: int, size: int) -> GlobalRows:
+    """What the tokens say about the rows of all ranks, those of rank 0 first."""
+    num_rows, ranks = len(tokens.num_documents), _row_ranks(tokens, size)
+    queries, documents = (np.argsort(part, kind="stable") for part in (ranks[:num_rows], ranks[num_rows:]))
+    return GlobalRows(
+        rank=rank,
+        num_rows=[len(range(other, num_rows, size)) for other in range(size)],
+        num_documents=tokens.num_documents[queries].astype(np.int64),
+        query_keys=tokens.keys[:num_rows][queries],
+        document_keys=tokens.keys[num_rows:][documents],
+    )
+
+
 def _make_batch_info(
     rows: Sequence[Row] | None,
-    num_documents: Tensor,
-    query_keys: Tensor,
-    document_keys: Tensor,
+    global_rows: GlobalRows,
     *,
+    has_ids: bool,
     step: int,
     source: int,
     teacher_dimension: int | None,
 ) -> BatchInfo:
-    """What the loss needs besides the embeddings of B rows with M documents.
-
-    Args:
-        rows: None if they hold nothing but texts.
-        num_documents, query_keys: int64 [B].
-        document_keys: int64 [M].
-    """
-    owners = torch.repeat_interleave(torch.arange(len(num_documents)), num_documents)
+    """What the loss needs besides the embeddings of this rank's rows; `rows` is None if they hold nothing but texts."""
+    local_rows, local_documents = (
+        slice(r.start, r.stop) for r in (global_rows.local_rows, global_rows.local_documents)
+    )
+    query_keys = torch.from_numpy(global_rows.query_keys[local_rows])
+    document_keys = torch.from_numpy(global_rows.document_keys[local_documents])
+    owners = torch.from_numpy(np.repeat(np.arange(len(query_keys)), global_rows.local_num_documents))
     known_rows = [] if rows is None else list(rows)
     # Ids are compared within a source: "7" of another source is another document.
     ids = [name and f"{row.source} {name}" for row in known_rows for name in row.ids or [""] * len(row.documents)]
@@ -236,18 +252,19 @@ def _make_batch_info(
         owners=owners,
         query_keys=query_keys,
         document_keys=document_keys,
-        document_ids=_id_keys(ids, document_keys) if any(ids) else None,
+        document_ids=_id_keys(ids, document_keys) if has_ids else None,
         scores=torch.tensor(scores, dtype=torch.float32) if len(scores) == len(owners) else None,
         labels=torch.tensor(labels, dtype=torch.int64) if len(labels) == len(query_keys) else None,
         guides={} if teacher_dimension is None else {FROM_ROWS: _teacher_vectors(known_rows, teacher_dimension)},
         seed=step,
         source=source,
+        global_rows=global_rows,
     )
 
 
 def _id_keys(ids: Sequence[str], keys: Tensor) -> Tensor:
     """The hash of each id, or of the text of a document without an id."""
-    has_id = torch.tensor([bool(name) for name in ids])
+    has_id = torch.tensor([bool(name) for name in ids], dtype=torch.bool)
     # No text begins with this prefix, so that an id never equals a text.
     return torch.where(has_id, text_keys([f"\0id {name}" for name in ids]), keys)
 

@@ -87,6 +87,8 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> Path:
             batches=RankBatches(
                 data=inputs.data,
                 losses=inputs.losses,
+                loss=parts.loss,
+                dimension=model.encoder.dimension,
                 tokenizer=model.tokenizer,
                 chunk_options=chunk_options(run, model),
                 guides=parts.guides,

@@ -19,12 +19,11 @@ from embedtrain.config.losses import (
     Similarity,
 )
 from embedtrain.distributed.world import World
-from embedtrain.losses import scores, softmax
+from embedtrain.losses import excluded, softmax
 from embedtrain.losses.build import build_loss
 from embedtrain.losses.infonce import InfoNCE, choose_implementation
-from embedtrain.losses.scores import Counts
 from embedtrain.losses.sentence_transformers_classes import PlaceholderModel, placeholder_tokenizer
-from embedtrain.losses.types import BatchInfo, Guide
+from embedtrain.losses.types import BatchInfo, Counts, Guide
 from tests.losses.global_batch import GlobalVectors, check, vectors
 from tests.losses.reference_loss import PrecomputedVectors
 
@@ -268,17 +267,17 @@ def test_height_of_tiles(ranks, implementation):
 def lists_and_masks(world: World, implementation: Implementation) -> None:
     """Listing and masking excluded candidates give the same result."""
     batch, rows = duplicates(), list(range(world.rank, len(SIZES), world.size))
-    local_batch, default = batch.of_rank(rows, torch.float64), scores.MAX_LISTED
+    local_batch, default = batch.of_rank(rows, torch.float64), excluded.MAX_LISTED
     answers = []
     for limit in (default, 1e9, -1e9):
-        scores.MAX_LISTED = limit
+        excluded.MAX_LISTED = limit
         queries, documents = (vectors_.clone().requires_grad_() for vectors_ in local_batch[:2])
         output = InfoNCE(config(implementation=implementation, directions=ALL_DIRECTIONS))(
             queries, documents, local_batch[2]
         )
         output.local_loss.backward()
         answers.append((output.local_loss.detach(), queries.grad, documents.grad))
-    scores.MAX_LISTED = default
+    excluded.MAX_LISTED = default
     for answer in answers[1:]:
         torch.testing.assert_close(answers[0], answer, rtol=1e-12, atol=1e-14)
 
@@ -480,10 +479,10 @@ def test_equals_gist_embed(ranks, margin, kind):
     ],
 )
 def test_implementation_is_chosen_by_size(queries, documents, expected):
-    like = torch.empty(0, 1024)
-    assert choose_implementation(InfoNCEConfig(), Counts(queries, documents), like) is expected
+    like = 1024, torch.float32
+    assert choose_implementation(InfoNCEConfig(), Counts(queries, documents), *like) is expected
     forced = InfoNCEConfig(implementation=Implementation.ring)
-    assert choose_implementation(forced, Counts(queries, documents), like) is Implementation.ring
+    assert choose_implementation(forced, Counts(queries, documents), *like) is Implementation.ring
 
 
 def test_fixed_temperature_has_no_parameters():

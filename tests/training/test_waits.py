@@ -1,6 +1,7 @@
 """Between a step's beginning and its end nothing is read from the device, so a GPU is never waited for."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,19 +9,29 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from embedtrain.config.losses import InfoNCEConfig
+from embedtrain.config.losses import BatchTripletConfig, Hardness, InfoNCEConfig, LossConfig, TripletMining
 from embedtrain.config.recipe import Precision, Strategy
+from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World, joined_world
 from embedtrain.loading.load import load_model
 from embedtrain.losses.batch_statistics import RowSpec
-from embedtrain.losses.infonce import InfoNCE
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 from embedtrain.training.backward import Backward
 from embedtrain.training.rank_batch import ChunkOptions, make_rank_batch
-from tests.small import batch, parallel, small_model, small_tokenizer
+from tests.pretend_cuda.device import collectives, host_reads
+from tests.small import batch, parallel, small_model, small_tokenizer, tokenised
+from tests.training.test_losses import LOSSES, WIDTH, load_tokenizer, loss_of, rows_for
 
 # A value of a tensor becomes one of Python's, or a size depends on values.
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select")
+
+
+ALL_LOSSES: dict[str, LossConfig] = LOSSES | {
+    "infonce, duplicates stay": InfoNCEConfig(mask_duplicates=False),
+    "infonce, hard": InfoNCEConfig(hardness=Hardness.hard, learn_temperature=True),
+    "infonce, in batch": InfoNCEConfig(hardness=Hardness.in_batch),
+    **{f"batch_triplet, {mining.value}": BatchTripletConfig(mining=mining) for mining in TripletMining},
+}
 
 
 class Reads(TorchDispatchMode):
@@ -35,7 +46,7 @@ class Reads(TorchDispatchMode):
 
 
 class Sum(Loss):
-    """Reads nothing itself; the real ones count their candidates once a batch."""
+    """Reads nothing itself."""
 
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         return LossOutput(queries.sum() + documents.square().sum())
@@ -72,9 +83,40 @@ def test_nothing_is_read_while_chunks_are_encoded(ranks, activation_tokens, meas
         assert not found
 
 
-def test_a_real_loss_reads_as_much_however_many_chunks_there_are(ranks):
-    counted = [ranks(2, reads, keep, InfoNCE(InfoNCEConfig()), Precision.fp32)[0][0] for keep in (0, 10_000)]
-    assert counted[0] == counted[1]
+def rows_with_duplicates(config: LossConfig) -> GlobalBatch:
+    """With equal queries and equal documents, and with ids."""
+    rows = rows_for(config, 9)
+    repeated = [*rows.rows[:7], rows.rows[0], rows.rows[1]]
+    repeated = [replace(row, ids=tuple("ab"[len(text) % 2] for text in row.documents)) for row in repeated]
+    return tokenised(replace(rows, rows=tuple(repeated), tokens=None), load_tokenizer())
+
+
+def read_by_losses(world: World) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+    """What each loss reads from the device, and its collectives."""
+    counted = {}
+    for name, config in ALL_LOSSES.items():
+        rows, loss = rows_with_duplicates(config), loss_of(config).to(world.device)
+        width = len(rows.rows[0].vectors[0]) if rows.rows[0].vectors else None
+        made = make_rank_batch(
+            rows, world.rank, world.size, load_tokenizer(), ChunkOptions(10_000), teacher_dimension=width
+        )
+        made = made.prepared_for(loss, WIDTH).pinned().to(world.device)
+        documents = len(made.batch_info.owners)
+        vectors = torch.randn(made.num_queries + documents, WIDTH, device=world.device, requires_grad=True)
+        with host_reads() as reads, collectives() as calls:
+            output = loss(vectors[: made.num_queries], vectors[made.num_queries :], made.batch_info)
+            output.local_loss.backward()
+        counted[name] = dict(reads), dict(calls)
+    return counted
+
+
+def test_no_loss_reads_from_the_device(cuda_ranks):
+    """Nor do sizes and duplicates travel: the host of every rank knows the rows of the batch."""
+    for counted in cuda_ranks(2, read_by_losses):
+        assert {name: reads for name, (reads, _) in counted.items() if reads} == {}
+        # The documents, the sum of their gradients, and the ids of documents, which only the rank of a row reads.
+        assert counted["infonce"][1] == {"cuda _allgather_base_": 2, "cuda _reduce_scatter_base_": 1}
+        assert counted["infonce, duplicates stay"][1] == {"cuda _allgather_base_": 1, "cuda _reduce_scatter_base_": 1}
 
 
 @pytest.mark.gpu

@@ -94,11 +94,6 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return _Sum.apply(values)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def total(count: int, device: torch.device) -> int:
-    """The sum of the ranks' counts, on every rank."""
-    return sum(row_counts(count, device))
-
-
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Make the gradients of replicated parameters their mean over the ranks, in one collective.
 

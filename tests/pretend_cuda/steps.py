@@ -14,6 +14,7 @@ from embedtrain.data.types import GlobalBatch
 from embedtrain.distributed.world import World
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import row_spec_of
+from embedtrain.losses.types import Loss
 from embedtrain.training.backward import Backward
 from embedtrain.training.optimizer import Schedule, build_optimizer
 from embedtrain.training.rank_batch import ChunkOptions, RankBatch, make_rank_batch
@@ -95,11 +96,12 @@ def step_context(world: World, model: LoadedModel, config: LossConfig) -> StepCo
     )
 
 
-def rank_batch(world: World, model: LoadedModel, rows: GlobalBatch) -> RankBatch:
+def rank_batch(world: World, model: LoadedModel, rows: GlobalBatch, loss: Loss) -> RankBatch:
     """This rank's part as the training loop prepares it: several chunks, of which some keep their graph."""
     width = len(rows.rows[0].vectors[0]) if rows.rows[0].vectors else None
     options = ChunkOptions(60, 60, pass_overhead_tokens=8)
     made = make_rank_batch(rows, world.rank, world.size, model.tokenizer, options, teacher_dimension=width)
+    made = made.prepared_for(loss, model.encoder.dimension)
     return made.pinned() if world.device.type == "cuda" else made
 
 
@@ -111,7 +113,7 @@ def take_steps(
     before = trained_weights(context.module)
     losses, grad_norms = [], []
     for step in range(steps):
-        local = rank_batch(world, model, rows_for(config, num_rows, step))
+        local = rank_batch(world, model, rows_for(config, num_rows, step), context.backward.loss)
         with host_reads() as reads, collectives() as calls:
             report = train_step(context, local, measured=measured)
         losses.append(report.loss)

@@ -38,7 +38,12 @@ def save_and_resume(world: World, root: Path, strategy: Strategy, offload: bool,
     def start(place: World) -> tuple[StepContext, Any]:
         model = case.load(place)
         context = step_context(place, model, case.loss)
-        return context, lambda step: train_step(context, rank_batch(place, model, rows_for(case.loss, 6, step))).loss
+
+        def take_step(step: int) -> float:
+            local = rank_batch(place, model, rows_for(case.loss, 6, step), context.backward.loss)
+            return train_step(context, local).loss
+
+        return context, take_step
 
     context, take_step = start(world)
     take_step(0)

@@ -31,36 +31,10 @@ def test_the_numbers_of_the_cpu(every_loss, name):
         agree(device[name], cpu[name], 1e-5)
 
 
-# The largest number of host reads of a measured step of two ranks, by loss. Whoever saves one lowers the number.
-BUDGETS = {
-    "infonce": 27,
-    "infonce, tiled": 46,
-    "infonce, ring": 123,
-    "infonce, own negatives": 21,
-    "infonce, hardness": 29,
-    "matryoshka": 74,
-    "matryoshka, ring": 94,
-    "siglip": 33,
-    "cosent": 4,
-    "angle": 4,
-    "cosine_mse": 6,
-    "contrastive": 4,
-    "online_contrastive": 6,
-    "triplet": 5,
-    "batch_triplet": 13,
-    "batch_triplet, all": 14,
-    "distill_scores": 9,
-    "margin_mse": 5,
-    "distill_embeddings": 6,
-    "distill_embeddings, projected": 4,
-    "combined": 50,
-    "softmax": 9,
-    "cached": 8,
-}
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_host_reads(every_loss, name):
+    """A measured step waits for the device once, after the backward pass: the ranks agree that all is finite."""
     for device, _ in every_loss:
-        reads = device[name].reads
-        assert reads.total() <= BUDGETS[name], reads
+        (line,) = device[name].reads
+        assert line.startswith("training/step.py")
+        assert device[name].reads.total() == 1

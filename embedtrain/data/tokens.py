@@ -301,7 +301,9 @@ def restore_order(vectors: Sequence[Tensor], chunks: Sequence[Tokens]) -> Tensor
     """The embeddings of all chunks as one matrix in the order of the texts, without those of dummies."""
     rows = torch.tensor([row for chunk in chunks for row in chunk.rows])
     order = rows.argsort()[int((rows < 0).sum()) :]
-    return torch.cat(list(vectors))[order.to(vectors[0].device)]
+    if vectors[0].is_cuda:
+        order = order.pin_memory()  # a copy from other memory may wait for the work queued on the GPU
+    return torch.cat(list(vectors))[order.to(vectors[0].device, non_blocking=True)]
 
 
 def cut_by_length(lengths: Sequence[int], chunk_tokens: int, *, packed: bool = False) -> list[list[int]]:

@@ -33,7 +33,8 @@ class GuideModel:
 
     def __call__(self, chunks: Sequence[Tokens], num_queries: int) -> Guide:
         """The vectors of this rank's chunks. A collective: every rank calls it, with or without rows."""
-        (num_passes,) = max_over_ranks([len(chunks)], self.world.device)
+        # Over the host's process group: reading a tensor of the GPU would wait for all work that is queued there.
+        (num_passes,) = max_over_ranks([len(chunks)], torch.device("cpu"))
         padded = [*chunks, *[self._dummy] * (max(1, num_passes) - len(chunks))]
         with torch.no_grad():
             rows = restore_order([self.encoder(*chunk.inputs) for chunk in padded], padded)

@@ -7,6 +7,8 @@ gets a `World` as its first argument. What it raises is raised in the test with 
 Workers of a pool may have another device, which is installed before they import torch: see tests/pretend_cuda.
 """
 
+import gc
+import itertools
 import multiprocessing as mp
 import os
 import tempfile
@@ -17,6 +19,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+GROUPS_ALIVE = 10  # process groups of earlier calls that a worker keeps; freeing them takes a fraction of a second
 
 
 class RankFailed(AssertionError):
@@ -106,7 +110,7 @@ def _serve(pipe: Connection, open_device: Callable[[], Any] | None, nccl: bool) 
 
     torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-    while True:
+    for number in itertools.count(1):
         try:
             function, args, rank, world_size, store = pipe.recv()
         except EOFError:
@@ -131,3 +135,17 @@ def _serve(pipe: Connection, open_device: Callable[[], Any] | None, nccl: bool) 
         except Exception:
             answer = (False, f"{answer[1]}\nand the process group could not be ended:\n{traceback.format_exc()}")
         pipe.send(answer)
+        if number % GROUPS_ALIVE == 0:
+            _free_groups()
+
+
+def _free_groups() -> None:
+    """Free the process groups of earlier calls.
+
+    Reference cycles and DTensor's cache keep them, and the thread of each gloo group wakes up a hundred times a second:
+    a hundred of them in every worker took a third of the CPU.
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+    gc.collect()

@@ -27,7 +27,7 @@ BACKGROUND_GROUP = "background"  # description of process groups used by other t
 NCCL_EXTRA_SECONDS = 60.0
 # NCCL's own watchdog aborts the process when it sees an error, without naming the lost rank, and before the watchdog
 # has found it. Value 0 turns that off: a collective whose peer is lost then never completes, and the watchdog ends the
-# process. (Value 2 would abort the collective instead, and training would go on with its unfinished result.)
+# process. (Value 2 would abort the collective instead, and training would continue with its unfinished result.)
 _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 # What gloo (torch 2.13), NCCL and the store raise if another rank is lost or silent.

@@ -84,7 +84,7 @@ class SentenceEncoder:
         encoder: maps token ids and mask [N, L], and the mask of tokens to pool or None, to float32 [N, D]; it is called
             directly, never its `forward`.
         chunk_tokens: maximum number of tokens, including padding, of one forward pass.
-        query_prompt: default for callers that have no other; likewise `document_prompt`.
+        query_prompt, document_prompt: defaults for callers that have no others.
     """
 
     def __init__(

@@ -4,10 +4,25 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from embedtrain.distributed.watchdog.activity import current_activity
+
+
+def _before_step(step: int | None, action: Callable[[], object]) -> None:
+    """Call `action` in this process before the optimizer step after `step` completed ones; None: before every step."""
+    import embedtrain.training.loop as loop
+
+    real = loop.train_step
+
+    def train_step(context, *batches, **options):
+        if step is None or context.state.step == step:
+            action()
+        return real(context, *batches, **options)
+
+    loop.train_step = train_step
 
 
 @dataclass(frozen=True)
@@ -64,18 +79,13 @@ class InStep:
     def __call__(self, rank: int) -> None:
         if rank != self.rank:
             return
-        import embedtrain.training.loop as loop
 
-        real = loop.train_step
+        def fail():
+            if not self.seconds:
+                raise ValueError("a cosmic ray")
+            time.sleep(self.seconds)
 
-        def train_step(context, *batches, **options):
-            if context.state.step == self.step:
-                if not self.seconds:
-                    raise ValueError("a cosmic ray")
-                time.sleep(self.seconds)
-            return real(context, *batches, **options)
-
-        loop.train_step = train_step
+        _before_step(self.step, fail)
 
 
 @dataclass(frozen=True)
@@ -95,16 +105,7 @@ class MemoryExhausted:
             return
         import torch
 
-        import embedtrain.training.loop as loop
-
-        real = loop.train_step
-
-        def train_step(context, *batches, **options):
-            if context.state.step == self.step:
-                torch.empty(2**60)
-            return real(context, *batches, **options)
-
-        loop.train_step = train_step
+        _before_step(self.step, lambda: torch.empty(2**60))
 
 
 @dataclass(frozen=True)
@@ -138,15 +139,10 @@ class PrintDeterminism:
     def __call__(self, rank: int) -> None:
         import torch
 
-        import embedtrain.training.loop as loop
-
-        real = loop.train_step
-
-        def train_step(context, *batches, **options):
+        def report() -> None:
             print(f"deterministic={torch.are_deterministic_algorithms_enabled()}", flush=True)
-            return real(context, *batches, **options)
 
-        loop.train_step = train_step
+        _before_step(None, report)
 
 
 @dataclass(frozen=True)

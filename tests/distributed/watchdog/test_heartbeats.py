@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import TCPStore
 
@@ -22,6 +23,8 @@ def use_suspended_store(world: World) -> dict[str, object]:
         results["before"] = store.failure(), store.is_unresponsive
         os.kill(host_pid, signal.SIGSTOP)
         try:
+            while not _is_stopped(host_pid):  # on a busy machine its threads respond for a moment after the signal
+                time.sleep(0.01)
             started = time.monotonic()
             results["suspended"] = store.failure(), store.heartbeats()
             results["seconds"] = time.monotonic() - started
@@ -33,6 +36,11 @@ def use_suspended_store(world: World) -> dict[str, object]:
         results["after"] = store.heartbeats(), store.is_unresponsive, store.is_lost
     world.barrier()
     return results
+
+
+def _is_stopped(pid: int) -> bool:
+    threads = (status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return all(text.rpartition(")")[2].split()[0] == "T" for text in threads)
 
 
 def test_an_unreachable_store(ranks):

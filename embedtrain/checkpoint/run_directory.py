@@ -19,7 +19,7 @@ from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, TrainingError
-from embedtrain.files import atomic_write
+from embedtrain.files import atomic_write, require_own_file
 from embedtrain.formatting import format_count
 from embedtrain.tracking.sessions import SESSIONS_FILE
 
@@ -62,7 +62,8 @@ class RunDirectory:
     def write_stopped(self, step: int, signal: str, rank: int) -> None:
         """Write `stopped.json`, by which job scripts decide whether to restart the run; on one rank."""
         content = {"step": step, "signal": signal, "rank": rank, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        self.stopped.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        with atomic_write(self.stopped) as file:
+            file.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     def write_recipe(self, recipe: Recipe, world_size: int, model_commit: str | None = None) -> None:
         """Write `recipe.yaml`, with the commit of the model's Hub repository; on one rank."""
@@ -96,6 +97,7 @@ def output_dir_lock(path: Path, world: World, timeout: float) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with world.fail_together("taking the output directory"):
             if world.is_main:
+                require_own_file(path)
                 try:
                     stack.enter_context(lock.acquire(timeout=lock_timeout))
                 except Timeout:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, from_numpy
 
 from embedtrain.config.recipe import Precision
@@ -98,7 +98,7 @@ class VectorCache:
                 tensors = {"vectors": vectors.cpu().contiguous(), _DISTINCT_TEXTS: from_numpy(distinct)}
                 try:
                     with atomic_write(path) as unfinished:
-                        save_file(tensors, unfinished, metadata={"chunks": json.dumps(list(chunks))})
+                        unfinished.write_bytes(save(tensors, metadata={"chunks": json.dumps(list(chunks))}))
                 except (SafetensorError, OSError) as error:
                     raise DataError(f"vectors cannot be stored in {self.directory}: {error}") from error
 

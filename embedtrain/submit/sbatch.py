@@ -13,6 +13,7 @@ from pathlib import Path
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.srun import call
 from embedtrain.errors import ConfigError, LaunchError
+from embedtrain.files import open_append
 from embedtrain.submit.script import sbatch_variable
 
 # Jobs submitted for a run directory, one JSON object per line.
@@ -96,8 +97,8 @@ def submit(script: Path, options: Sequence[str], directory: Path, environment: M
         reason = "; ".join(line for line in lines if line) or f"exit code {code}"
         raise LaunchError(f"sbatch rejects {script}: {reason}")
     entry = {"job": job[1], "script": script.name, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    with (directory / _SUBMITTED).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    with open_append(directory / _SUBMITTED) as file:
+        file.write((json.dumps(entry) + "\n").encode())
     return Job(job[1], [name for name in overriding if environment[name]])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.errors import DataError
-from embedtrain.files import atomic_write
+from embedtrain.files import atomic_write, open_append, require_own_file
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -21,10 +21,12 @@ class MetricsFile:
 
         Raises:
             DataError: the file holds a line that is not a JSON object.
+            ConfigError: the file is a link.
             OSError: the file cannot be written.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        require_own_file(self.path)
         if self.path.exists():
             self._rewrite(read_metrics(self.path), only_if_changed=True)
         self._file = self._open()
@@ -61,7 +63,7 @@ class MetricsFile:
         self._file.close()
 
     def _open(self) -> FileIO:
-        file = FileIO(self.path, "a")  # unbuffered: a written row is in the file
+        file = open_append(self.path)
         self._length = file.tell()
         return file
 

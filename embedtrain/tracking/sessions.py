@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embedtrain.files import atomic_write, open_append
+
 SESSIONS_FILE = "sessions.jsonl"
 # Only the beginning of an error is stored: the terminal shows all of it.
 _ERROR_LENGTH = 500
@@ -31,8 +33,10 @@ class Session:
 def record_start(path: Path, *, step: int, total_steps: int, ranks: int, devices: str, from_scratch: bool) -> None:
     """Append the start of a session; `from_scratch`: replace the file, whose sessions are of another run."""
     row = {"started": time.time(), "step": step, "total_steps": total_steps, "ranks": ranks, "devices": devices}
-    with path.open("w" if from_scratch else "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    if from_scratch:
+        with atomic_write(path) as temporary:
+            temporary.touch()
+    _append(path, row)
 
 
 def record_end(path: Path, how: str, *, step: int, error: str | None = None, exported: int | None = None) -> None:
@@ -40,8 +44,12 @@ def record_end(path: Path, how: str, *, step: int, error: str | None = None, exp
     row = {"ended": time.time(), "how": how, "last_step": step, "exported": exported}
     if error is not None:
         row["error"] = error[:_ERROR_LENGTH]
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    _append(path, row)
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with open_append(path) as file:
+        file.write((json.dumps(row) + "\n").encode())
 
 
 def read_sessions(path: Path) -> list[Session]:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from embedtrain.errors import DataError
-from embedtrain.files import atomic_write
+from embedtrain.files import atomic_write, make_folder
 
 TEXTS_FILE = "sample.json"
 BEFORE, AFTER = "before", "after"
@@ -93,7 +93,7 @@ class EncodedSample:
 
 def write_texts(directory: Path, sample: Sample) -> None:
     """Write a sample without vectors, and delete the vectors of an earlier one."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     for which in (BEFORE, AFTER):
         _vectors_file(directory, which).unlink(missing_ok=True)
     content = {
@@ -110,7 +110,6 @@ def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], ste
     """Write the vectors of all texts, [n, D] of any length, `before` or `after`."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
-    # Not save_file, whose files only the owner can read.
     with atomic_write(_vectors_file(directory, which)) as temporary:
         temporary.write_bytes(save({"vectors": unit}, metadata={"step": str(step)}))
 

@@ -22,6 +22,7 @@ from embedtrain import __version__
 from embedtrain.checkpoint.snapshot import (
     OPTIMIZER,
     WEIGHTS,
+    ShardPosition,
     Snapshot,
     Staging,
     checkpointed_weights,
@@ -152,7 +153,7 @@ class Checkpointer:
             with world.fail_together(phase), _os_errors(phase, unfinished):
                 for kind, shards in snapshot.tensors.items():
                     checksums[kind] = write_local_shards(unfinished, files[kind], snapshot.position, shards)
-            gathered = world.gather((snapshot.position, checksums))
+            gathered = world.gather((snapshot.position, checksums), ShardPosition)
             with world.fail_together(phase), _os_errors(phase, unfinished):
                 if world.is_main:
                     by_shard = dict(sorted((position.shard, sums) for position, sums in gathered if position.is_writer))
@@ -214,7 +215,7 @@ class Checkpointer:
                 recover_replaced(self.root)
             steps = list_steps(self.root)
             messages += [f"{path} is an interrupted save: skipped" for path in list_unfinished(self.root)]
-        for _, path in self.world.broadcast(steps):
+        for path in map(Path, self.world.broadcast([str(path) for _, path in steps])):
             problem = None
             try:
                 newest = open_checkpoint(path)

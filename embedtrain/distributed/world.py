@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from embedtrain.distributed.device import explain_out_of_memory
+from embedtrain.distributed.messages import broadcast_value, gather_values
 from embedtrain.distributed.watchdog.activity import activity, current_activity, set_activity
 from embedtrain.distributed.watchdog.peers import agree_on_attempt
 from embedtrain.distributed.watchdog.watchdog import Watchdog
@@ -85,17 +86,13 @@ class World:
         dist.all_reduce(arrived, group=self.group)
         arrived.item()
 
-    def broadcast(self, value: T) -> T:
-        """Rank 0's `value` on every rank. Values are pickled: small Python objects only."""
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group, device=self.device)
-        return box[0]  # type: ignore[no-any-return]
+    def broadcast(self, value: T, *types: type) -> T:
+        """Rank 0's `value` on every rank; `types` are the dataclasses and enums in it, as in `messages.encode`."""
+        return broadcast_value(value, types, self.group)  # type: ignore[no-any-return]
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's `value` in rank order, on every rank. Values are pickled: small Python objects only."""
-        boxes: list[Any] = [None] * self.size
-        dist.all_gather_object(boxes, value, group=self.group)
-        return boxes
+    def gather(self, value: T, *types: type) -> list[T]:
+        """Every rank's `value` in rank order, on every rank; `types` as in `broadcast`, the same on every rank."""
+        return gather_values(value, types, self.group)
 
     @contextlib.contextmanager
     def fail_together(self, phase: str) -> Iterator[None]:

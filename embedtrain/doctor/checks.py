@@ -52,7 +52,7 @@ def check_collectively(options: DoctorOptions, world: World, local: list[Finding
         shared += check_bandwidth(world, hosts)
     # Only output_dir: each host may have its own cache.
     shared += check_shared_disk("output_dir", Path(options.output_dir), world, hosts)
-    findings = world.gather([*shared, *local] if world.is_main else local)
+    findings = world.gather([*shared, *local] if world.is_main else local, Finding, Level)
     local_ranks = world.gather(world.local_rank)
     # The first rank of a host checks the host for all of its ranks.
     for rank, first in enumerate(hosts.index(host) for host in hosts):
@@ -97,7 +97,7 @@ def check_bandwidth(world: World, hosts: Sequence[str]) -> list[Finding]:
             groups[host] = dist.new_group([rank for rank, name in enumerate(hosts) if name == host])
         group = groups[hosts[world.rank]]
         if max(hosts.count(host) for host in groups) > 1:
-            rates_of_ranks = world.gather(_measure(world, group, group.size()) if group.size() > 1 else [])
+            rates_of_ranks = world.gather(_measure(world, group, group.size()) if group.size() > 1 else [], _Rate)
             measured = zip(*(rates for rates in rates_of_ranks if rates), strict=True)
             slowest = [min(rates, key=lambda rate: rate.gb_per_s) for rates in measured]
             findings.append(_finding("within a host", slowest))

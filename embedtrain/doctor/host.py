@@ -206,7 +206,8 @@ def check_shared_disk(name: str, directory: Path, world: World, hosts: list[str]
             descriptor, name_of_file = tempfile.mkstemp(dir=existing, prefix=".embedtrain-doctor-")
             os.close(descriptor)
             path = Path(name_of_file)
-    shared_path = world.broadcast(path)
+    visible_path = world.broadcast(None if path is None else str(path))
+    shared_path = None if visible_path is None else Path(visible_path)
     try:
         is_visible = world.gather(shared_path is not None and _appears(shared_path))
     finally:

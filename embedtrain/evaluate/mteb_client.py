@@ -143,7 +143,7 @@ def run_tasks(
         channel.finish()
     else:
         channel.serve()
-    return world.broadcast(results)
+    return world.broadcast(results, TaskResults)
 
 
 def _prefixed_progress(progress: ProgressCallback, task: str, description: str, done: int, total: int) -> None:

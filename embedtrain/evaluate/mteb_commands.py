@@ -3,9 +3,9 @@
 Texts are sent in batches, so that no rank holds a corpus; document vectors stay on the rank that encoded them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -108,8 +108,8 @@ class CommandChannel:
         self._index: ShardedIndex | None = None
         self._task = "mteb"
         self.in_sync = True  # whether the other ranks wait for a command; False after one that was not completed
-        # Commands are Python objects on the CPU, on whatever device the ranks compute.
-        self._group = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
+        # Of gloo, on whatever device the ranks compute: commands are on the CPU.
+        self._channel = replace(world, group=dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT))
 
     def run(self, command: Command) -> Any:
         """Execute a command on all ranks and return its result. On rank 0."""
@@ -139,9 +139,8 @@ class CommandChannel:
             raise FailedElsewhere(f"rank 0 failed while running {self._task}: {command.error}")
 
     def _broadcast(self, command: Command | None) -> Command:
-        box: list[Any] = [command]
-        dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        received: Command = box[0]
+        received = self._channel.broadcast(command, *get_args(Command))
+        assert received is not None, "rank 0 sends a command"
         return received
 
     def _execute(self, command: Command) -> Any:

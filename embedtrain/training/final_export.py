@@ -58,7 +58,7 @@ def export_run(
                 base_vectors = encoder.encode_all(PROBES).cpu()
         reference = ExportReference(vectors, tolerance, model.source.prompts, model.tokenizer.max_length, base_vectors)
     weights = live_weights(model.encoder)
-    result: ExportResult | None = None
+    difference: float | None = None
     with contextlib.ExitStack() as stack:
         with world.fail_together("exporting the model"):
             adapter = None if model.adapted is None else _adapter_base(model, recipe, run_dir)
@@ -81,7 +81,7 @@ def export_run(
                     name=config.push_to_hub,
                 )
                 trusted = recipe.model.trust_remote_code
-                result = export.finish(card, reference, trust_remote_code=trusted, phase=tracker.phase)
+                difference = export.finish(card, reference, trust_remote_code=trusted, phase=tracker.phase).difference
         if not config.check:
             tracker.warn("export.check=false: the exported model was not compared with the encoder")
         with world.fail_together("uploading the model"):
@@ -89,7 +89,7 @@ def export_run(
                 with tracker.phase(f"uploading to {config.push_to_hub}"):
                     address = upload_model(run_dir.model, config.push_to_hub, private=config.private, step=step)
                 tracker.note(f"uploaded: {address}")
-    return world.broadcast(result)  # type: ignore[return-value]
+    return ExportResult(run_dir.model, world.broadcast(difference), dtype)
 
 
 def _adapter_base(model: LoadedModel, recipe: Recipe, run_dir: RunDirectory) -> AdapterBase:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -249,12 +250,12 @@ class TrainingLoop:
         world, step = self.context.world, self.context.state.step
         self.stop_signals.is_stopping = True
         self.checkpointer.wait()
-        received = world.gather(self.stop_signals.received)
-        rank, signal = next((rank, signal) for rank, signal in enumerate(received) if signal is not None)
+        received = world.gather(self.stop_signals.received, signal.Signals)
+        rank, stop = next((rank, stop) for rank, stop in enumerate(received) if stop is not None)
         with world.fail_together("writing stopped.json"):
             if world.is_main:
-                self.run_dir.write_stopped(step, signal.name, rank)
-        message = f"stopped by {signal.name} (rank {rank})"
+                self.run_dir.write_stopped(step, stop.name, rank)
+        message = f"stopped by {stop.name} (rank {rank})"
         if step == 0:
             message += " before the first step: run the same command again"
         else:
@@ -266,7 +267,7 @@ class TrainingLoop:
                 )
             else:
                 message += ": run the same command to resume"
-        return Stopped(message, exit_code(signal))
+        return Stopped(message, exit_code(stop))
 
     @property
     def _total_steps(self) -> int:

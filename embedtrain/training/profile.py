@@ -151,7 +151,7 @@ class StepProfiler:
         assert self._first is not None
         name = f"steps-{self._first}-{self._last}" if self._last > self._first else f"step-{self._first}"
         num_steps, self._first = self._last - self._first + 1, None
-        timings: list[RankTiming] = self._world.gather(self._stop(name))
+        timings = self._world.gather(self._stop(name), RankTiming)
         if self._world.is_main:
             for problem in dict.fromkeys(timing.problem for timing in timings if timing.problem is not None):
                 self._tracker.warn(f"tracking.profile: {problem}")

@@ -13,7 +13,15 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import TrainingError
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.tracking.report.page import REPORT_FILE, write_report
-from embedtrain.tracking.report.sample import AFTER, BEFORE, Sample, read_texts, write_texts, write_vectors
+from embedtrain.tracking.report.sample import (
+    AFTER,
+    BEFORE,
+    SAMPLE_TYPES,
+    Sample,
+    read_texts,
+    write_texts,
+    write_vectors,
+)
 from embedtrain.tracking.sessions import record_end, record_start
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.resume import RunStart
@@ -105,7 +113,7 @@ class RunReporter:
                     samples.append(sample)
 
             self._on_main_rank("the sample of the report", read)
-            sample = self._world.broadcast(samples[0] if samples else None)
+            sample = self._world.broadcast(samples[0] if samples else None, *SAMPLE_TYPES)
             if sample is None:
                 return
             try:

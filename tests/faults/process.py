@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 import embedtrain.__main__
 from embedtrain.config.recipe import Recipe
 
@@ -24,6 +26,21 @@ def run_rank(environment: Mapping[str, str], recipes: Sequence[Recipe], folder: 
         os.dup2(out, stream)
     sys.argv = ["embedtrain"]
     embedtrain.__main__.compose_recipes = lambda _: recipes
+    _refuse_pickles()
     if hook is not None:
         hook(int(environment["RANK"]))
     embedtrain.__main__.main()
+
+
+def _refuse_pickles() -> None:
+    """End this process if it unpickles an object: a message of another rank, or a value in the store, could be one."""
+
+    def refuse(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "pickle.find_class":
+            raise AssertionError(f"a rank unpickles {arguments}")
+
+    def refuse_message(*_: object) -> None:
+        raise AssertionError("a rank unpickles a message")  # even of plain values, which look up no class
+
+    sys.addaudithook(refuse)
+    dist.distributed_c10d._tensor_to_object = refuse_message

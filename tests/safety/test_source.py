@@ -17,6 +17,11 @@ NEVER = {
     "torch.distributed.checkpoint.load",
 }  # fmt: skip
 NEVER_METHODS = {"instantiate", "get_class", "get_method", "get_object", "import_from_string"}
+# Collectives that unpickle what other ranks send.
+NEVER_METHODS |= {
+    "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+}  # fmt: skip
 TRUSTS = ("trust_remote_code", "allow_all_kernels")
 
 
@@ -83,6 +88,7 @@ def test_no_line_executes_code_from_files(path):
         "from transformers import AutoModel; AutoModel.from_pretrained(path, trust_remote_code=True)",
         "model.from_pretrained(path, weights_only=False)", "import importlib; importlib.import_module(name)",
         "from importlib import import_module; import_module(name)",
+        "import torch.distributed as dist; dist.all_gather_object(values, value)",
     ],
 )  # fmt: skip
 def test_the_rule_detects_violations(line):

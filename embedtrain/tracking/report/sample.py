@@ -74,6 +74,9 @@ class Sample:
     pairs: Sequence[Pair]
 
 
+SAMPLE_TYPES = (Sample, SampleText, Role, Pair, PairRelation)  # that a sample consists of
+
+
 @dataclass(frozen=True, slots=True)
 class Vectors:
     """Vectors of all texts of a sample: float32 [n, D], of unit length, with the weights of `step`."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from embedtrain.config.recipe import LoraConfig
 from embedtrain.errors import ModelError
+from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
-from embedtrain.models.security import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FILES = [CONFIG, WEIGHTS]
@@ -106,6 +106,7 @@ def open_adapter(lora: LoraConfig) -> AdapterFiles | None:
     if lora.path is None:
         return None
     directory = resolve_directory(lora.path, lora.revision, "model.lora.path", "model.lora.revision", _FILES)
+    require_own_files(directory)
     files = read_settings(directory)
     if not (directory / WEIGHTS).is_file():
         raise ModelError(f"{directory / WEIGHTS} is missing: weights of an adapter are read only from safetensors")

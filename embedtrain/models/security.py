@@ -1,10 +1,10 @@
 """Security checks of a model directory, before any library reads it: it may not run code or refer to other files.
 
 The libraries obey more than the weights of a directory: arguments that are passed to `from_pretrained`, classes by
-name, attention kernels from other repositories. These checks reject such settings.
+name, attention kernels from other repositories. These checks reject such settings; `file_references.py` has those of
+files.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,6 +13,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, dynamic_module_utils
 
 from embedtrain.errors import ModelError
+from embedtrain.models.file_references import read_json, require_own_file, require_own_files, require_own_settings
 
 # Arguments for `from_pretrained` that sentence-transformers' settings may hold: none of them selects code or files.
 # sentence-transformers removes trust_remote_code itself.
@@ -39,15 +40,17 @@ def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
     """
     # Otherwise transformers prompts at the terminal whether code may run, wherever it does not pass the setting on.
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    require_own_files(directory)
+    require_own_settings(directory)
     for path in sorted(directory.glob("*.index.json")):
         weight_files(path)
-    if trust_remote_code:
-        return
     if (directory / "adapter_config.json").is_file():
         raise ModelError(
             f"{directory / 'adapter_config.json'} makes this an adapter of another model: set the path to "
             f"that model, and use this directory as its adapter (model.lora.path={directory} in a recipe)"
         )
+    if trust_remote_code:
+        return
     for path in sorted(directory.glob("sentence_*_config.json")):
         _check_arguments(path)
     for name in ("config.json", "tokenizer_config.json"):
@@ -82,20 +85,8 @@ def weight_files(index: Path) -> list[Path]:
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ModelError(f"{index} names {name}, outside its own directory")
+        require_own_file(index.parent / name, index.parent)
     return [index.parent / name for name in names]
-
-
-def read_json(path: Path, kind: type = dict) -> Any:
-    """The content of a JSON file; a ModelError if it is missing, damaged, or not of type `kind`."""
-    if not path.is_file():
-        raise ModelError(f"{path} is missing")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:  # the last for deeply nested brackets
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, kind):
-        raise ModelError(f"{path} should contain a {kind.__name__}, not a {type(content).__name__}")
-    return content
 
 
 def _check_arguments(path: Path) -> None:

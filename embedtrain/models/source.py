@@ -17,9 +17,10 @@ from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
 from embedtrain.models.encoder import ACTIVATIONS, disable_unused
+from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.rope import scale_rope
-from embedtrain.models.security import read_json, require_safe_config, require_safe_files
+from embedtrain.models.security import require_safe_config, require_safe_files
 
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -168,6 +169,8 @@ def _read_modules(directory: Path, model: ModelConfig) -> ModelSource:
         part = (directory / str(module.get("path") or "")).resolve()
         if not part.is_relative_to(directory.resolve()):
             raise ModelError(f"{directory / 'modules.json'} names {part}, outside its own directory")
+        if part.is_dir():
+            require_own_files(part, directory)
         kinds.append(kind.rsplit(".", 1)[-1] if kind.startswith("sentence_transformers.") else kind)
         match kinds[-1]:
             case "Transformer":

@@ -138,7 +138,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "long number": (text("config.json", f'{{"hidden_size": {"9" * 5000}}}'), "4300 digits"),
     "deep modules": (text("modules.json", deep("[", "]")), "recursion"),
     "deep settings": (text("sentence_bert_config.json", deep('{"a":', "}").replace(":}", ":1}")), "recursion"),
-    "deep tokenizer": (text("tokenizer.json", deep("[", "]")), "cannot read a tokenizer"),
+    "deep tokenizer": (text("tokenizer.json", deep("[", "]")), "recursion"),
     "deep index": (text("model.safetensors.index.json", f'{{"weight_map": {deep("[", "]")}}}'), "recursion"),
     "huge header": (huge_header, "header too large"),
 }

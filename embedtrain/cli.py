@@ -12,7 +12,9 @@ from collections.abc import Callable, MutableMapping
 from typing import NoReturn, TypeVar
 
 from embedtrain.distributed.srun import set_ranks_from_srun
+from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
+from embedtrain.limits import explain_limits, raise_open_files, report_low_limits
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")
@@ -31,6 +33,9 @@ def run_command(
     `compose` turns the command line into options; it imports no torch, so that `--help` and mistyped options answer at
     once. A command without ranks does not compute and does not need torch.
     """
+    stop_after_launcher()
+    raise_open_files()
+    report_low_limits()
     try:
         options = _with_user_errors(lambda: _compose_as_rank(compose), delay=30.0)
         if not has_ranks:
@@ -110,7 +115,8 @@ def _with_user_errors(function: Callable[[], Result], *, delay: float) -> Result
     rank may be the one that is lost.
     """
     try:
-        return function()
+        with explain_limits():
+            return function()
     except Stopped as stopped:
         if _environment("RANK") == 0:
             print(stopped, file=sys.stderr, flush=True)

@@ -27,6 +27,7 @@ ORDER = (
     "distributed",
     "config",
     "files",
+    "limits",
     "formatting",
     "errors",
 )

@@ -100,17 +100,18 @@ class Checkpointer:
         if not self.config.asynchronous:
             self._write(snapshot, state, self.world)
             return
-        if self._cpu_world is None:
-            self._cpu_world = self.world.new_cpu_group(self._timeout)
         staged = self._staging.copy(snapshot) if snapshot.position.is_writer else snapshot
-        self._pending = self._thread.submit(self._write, staged, state, self._cpu_world)
+        self._pending = self._thread.submit(self._write, staged, state, self._background_world())
 
-    def reserve_memory(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Allocate the pinned memory of asynchronous saves, which would otherwise delay the steps after the first save.
+    def prepare_asynchronous(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Create the process group of asynchronous saves, and allocate their pinned memory on a GPU.
 
-        Without effect on a CPU.
+        The first save would otherwise delay the steps after it, and fail if the store has ended with the launcher.
         """
-        if not self.config.asynchronous or self.world.device.type != "cuda":
+        if not self.config.asynchronous:
+            return
+        self._background_world()
+        if self.world.device.type != "cuda":
             return
         snapshot = self._take_snapshot(trained, optimizer)
         with self.world.fail_together("allocating host memory for checkpoints"):
@@ -131,6 +132,11 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def _background_world(self) -> World:
+        if self._cpu_world is None:
+            self._cpu_world = self.world.new_cpu_group(self._timeout)
+        return self._cpu_world
 
     def _take_snapshot(self, trained: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
         return take_snapshot(trained, optimizer if self.config.contents is CheckpointContents.all else None)

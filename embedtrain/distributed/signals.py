@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from enum import IntFlag
 from types import FrameType
 
-# Sent by schedulers before they reclaim a machine, and by Ctrl-C.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# Sent by schedulers before they reclaim a machine, by Ctrl-C, and when a terminal or an SSH connection is closed.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_INTERRUPTED = 130
 # Seconds within which a repeated signal is ignored: a launcher forwards a signal that the scheduler may also have sent
@@ -63,7 +63,8 @@ class StopSignals:
         theirs.setblocking(False)
         signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, _ignore)
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _ignore)
         os.register_at_fork(after_in_child=_restore_defaults)
         threading.Thread(target=self._listen, args=(ours, theirs), name="signals", daemon=True).start()
 
@@ -121,4 +122,5 @@ def _restore_defaults() -> None:
     """In a forked process: do not write to the parent's socket, and do not survive signals."""
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)

@@ -20,6 +20,7 @@ from embedtrain.distributed.watchdog.activity import activity, current_activity,
 from embedtrain.distributed.watchdog.peers import agree_on_attempt
 from embedtrain.distributed.watchdog.watchdog import Watchdog
 from embedtrain.errors import ConfigError, EmbedtrainError, FailedElsewhere, LostContact
+from embedtrain.limits import explain_limits
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class World:
         """Report a failure of the block to the other ranks before enclosing context managers take time to close."""
         with (
             contextlib.nullcontext() if self.watchdog is None else self.watchdog.guard(),
+            explain_limits(),
             explain_lost_contact(),
             explain_out_of_memory(self.device, self.local_size),
         ):

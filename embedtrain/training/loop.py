@@ -186,7 +186,7 @@ class TrainingLoop:
         profiler = StepProfiler(recipe.tracking, world, self.run_dir.profile, self.tracker)
         profiler.report_skipped_steps(state.step, self._total_steps)
         throughput = _Throughput()
-        self.checkpointer.reserve_memory(self.context.module, self.context.optimizer)
+        self.checkpointer.prepare_asynchronous(self.context.module, self.context.optimizer)
         with (
             self.tracker.training(self._total_steps, state.step),
             contextlib.closing(iter(prefetcher)) as stream,

@@ -69,7 +69,7 @@ def save_from_the_device(world: World, root: Path, cpu_offload: bool) -> None:
     """Memory is allocated before the first save, which then waits for nothing; the checkpoint is what was saved."""
     live = Live(world, parallel(cpu_offload=cpu_offload), odd=False)
     with open_checkpoints(root, world) as checkpoints:
-        checkpoints.reserve_memory(live.trained, live.optimizer)
+        checkpoints.prepare_asynchronous(live.trained, live.optimizer)
         before = live.local_values()
         checkpoints.save(live.trained, live.optimizer, state_of(1))
         checkpoints.wait_for_staging()

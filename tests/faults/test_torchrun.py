@@ -1,5 +1,6 @@
-"""torchrun restarts a run after a rank was killed, and forwards a scheduler's signal."""
+"""torchrun restarts a run after a rank was killed and forwards signals; when it is killed, its ranks end."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.faults.runs import OPTIONS, finish, rows, training_result
 
@@ -19,31 +23,60 @@ TORCHRUN = [
 ]  # fmt: skip
 
 
-def test_restarted_and_stopped(folder, undisturbed):
-    """A rank is killed: torchrun restarts all ranks. SIGUSR1 to torchrun: both ranks save the same step."""
-    log = folder / "torchrun.log"
-    out = folder / "launched"
-    with log.open("w") as sink:
-        launcher = subprocess.Popen(
-            [*TORCHRUN, "-m", "embedtrain", *OPTIONS, "checkpoint.every=1", f"output_dir={out}"],
-            cwd=folder, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+@dataclass
+class Launched:
+    """A run that torchrun has started."""
 
-    def until_step(step: int) -> None:
+    launcher: subprocess.Popen[bytes]
+    output_dir: Path
+    log_file: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def ranks(self) -> list[psutil.Process]:
+        return psutil.Process(self.launcher.pid).children()
+
+    def until_step(self, step: int) -> None:
         deadline = time.monotonic() + 150
-        while not ((out / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(out))):
-            assert launcher.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
+        metrics = self.output_dir / "metrics.jsonl"
+        while not (metrics.exists() and any(row["step"] >= step for row in rows(self.output_dir))):
+            assert self.launcher.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
             time.sleep(0.005)
 
-    until_step(2)
-    killed, *_ = psutil.Process(launcher.pid).children()
-    killed.kill()
-    killed.wait()
-    until_step(5)
-    launcher.send_signal(signal.SIGUSR1)
-    assert launcher.wait(timeout=120) != 0
-    output = log.read_text()
+
+@contextlib.contextmanager
+def launched(folder: Path, output_dir: str, *more: str) -> Iterator[Launched]:
+    """Start the command with torchrun; at the end of the block, kill what is left of it."""
+    log = folder / f"{output_dir}-{time.monotonic_ns()}.log"
+    with log.open("w") as sink:
+        launcher = subprocess.Popen(
+            [*TORCHRUN, "-m", "embedtrain", *OPTIONS, *more, f"output_dir={folder / output_dir}"],
+            cwd=folder, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+    run = Launched(launcher, folder / output_dir, log)
+    try:
+        yield run
+    finally:
+        for process in [*run.ranks(), launcher] if launcher.poll() is None else []:
+            process.kill()
+        launcher.wait()
+
+
+def test_restarted_and_stopped(folder, undisturbed):
+    """A rank is killed: torchrun restarts all ranks. SIGUSR1 to torchrun: both ranks save the same step."""
+    out = folder / "launched"
+    with launched(folder, "launched", "checkpoint.every=1") as run:
+        run.until_step(2)
+        killed, *_ = run.ranks()
+        killed.kill()
+        killed.wait()
+        run.until_step(5)
+        run.launcher.send_signal(signal.SIGUSR1)
+        assert run.launcher.wait(timeout=120) != 0
+        output = run.log
     assert output.count("resuming from ") == 1
     assert output.count("error: rank ") == 1, output
     assert re.search(r"error: rank \d on \S+ ended while .+, step \d+; .*checkpoint", output)
@@ -52,4 +85,24 @@ def test_restarted_and_stopped(folder, undisturbed):
     assert len(re.findall(r"stopped by SIGUSR1 \(rank [01]\) after step ", output)) == 1, "either rank"
     assert (out / "checkpoints" / f"step-{stopped['step']:08d}" / "checkpoint.json").is_file()
     finish(folder, "launched")
+    assert training_result(out) == undisturbed
+
+
+@pytest.mark.slow  # one process: tests/distributed/watchdog/test_launcher.py
+def test_the_launcher_is_killed(folder, undisturbed):
+    """Its store ends with it: the ranks still save a checkpoint, and the same command resumes at once."""
+    out = folder / "orphaned"
+    for last_step in (2, 5):  # before and after the first checkpoint
+        with launched(folder, "orphaned") as run:
+            run.until_step(last_step)
+            ranks = run.ranks()
+            run.launcher.kill()
+            assert not psutil.wait_procs(ranks, timeout=30)[1]
+            assert run.log.count("the launcher (process ") == 1
+            assert run.log.count("stopped by SIGTERM (rank ") == 1
+            assert "Traceback" not in run.log
+        step = json.loads((out / "stopped.json").read_text())["step"]
+        assert last_step <= step < 12
+        assert (out / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").is_file()
+    finish(folder, "orphaned")
     assert training_result(out) == undisturbed

@@ -43,10 +43,14 @@ class HeartbeatStore:
 
     After the store has failed it is not used again, because torch prints a trace each time. While a reply is
     outstanding no further request is sent; the reply arrives when the network recovers. A rank that `reports_alone`
-    prints a failure that ranks cannot agree on because the store is lost.
+    prints a failure that ranks cannot agree on because the store is lost. `has_ended` returns True if the process that
+    hosts the store is known to have ended.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, reports_alone: bool) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, *, reports_alone: bool, has_ended: Callable[[], bool] = bool
+    ) -> None:
+        self._has_ended = has_ended
         self._store, self.rank, self._reports_alone = store, rank, reports_alone
         self._other_ranks = [other for other in range(size) if other != rank]
         self.is_lost = False
@@ -84,6 +88,7 @@ class HeartbeatStore:
         return first or (failure if self._reports_alone else replace(failure, reporting_rank=-1))
 
     def _request(self, request: Callable[[Store], Answer]) -> Answer | None:
+        self.is_lost = self.is_lost or self._has_ended()
         if self.is_lost or self.is_unresponsive:
             return None
         answer: Future[Answer] = Future()

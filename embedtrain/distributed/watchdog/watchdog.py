@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from embedtrain.distributed.signals import EXIT_INTERRUPTED, exit_code
 from embedtrain.distributed.watchdog.activity import current_activity, describe_activity
 from embedtrain.distributed.watchdog.heartbeats import Failure, Heartbeat, HeartbeatStore
-from embedtrain.distributed.watchdog.launcher import start_launcher_reaper
+from embedtrain.distributed.watchdog.launcher import find_launcher, start_launcher_reaper
 from embedtrain.distributed.watchdog.peers import LocalProcesses, format_ranks, hosts_by_rank
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
 
@@ -55,7 +55,10 @@ class Watchdog:
         self.resume_hint: Callable[[], str] = str
         self.backend_error: Callable[[], str] = str
         self.max_silence = timeout
-        self._heartbeats = HeartbeatStore(store, rank, size, reports_alone=rank in {1, local.start})
+        self._launcher = find_launcher()
+        self._heartbeats = HeartbeatStore(
+            store, rank, size, reports_alone=rank in {1, local.start}, has_ended=self._store_has_ended
+        )
         self._processes = LocalProcesses(store, rank, local)
         self._store, self._hosts = store, list[str]()
         self._last_seen: dict[int, tuple[int, float]] = {}  # rank -> heartbeat count, and when it was first seen
@@ -172,6 +175,11 @@ class Watchdog:
         text = f"{self._format_ranks(ranks)} ended while {activity or current_activity()}"
         return self._heartbeats.claim_failure(self._failure(text, ranks))
 
+    def _store_has_ended(self) -> bool:
+        """Whether the only agent, which hosts the store, was killed; of several agents it may be another's store."""
+        is_only = not self.store_on_rank_0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
+        return is_only and self._launcher is not None and self._launcher.has_ended
+
     def _ended_ranks(self) -> list[int]:
         """Ranks that have ended without reporting."""
         ended = self._processes.ended()
@@ -202,6 +210,8 @@ class Watchdog:
         """No rank is lost or late, so this rank or the network is the cause."""
         own_name = self._format_ranks([self.rank])
         if self._heartbeats.is_unresponsive:
+            if self._launcher is not None and self._launcher.is_suspended:
+                return self._failure(f"{own_name} ends while {activity}: {self._launcher} is suspended", [])
             host = os.environ.get("MASTER_ADDR", "another host")
             reason = f" ({error.reason})" if error else ""
             text = f"{own_name} lost contact with {host} while {activity}: "

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.forked import fork_context
+
 GROUPS_ALIVE = 10  # process groups of earlier calls that a worker keeps; freeing them takes a fraction of a second
 
 
@@ -37,7 +39,7 @@ class RankPool:
 
     def __init__(self, open_device: Callable[[], Any] | None = None, *, nccl: bool = False) -> None:
         self._open_device, self._nccl = open_device, nccl
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("spawn") if nccl or open_device else fork_context()
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import yaml
 
+from tests.commands import ENVIRONMENT
 from tests.config.test_accelerate import FSDP2
 from tests.small import save_small, small_model, write_rows
-from tests.test_commands import ENVIRONMENT, OPTIONS
+from tests.test_commands import OPTIONS
 
 ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
 

@@ -1,7 +1,6 @@
 """Commands in processes of their own: under torchrun, errors of one sentence, exports, an installed wheel."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,27 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.commands import ENVIRONMENT, call
 from tests.conftest import ROOT
 from tests.small import save_small, small_model, write_beir, write_rows
-
-TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def start(arguments: list[str], **more: object) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, **more
-    )
-
-
-def call(*arguments: str, ranks: int = 0, cwd: Path | None = None, code: int = 0, stdin: str = "") -> str:
-    """The output of `python -m embedtrain...`, under torchrun if `ranks` is given."""
-    command = [*TORCHRUN, str(ranks), "-m", *arguments] if ranks else [sys.executable, "-m", *arguments]
-    done = subprocess.run(
-        command, cwd=cwd, env=ENVIRONMENT, text=True, input=stdin, capture_output=True, timeout=240, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

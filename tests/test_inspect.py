@@ -20,9 +20,9 @@ from embedtrain.inspect.rows import Repetition, RowKeys, duplicates_in, summaris
 from embedtrain.inspect.sources import first_bad_rows
 from embedtrain.inspect.texts import ROLES, UntruncatedTokenizer, join_statistics, measure, shown_texts
 from embedtrain.tracking.pages import escape_control, shorten_middle
+from tests.commands import ENVIRONMENT, call
 from tests.data.files import write
 from tests.small import save_small, small_model, small_tokenizer, text
-from tests.test_commands import ENVIRONMENT, call
 
 BAD = [b'{"query": 7, "pos": ["a"]}\n', b'{"query": "a", "pos": []}\n', b'{"query": "cut', b'{"pos": ["b"]}\n']
 

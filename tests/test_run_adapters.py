@@ -16,9 +16,9 @@ from embedtrain.errors import CheckpointError
 from embedtrain.export.__main__ import main
 from embedtrain.export.options import compose_export
 from embedtrain.models.adapters import Delta
+from tests.commands import call
 from tests.runs import losses, rewind_run, run
 from tests.small import save_small, small_model, write_beir, write_rows
-from tests.test_commands import call
 
 TEXTS = ["alpha beta gamma", "delta", "epsilon zeta eta theta iota"]
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.commands import ENVIRONMENT, call
 from tests.small import save_guide, small_model, text, write_beir
-from tests.test_commands import ENVIRONMENT, call
 
 MODULE = "embedtrain.evaluate"
 NFCORPUS = """---

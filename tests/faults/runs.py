@@ -18,19 +18,13 @@ from torch.distributed import TCPStore
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Recipe
 from tests.faults.process import Hook, run_rank
+from tests.forked import fork_context
 
 OPTIONS = [
     "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
     "train.log_every=1", "parallel.strategy=fsdp", "parallel.precision=fp32", "evaluation.sets=[dev,dev2]",
     "train.steps=12", "checkpoint.every=3", "evaluation.every=4", "checkpoint.best_metric=dev/ndcg@10", "optim.lr=1e-3",
 ]  # fmt: skip
-
-
-@cache
-def _context() -> Any:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.preload"])
-    return context
 
 
 @cache
@@ -127,7 +121,7 @@ def start(
         store = None
     log = folder / f"{output_dir.replace('/', '-')}-{time.monotonic_ns()}.log"
     processes = []
-    context = _context() if forked else mp.get_context("spawn")
+    context = fork_context() if forked else mp.get_context("spawn")
     for rank in range(size):
         environment = {
             "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),

@@ -16,10 +16,10 @@ import pytest
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 from embedtrain.mine.folder import MiningFolder
+from tests.commands import TORCHRUN, call, start
 from tests.mine.models import save_cross_encoder
 from tests.mine.runs import more_documents, read_jsonl, rows_alone, save_model, try_mining, write_jsonl
 from tests.small import write_beir
-from tests.test_commands import TORCHRUN, call, start
 
 ROWS = rows_alone(120)
 

@@ -1,10 +1,7 @@
 """`python -m embedtrain.plan`: tables and JSON for real models on many GPUs, without a GPU, data or weights."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -14,9 +11,9 @@ from embedtrain.errors import ConfigError
 from embedtrain.plan import compute as plan_compute
 from embedtrain.plan.compute import plan
 from embedtrain.plan.options import PlanOptions, compose_plan
+from tests.commands import call, call_separately
 from tests.planning.models import LLAMA_3_8B, XLMR_LARGE
 from tests.small import save_small, small_model
-from tests.test_commands import call
 
 
 def shape(config):
@@ -82,16 +79,7 @@ def test_only_json_is_printed():
 
 
 def only_stdout(*arguments, code=0):
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    return call_separately(*arguments, code=code)[0]
 
 
 def test_a_directory_without_weights_is_enough(tmp_path):

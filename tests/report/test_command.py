@@ -6,7 +6,7 @@ import pytest
 
 from embedtrain.errors import ConfigError
 from embedtrain.report.options import compose_report
-from tests.test_commands import call
+from tests.commands import call
 from tests.tracking.report.runs import make_run
 
 

@@ -1,4 +1,5 @@
-"""Real ranks for tests: worker processes over gloo or NCCL that stay alive, since importing torch costs seconds.
+"""Real ranks for tests: worker processes over gloo or NCCL that stay alive, since importing torch costs seconds
+and the first steps of a process are slow.
 
     results = ranks(3, check_something, argument)      # one result per rank, in rank order
 
@@ -16,13 +17,18 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from tests.forked import fork_context
 
 GROUPS_ALIVE = 10  # process groups of earlier calls that a worker keeps; freeing them takes a fraction of a second
+# torch 2.11 does not free them (2.13 does), so that workers with it are replaced after this many calls.
+MAX_CALLS = 30 if Version(metadata.version("torch")) < Version("2.13") else None
 
 
 class RankFailed(AssertionError):
@@ -41,6 +47,7 @@ class RankPool:
         self._open_device, self._nccl = open_device, nccl
         self._context = mp.get_context("spawn") if nccl or open_device else fork_context()
         self._workers: list[tuple[Any, Connection]] = []
+        self._num_calls = 0
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
         """`function(world, *args)` on `world_size` ranks; their results in rank order."""
@@ -57,6 +64,9 @@ class RankPool:
     def _call(
         self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
     ) -> list[tuple[bool | None, Any]]:
+        self._num_calls += 1
+        if MAX_CALLS and self._num_calls % MAX_CALLS == 0:
+            self.stop()
         self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):

@@ -21,7 +21,7 @@ from benchmarks.workloads import Workload, equal_lengths, question_passage, shor
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import ConfigError
 
-QUICK = ("search", "checkpoints")
+QUICK = ("search",)
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# On the CPU other tests compare layouts on several ranks, so that these only test themselves.
+# On the CPU other tests compare the other layouts, so that these only test themselves.
+QUICK = ("fsdp", "ddp", "fsdp, offload")
+
+
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (size > 1)) for name, (size, _) in LAYOUTS.items()]
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in LAYOUTS]
 )
 def test_layouts(ranks, device_ranks, layout):
     """fp32 is padded on a GPU and bf16 is packed; on a CPU both are packed."""

@@ -6,6 +6,7 @@ from embedtrain.cli import run_command
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.signals import StopSignals
+from embedtrain.streams import protect_standard_streams
 
 
 def run_trainings(recipes: list[Recipe], signals: StopSignals) -> None:
@@ -24,9 +25,11 @@ def run_trainings(recipes: list[Recipe], signals: StopSignals) -> None:
 
 def main() -> None:
     """The console command `embedtrain`."""
+    protect_standard_streams()  # before the signals: their sockets would become closed standard streams
     signals = StopSignals()
     signals.listen()
-    run_command(compose_recipes, partial(run_trainings, signals=signals))
+    # Its results are files: a scheduler would repeat a finished training whose log did not fit on the disk.
+    run_command(compose_recipes, partial(run_trainings, signals=signals), needs_output=False)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from typing import NoReturn, TypeVar
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
+from embedtrain.formatting import printable
 from embedtrain.limits import explain_limits, raise_open_files, report_low_limits
+from embedtrain.streams import SafeStream, protect_standard_streams
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")
@@ -26,13 +28,19 @@ _LAYER_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"  # the sharding reads it,
 
 
 def run_command(
-    compose: Callable[[list[str]], Options], main: Callable[[Options], None], *, has_ranks: bool = True
+    compose: Callable[[list[str]], Options],
+    main: Callable[[Options], None],
+    *,
+    has_ranks: bool = True,
+    needs_output: bool = True,
 ) -> NoReturn:
     """Run a command and end the process: exit code 0, 1 after an error, 75 or 130 after a signal, alike on all ranks.
 
     `compose` turns the command line into options; it imports no torch, so that `--help` and mistyped options answer at
-    once. A command without ranks does not compute and does not need torch.
+    once. A command without ranks does not compute and does not need torch. A command that needs its output ends with
+    exit code 1 if the output cannot be written because a disk is full, not if its terminal or reader has gone.
     """
+    protect_standard_streams()
     stop_after_launcher()
     raise_open_files()
     report_low_limits()
@@ -49,12 +57,12 @@ def run_command(
 
         # `record` wraps the handler of expected errors, so that only unexpected ones reach torchrun's error report.
         record(_with_user_errors)(lambda: main(options), delay=5.0)
+        _exit(0, needs_output=needs_output)
     except SystemExit as error:
         _exit(error.code)
     except Exception:
         traceback.print_exc()
         _exit(1)
-    _exit(0)
 
 
 def set_threads(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -138,14 +146,14 @@ def _with_user_errors(function: Callable[[], Result], *, delay: float) -> Result
 def _print_error(error: EmbedtrainError) -> None:
     rank = _environment("RANK")
     origin = f"rank {rank} on {socket.gethostname()}: " if rank and not isinstance(error, LostContact) else ""
-    print(f"{'error: ' if error.exit_code == 1 else ''}{origin}{error}", file=sys.stderr, flush=True)
+    print(f"{'error: ' if error.exit_code == 1 else ''}{origin}{printable(str(error))}", file=sys.stderr, flush=True)
 
 
 def _environment(name: str) -> int:
     return int(os.environ.get(name, "0"))
 
 
-def _exit(code: object) -> NoReturn:
+def _exit(code: object, *, needs_output: bool = True) -> NoReturn:
     """End the process without finalizing the interpreter.
 
     torch's caches keep process groups alive after they were destroyed, and with them gloo's threads. A thread that
@@ -153,7 +161,12 @@ def _exit(code: object) -> NoReturn:
     an active exception" (pytorch issues 130345 and 190489).
     """
     atexit._run_exitfuncs()
-    with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    number = code if isinstance(code, int) else int(code is not None)
+    sys.stdout.flush()
+    if isinstance(sys.stdout, SafeStream) and sys.stdout.error is not None:
+        reason = sys.stdout.error.strerror or sys.stdout.error
+        level = "error" if needs_output else "warning"
+        print(f"{level}: standard output cannot be written: {reason}", file=sys.stderr)
+        number = number or int(needs_output)
+    sys.stderr.flush()
+    os._exit(number)

@@ -1,4 +1,17 @@
-"""Counts, bytes and durations as messages show them."""
+"""Counts, bytes, durations and texts of files as messages show them."""
+
+# Characters that a terminal obeys instead of showing them: C0 and C1 control characters, among them those that begin
+# escape sequences, marks that change the direction of the line, and Unicode's line separators.
+_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+_ESCAPES |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029, *_DIRECTIONS)}
+_ESCAPES |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
+_ESCAPES_OF_LINES = {code: escape for code, escape in _ESCAPES.items() if code not in (ord("\n"), ord("\t"))}
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    r"""The text on one line, with escapes such as `\x1b` for control characters; `lines` keeps line breaks and tabs."""
+    return text.translate(_ESCAPES_OF_LINES if lines else _ESCAPES)
 
 
 def format_count(count: int, singular: str, plural: str | None = None) -> str:

@@ -90,3 +90,48 @@ def test_a_command_imports_torch_only_after_setting_threads(command):
     script = f"import sys, embedtrain.{command}__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def run_main(body: str, *, shell: str = "", stdout: int | None = subprocess.PIPE, **environment: str):
+    """A command whose `main` has this body, with redirections of a shell; it writes the file `done` at its end."""
+    script = (
+        "import os, sys, warnings; from embedtrain.cli import run_command; from embedtrain.errors import DataError\n"
+        f"def main(options):\n    {body}\n    open('done', 'w').close()\n"
+        "run_command(lambda arguments: None, main, has_ranks=False)"
+    )
+    variables = {**os.environ, **environment}
+    return subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {shell}', sys.executable, script],
+        env=variables, stdout=stdout, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", [">&-", "2>&-", ">&- 2>&- <&-", "| head -n 1; exit ${PIPESTATUS[0]}"])
+def test_a_command_continues_without_its_terminal(tmp_path, monkeypatch, shell):
+    monkeypatch.chdir(tmp_path)
+    body = "assert open('x', 'w').fileno() > 2; [print('line', i, flush=True) for i in range(500)]; sys.stdin.read()"
+    done = run_main(body, shell=shell)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "done").is_file()
+    assert (tmp_path / "x").stat().st_size == 0, "output went into a file of the command"
+
+
+def test_lost_output_is_an_error_of_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run_main("print('result')", shell="> /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == b"error: standard output cannot be written: No space left on device\n"
+    assert run_main("print('result')", shell="> /dev/full 2>&1").returncode == 1
+
+
+def test_text_cannot_control_the_terminal_and_has_any_encoding(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    body = "t = '\\x1b[2J\\x9b\\u202e\\udcff\\xe9\\u4e2d'; print(t); warnings.warn(t); raise DataError(t + '\\nline')"
+    utf8 = run_main(body, PYTHONUTF8="1")
+    assert utf8.returncode == 1
+    assert utf8.stdout.decode() == "\\x1b[2J\\x9b\\u202e\\udcffé中\n"
+    assert utf8.stderr.decode().count("\\x1b[2J\\x9b\\u202e\\udcffé中") == 2
+    assert utf8.stderr.decode().endswith("error: \\x1b[2J\\x9b\\u202e\\udcffé中\\nline\n")
+    ascii_only = run_main(body, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert ascii_only.stdout == b"\\x1b[2J\\x9b\\u202e\\udcff\\xe9\\u4e2d\n"
+    assert ascii_only.stderr.count(b"\\xe9\\u4e2d") == 2

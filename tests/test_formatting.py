@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.formatting import format_bytes, format_count, format_duration
+from embedtrain.formatting import format_bytes, format_count, format_duration, printable
 
 
 def test_counts_are_grouped_and_plural():
@@ -34,3 +34,12 @@ def test_bytes_have_the_largest_unit(num_bytes, decimal, binary):
 )  # fmt: skip
 def test_durations_have_two_units_at_most(seconds, text):
     assert format_duration(seconds) == text
+
+
+def test_control_characters_are_visible_and_letters_stay():
+    letters = "Ünïcödé 中文 עברית 👩‍👩‍👧 é [bold]"
+    assert printable(letters) == letters
+    assert printable("\x1b[31m\x07\x9b2J\x7f\u202e\u2066\u2028\r\n\t") == (
+        r"\x1b[31m\x07\x9b2J\x7f\u202e\u2066\u2028\r\n\t"
+    )
+    assert printable("\x1b\n\t\r", lines=True) == "\\x1b\n\t\\r"

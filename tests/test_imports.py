@@ -28,6 +28,7 @@ ORDER = (
     "config",
     "files",
     "limits",
+    "streams",
     "formatting",
     "errors",
 )
@@ -39,7 +40,7 @@ NARROW = {
     "models": {"data.types", "data.text_format"},
     "losses": {"distributed.collectives"},
 }
-GROUND = ("config", "files", "formatting", "errors")
+GROUND = ("config", "files", "streams", "formatting", "errors")
 FORBIDDEN = [
     ("config", ("torch", "transformers", "datasets")),
     ("submit", ("torch", "transformers", "datasets")),

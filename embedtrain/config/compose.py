@@ -5,7 +5,6 @@ cannot run code. Composed configurations become dataclasses here; no other modul
 """
 
 import argparse
-import contextlib
 import itertools
 import os
 import re
@@ -199,9 +198,8 @@ def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, help_t
     if not command_line.help and not command_line.cfg:
         return
     options = OmegaConf.to_yaml(config, resolve=command_line.resolve)
-    with contextlib.suppress(BrokenPipeError):  # `--help | head`
-        text = help_text.replace("{options}", options) + "\n" if command_line.help else options
-        print(text, end="", flush=True)
+    text = help_text.replace("{options}", options) + "\n" if command_line.help else options
+    print(text, end="", flush=True)
     raise SystemExit(0)
 
 

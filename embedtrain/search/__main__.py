@@ -5,7 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from embedtrain.cli import run_command
+from embedtrain.errors import DataError
 from embedtrain.search.options import SearchOptions, compose_search
+
+_MAX_QUERY = 100_000  # characters; more is not text that somebody wrote, such as /dev/zero
 
 
 def main(options: SearchOptions) -> None:
@@ -45,7 +48,13 @@ def _queries(query: str | None) -> Iterator[str]:
     while True:
         if sys.stdin.isatty():
             print("query (empty to end): ", end="", flush=True)
-        line = sys.stdin.readline().strip()
+        try:
+            line = sys.stdin.readline(_MAX_QUERY + 1)
+        except OSError as error:
+            raise DataError(f"standard input cannot be read: {error.strerror or error}") from None
+        if len(line) > _MAX_QUERY:
+            raise DataError(f"a query on standard input has more than {_MAX_QUERY:,} characters: write one per line")
+        line = line.strip()
         if not line:
             return
         yield line
@@ -53,18 +62,21 @@ def _queries(query: str | None) -> Iterator[str]:
 
 def print_results(query: str, results: Sequence[tuple[float, str, str]]) -> None:
     """Print one line per result (score, id, text)."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from embedtrain.formatting import printable
+    from embedtrain.tracking.pages import standard_output
+
+    console = standard_output()
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(justify="right", style="cyan", no_wrap=True)
     table.add_column(style="bold", no_wrap=True, max_width=32, overflow="ellipsis")
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for score, document_id, text in results:
-        table.add_row(f"{score:.3f}", Text(document_id), Text(" ".join(text.split())))
-    console.print(Text(f"\n{query}", style="bold"))
+        table.add_row(f"{score:.3f}", Text(printable(document_id)), Text(printable(" ".join(text.split()))))
+    console.print()
+    console.print(Text(printable(query), style="bold"))
     console.print(table)
 
 

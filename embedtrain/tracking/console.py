@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TextIO, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
@@ -14,7 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from embedtrain.formatting import format_count, format_duration
+from embedtrain.formatting import format_count, format_duration, printable
+from embedtrain.streams import SafeStream
 from embedtrain.tracking.pages import pad, standard_output
 from embedtrain.tracking.step_line import (
     OPTIONAL_RANK,
@@ -61,16 +63,16 @@ class Console:
 
     def note(self, text: str) -> None:
         """Print a message."""
-        self._print(Text(text))
+        self._print(Text(printable(text)))
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self._print(Text.assemble(("warning: ", "bold yellow"), text))
+        self._print(Text.assemble(("warning: ", "bold yellow"), printable(text)))
 
     @contextlib.contextmanager
     def phase(self, text: str) -> Iterator[None]:
         """Show what the block does while it runs, and print how long it took."""
-        started, outer = self._now(), self._phase
+        text, started, outer = printable(text), self._now(), self._phase
         if self._is_live:
             self._phase = PhaseLine(text, started, self._rich)
         else:
@@ -94,7 +96,7 @@ class Console:
 
         def report(activity: str, done: int, total: int) -> None:
             nonlocal current_activity, line, started, last_line
-            text = f"{activity}  {done:,}/{total:,}"
+            text = f"{printable(activity)}  {done:,}/{total:,}"
             if self._is_live:
                 if activity != current_activity or self._phase is not line:  # a phase in the block replaces the line
                     started = self._now()
@@ -148,13 +150,13 @@ class Console:
         """Print the results of the evaluation after `step`, as `{set: {metric: value}}`, and their changes."""
         if not self._enabled or not results:
             return
-        lines: list[RenderableType] = [Text(title or f"evaluation at step {step}", style="bold")]
+        lines: list[RenderableType] = [Text(printable(title or f"evaluation at step {step}"), style="bold")]
         for table in EvaluationTable.of(results, self._previous):
             if self._is_live:
                 grid, omitted = table.for_terminal(self._rich.width - 1)
                 lines.append(grid)
                 if omitted:
-                    lines.append(Text(f"also in metrics.jsonl: {', '.join(omitted)}", style="dim"))
+                    lines.append(Text(printable(f"also in metrics.jsonl: {', '.join(omitted)}"), style="dim"))
             else:
                 lines += [Text(f"  {line}") for line in table.plain_lines()]
         for line in lines:
@@ -205,6 +207,9 @@ class Console:
             redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
         )
         self._live.start(refresh=True)
+        for name in ("stdout", "stderr"):
+            if isinstance(stream := getattr(sys, name), FileProxy):
+                setattr(sys, name, SafeStream(cast(TextIO, stream)))  # rich would interpret escape sequences
         # Show the cursor again: a rank that torchrun kills could not restore it, and the user's shell would have none.
         self._rich.show_cursor(True)
         try:
@@ -231,9 +236,9 @@ def _restore_streams() -> None:
     # A forked child (a loader's worker) must not print through the display: a thread that the child does not have
     # may have held the display's lock at the fork, and printing would wait forever.
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, FileProxy):
-            setattr(sys, name, stream.rich_proxied_file)
+        proxied = getattr(getattr(sys, name), "rich_proxied_file", None)
+        if proxied is not None:
+            setattr(sys, name, proxied)
 
 
 class EvaluationTable:
@@ -279,7 +284,7 @@ class EvaluationTable:
     def _cells(self, num_metrics: int, num_changes: int) -> list[list[Text]]:
         """Header and rows with the first `num_metrics` metrics, and a change for the first `num_changes` of them."""
         names = self._metrics[:num_metrics]
-        rows = [[Text("set"), *(Text(name) for name in names)]]
+        rows = [[Text("set"), *(Text(printable(name)) for name in names)]]
         for set_name, metrics in self._results.items():
             previous = self._previous.get(set_name, {})
             row = [_shortened(set_name)]
@@ -304,7 +309,7 @@ def _change(change: float) -> Text:
 
 
 def _shortened(name: str) -> Text:
-    text = Text(name)
+    text = Text(printable(name))
     text.truncate(_NAME_WIDTH, overflow="ellipsis")
     return text
 

@@ -1,6 +1,5 @@
-"""Standard output for people: a stream whose writes never fail, and pages of facts, tables and texts."""
+"""Standard output for people: pages of facts, tables and texts."""
 
-import io
 import sys
 from collections.abc import Sequence
 from typing import TextIO, cast
@@ -12,65 +11,21 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from embedtrain.formatting import printable
+from embedtrain.streams import SafeStream
+
 _INDENT = "  "
 _GAP = 2  # between columns
 _ELLIPSIS = " … "
-# Characters that would move the cursor or change the direction of the line instead of being visible.
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160))}
-_CONTROL |= {code: f"\\u{code:04x}" for code in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-_CONTROL |= {ord("\n"): "↵", ord("\r"): "", ord("\t"): "⇥"}
-
-
-class SafeStream(io.TextIOBase):
-    """Forwards text, and drops it once the reader is gone (closed pipe, closed terminal, full disk).
-
-    Output that nobody can read must not stop training.
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the wrapped stream."""
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def write(self, text: str) -> int:
-        """Write `text`; characters that the encoding lacks become `?`."""
-        if self._stream is not None:
-            try:
-                self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
-            except (OSError, ValueError):
-                self._stream = None
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the wrapped stream."""
-        if self._stream is not None:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError):
-                self._stream = None
-
-    def isatty(self) -> bool:
-        """Whether the wrapped stream is a terminal."""
-        try:
-            return self._stream is not None and self._stream.isatty()
-        except ValueError:
-            return False
-
-    def fileno(self) -> int:
-        """The file descriptor of the wrapped stream; OSError if there is none."""
-        if self._stream is None:
-            raise OSError("there is no stream")
-        return self._stream.fileno()
+# Texts of rows often have several lines.
+_SIGNS = {ord("\n"): "↵", ord("\r"): "", ord("\t"): "⇥"}
 
 
 def standard_output() -> RichConsole:
     """A rich console on standard output."""
     # Asks stdout itself whether it is a terminal: rich would obey FORCE_COLOR, and fill a log file with escape codes.
     return RichConsole(
-        file=cast(TextIO, SafeStream(sys.stdout)),
+        file=cast(TextIO, SafeStream(sys.stdout, styled=True)),
         force_terminal=sys.stdout is not None and sys.stdout.isatty(),
         force_jupyter=False,
         highlight=False,
@@ -101,7 +56,7 @@ class Page:
 
     def facts(self, facts: Sequence[tuple[str, str]], style: str = "") -> None:
         """Print lines of a label and a text; a label may be empty."""
-        facts = [(label, escape_control(text)) for label, text in facts]
+        facts = [(escape_control(label), escape_control(text)) for label, text in facts]
         if not self._rich.is_terminal:
             width = max(map(cell_len, (label for label, _ in facts)), default=0)
             self._plain(*(f"{_INDENT}{pad(label, width)}  {text}" for label, text in facts))
@@ -115,7 +70,7 @@ class Page:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table of numbers: the first column on the left, the others on the right, nothing shortened."""
-        lines = [list(header), *([escape_control(cell) for cell in row] for row in rows)]
+        lines = [[escape_control(cell) for cell in row] for row in (header, *rows)]
         widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
         if not self._rich.is_terminal or self._rich.width < len(_INDENT) + sum(widths) + _GAP * (len(widths) - 1):
             for line in lines:
@@ -131,7 +86,7 @@ class Page:
             header_style="dim",
             border_style="dim",
         )
-        for index, name in enumerate(header):
+        for index, name in enumerate(lines[0]):
             table.add_column(Text(name), justify="right" if index else "left", no_wrap=True)
         for line in lines[1:]:
             table.add_row(*(Text(cell, style="" if index else "bold") for index, cell in enumerate(line)))
@@ -139,7 +94,7 @@ class Page:
 
     def texts(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """Print lines of a label, a number and a text. A terminal shows the beginning and the end of long texts."""
-        rows = [(label, number, escape_control(text)) for label, number, text in rows]
+        rows = [(escape_control(label), number, escape_control(text)) for label, number, text in rows]
         widths = [max((cell_len(row[column]) for row in rows), default=0) for column in (0, 1)]
         for label, number, text in rows:
             left = f"{_INDENT}{pad(label, widths[0])}  "
@@ -166,7 +121,7 @@ class Page:
 
 def escape_control(text: str) -> str:
     """The text on one line, with visible signs for control characters."""
-    return text.translate(_CONTROL)
+    return printable(text.translate(_SIGNS))
 
 
 def shorten_middle(text: str, width: int) -> str:

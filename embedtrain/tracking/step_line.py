@@ -12,6 +12,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from embedtrain.formatting import printable
+
 WAIT_METRICS = ("data_wait", "communication")
 MIN_WAIT_SHOWN = 0.05
 LOSS_METRIC_RANK = 10  # rank of metrics that the loss returns besides its value
@@ -90,7 +92,7 @@ def step_metrics(row: Mapping[str, float], total_steps: int, remaining: float | 
         metrics.append(MetricText(key, label, form(value) if math.isfinite(value) else str(value), rank))
         if key == "loss":
             metrics += [
-                MetricText(name, name, _loss_metric(row[name]), LOSS_METRIC_RANK)
+                MetricText(name, printable(name), _loss_metric(row[name]), LOSS_METRIC_RANK)
                 for name in row
                 if name not in _KNOWN_KEYS
             ]

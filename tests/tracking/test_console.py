@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.live import Live
 
+from embedtrain.streams import SafeStream
 from embedtrain.tracking.console import Console
 from embedtrain.tracking.step_line import ProgressLine, StepTimer, rate, step_metrics
 
@@ -88,6 +89,53 @@ def test_a_log_file_gets_everything_without_escape_codes(capsys, monkeypatch):
     assert lines[10].startswith("step 110/600  loss nan ")
     assert "  dev-en  0.4200  +0.0100  0.4000  +0.0100  0.6100  +0.0100  0.8100  +0.0100" in lines
     assert lines[-2:] == ["trained 20 steps in 0.0 s", "warning: careful"]
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e[bold]\u2028\r\nend"
+CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u202e]")
+
+
+def print_hostile(console):
+    console.note(HOSTILE)
+    console.warn(HOSTILE)
+    with console.phase(HOSTILE), console.progress() as report:
+        report(HOSTILE, 1, 2)
+    with console.training(600, start_step=90):
+        print(HOSTILE)  # as a library does
+        console.step({**ROW, f"loss/{HOSTILE}": 1.0})
+        console.evaluation(100, {HOSTILE: {HOSTILE: 0.5}}, HOSTILE)
+        console.evaluation(110, {HOSTILE: {HOSTILE: 0.6}})
+
+
+def test_names_of_a_run_cannot_control_a_log(capsys):
+    with safe_stdout():
+        print_hostile(Console())
+    text = capsys.readouterr().out
+    assert not CONTROLS.search(text)
+    assert r"warning: \x1b]0;title\x07\x1b[2J\x9b31m\u202e[bold]\u2028\r\nend" in text
+    assert [line for line in text.splitlines() if line.startswith("end")] == ["end"], "of print() only"
+
+
+def test_names_of_a_run_cannot_control_a_terminal(monkeypatch):
+    rich, out = terminal(300)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    with safe_stdout():
+        print_hostile(Console(terminal=rich))
+    own = ESCAPES.sub("", out.getvalue()).replace("\r", "")
+    assert not CONTROLS.search(own), "more than styles and the display's cursor movements"
+    assert out.getvalue().count("\x1b[2J") == 0
+    assert own.count(r"\x1b[2J") >= 8
+
+
+@contextlib.contextmanager
+def safe_stdout():
+    original = sys.stdout
+    sys.stdout = SafeStream(original)
+    try:
+        yield
+    finally:
+        sys.stdout = original
 
 
 def test_columns_of_a_log_are_aligned(capsys):
@@ -244,7 +292,7 @@ def test_an_encoding_without_the_characters_does_not_stop_the_run():
     script = "from embedtrain.tracking.console import Console; Console().note('dev 开发 ✓')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
-    assert done.stdout == b"dev ?? ?\n"
+    assert done.stdout == rb"dev \u5f00\u53d1 \u2713" + b"\n"
 
 
 def test_a_forked_child_does_not_print_through_the_live_display(monkeypatch):

@@ -29,6 +29,7 @@ ORDER = (
     "files",
     "limits",
     "streams",
+    "records",
     "formatting",
     "errors",
 )
@@ -40,7 +41,7 @@ NARROW = {
     "models": {"data.types", "data.text_format"},
     "losses": {"distributed.collectives"},
 }
-GROUND = ("config", "files", "streams", "formatting", "errors")
+GROUND = ("config", "files", "streams", "records", "formatting", "errors")
 FORBIDDEN = [
     ("config", ("torch", "transformers", "datasets")),
     ("submit", ("torch", "transformers", "datasets")),

@@ -100,7 +100,7 @@ def test_an_epoch_of_accumulated_batches_ends_with_what_is_left(ranks, workshop,
     common = [f"model.path={workshop / 'model'}", f"data.train=[{workshop / 'train.jsonl'}]", "train.epochs=1"]
     ranks(2, run, *common, "train.gradient_accumulation_steps=2", f"output_dir={tmp_path}")
     assert len(losses(tmp_path)) == 2
-    assert open_checkpoint(step_path(tmp_path / "checkpoints", 2)).manifest["state"]["samples"] == 26
+    assert open_checkpoint(step_path(tmp_path / "checkpoints", 2)).manifest.state["samples"] == 26
 
 
 def test_workers_and_the_cache_change_nothing(ranks, workshop, tmp_path):

@@ -247,11 +247,11 @@ class Checkpointer:
 
         Raises CheckpointError if the tensors do not fit the model.
         """
-        complete = checkpoint.manifest["contents"] == CheckpointContents.all.value
+        complete = checkpoint.manifest.contents is CheckpointContents.all
         phase = f"reading {checkpoint.path}"
         with self.world.fail_together(phase), _os_errors(phase, checkpoint.path):
             read_tensors(checkpoint, trained, optimizer if complete else None)
-        return dict(checkpoint.manifest["state"]) if complete else None
+        return dict(checkpoint.manifest.state) if complete else None
 
     def __enter__(self) -> Self:
         return self

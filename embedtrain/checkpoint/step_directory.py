@@ -13,17 +13,18 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from embedtrain.checkpoint.snapshot import checkpointed_weights
+from embedtrain.checkpoint.snapshot import OPTIMIZER, WEIGHTS, checkpointed_weights
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents, CheckpointLayout
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.files import flush_to_disk
+from embedtrain.records import read_record
 
 MANIFEST = "checkpoint.json"
 # Of a step directory; raised whenever older versions can no longer read it. Earlier formats are not read, because they
@@ -40,25 +41,47 @@ class UnsupportedFormatError(CheckpointError):
     """An intact checkpoint in another version's format: skipping it would train from scratch and then delete it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What `checkpoint.json` says of a checkpoint; its format and checksum are verified before."""
+
+    step: int
+    layout: CheckpointLayout
+    shards: int
+    tensors: dict[str, dict[str, Any]]  # kind -> name -> type, shape and checksums
+    state: dict[str, Any] = field(default_factory=dict)  # progress of the run
+    contents: CheckpointContents = CheckpointContents.all
+    world_size: int = 1
+    identity: dict[str, Any] = field(default_factory=dict)  # options that a resumed run must share
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for other kinds of tensors than weights and optimizer: they are parts of file names."""
+        if not {WEIGHTS} <= self.tensors.keys() <= {WEIGHTS, OPTIMIZER}:
+            raise ValueError(f"its tensors are {', '.join(map(repr, self.tensors))}")
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A complete checkpoint on disk."""
 
     path: Path
-    step: int
-    manifest: dict[str, Any]
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were done."""
+        return self.manifest.step
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of tensors it holds: `weights`, and `optimizer` unless it was saved without."""
-        return tuple(self.manifest["tensors"])
+        return tuple(self.manifest.tensors)
 
     def tensors(self, kind: str) -> TensorReader:
         """Its tensors of one kind; KeyError, TypeError or ValueError if the manifest does not describe them."""
         manifest = self.manifest
-        return TensorReader(
-            self.path, kind, CheckpointLayout(manifest["layout"]), int(manifest["shards"]), manifest["tensors"][kind]
-        )
+        return TensorReader(self.path, kind, manifest.layout, manifest.shards, manifest.tensors[kind])
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -106,7 +129,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         if manifest.pop("crc32") != _checksum(manifest):
             raise ValueError("its checksum does not match")
-        checkpoint = Checkpoint(path, int(manifest["step"]), manifest)
+        checkpoint = Checkpoint(path, read_record(Manifest, manifest))
         readers = [checkpoint.tensors(kind) for kind in checkpoint.kinds]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _damaged(file, error) from None
@@ -141,7 +164,7 @@ def find_checkpoint(root: Path, name: str) -> Checkpoint:
         raise CheckpointError(f"{root} holds no intact checkpoint: {problems[0]}")
     available = ", ".join(str(step) for step in sorted(steps))
     if name == "best":
-        best = _open_verified(steps[max(steps)]).manifest["state"].get("best_step")
+        best = _open_verified(steps[max(steps)]).manifest.state.get("best_step")
         if best is None:
             raise CheckpointError(
                 "step=best: this run did not track its best step (checkpoint.best_metric); "

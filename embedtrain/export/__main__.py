@@ -36,7 +36,7 @@ def main(options: ExportOptions) -> None:
     require_export_support(config)
     checkpoint = find_checkpoint(run_dir.checkpoints, options.step)
     output_dir = require_replaceable(Path(options.output_dir) if options.output_dir else run_dir.model, run_dir.path)
-    console.note(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.manifest['layout']} layout")
+    console.note(f"{checkpoint.path}: step {checkpoint.step}, {checkpoint.manifest.layout.value} layout")
     result = export_checkpoint(
         run_dir, recipe, checkpoint, output_dir, config, trust_remote_code=trusted, console=console
     )

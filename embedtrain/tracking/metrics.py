@@ -9,6 +9,7 @@ from typing import Any
 
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write, open_append, require_own_file
+from embedtrain.records import is_count, is_number
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -82,25 +83,33 @@ def split_lines(content: bytes) -> list[str]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a metrics file, without an incomplete last line; DataError if another line is not a JSON object."""
+    """All rows of a metrics file, without an incomplete last line; DataError if another line is no row of metrics."""
     lines = split_lines(Path(path).read_bytes())
     rows = []
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
+        row = parse_row(line)
+        if row is not None:
             rows.append(row)
         elif number < len(lines):
-            raise DataError(f"{path}:{number} is not a JSON object: delete this line, or move the file away")
+            raise DataError(f"{path}:{number} is no row of metrics: delete this line, or move the file away")
     return rows
 
 
+def parse_row(line: str) -> dict[str, Any] | None:
+    """A line of a metrics file: an object whose `step`, if it has one, is a count, and whose `set` is a name."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("set", ""), str):
+        return None
+    return row if row.get("step") is None or is_count(row["step"]) else None
+
+
 def metrics_at(run_dir: Path, step: int) -> dict[str, dict[str, float]]:
-    """The evaluation results of `step` as set -> metric -> value; empty if there are none."""
+    """The evaluation results of `step` as set -> metric -> value, those that are finite; empty if there are none."""
     return {
-        str(row["set"]): {key: value for key, value in row.items() if key not in ("step", "set")}
+        row["set"]: {key: value for key, value in row.items() if key != "step" and is_number(value)}
         for row in _evaluations(run_dir)
         if row["step"] == step
     }
@@ -115,7 +124,7 @@ def metric_changes(run_dir: Path) -> list[str]:
     for name, rows in by_set.items():
         first, last = rows[0], rows[-1]
         metric = "ndcg@10" if "ndcg@10" in last else "spearman"
-        if first["step"] != last["step"] and first.get(metric) is not None and last.get(metric) is not None:
+        if first["step"] != last["step"] and is_number(first.get(metric)) and is_number(last.get(metric)):
             lines.append(
                 f"{name}: {metric} {first[metric]:.4f} at step {first['step']}, "
                 f"{last[metric]:.4f} at step {last['step']}"
@@ -125,7 +134,7 @@ def metric_changes(run_dir: Path) -> list[str]:
 
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS_FILE
-    return [row for row in read_metrics(path) if "set" in row] if path.is_file() else []
+    return [row for row in read_metrics(path) if "set" in row and is_count(row.get("step"))] if path.is_file() else []
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -1,5 +1,6 @@
 """sessions.jsonl: when a run was in progress, on how many ranks, and how each session ended."""
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -8,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.files import atomic_write, open_append
+from embedtrain.records import read_record
 
 SESSIONS_FILE = "sessions.jsonl"
 # Only the beginning of an error is stored: the terminal shows all of it.
 _ERROR_LENGTH = 500
+_MAX_TIME = 253_402_300_800  # seconds from the epoch to the year 10000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,49 +61,29 @@ def read_sessions(path: Path) -> list[Session]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    rows: list[dict[str, Any]] = []
+    sessions: list[Session] = []
+    start: dict[str, Any] | None = None  # of the last session, if it has no end yet
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(row, dict):
-            continue
-        if "started" in row:
-            rows.append(row)
-        elif rows and "ended" not in rows[-1]:
-            rows[-1] |= row
-    return [session for session in map(_session, rows) if session is not None]
+            if not isinstance(row, dict):
+                continue
+            if "started" in row:
+                start = None
+                sessions.append(_session(row))
+                start = row
+            elif start is not None:
+                sessions[-1] = _session(start | row)
+                start = None
+    return sessions
 
 
-def _session(row: Mapping[str, Any]) -> Session | None:
-    def number(name: str) -> float | None:
-        value = row.get(name)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-    def integer(name: str) -> int | None:
-        value = number(name)
-        return None if value is None else int(value)
-
-    def text(name: str) -> str | None:
-        value = row.get(name)
-        return value if isinstance(value, str) else None
-
-    started = number("started")
-    if started is None:
-        return None
-    return Session(
-        started,
-        integer("step") or 0,
-        integer("total_steps") or 0,
-        integer("ranks") or 1,
-        text("devices") or "",
-        number("ended"),
-        text("how"),
-        integer("last_step"),
-        text("error"),
-        integer("exported"),
-    )
+def _session(row: Mapping[str, Any]) -> Session:
+    """The session of a row; ValueError if it is invalid."""
+    session = read_record(Session, row)
+    if not all(0 <= (seconds or 0) <= _MAX_TIME for seconds in (session.started, session.ended)):
+        raise ValueError("its time is not on the calendar")
+    return session
 
 
 def total_seconds(sessions: Sequence[Session], last_written: float | None) -> float | None:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import math
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,7 +140,7 @@ class PeriodicEvaluation:
             return False
         set_name, metric = self.best_metric
         value = metrics[set_name][metric]
-        if state.best is not None and value <= state.best:
+        if not value > (-math.inf if state.best is None else state.best):  # NaN is never better
             state.not_better += 1
             return False
         state.best, state.best_step, state.not_better = value, state.step, 0

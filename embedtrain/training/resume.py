@@ -10,7 +10,7 @@ from torch import nn
 
 from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS
-from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.checkpoint.step_directory import MANIFEST, Checkpoint
 from embedtrain.config.compose import to_plain
 from embedtrain.config.losses import LOSSES, LossConfig
 from embedtrain.config.recipe import ModelConfig, Recipe
@@ -20,8 +20,9 @@ from embedtrain.data.train_data import SourceSettings, TrainData
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, DataError
 from embedtrain.formatting import format_count
+from embedtrain.records import read_record
 from embedtrain.tracking.console import Console
-from embedtrain.training.state import TrainState, from_dict
+from embedtrain.training.state import TrainState
 
 # Suffix of identity entries that are digests of rows, which the user cannot set.
 _ROWS = ".rows"
@@ -85,13 +86,21 @@ class RunStart:
                 f"{checkpoint.path} is the end of this run: increase train.steps to continue, or set another "
                 "output_dir to start from scratch"
             )
-            return from_dict(checkpoint.manifest["state"])
+            return read_state(checkpoint)
         if saved is None:
             console.note(f"{checkpoint.path} contains only weights: starting a new run from them at step 0")
             return TrainState()
-        ranks = format_count(checkpoint.manifest["world_size"], "rank")
+        ranks = format_count(checkpoint.manifest.world_size, "rank")
         console.note(f"resuming from {checkpoint.path}, written by {ranks}")
-        return from_dict(saved)
+        return read_state(checkpoint)
+
+
+def read_state(checkpoint: Checkpoint) -> TrainState:
+    """The progress of the run that wrote a checkpoint; CheckpointError if the manifest does not hold it."""
+    try:
+        return read_record(TrainState, checkpoint.manifest.state)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path / MANIFEST} is damaged: state: {error}") from None
 
 
 class Effect(Enum):
@@ -206,7 +215,7 @@ def _loss_identity(loss: LossConfig) -> dict[str, Any]:
 
 def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Reject a checkpoint of a run with another identity."""
-    before = _model_identity(to_plain(ModelConfig())) | dict(checkpoint.manifest.get("identity", {}))
+    before = _model_identity(to_plain(ModelConfig())) | checkpoint.manifest.identity
     for option, value in identity.items():
         difference = next(_differences(option, before.get(option, value), value), None)
         if difference is None:
@@ -236,7 +245,7 @@ def require_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> Non
 
 def describe_changes(checkpoint: Checkpoint, recipe: Recipe) -> dict[Effect, str]:
     """Options of the recipe that differ from the checkpoint's: one line for each effect."""
-    before, now = checkpoint.manifest.get("recipe", {}), to_plain(recipe)
+    before, now = checkpoint.manifest.recipe, to_plain(recipe)
     defaults = to_plain(Recipe())
     changes: dict[Effect, list[str]] = {effect: [] for effect in Effect}
     for group, options in now.items():
@@ -256,7 +265,7 @@ def _with_defaults(options: Any, defaults: Any) -> Any:
         return defaults if options is None else options
     return dict(defaults) | {
         name: _with_defaults(value, defaults[name]) if isinstance(defaults.get(name), Mapping) else value
-        for name, value in (options or {}).items()
+        for name, value in (options if isinstance(options, Mapping) else {}).items()
     }
 
 

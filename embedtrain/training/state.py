@@ -1,7 +1,6 @@
 """What a run trains and saves: the progress of the run, and the module of encoder and loss."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -31,12 +30,6 @@ class TrainState:
 def as_dict(state: TrainState) -> dict[str, Any]:
     """Plain values for a checkpoint's index."""
     return asdict(state)
-
-
-def from_dict(values: Mapping[str, Any]) -> TrainState:
-    """Inverse of `as_dict`; entries that this version does not have are dropped."""
-    names = {field.name for field in fields(TrainState)}
-    return TrainState(**{name: value for name, value in values.items() if name in names})
 
 
 class EncoderWithLoss(nn.Module):

@@ -187,7 +187,7 @@ def save_again(world: World, root: Path) -> None:
         for best in (None, 2):
             checkpoints.save(live.trained, live.optimizer, state_of(2, best_step=best))
             checkpoints.wait()
-        assert verified(root, 2).manifest["state"]["best_step"] == 2
+        assert verified(root, 2).manifest.state["best_step"] == 2
         world.barrier()
         if world.is_main:  # as if interrupted between the two renames
             step_path(root, 2).rename(root / "step-00000002.replaced.tmp")

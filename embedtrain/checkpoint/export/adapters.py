@@ -56,7 +56,7 @@ BASE_WEIGHTS = "weights of model.path"
 
 def require_same_base(checkpoint: Checkpoint, base: ModelSource) -> None:
     """Raise CheckpointError if the base model's weights are not those that the adapters were trained on."""
-    digest = checkpoint.manifest.get("identity", {}).get(BASE_WEIGHTS)
+    digest = checkpoint.manifest.identity.get(BASE_WEIGHTS)
     if digest is not None and digest != weights_digest(base):
         raise CheckpointError(
             f"{checkpoint.path} holds adapters for other weights than {base.directory or 'model.config'} has now: "

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ import yaml
 from numpy.typing import NDArray
 
 from embedtrain.errors import DataError
-from embedtrain.tracking.metrics import METRICS_FILE, split_lines
+from embedtrain.records import is_number
+from embedtrain.tracking.metrics import METRICS_FILE, parse_row, split_lines
 from embedtrain.tracking.report.sample import AFTER, BEFORE, EncodedSample, read_texts, read_vectors
 from embedtrain.tracking.sessions import SESSIONS_FILE, Session, read_sessions, total_seconds
 
@@ -213,11 +213,8 @@ def _read_rows(path: Path) -> tuple[list[dict[str, Any]], float | None, list[str
         return [], None, [f"{path} cannot be read: {error}"]
     invalid = []
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        row = parse_row(line)
+        if row is not None and row.get("step") is not None:
             rows.append(row)
         elif line.strip() and number < len(lines):
             invalid.append(number)
@@ -250,8 +247,7 @@ def _series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
         for name, value in row.items():
             if name in _NOT_METRICS or isinstance(value, bool) or not (value is None or isinstance(value, int | float)):
                 continue
-            number = math.nan if value is None or not math.isfinite(value) else float(value)
-            by_name.setdefault(str(name), {})[row["step"]] = number
+            by_name.setdefault(name, {})[row["step"]] = float(value) if is_number(value) else math.nan
     return {
         name: Series(np.fromiter(values, dtype=np.int64), np.fromiter(values.values(), dtype=np.float64))
         for name, values in by_name.items()

@@ -4,11 +4,10 @@ n texts, D dimensions.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from safetensors.numpy import save
 
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write, make_folder
+from embedtrain.records import read_record
 
 TEXTS_FILE = "sample.json"
 BEFORE, AFTER = "before", "after"
@@ -126,7 +126,7 @@ def read_texts(directory: Path) -> Sample | None:
         content = json.loads(path.read_bytes())
         if content["format"] != _FORMAT:
             raise DataError(f"{path} was written by another version of embedtrain (format {content['format']})")
-        texts = [_text(values) for values in content["texts"]]
+        texts = [read_record(SampleText, values) for values in content["texts"]]
         pairs = [Pair(int(first), int(second), PairRelation(relation)) for first, second, relation in content["pairs"]]
         if any(not 0 <= index < len(texts) for pair in pairs for index in (pair.first, pair.second)):
             raise ValueError("a pair refers to a text that does not exist")
@@ -149,21 +149,6 @@ def read_vectors(directory: Path, which: str, sample: Sample) -> Vectors | None:
     if values.ndim != 2 or len(values) != len(sample.texts) or not np.isfinite(values).all():
         raise DataError(f"{path} does not hold one finite vector for each of the {len(sample.texts)} texts")
     return Vectors(values, step)
-
-
-def _text(values: Mapping[str, Any]) -> SampleText:
-    label = values["label"]
-    max_length = values["max_length"]
-    return SampleText(
-        str(values["text"]),
-        Role(values["role"]),
-        str(values["origin"]),
-        bool(values["held_out"]),
-        str(values["before"]),
-        str(values["after"]),
-        None if max_length is None else int(max_length),
-        None if label is None else str(label),
-    )
 
 
 def _vectors_file(directory: Path, which: str) -> Path:

@@ -119,6 +119,35 @@ def test_damage_is_reported(tmp_path, damage, message):
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tensors", {"weights": {}, "../../outside": {}}),
+        ("tensors", {"optimizer": {}}),
+        ("tensors", {"weights": []}),
+        ("tensors", None),
+        ("shards", -1),
+        ("shards", "1"),
+        ("shards", 10**400),
+        ("step", None),
+        ("layout", "pickle"),
+        ("contents", ["all"]),
+        ("state", [1]),
+        ("identity", "x"),
+        ("recipe", 7),
+        ("world_size", {"a": 1}),
+    ],
+)
+def test_an_impossible_manifest_is_damaged(tmp_path, key, value):
+    """Written by somebody who computes the checksum."""
+    path = write(tmp_path, 10)
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["crc32"]
+    commit_checkpoint(path, step_path(tmp_path, 11), manifest | {key: value})
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST} is damaged: .*{'tensors' if key == 'tensors' else key}"):
+        open_checkpoint(step_path(tmp_path, 11))
+
+
 def test_an_interrupted_save_is_not_a_checkpoint(tmp_path):
     write(tmp_path, 10)
     unfinished_path(tmp_path, 20).mkdir()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from embedtrain.errors import DataError
-from embedtrain.tracking.metrics import MetricsFile, read_metrics
+from embedtrain.tracking.metrics import MetricsFile, metric_changes, metrics_at, read_metrics
 
 
 def test_every_row_is_in_the_file_immediately(tmp_path):
@@ -77,8 +77,23 @@ def test_a_complete_last_line_without_a_line_break_is_kept(tmp_path):
 def test_an_invalid_line_in_the_middle_is_reported(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is not a JSON object"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is no row of metrics"):
         MetricsFile(path)
+
+
+@pytest.mark.parametrize("line", ['{"step": "x"}', '{"step": -1}', '{"step": 1, "set": [1]}', "[" * 100_000, "[1]"])
+def test_a_line_of_other_types_is_no_row(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{line}\n{{"step": 3}}\n')
+    for read in (lambda: MetricsFile(tmp_path / "metrics.jsonl"), lambda: metrics_at(tmp_path, 3)):
+        with pytest.raises(DataError, match=r"metrics\.jsonl:1 is no row of metrics"):
+            read()
+
+
+def test_results_of_a_step_are_the_finite_numbers(tmp_path):
+    rows = [{"step": 3, "set": "a", "ndcg@10": 0.5, "mrr@10": None, "model": "x"}, {"set": "b", "ndcg@10": 0.1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert metrics_at(tmp_path, 3) == {"a": {"ndcg@10": 0.5}}
+    assert metric_changes(tmp_path) == []
 
 
 def test_a_row_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path):

@@ -21,6 +21,7 @@ from embedtrain.tracking.sessions import SESSIONS_FILE, Session, read_sessions, 
 
 _LABEL_LENGTH = 80  # characters
 _SMOOTHED_FROM = 60  # points; a plot of fewer shows every one of them
+_MAX_VALUE = 1e100
 _NOT_METRICS = {"step", "set", "model"}
 
 
@@ -247,11 +248,18 @@ def _series(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
         for name, value in row.items():
             if name in _NOT_METRICS or isinstance(value, bool) or not (value is None or isinstance(value, int | float)):
                 continue
-            by_name.setdefault(name, {})[row["step"]] = float(value) if is_number(value) else math.nan
+            by_name.setdefault(name, {})[row["step"]] = _plottable(value)
     return {
         name: Series(np.fromiter(values, dtype=np.int64), np.fromiter(values.values(), dtype=np.float64))
         for name, values in by_name.items()
     }
+
+
+def _plottable(value: object) -> float:
+    """A number whose differences to others can be drawn, which are finite and no denormal; NaN for anything else."""
+    if not is_number(value) or abs(value) > _MAX_VALUE:
+        return math.nan
+    return float(value) if abs(value) > 1 / _MAX_VALUE else 0.0
 
 
 def _status(directory: Path, sessions: Sequence[Session]) -> Status:

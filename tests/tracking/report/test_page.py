@@ -262,6 +262,51 @@ def test_samples_that_cannot_be_read_are_reported(tmp_path):
     assert "cannot be read as the sample of a run" in write_page(tmp_path, run).text
 
 
+DAMAGED_FILES = {
+    "sessions.jsonl": [
+        b"", b"\xff\x00", b"[" * 100_000, b"null\n[]\n7\n", b'{"ended": 1}\n',
+        b'{"started": 1e999, "step": 0, "total_steps": 1, "ranks": 1, "devices": "cpu"}',
+        b'{"started": 1e300, "step": 0, "total_steps": 1, "ranks": 1, "devices": "cpu"}',
+        b'{"started": 1, "step": null, "total_steps": [], "ranks": {}, "devices": 3}',
+        b'{"started": 1, "step": 0, "total_steps": 1, "ranks": 1, "devices": "cpu"}\n{"ended": NaN, "how": ["x"]}',
+        b'{"started": -1e17, "step": 1e999, "total_steps": -1, "ranks": 0.5, "devices": ""}',
+        b'{"started": 1, "step": 0, "total_steps": ' + b"9" * 400 + b', "ranks": 1, "devices": ""}',
+    ],
+    "metrics.jsonl": [
+        b"", b"\xff\x00", b"[" * 100_000 + b"\n{}", b'{"step": ' + b"9" * 400 + b"}\n",
+        b'{"step": -1, "loss": 1}\n', b'{"step": true, "loss": 1}\n', b'{"step": 1, "set": ["x"], "a": 1}\n',
+        b'{"step": 1, "loss": ' + b"9" * 400 + b"}\n", b'{"step": 9007199254740992, "loss": 1e308}\n',
+        b'{"step": 0, "loss": -1e308}\n{"step": 1, "loss": 1e308}\n', b'{"step": 1, "set": "s", "a": {"b": 1}}\n',
+    ],
+    "recipe.yaml": [
+        b"", b"\xff\x00", b"[" * 10_000, b"- 1", b"name: [1, {a: 2}]\nloss: {name: [x]}", b"? [a]\n: 1\n",
+        b"loss: 7\nmodel: x\ntrain: {steps: -1}\nversions: 3", b"train: {steps: ['x']}", b"a: 2020-13-45\n",
+        b"train: {steps: " + b"9" * 5000 + b"}", b"1: 2\n2020-01-01: x\n~: {true: 1}\n", b"a: !!binary '#'",
+        b"model: {path: {a: 1}}\ncheckpoint: {best_metric: [1]}\n", b"a: !!float x\n", b"a: !!int 0x\n", b"<<: [1]\n",
+    ],
+}  # fmt: skip
+
+
+def test_damaged_files_of_a_run_are_left_out(tmp_path):
+    run = make_run(tmp_path / "run", steps=4, sets=("dev",))
+    for name, contents in DAMAGED_FILES.items():
+        path = run / name
+        before = path.read_bytes() if path.is_file() else None
+        for content in contents:
+            path.write_bytes(content)
+            write_report([run], tmp_path / "x.html")
+        path.unlink()
+        path.mkdir()
+        if name == "recipe.yaml":
+            with pytest.raises(DataError, match=r"recipe\.yaml"):
+                write_report([run], tmp_path / "x.html")
+        else:
+            write_report([run], tmp_path / "x.html")
+        path.rmdir()
+        if before is not None:
+            path.write_bytes(before)
+
+
 def test_texts_with_classes_only(tmp_path):
     """Very long texts with classes, all with the same vector: no map, no neighbours."""
     texts = [SampleText("word " * 50_000, Role.text, "topics", True, label=str(number % 2)) for number in range(6)]

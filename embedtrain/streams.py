@@ -12,8 +12,9 @@ from embedtrain.formatting import printable
 
 # The terminal or the reader of a pipe is gone: nobody misses the output. Any other error loses output that is wanted.
 _GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
-# What progress bars of libraries write in calls of their own: to the start of the line, and lines up.
-_CURSOR = re.compile(r"(?:\r|\n|\x1b\[A)+")
+# What progress bars of libraries write in calls of their own: to the start of the line, lines up, delete the line.
+_CURSOR = re.compile(r"(?:\r|\n|\x1b\[Am?|\x1b\[2?K)+")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _DESCRIPTORS = 3  # of standard input, output and error
 
 
@@ -30,7 +31,7 @@ class SafeStream(io.TextIOBase):
 
     Output that nobody can read must not stop training. Control characters become visible: names and texts of files
     would otherwise move the cursor, change the title or hide a part of the line. A `styled` stream forwards them; it
-    is for rich, whose texts are `printable` before they get their style.
+    is for rich, whose texts are `printable` before they get their style. Colours of libraries are dropped.
     """
 
     def __init__(self, stream: TextIO | None, *, styled: bool = False) -> None:
@@ -88,7 +89,7 @@ class SafeStream(io.TextIOBase):
         if _CURSOR.fullmatch(text) and self.isatty():
             return text
         begin = "\r" * text.startswith("\r")  # of the line of a progress bar
-        return begin + printable(text[len(begin) :], lines=True)
+        return begin + printable(_COLOUR.sub("", text[len(begin) :]), lines=True)  # libraries colour their messages
 
     def _drop(self, error: OSError | ValueError) -> None:
         self._target.stream = None

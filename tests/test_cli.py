@@ -126,7 +126,8 @@ def test_lost_output_is_an_error_of_one_sentence(tmp_path, monkeypatch):
 
 def test_text_cannot_control_the_terminal_and_has_any_encoding(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    body = "t = '\\x1b[2J\\x9b\\u202e\\udcff\\xe9\\u4e2d'; print(t); warnings.warn(t); raise DataError(t + '\\nline')"
+    body = "t = '\\x1b[2J\\x9b\\u202e\\udcff\\xe9\\u4e2d'; print('\\x1b[31m' + t); warnings.warn(t)"
+    body += "; raise DataError(t + '\\nline')"
     utf8 = run_main(body, PYTHONUTF8="1")
     assert utf8.returncode == 1
     assert utf8.stdout.decode() == "\\x1b[2J\\x9b\\u202e\\udcffé中\n"

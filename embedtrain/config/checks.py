@@ -188,7 +188,8 @@ def _check_checkpoint(recipe: Recipe) -> None:
 def check_export(export: ExportConfig, prefix: str = "") -> None:
     """Raise a ConfigError for an unknown format, an invalid size, or an id that the Hub does not accept."""
     check = OptionChecks(export, prefix)
-    check.require(set(export.formats) <= set(EXPORT_FORMATS), "formats", f"must be of {', '.join(EXPORT_FORMATS)}")
+    are_known = all(item in EXPORT_FORMATS for item in export.formats)
+    check.require(are_known, "formats", f"must be of {', '.join(EXPORT_FORMATS)}")
     size = _SIZE.fullmatch(export.max_file_size.strip().upper())
     check.require(
         size is not None and 0 < float(size[1]) < math.inf,

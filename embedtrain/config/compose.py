@@ -41,6 +41,11 @@ from embedtrain.errors import ConfigError
 
 Options = TypeVar("Options")
 
+# Of reading a YAML file. PyYAML's conversions of invalid dates and numbers raise errors of many types.
+YAML_ERRORS = (
+    *(yaml.YAMLError, OSError, ValueError, ArithmeticError),
+    *(LookupError, AttributeError, TypeError, RecursionError),
+)
 _PACKAGE = Path(__file__).resolve().parent.parent
 _CREDENTIALS = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY|APIKEY", re.IGNORECASE)
 _HELP = """embedtrain: train a text-embedding model on one GPU, one node or many nodes
@@ -156,7 +161,7 @@ def load_recipe(path: Path) -> Recipe:
         return to_recipe(OmegaConf.merge(schema, values))  # type: ignore[arg-type]
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: is this the output_dir of a run?") from None
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+    except (OmegaConfBaseException, *YAML_ERRORS) as error:
         raise ConfigError(f"{path} cannot be read as a recipe: {explain_hydra_error(error)}") from None
 
 

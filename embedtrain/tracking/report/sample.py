@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write, make_folder
-from embedtrain.records import read_record
+from embedtrain.records import is_count, read_record
 
 TEXTS_FILE = "sample.json"
 BEFORE, AFTER = "before", "after"
@@ -127,8 +127,8 @@ def read_texts(directory: Path) -> Sample | None:
         if content["format"] != _FORMAT:
             raise DataError(f"{path} was written by another version of embedtrain (format {content['format']})")
         texts = [read_record(SampleText, values) for values in content["texts"]]
-        pairs = [Pair(int(first), int(second), PairRelation(relation)) for first, second, relation in content["pairs"]]
-        if any(not 0 <= index < len(texts) for pair in pairs for index in (pair.first, pair.second)):
+        pairs = [Pair(first, second, PairRelation(relation)) for first, second, relation in content["pairs"]]
+        if any(not is_count(index) or index >= len(texts) for pair in pairs for index in (pair.first, pair.second)):
             raise ValueError("a pair refers to a text that does not exist")
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as the sample of a run: {error}") from error

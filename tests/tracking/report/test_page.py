@@ -278,9 +278,14 @@ DAMAGED_FILES = {
         b'{"step": 1, "loss": ' + b"9" * 400 + b"}\n", b'{"step": 9007199254740992, "loss": 1e308}\n',
         b'{"step": 0, "loss": -1e308}\n{"step": 1, "loss": 1e308}\n', b'{"step": 1, "set": "s", "a": {"b": 1}}\n',
     ],
+    "sample/sample.json": [
+        b"", b"[]", b'{"format": 1, "texts": [], "pairs": [[Infinity, 0, "positive"]]}',
+        b'{"format": 1, "texts": [{"text": 1, "role": "query", "origin": "x", "held_out": 1}], "pairs": []}',
+    ],
     "recipe.yaml": [
         b"", b"\xff\x00", b"[" * 10_000, b"- 1", b"name: [1, {a: 2}]\nloss: {name: [x]}", b"? [a]\n: 1\n",
         b"loss: 7\nmodel: x\ntrain: {steps: -1}\nversions: 3", b"train: {steps: ['x']}", b"a: 2020-13-45\n",
+        b"a: !!timestamp 99999-99-99", b"a: !!int ''",
         b"train: {steps: " + b"9" * 5000 + b"}", b"1: 2\n2020-01-01: x\n~: {true: 1}\n", b"a: !!binary '#'",
         b"model: {path: {a: 1}}\ncheckpoint: {best_metric: [1]}\n", b"a: !!float x\n", b"a: !!int 0x\n", b"<<: [1]\n",
     ],
@@ -288,7 +293,7 @@ DAMAGED_FILES = {
 
 
 def test_damaged_files_of_a_run_are_left_out(tmp_path):
-    run = make_run(tmp_path / "run", steps=4, sets=("dev",))
+    run = make_run(tmp_path / "run", steps=4, sets=("dev",), sample=make_sample())
     for name, contents in DAMAGED_FILES.items():
         path = run / name
         before = path.read_bytes() if path.is_file() else None

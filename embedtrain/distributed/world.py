@@ -16,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from embedtrain.distributed.device import explain_out_of_memory
 from embedtrain.distributed.messages import broadcast_value, gather_values
+from embedtrain.distributed.sockets import open_store, stay_on_host
 from embedtrain.distributed.watchdog.activity import activity, current_activity, set_activity
 from embedtrain.distributed.watchdog.peers import agree_on_attempt
 from embedtrain.distributed.watchdog.watchdog import Watchdog
@@ -187,6 +188,8 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     if dist.is_initialized():  # by a test or a notebook
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
         return
+    if size == local_size:
+        stay_on_host(os.environ)
     if not is_launched:
         with _explain_missing_interface():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=_bound_device(device))
@@ -201,7 +204,7 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
     joining = f"joining the process group at {address}"
     try:
         with explain_lost_contact(joining):
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))  # type: ignore[attr-defined]
+            store = open_store(rank, size, timeout, is_one_host=size == local_size)
             attempt = agree_on_attempt(store, rank, size, timeout)
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):

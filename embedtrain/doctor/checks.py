@@ -17,6 +17,7 @@ from embedtrain.doctor.environment import check_environment, check_services, che
 from embedtrain.doctor.finding import Finding, Level, merge_findings
 from embedtrain.doctor.host import PER_HOST, check_devices, check_disk, check_shared_disk
 from embedtrain.doctor.options import DoctorOptions
+from embedtrain.doctor.ports import check_ports
 from embedtrain.formatting import format_count
 
 _SIZES = {"cuda": (1 << 20, 16 << 20, 256 << 20), "cpu": (1 << 16, 1 << 20, 16 << 20)}  # bytes per rank
@@ -45,7 +46,7 @@ def check_locally(options: DoctorOptions, environment: Mapping[str, str]) -> lis
 def check_collectively(options: DoctorOptions, world: World, local: list[Finding]) -> list[Finding]:
     """The merged findings of all ranks; `local` are this rank's findings of `check_locally`. A collective."""
     hosts = world.gather(socket.gethostname())
-    shared = check_process_group(world, hosts)
+    shared = [*check_process_group(world, hosts), *check_ports(world, hosts)]
     if options.quick:
         shared.append(Finding("ranks", "bandwidth", "not measured, because quick=true"))
     else:

@@ -33,6 +33,7 @@ class Job:
 def save_script(directory: Path, text: str) -> Path:
     """Write `submit.sbatch`, `submit-2.sbatch`, ... without overwriting an earlier one, which may have been edited.
 
+    Only its owner can read the script, because `slurm.setup` may hold keys; sbatch does not execute the file itself.
     Returns the path; that of an earlier script if it has the same text.
     """
     number = 1
@@ -41,14 +42,14 @@ def save_script(directory: Path, text: str) -> Path:
         while True:
             path = directory / ("submit.sbatch" if number == 1 else f"submit-{number}.sbatch")
             try:
-                with path.open("x", encoding="utf-8") as file:
-                    file.write(text)
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             except FileExistsError:
                 if path.read_text(encoding="utf-8", errors="replace") == text:
                     return path
                 number += 1
             else:
-                path.chmod(0o755)
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    file.write(text)
                 return path
     except OSError as error:
         raise LaunchError(f"output_dir={directory} cannot be written: {error.strerror}") from None

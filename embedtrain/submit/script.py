@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from embedtrain import __version__
+from embedtrain.config.compose import option_of
 from embedtrain.config.recipe import Recipe
 from embedtrain.formatting import format_count
 from embedtrain.submit.options import Launcher, SlurmConfig, Submission, ranks_per_node
@@ -163,12 +164,15 @@ arguments+=("seed=${{seeds[SLURM_ARRAY_TASK_ID]}}" "output_dir='$run_dir'")
 
 _RENDEZVOUS = """\
 # ---- rendezvous: on the first node, at a port derived from the job id. The addresses are SLURM's, because node names
-# do not resolve everywhere.
+# do not resolve everywhere. The ranks of a single node meet on its loopback interface.
 mapfile -t addresses < <(
   scontrol --oneliner show node "$SLURM_JOB_NODELIST" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'
 )
+if (( SLURM_JOB_NUM_NODES == 1 )); then addresses=(127.0.0.1); fi
 port=$(({first} + SLURM_JOB_ID % {ports}))
-while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done  # in use by another program
+for address in 127.0.0.1 "${{addresses[0]}}"; do  # a port in use by another program
+  while (exec 3<>"/dev/tcp/$address/$port") 2>/dev/null; do port=$((port + 1)); done
+done
 echo "job $job, start $((restarts + 1)), on $SLURM_JOB_NODELIST; ranks meet at ${{addresses[0]}}:$port"
 rm -f -- "$run_dir/stopped.json"  # of an earlier start
 if [[ -n $asked ]]; then again "it was asked to stop before it started"; fi
@@ -176,25 +180,23 @@ if [[ -n $asked ]]; then again "it was asked to stop before it started"; fi
 
 _TORCHRUN = """\
 # ---- the ranks: srun starts one torchrun per node, and each torchrun {ranks} of them.
-# The restart count in the id keeps out processes of an earlier start of this job. torchrun forwards SIGUSR1 and SIGTERM
-# to the ranks, which have {timeout} s to write a checkpoint; most clusters signal torchrun only.
+# The restart count in the id keeps out processes of an earlier start of this job. With the static backend torchrun does
+# not unpickle what others write to its port, as it does with c10d. It forwards SIGUSR1 and SIGTERM to the ranks, which
+# have {timeout} s to write a checkpoint; most clusters signal torchrun only.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={timeout}
 torchrun=(
 {container}  "$python" -m torch.distributed.run
   --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={ranks_per_node}
-  --rdzv-backend=c10d --rdzv-endpoint="${{addresses[0]}}:$port" --rdzv-id="$SLURM_JOB_ID-$restarts"
+  --rdzv-backend=static --master-addr="${{addresses[0]}}" --master-port="$port" --rdzv-id="$SLURM_JOB_ID-$restarts"
   --max-restarts={max_restarts}
   --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 )
-# Run on each node. It sets the address of the node and whether it hosts the rendezvous, which torchrun would guess
-# from host names.
+# Run on each node. The ranks choose their network interface by the addresses.
 export NODE_ADDRESSES="${{addresses[*]}}"
 # shellcheck disable=SC2016  # expanded on the nodes
 on_each_node='
   words=$1; shift  # of the torchrun command; the others are the training
-  read -ra of_nodes <<<"$NODE_ADDRESSES"
-  exec "${{@:1:words}}" --local-addr="${{of_nodes[SLURM_NODEID]}}" --rdzv-conf="is_host=$((SLURM_NODEID == 0))" \\
-    "${{@:words+1}}"
+  exec "${{@:1:words}}" --node-rank="$SLURM_NODEID" "${{@:words+1}}"
 '
 srun "${{srun_options[@]}}" --ntasks-per-node=1 \\
   bash -c "$on_each_node" bash "${{#torchrun[@]}}" "${{torchrun[@]}}" -m embedtrain "${{arguments[@]}}" &
@@ -237,9 +239,11 @@ def _head(submission: Submission, command: Sequence[str]) -> str:
     slurm, recipe = submission.slurm, submission.recipe
     size = f"{format_count(slurm.nodes, 'node')} x {format_count(ranks_per_node(slurm), 'rank')}"
     jobs = f", an array of {len(slurm.seeds)} seeds" if slurm.seeds else ""
+    # The setup may hold keys, and follows below. A line end would end the comment.
+    words = ["slurm.setup=..." if option_of(word) == "slurm.setup" else word for word in command]
     return (
         f"# {recipe.name}: {size}{jobs}. Written by embedtrain {__version__} for\n"
-        f"#   {' '.join(shlex.join(command).split())}\n"  # a line end would end the comment
+        f"#   {' '.join(shlex.join(words).split())}\n"
         f"# You may edit it and submit it again with sbatch; it is never overwritten.\n"
         f"\n"
     )

@@ -3,11 +3,13 @@
 import socket
 import time
 
+import psutil
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedtrain.distributed.world import World, explain_lost_contact, joined_world
+from embedtrain.doctor.ports import listening_ports
 from embedtrain.errors import ConfigError, DataError, EmbedtrainError, FailedElsewhere, LostContact
 
 
@@ -84,6 +86,9 @@ def test_a_failure_elsewhere_is_a_user_error():
 def no_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # that a world of one host sets
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     return monkeypatch
 
 
@@ -95,6 +100,23 @@ def test_a_world_of_one(no_launcher):
             assert world.broadcast("x") == "x"
             with pytest.raises(DataError, match="no sheep"), world.fail_together("counting sheep"):
                 raise DataError("no sheep")
+
+
+def test_ranks_of_one_host_listen_on_loopback_only(no_launcher):
+    """gloo and the store that rank 0 hosts; torch's defaults are the host's own address, and all interfaces."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in launched.items():
+        no_launcher.setenv(name, value)
+    before = set(listening_ports(psutil.Process(), ""))
+    with joined_world(30.0) as world:
+        assert world.gather("x") == ["x"]
+        ports = set(listening_ports(psutil.Process(), "")) - before
+    assert len(ports) >= 2
+    assert port in {listening.number for listening in ports}
+    assert {listening.address for listening in ports} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from embedtrain.doctor.environment import check_environment
 from embedtrain.doctor.finding import Finding, Level, merge_findings
 from embedtrain.doctor.host import check_disk
 from embedtrain.doctor.options import compose_doctor
+from embedtrain.doctor.ports import unpickles_rendezvous
 from embedtrain.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -91,10 +92,29 @@ def test_two_ranks(tmp_path):
     (bandwidth,) = [line for line in lines if " bandwidth: " in line]
     assert bandwidth.count("GB/s") == 6, bandwidth
     assert "all-gather" in bandwidth
+    (port,) = [line for line in lines if " ports: " in line]
+    assert re.search(r"warning  ports: torchrun on .* listens on all interfaces: .* can execute code", port)
     for once in (" packages: ", " memory: ", " cpu: ", " output_dir: "):
         (line,) = [line for line in lines if once in line]
         assert "(rank" not in line, "it holds for both ranks"
     assert lines[-1].startswith("== 0 problems, ")
+
+
+@pytest.mark.parametrize(
+    ("command", "unpickles"),
+    [
+        ("torchrun --standalone --nproc-per-node 2 --master-port=1", True),
+        ("torchrun --nproc-per-node 2 -m embedtrain", True),
+        ("torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint=10.0.0.1:29500", True),
+        ("torchrun --nnodes 2 --rdzv_backend=etcd-v2 --rdzv_endpoint a:1", True),
+        ("torchrun --nproc-per-node 2 --master_port 29500", False),
+        ("python /env/bin/accelerate launch --num_processes 2 -m embedtrain", False),
+        ("torchrun --rdzv-backend=static --rdzv-endpoint=10.0.0.1:29500", False),
+        ("torchrun --rdzv-backend static --master-addr 10.0.0.1 --master-port=29500", False),
+    ],
+)
+def test_a_rendezvous_that_executes_code(command, unpickles):
+    assert unpickles_rendezvous(command.split()) is unpickles
 
 
 def test_ranks_that_cannot_join():

@@ -51,15 +51,22 @@ class Launched:
         self.output_dir = self.folder / output_dir
         torchrun = [
             TORCHRUN, f"--nnodes={self.network.count}", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint={self.network.address(0)}:29533", f"--rdzv-id={output_dir}",
-            "-m", "embedtrain",
+            f"--master-addr={self.network.address(0)}", "--master-port=29533",
         ]  # fmt: skip
         for host in range(self.network.count):
             with self._log(host).open("w") as log:
                 self.agents.append(
                     self.network.start(
                         host,
-                        [*torchrun, *OPTIONS, f"output_dir={output_dir}", *more],
+                        [
+                            *torchrun,
+                            f"--node-rank={host}",
+                            "-m",
+                            "embedtrain",
+                            *OPTIONS,
+                            f"output_dir={output_dir}",
+                            *more,
+                        ],
                         folder=self.folder,
                         log=log,
                         environment=ENVIRONMENT,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_a_job_is_submitted_recorded_and_not_submitted_twice(folder):
         "SLURM_NTASKS": "9", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "other", "SBATCH_TIMELIMIT": "1",
         "SBATCH_WCKEY": "stays",
     }  # fmt: skip
-    options = ["slurm.partition=gpu", "slurm.cpus_per_node=8"]
+    options = ["slurm.partition=gpu", "slurm.cpus_per_node=8", "slurm.setup=export WANDB_API_KEY=ganz-geheim"]
     output = submit(folder, *options, **inherited)
     assert "job 4711: t on 1 x 8 ranks" in output
     assert "tail -F runs/t/slurm-4711.log" in output
@@ -77,6 +78,8 @@ def test_a_job_is_submitted_recorded_and_not_submitted_twice(folder):
         "SBATCH_WCKEY": "stays",
     }  # fmt: skip
     script = folder / "runs" / "t" / "submit.sbatch"
+    assert stat.S_IMODE(script.stat().st_mode) == 0o600
+    assert script.read_text().count("ganz-geheim") == 1, "also in the comment with the command"
     script.write_text(script.read_text() + "# mine\n")
     (folder / "queue").write_text("12 RUNNING\n4711 PENDING\n")
     assert submit(folder, *options, code=1).startswith("error: job 4711 for runs/t is already pending")

@@ -80,10 +80,12 @@ def test_arguments_reach_the_training_unchanged(tmp_path):
     index = words.index("embedtrain")
     assert words[index + 1 :] == [*RECIPE, *arguments]
     assert words[index - 1] == "-m"
-    assert "--local-addr=10.0.0.1" in words
-    assert "--rdzv-conf=is_host=1" in words
-    assert "--rdzv-endpoint=10.0.0.1:10012" in words
-    assert "--rdzv-id=12-3" in words
+    rendezvous = {"--rdzv-backend=static", "--node-rank=0", "--rdzv-id=12-3", "--master-addr=127.0.0.1"}
+    assert rendezvous <= set(words), "a single node needs no other interface than loopback"
+    assert any(re.fullmatch(r"--master-port=100[12]\d", word) for word in words)
+    words = run(tmp_path, script(*arguments, nodes=2, workdir=tmp_path, python=tmp_path / "recorder"),
+                SLURM_JOB_NUM_NODES="2")  # fmt: skip
+    assert {"--nnodes=2", "--master-addr=10.0.0.1"} <= set(words)
 
 
 def test_each_seed_has_its_own_directory(tmp_path):

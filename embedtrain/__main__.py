@@ -6,7 +6,6 @@ from embedtrain.cli import run_command
 from embedtrain.config.compose import compose_recipes
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.signals import StopSignals
-from embedtrain.streams import protect_standard_streams
 
 
 def run_trainings(recipes: list[Recipe], signals: StopSignals) -> None:
@@ -25,11 +24,14 @@ def run_trainings(recipes: list[Recipe], signals: StopSignals) -> None:
 
 def main() -> None:
     """The console command `embedtrain`."""
-    protect_standard_streams()  # before the signals: their sockets would become closed standard streams
     signals = StopSignals()
-    signals.listen()
+
+    def compose(arguments: list[str]) -> list[Recipe]:
+        signals.listen()
+        return compose_recipes(arguments)
+
     # Its results are files: a scheduler would repeat a finished training whose log did not fit on the disk.
-    run_command(compose_recipes, partial(run_trainings, signals=signals), needs_output=False)
+    run_command(compose, partial(run_trainings, signals=signals), needs_output=False)
 
 
 if __name__ == "__main__":

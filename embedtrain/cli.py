@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, MutableMapping
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
@@ -41,10 +41,8 @@ def run_command(
     exit code 1 if the output cannot be written because a disk is full, not if its terminal or reader has gone.
     """
     protect_standard_streams()
-    stop_after_launcher()
-    raise_open_files()
-    report_low_limits()
     try:
+        _with_user_errors(_prepare_process, delay=5.0)
         options = _with_user_errors(lambda: _compose_as_rank(compose), delay=30.0)
         if not has_ranks:
             _with_user_errors(lambda: main(options), delay=0.0)
@@ -53,9 +51,8 @@ def run_command(
         set_threads()
         set_allocator()
 
-        from torch.distributed.elastic.multiprocessing.errors import record
-
         # `record` wraps the handler of expected errors, so that only unexpected ones reach torchrun's error report.
+        record = _with_user_errors(_import_record, delay=5.0)
         record(_with_user_errors)(lambda: main(options), delay=5.0)
         _exit(0, needs_output=needs_output)
     except SystemExit as error:
@@ -63,6 +60,18 @@ def run_command(
     except Exception:
         traceback.print_exc()
         _exit(1)
+
+
+def _prepare_process() -> None:
+    raise_open_files()
+    report_low_limits()
+    stop_after_launcher()
+
+
+def _import_record() -> Callable[..., Any]:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record
 
 
 def set_threads(environment: MutableMapping[str, str] = os.environ) -> None:

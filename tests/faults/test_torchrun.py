@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.faults.runs import OPTIONS, finish, rows, training_result
+from tests.faults.runs import OPTIONS, finish, training_result
 
 TORCHRUN = [
     str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2", "--max-restarts=2",
@@ -30,19 +30,23 @@ class Launched:
     launcher: subprocess.Popen[bytes]
     output_dir: Path
     log_file: Path
+    ranks: list[psutil.Process] = field(default_factory=list)
 
     @property
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
 
-    def ranks(self) -> list[psutil.Process]:
-        return psutil.Process(self.launcher.pid).children()
+    def find_ranks(self) -> list[psutil.Process]:
+        self.ranks = psutil.Process(self.launcher.pid).children()
+        return self.ranks
 
     def until_step(self, step: int) -> None:
+        self.until(lambda: any(int(number) >= step for number in re.findall(r"^step (\d+)/", self.log, re.MULTILINE)))
+
+    def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 150
-        metrics = self.output_dir / "metrics.jsonl"
-        while not (metrics.exists() and any(row["step"] >= step for row in rows(self.output_dir))):
-            assert self.launcher.poll() is None, self.log
+        while not condition():
+            assert any(process.is_running() for process in self.ranks) or self.launcher.poll() is None, self.log
             assert time.monotonic() < deadline, self.log
             time.sleep(0.005)
 
@@ -60,8 +64,9 @@ def launched(folder: Path, output_dir: str, *more: str) -> Iterator[Launched]:
     try:
         yield run
     finally:
-        for process in [*run.ranks(), launcher] if launcher.poll() is None else []:
-            process.kill()
+        for process in [*run.find_ranks(), launcher] if launcher.poll() is None else run.ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         launcher.wait()
 
 
@@ -70,7 +75,7 @@ def test_restarted_and_stopped(folder, undisturbed):
     out = folder / "launched"
     with launched(folder, "launched", "checkpoint.every=1") as run:
         run.until_step(2)
-        killed, *_ = run.ranks()
+        killed, *_ = run.find_ranks()
         killed.kill()
         killed.wait()
         run.until_step(5)
@@ -95,9 +100,12 @@ def test_the_launcher_is_killed(folder, undisturbed):
     for last_step in (2, 5):  # before and after the first checkpoint
         with launched(folder, "orphaned") as run:
             run.until_step(last_step)
-            ranks = run.ranks()
+            _, suspended = run.find_ranks()
+            suspended.suspend()  # the steps are short: the run would end before the ranks notice
             run.launcher.kill()
-            assert not psutil.wait_procs(ranks, timeout=30)[1]
+            run.until(lambda log=run: "the launcher (process " in log.log)
+            suspended.resume()
+            assert not psutil.wait_procs(run.ranks, timeout=60)[1]
             assert run.log.count("the launcher (process ") == 1
             assert run.log.count("stopped by SIGTERM (rank ") == 1
             assert "Traceback" not in run.log

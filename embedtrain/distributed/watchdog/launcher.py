@@ -37,17 +37,21 @@ class Launcher:
     @property
     def has_ended(self) -> bool:
         """Whether the agent has ended without its child: it was killed."""
+        if self.child.pid == os.getpid():
+            return os.getppid() != self.pid
         try:
             return bool(self.child.ppid() != self.pid)
         except psutil.NoSuchProcess:
             return True
+        except OSError:  # this process has reached its limit of open files
+            return False
 
     @property
     def is_suspended(self) -> bool:
         """Whether the agent was stopped by SIGSTOP or Ctrl-Z."""
         try:
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
-        except psutil.Error:
+        except (psutil.Error, OSError):
             return False
 
     def __str__(self) -> str:
@@ -61,7 +65,7 @@ def find_launcher() -> Launcher | None:
     try:
         child = psutil.Process(os.getsid(0))  # the agent starts a session for each rank
         pid = child.ppid()
-    except psutil.Error:  # in another pid namespace
+    except (psutil.Error, OSError):  # in another pid namespace, or no file can be opened
         return None
     return Launcher(pid, child) if pid else None
 

@@ -117,6 +117,8 @@ class LocalProcesses:
                 raise psutil.NoSuchProcess(pid)
         except psutil.NoSuchProcess:
             self._ended.add(rank)
+        except OSError:  # this process has reached its limit of open files
+            self._unidentified.add(rank)
         else:
             self._processes[rank] = process
 
@@ -154,6 +156,8 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+    except OSError:  # unknown: this process has reached its limit of open files
+        return True
 
 
 def _pid_namespace() -> str:

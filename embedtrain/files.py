@@ -7,6 +7,7 @@ rejected, temporary files are created under random names, and deletion does not 
 import contextlib
 import fcntl
 import functools
+import itertools
 import os
 import re
 import secrets
@@ -75,8 +76,16 @@ def require_own_file(path: Path) -> None:
 def make_folder(path: Path) -> None:
     """Create a folder and its parents if they are missing; ConfigError if `path` itself is a link."""
     if path.is_symlink():
-        raise ConfigError(f"{path} is a link, through which nothing is written: replace it by a folder, or delete it")
+        raise ConfigError(f"{path} is a link, through which nothing is written: delete it")
     path.mkdir(parents=True, exist_ok=True)
+
+
+def require_no_links(folder: Path) -> None:
+    """Raise ConfigError if the folder is a link or contains one."""
+    paths = (Path(parent, name) for parent, *names in os.walk(folder) for name in itertools.chain(*names))
+    for path in itertools.chain([folder], paths):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link, through which nothing is written: delete it")
 
 
 def remove_tree(path: Path) -> None:

@@ -1,7 +1,6 @@
 """The checkpoints of a run: save, find the newest intact one, load it, delete those that are not kept."""
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +52,7 @@ from embedtrain.distributed.device import thread_initializer
 from embedtrain.distributed.weights import row_range
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact
+from embedtrain.files import remove_tree
 
 
 class Checkpointer:
@@ -149,7 +149,7 @@ class Checkpointer:
             with world.fail_together(phase), _os_errors(phase, self.root):
                 self._staging.wait()
                 if world.is_main:
-                    shutil.rmtree(unfinished, ignore_errors=True)
+                    remove_tree(unfinished)
                     unfinished.mkdir(parents=True)
             files = {
                 kind: tensor_files(kind, shards, self.config.layout, snapshot.position.num_shards)
@@ -173,7 +173,7 @@ class Checkpointer:
                     self._prune(state)
         except Exception:
             if world.is_main:  # a partial checkpoint is useless, and may be what fills the disk
-                shutil.rmtree(unfinished, ignore_errors=True)
+                remove_tree(unfinished)
             raise
 
     def _manifest(

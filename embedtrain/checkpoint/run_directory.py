@@ -21,6 +21,8 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, TrainingError
 from embedtrain.files import atomic_write, require_own_file
 from embedtrain.formatting import format_count
+from embedtrain.tracking.loggers import TENSORBOARD_FOLDER
+from embedtrain.tracking.metrics import METRICS_FILE
 from embedtrain.tracking.sessions import SESSIONS_FILE
 
 _VERSIONS_OF = ("torch", "transformers", "sentence-transformers", "datasets")
@@ -43,6 +45,31 @@ class RunDirectory:
         self.sessions = path / SESSIONS_FILE  # start, number of ranks and outcome of each session
         self.lock = path / "run.lock"  # contains a description of the running process
         self.stopped = path / "stopped.json"  # exists from when a signal stops the run until it resumes
+
+    def require_own(self) -> None:
+        """Raise ConfigError if a run would write through a link, or replace files that no run has written; on one rank.
+
+        Files that are replaced as a whole may be links: these are replaced. `checkpoints` and `cache` may be links to
+        folders on another disk.
+        """
+        for file in (self.lock, self.sessions, self.path / METRICS_FILE):
+            require_own_file(file)
+        for folder in (self.sample, self.profile, self.path / TENSORBOARD_FOLDER, self.path / "wandb"):
+            if folder.is_symlink():
+                raise ConfigError(f"{folder} is a link, through which nothing is written: delete it")
+        if self.checkpoints.is_symlink() and (self.checkpoints.resolve().parent / self.lock.name).exists():
+            raise ConfigError(
+                f"{self.checkpoints} is a link to the checkpoints of another run, and this run would delete them: "
+                "copy those that you need"
+            )
+        if self.lock.exists():
+            return
+        for path in (self.recipe, self.architecture, self.adapter, self.tokenizer, self.sample):
+            if os.path.lexists(path):
+                raise ConfigError(
+                    f"output_dir={self.path} contains {path.name}, which no run has written, and which would be "
+                    f"replaced: name another output_dir (in a copy of a run, create an empty {self.lock.name})"
+                )
 
     def require_exists(self) -> None:
         """Raise TrainingError if the directory was moved or deleted during the run."""

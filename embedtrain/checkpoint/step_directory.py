@@ -23,7 +23,7 @@ from embedtrain.checkpoint.snapshot import OPTIMIZER, WEIGHTS, checkpointed_weig
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.recipe import CheckpointConfig, CheckpointContents, CheckpointLayout
 from embedtrain.errors import CheckpointError, ConfigError
-from embedtrain.files import flush_to_disk
+from embedtrain.files import flush_to_disk, remove_tree
 from embedtrain.records import read_record
 
 MANIFEST = "checkpoint.json"
@@ -198,27 +198,27 @@ def commit_checkpoint(unfinished: Path, final: Path, manifest: Mapping[str, Any]
         os.fsync(out.fileno())
     flush_to_disk(unfinished)
     replaced = final.with_name(final.name + _REPLACED)
-    if final.exists():  # the same step, saved again after its evaluation, or skipped as damaged
+    if os.path.lexists(final):  # the same step, saved again after its evaluation, or skipped as damaged
         final.rename(replaced)
     unfinished.rename(final)
     flush_to_disk(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_tree(replaced)
 
 
 def recover_replaced(root: Path) -> None:
     """Restore a step whose second save was interrupted between the two renames; on one rank."""
     for path in list_unfinished(root):
         final = path.with_name(path.name.removesuffix(_REPLACED))
-        if path.name.endswith(_REPLACED) and not final.exists():
+        if path.name.endswith(_REPLACED) and not os.path.lexists(final):
             path.rename(final)
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a step; renames it first, because an interrupted deletion must not look like a checkpoint."""
+    """Delete a step, or the link to one; renames it first: an interrupted deletion must not look like a checkpoint."""
     renamed = path.with_name(f"{path.name}.old{_UNFINISHED}")
-    shutil.rmtree(renamed, ignore_errors=True)
+    remove_tree(renamed)
     path.rename(renamed)
-    shutil.rmtree(renamed, ignore_errors=True)
+    remove_tree(renamed)
 
 
 def prunable(root: Path, newest: int, keep: int, *, every: int, protected: set[int]) -> list[Path]:
@@ -277,7 +277,7 @@ def free_disk_space(root: Path, needed: int, limit_gb: float | None, deletable: 
     CheckpointError if that does not suffice; nothing was written, and the newest checkpoint is untouched.
     """
     for path in list_unfinished(root):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
     limit = math.inf if limit_gb is None else limit_gb * GB
     used, candidates = _directory_size(root), list(deletable)
     while candidates and (used + needed > limit or needed > shutil.disk_usage(root).free):
@@ -301,5 +301,5 @@ def _directory_size(path: Path) -> int:
     for folder, _, names in os.walk(path):
         for name in names:
             with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(folder, name)).st_size
+                total += os.lstat(os.path.join(folder, name)).st_size
     return total

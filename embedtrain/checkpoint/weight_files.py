@@ -104,7 +104,7 @@ class RowWriter:
 
     def __init__(self, path: Path, layout: FileLayout, *, writes_header: bool) -> None:
         self._layout = layout
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         if writes_header:
             _write_at(self._descriptor, memoryview(layout.header), 0)
             os.ftruncate(self._descriptor, layout.size)

@@ -23,9 +23,11 @@ def main(options: EvaluateOptions) -> None:
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, resolve_tasks, run_tasks
     from embedtrain.evaluation.evaluator import Evaluator
     from embedtrain.evaluation.sets import load_sets
+    from embedtrain.files import require_no_links, require_own_file
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache, model_identity
     from embedtrain.tracking.console import Console
+    from embedtrain.tracking.metrics import METRICS_FILE
 
     output_dir = Path(options.output_dir)
     with joined_world(options.timeout) as world:
@@ -39,6 +41,10 @@ def main(options: EvaluateOptions) -> None:
             tasks = resolve_tasks(options.mteb, set_names) if options.mteb and world.is_main else []
         with world.fail_together("creating output_dir"):
             output_dir.mkdir(parents=True, exist_ok=True)
+            if world.is_main:
+                require_own_file(output_dir / METRICS_FILE)
+                for folder in (output_dir / "runs", output_dir / "mteb"):
+                    require_no_links(folder)
 
         model = _load_model(options, world, console)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)

@@ -11,7 +11,7 @@ def main(options: ExportOptions) -> None:
     from pathlib import Path
 
     from embedtrain.checkpoint.export.hub import require_export_support, upload_model
-    from embedtrain.checkpoint.export.model_export import require_replaceable
+    from embedtrain.checkpoint.export.replacement import require_replaceable
     from embedtrain.checkpoint.run_directory import RunDirectory
     from embedtrain.checkpoint.step_directory import find_checkpoint
     from embedtrain.config.compose import load_recipe

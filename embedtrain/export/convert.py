@@ -8,10 +8,10 @@ from embedtrain.checkpoint.export.model_export import (
     ExportResult,
     checkpoint_weights,
     export_dtype,
-    export_lock,
     load_checkpoint_encoder,
     plan_export,
 )
+from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import AdapterBase, ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.snapshot import WEIGHTS
@@ -50,7 +50,7 @@ def export_checkpoint(
     tokenizer = TextTokenizer(loaded, resolve_max_length(source, loaded))
     dtype = export_dtype(config.dtype, source)
     reference: ExportReference | None = None
-    with export_lock(output_dir), checkpoint.tensors(WEIGHTS) as reader:
+    with export_lock(output_dir) as unfinished, checkpoint.tensors(WEIGHTS) as reader:
         adapters: AdapterCheckpoint | None = None
         adapter: AdapterBase | None = None
         if recipe.model.lora.on:
@@ -64,7 +64,7 @@ def export_checkpoint(
                 tolerance = export_tolerance(dtype, exact_encoder=True)
                 reference = _reference(adapters, source, reader, tokenizer, tolerance)
         weights = checkpoint_weights(reader) if adapters is None else adapters.merged()
-        export = plan_export(output_dir, run_dir.architecture, weights, dtype, config, adapter=adapter)
+        export = plan_export(output_dir, unfinished, run_dir.architecture, weights, dtype, config, adapter=adapter)
         with console.phase("writing the directory"):
             export.begin()
             export.write(weights.rows, main=True)

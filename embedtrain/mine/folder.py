@@ -9,7 +9,6 @@ A block is complete or absent: its directory gets its final name after every ran
 
 import json
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from embedtrain.data.sources.values import shorten
 from embedtrain.data.types import Example
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
-from embedtrain.files import atomic_write
+from embedtrain.files import atomic_write, remove_tree, require_no_links
 from embedtrain.mine.options import MineOptions
 from embedtrain.mine.sources import MiningSource
 from embedtrain.mine.stats import MiningStats
@@ -134,18 +133,19 @@ class MiningFolder:
             if not isinstance(finished, dict):
                 raise DataError(f"{summary} exists and is not a summary of mined rows: choose another output_dir")
             self._require_same(finished, "mined rows")
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            remove_tree(self._temporary)
             return False
+        require_no_links(self._temporary)
         if identity.is_file() and self.inputs.is_dir():  # otherwise nothing is lost by starting from scratch
             self._require_same(_read_json(identity), "partly mined rows")
             for unfinished in self._blocks.glob(f"*{_UNFINISHED}"):
-                shutil.rmtree(unfinished)
+                remove_tree(unfinished)
             return True
         for name in names:
             path = self.output_dir / f"{name}.jsonl"
             if path.exists():
                 raise DataError(f"{path} exists and was not mined: choose another output_dir")
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        remove_tree(self._temporary)
         self._blocks.mkdir(parents=True)
         _write_json(identity, self.identity)
         return True
@@ -205,7 +205,7 @@ class MiningFolder:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which marks the run as finished, and delete the intermediate files; on one rank."""
         _write_json(self.output_dir / SUMMARY, {**summary, "identity": self.identity})
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        remove_tree(self._temporary)
 
 
 def _differences(before: object, now: object, name: str = "") -> Iterator[tuple[str, object, object]]:

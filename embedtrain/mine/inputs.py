@@ -3,7 +3,6 @@
 Shapes: T documents with duplicates, N distinct documents, R rows of a source, P pairs (key, item).
 """
 
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from embedtrain.data.sources.parts import Part
 from embedtrain.data.text_format import instructed_query, text_keys
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
+from embedtrain.files import remove_tree
 from embedtrain.inference.encode import ProgressCallback
 from embedtrain.mine.pool import (
     DocumentIdCollector,
@@ -136,7 +136,7 @@ def _write_inputs(
     directory: Path, sources: Sequence[MiningSource], corpus: Sequence[Part], progress: ProgressCallback
 ) -> None:
     unfinished = directory.with_suffix(".part")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    remove_tree(unfinished)
     unfinished.mkdir(parents=True)
 
     def documents() -> Iterator[DocumentBatch]:

@@ -8,7 +8,8 @@ from torch import Tensor
 from embedtrain.checkpoint.checkpointer import read_tensors
 from embedtrain.checkpoint.export.hub import upload_model
 from embedtrain.checkpoint.export.model_card import model_card
-from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, export_lock, live_weights, plan_export
+from embedtrain.checkpoint.export.model_export import ExportResult, export_dtype, live_weights, plan_export
+from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import PROBES, AdapterBase, ExportReference, export_tolerance
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
@@ -60,11 +61,17 @@ def export_run(
     weights = live_weights(model.encoder)
     difference: float | None = None
     with contextlib.ExitStack() as stack:
+        scratch = ""
+        with world.fail_together("exporting the model"):
+            if world.is_main:
+                scratch = stack.enter_context(export_lock(run_dir.model)).name
+        unfinished = run_dir.path / world.broadcast(scratch)
         with world.fail_together("exporting the model"):
             adapter = None if model.adapted is None else _adapter_base(model, recipe, run_dir)
-            export = plan_export(run_dir.model, run_dir.architecture, weights, dtype, config, adapter=adapter)
+            export = plan_export(
+                run_dir.model, unfinished, run_dir.architecture, weights, dtype, config, adapter=adapter
+            )
             if world.is_main:
-                stack.enter_context(export_lock(run_dir.model))
                 export.begin()
         with world.fail_together("exporting the model"), tracker.phase("exporting the model"):
             export.write(weights.rows, main=world.is_main)

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity
 
 from embedtrain.config.recipe import TrackingConfig
 from embedtrain.distributed.world import World
+from embedtrain.files import atomic_write, make_folder
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.timing import (
     BATCHES,
@@ -172,8 +173,10 @@ class StepProfiler:
                 _add_kernels(timing, profiler.events())
             if self._writes_trace:
                 timing.operators = _longest_operators(profiler.key_averages(), on_gpu=on_gpu)
-                self._directory.mkdir(parents=True, exist_ok=True)
-                profiler.export_chrome_trace(str(self._directory / f"{name}-rank-{self._world.rank}.json.gz"))
+                make_folder(self._directory)
+                path = self._directory / f"{name}-rank-{self._world.rank}.json.gz"
+                path.unlink(missing_ok=True)  # it may be a link
+                profiler.export_chrome_trace(str(path))
         except Exception as error:
             timing.problem = f"rank {self._world.rank} has written no trace: {_one_line(error)}"
         return timing
@@ -198,9 +201,9 @@ class StepProfiler:
                 self._tracker.note(f"    {operator:<{width}}  {share:6.1%}  {calls / num_steps:8,.0f} per step")
             self._tracker.note(f"  traces: {self._directory}/{name}-rank-*.json.gz (open them at ui.perfetto.dev)")
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
             content = {"steps": num_steps, "ranks": [asdict(share) for share in shares]}
-            (self._directory / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            with atomic_write(self._directory / f"{name}.json") as file:
+                file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             self._tracker.warn(f"tracking.profile: the table could not be written: {_one_line(error)}")
 

@@ -1,7 +1,6 @@
 """Parts of a training run, in the order in which they are built: data, run directory, model, loss, optimizer."""
 
 import contextlib
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from embedtrain.checkpoint.checkpointer import Checkpointer
 from embedtrain.checkpoint.export.adapters import BASE_WEIGHTS, write_adapter_config
 from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.export.model_directory import write_architecture
+from embedtrain.checkpoint.export.replacement import require_only_export
 from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
@@ -26,6 +26,7 @@ from embedtrain.evaluation.evaluator import metric_names
 from embedtrain.evaluation.metrics import parse_best_metric
 from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import LoadedSet
+from embedtrain.files import remove_tree
 from embedtrain.formatting import format_bytes
 from embedtrain.loading.load import LoadedModel, load_model
 from embedtrain.losses.build import build_losses, loss_notes, row_spec_of
@@ -165,6 +166,9 @@ def claim_output_dir(run: Run) -> Iterator[None]:
     world, run_dir = run.world, run.run_dir
     with world.fail_together("creating the run directory"):
         run_dir.path.mkdir(parents=True, exist_ok=True)
+        if world.is_main:
+            run_dir.require_own()
+            require_only_export(run_dir.model)
     with output_dir_lock(run_dir.lock, world, run.recipe.parallel.timeout):
         if world.watchdog is not None:
             world.watchdog.resume_hint = run_dir.resume_hint
@@ -293,7 +297,7 @@ def open_tracker(run: Run, model: LoadedModel, start: RunStart) -> Tracker:
             run_dir.stopped.unlink(missing_ok=True)
             run_dir.write_recipe(recipe, run.world.size, model.source.commit)
             # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
-            shutil.rmtree(run_dir.architecture, ignore_errors=True)
+            remove_tree(run_dir.architecture)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)
             if model.adapted is not None:
                 write_adapter_config(run_dir.adapter, model.adapted, recipe.model, model.source)

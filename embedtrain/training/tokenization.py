@@ -1,6 +1,5 @@
 """Prepare the tokens of a run: train a vocabulary if the recipe needs one, and tokenise all texts."""
 
-import shutil
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +10,7 @@ from embedtrain.data.cache.cache import Cache
 from embedtrain.data.train_data import TrainData
 from embedtrain.data.vocabulary import train_tokenizer
 from embedtrain.distributed.world import World
+from embedtrain.files import remove_tree
 from embedtrain.loading.load import LoadedModel
 from embedtrain.models.tokenizer import read_tokenizer
 from embedtrain.tracking.console import Console
@@ -36,7 +36,7 @@ def load_or_train_vocabulary(
                     recipe.model.max_length or 512,
                     lowercase=recipe.model.vocab_lowercase,
                 )
-                shutil.rmtree(directory, ignore_errors=True)
+                remove_tree(directory)
                 trained.save_pretrained(directory)
     with world.fail_together("reading the vocabulary"):
         tokenizer = read_tokenizer(directory, trust_remote_code=False)

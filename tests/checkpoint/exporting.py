@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from embedtrain.checkpoint.export.model_directory import WeightStream, write_architecture
-from embedtrain.checkpoint.export.model_export import ExportResult, export_lock, plan_export
+from embedtrain.checkpoint.export.model_export import ExportResult, plan_export
+from embedtrain.checkpoint.export.replacement import export_lock
 from embedtrain.checkpoint.export.verify import ExportReference, export_tolerance, probe_vectors
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import ExportConfig, ModelConfig
@@ -47,11 +48,11 @@ def export_model(
     options = ExportConfig(**asked)
     specs = {name: TensorSpec.of(tensor) for name, tensor in made.state.items()}
     rows = ((name, 0, tensor) for name, tensor in made.state.items())
-    export = plan_export(to, made.directory, WeightStream(specs, rows), dtype, options)
     expected = ExportReference(
         made.vectors, export_tolerance(dtype, exact_encoder=True), {"query": ""} | made.source.prompts, made.max_length
     )
-    with export_lock(to):
+    with export_lock(to) as unfinished:
+        export = plan_export(to, unfinished, made.directory, WeightStream(specs, rows), dtype, options)
         export.begin()
         export.write(rows, main=True)
         return export.finish(card, expected if options.check else None, trust_remote_code=made.source.trust_remote_code)

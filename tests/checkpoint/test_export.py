@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
-import embedtrain.checkpoint.export.model_export as export_module
+from embedtrain.checkpoint.export import replacement
 from embedtrain.checkpoint.export.model_export import checkpoint_weights, load_checkpoint_encoder
 from embedtrain.checkpoint.export.verify import PROBES, export_tolerance
 from embedtrain.checkpoint.snapshot import WEIGHTS
@@ -140,27 +140,27 @@ def test_weights_beyond_the_range_of_the_type_are_rejected(tmp_path, small):
 
 
 def test_exports_to_one_directory_exclude_each_other_until_killed(tmp_path, small, monkeypatch):
-    monkeypatch.setattr(export_module, "_LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(replacement, "_LOCK_TIMEOUT", 0.1)
     to = tmp_path / "out"
     holder = subprocess.Popen(
         [sys.executable, "-c", f"""
 import time
 from pathlib import Path
-from embedtrain.checkpoint.export.model_export import export_lock
+from embedtrain.checkpoint.export.replacement import export_lock
 to = Path({str(to)!r})
-with export_lock(to):
-    (to.parent / "out.tmp" / "onnx").mkdir(parents=True)
-    (to.parent / "out.tmp" / "onnx" / "model.onnx").write_text("half")
-    print("holds", flush=True)
+with export_lock(to) as unfinished:
+    (unfinished / "onnx").mkdir(parents=True)
+    (unfinished / "onnx" / "model.onnx").write_text("half")
+    print(unfinished, flush=True)
     time.sleep(600)
 """],
         stdout=subprocess.PIPE,
     )  # fmt: skip
     assert holder.stdout is not None
-    assert holder.stdout.readline() == b"holds\n"
+    unfinished = Path(holder.stdout.readline().decode().strip())
     with pytest.raises(ConfigError, match=r"another export to .*out "):
         export_model(to, small)
-    assert (tmp_path / "out.tmp" / "onnx" / "model.onnx").read_text() == "half"
+    assert (unfinished / "onnx" / "model.onnx").read_text() == "half"
     holder.kill()
     holder.wait()
     export_model(to, small)

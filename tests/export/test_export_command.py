@@ -1,5 +1,6 @@
 """`python -m embedtrain.export` from a run on three ranks: every step, layout and format, and upload to the Hub."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from huggingface_hub import close_session, constants
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.checkpoint.export.hub import upload_model
+from embedtrain.checkpoint.export.replacement import RECORD
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.export.__main__ import main
 from embedtrain.export.options import compose_export
@@ -148,6 +150,7 @@ def test_the_directory_is_uploaded_in_one_commit(workshop, tmp_path, hub):
     (repository,) = hub.repositories.values()
     assert (repository["visibility"], repository["message"]) == ("private", "Model of step 6")
     here = {str(path.relative_to(to)): path.read_bytes() for path in to.rglob("*") if path.is_file()}
+    assert list(json.loads(here.pop(RECORD))["files"]) == sorted(here)
     assert here == repository["files"]
     card = repository["files"]["README.md"].decode()
     header = yaml.safe_load(card.split("---")[1])

@@ -5,7 +5,6 @@ A checkpoint of a run with adapters does not hold the base model, which is read 
 
 import itertools
 import json
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -26,6 +25,7 @@ from embedtrain.checkpoint.tensor_files import TensorReader, require_fit
 from embedtrain.checkpoint.weight_files import TensorSpec
 from embedtrain.config.recipe import LoraConfig, ModelConfig
 from embedtrain.errors import CheckpointError
+from embedtrain.files import remove_tree
 from embedtrain.models.adapter_files import CONFIG, AdapterFiles, read_settings
 from embedtrain.models.adapters import (
     AdapterInfo,
@@ -121,7 +121,7 @@ def _adapter_weights(encoder: nn.Module) -> set[str]:
 
 def write_adapter_config(directory: Path, adapted: AdapterInfo, model: ModelConfig, source: ModelSource) -> None:
     """Write adapter_config.json of a run; with a checkpoint and the base model, it is all that an export needs."""
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_tree(directory)
     _write_adapter_config(directory, adapted.config, model.path, source.commit)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, is_offline_mode
 
+from embedtrain.checkpoint.export.replacement import RECORD
 from embedtrain.config.recipe import ONNX, ExportConfig
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.models.hub import one_line
@@ -46,6 +47,7 @@ def upload_model(directory: Path, name: str, *, private: bool, step: int) -> str
             folder_path=directory,
             commit_message=f"Model of step {step}",
             delete_patterns=_REPLACED_FILES,
+            ignore_patterns=[RECORD],
         )
     except Exception as error:  # the Hub's own, and whatever the transport raises
         raise CheckpointError(

@@ -17,7 +17,7 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import AutoModel
 
@@ -82,7 +82,7 @@ def write_architecture(directory: Path, source: ModelSource, tokenizer: TextToke
     _write_code(directory, source)
     _write_dtype(directory, stored_dtype(source))
     if pooler := _pooler_weights(source):
-        save_file(pooler, directory / _POOLER_FILE)
+        (directory / _POOLER_FILE).write_bytes(save(pooler))  # files of `save_file` have the mode 0600
     tokenizer.tokenizer.model_max_length = tokenizer.max_length
     tokenizer.tokenizer.save_pretrained(directory)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]

@@ -5,15 +5,13 @@ does not match fails, and leaves nothing under the requested name.
 """
 
 import itertools
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -30,6 +28,7 @@ from embedtrain.checkpoint.export.model_directory import (
     write_weights,
 )
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
+from embedtrain.checkpoint.export.replacement import replace_export, require_only_export, write_record
 from embedtrain.checkpoint.export.verify import (
     AdapterBase,
     ExportReference,
@@ -41,13 +40,11 @@ from embedtrain.checkpoint.export.verify import (
 from embedtrain.checkpoint.snapshot import ENCODER, local_shards, rows_to_write, shard_position
 from embedtrain.checkpoint.tensor_files import TensorReader
 from embedtrain.config.recipe import ADAPTER, ONNX, ExportConfig, ExportDtype
-from embedtrain.errors import CheckpointError, ConfigError, EmbedtrainError
+from embedtrain.errors import CheckpointError, EmbedtrainError
 from embedtrain.models.adapters import has_adapters
 from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.encoder import Encoder
 from embedtrain.models.source import ModelSource
-
-_LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +66,15 @@ class ModelExport:
     """An export in progress: begun by one process, written by all, finished by one."""
 
     output_dir: Path  # replaced once the new directory has passed all checks
+    unfinished: Path  # the scratch folder in which it is written, from `export_lock`
     architecture: Path  # written by `write_architecture`
     plan: WeightPlan  # the same in every process
     dtype: torch.dtype
     formats: tuple[str, ...] = ()
     adapter: AdapterBase | None = None
 
-    @property
-    def unfinished(self) -> Path:
-        """Directory in which it is written."""
-        return self.output_dir.with_name(self.output_dir.name + ".tmp")
-
     def begin(self) -> None:
         """Create the directory without weights; in one process."""
-        shutil.rmtree(self.unfinished, ignore_errors=True)
-        self.output_dir.parent.mkdir(parents=True, exist_ok=True)
         create_model_directory(self.unfinished, self.architecture, self.plan, self.dtype)
         if self.adapter is not None:
             copy_adapter_config(self.adapter.directory, self.unfinished / ADAPTER_FOLDER)
@@ -132,46 +123,19 @@ class ModelExport:
                 if reference is not None:
                     with phase("reopening it with onnxruntime"):
                         differences.append(check_graph(directory, source, traced))
+            write_record(directory)
+            require_only_export(self.output_dir)  # files may have been added during the training
         except EmbedtrainError as error:
             raise CheckpointError(
                 f"export to {self.output_dir} failed, and is kept as {directory} for inspection: {error}"
             ) from error
-        _replace(self.output_dir, directory)
+        replace_export(self.output_dir, directory)
         return ExportResult(self.output_dir, None if reference is None else max(differences), self.dtype)
-
-
-@contextmanager
-def export_lock(output_dir: Path) -> Iterator[None]:
-    """Prevent concurrent exports to the same directory; raises ConfigError if one is running.
-
-    The operating system releases the lock if the export is killed.
-    """
-    path = output_dir.with_name(output_dir.name + ".lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(path, timeout=_LOCK_TIMEOUT):
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)  # a waiting export notices and creates a new file (filelock >= 4.2)
-    except Timeout:
-        raise ConfigError(
-            f"another export to {output_dir} is running: wait for it, or choose another output_dir"
-        ) from None
-
-
-def _replace(output_dir: Path, new: Path) -> None:
-    """Rename `new` to `output_dir`; an earlier export is moved away before it is deleted."""
-    old = output_dir.with_name(output_dir.name + ".old.tmp")
-    shutil.rmtree(old, ignore_errors=True)
-    if output_dir.exists():
-        output_dir.rename(old)
-    new.rename(output_dir)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def plan_export(
     output_dir: Path,
+    unfinished: Path,
     architecture: Path,
     weights: WeightStream,
     dtype: torch.dtype,
@@ -179,11 +143,14 @@ def plan_export(
     *,
     adapter: AdapterBase | None = None,
 ) -> ModelExport:
-    """An export of the weights, with the adapter on its own if `export.formats` requests it."""
+    """An export of the weights, with the adapter on its own if `export.formats` requests it.
+
+    `unfinished` is the scratch folder that `export_lock` yields, the same in every process.
+    """
     formats = tuple(config.formats)
     adapter_specs = weights.adapter if ADAPTER in formats else {}
     plan = plan_weights(architecture, weights.specs, dtype, config.max_file_size, adapter_specs)
-    return ModelExport(output_dir, architecture, plan, dtype, formats, adapter if adapter_specs else None)
+    return ModelExport(output_dir, unfinished, architecture, plan, dtype, formats, adapter if adapter_specs else None)
 
 
 def live_weights(encoder: Encoder) -> WeightStream:
@@ -204,23 +171,6 @@ def checkpoint_weights(reader: TensorReader) -> WeightStream:
     names = [name for name in reader.specs if name.startswith(ENCODER)]
     rows = ((name.removeprefix(ENCODER), first, rows) for name in names for first, rows in reader.all_rows(name))
     return WeightStream({name.removeprefix(ENCODER): reader.specs[name] for name in names}, rows)
-
-
-def require_replaceable(output_dir: Path, run_dir: Path) -> Path:
-    """The directory to export to, if nothing except an earlier export would be replaced.
-
-    Raises ConfigError if it is a file, contains the run, or is a folder with other content.
-    """
-    output_dir = output_dir.expanduser()
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigError(f"output_dir={output_dir} is a file: name a folder, which is created")
-    if run_dir.resolve().is_relative_to(output_dir.resolve()):
-        raise ConfigError(f"output_dir={output_dir} contains the run itself: name a separate folder")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not (output_dir / "modules.json").is_file():
-        raise ConfigError(
-            f"output_dir={output_dir} contains something other than a model: name a new folder, or an earlier export"
-        )
-    return output_dir if output_dir.name else output_dir.resolve()  # "." has no name to which a suffix can be added
 
 
 def load_checkpoint_encoder(source: ModelSource, reader: TensorReader) -> Encoder:

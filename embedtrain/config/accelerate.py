@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from embedtrain.config.limits import load_yaml
 from embedtrain.config.recipe import CheckpointLayout, Precision, Recipe, Strategy
 from embedtrain.config.validation import did_you_mean, written
 from embedtrain.errors import ConfigError
@@ -152,7 +153,7 @@ def translate_accelerate_config(path: str) -> AccelerateOptions:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))  # JSON is YAML too
+        values = load_yaml(Path(path).expanduser(), yaml.SafeLoader)  # JSON is YAML too
     except FileNotFoundError:
         raise ConfigError(f"{_OPTION}={path}: there is no such file; `accelerate config` writes one") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:

@@ -21,11 +21,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.limits import (
+    check_num_jobs,
+    limited_files,
+    limited_interpolations,
+    load_yaml,
+    read_variable,
+    refuse_hydra_settings,
+)
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
 from embedtrain.config.parsing import (
@@ -47,7 +54,6 @@ YAML_ERRORS = (
     *(LookupError, AttributeError, TypeError, RecursionError),
 )
 _PACKAGE = Path(__file__).resolve().parent.parent
-_CREDENTIALS = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY|APIKEY", re.IGNORECASE)
 _HELP = """embedtrain: train a text-embedding model on one GPU, one node or many nodes
 
   python -m embedtrain recipe=NAME [option=value ...]
@@ -149,7 +155,7 @@ def to_plain(options: Any) -> Any:
 def load_recipe(path: Path) -> Recipe:
     """The resolved recipe that a run wrote to `recipe.yaml`; a ConfigError if this version cannot read it."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        saved = load_yaml(path)
         if not isinstance(saved, dict):
             raise ConfigError(f"{path} cannot be read as a recipe: it is not a mapping")
         schema = _recipe_schema()
@@ -202,7 +208,11 @@ def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, help_t
     """Print the help or the configuration, and exit, if the command line asks for it."""
     if not command_line.help and not command_line.cfg:
         return
-    options = OmegaConf.to_yaml(config, resolve=command_line.resolve)
+    try:
+        with limited_interpolations():
+            options = OmegaConf.to_yaml(config, resolve=command_line.resolve)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain_hydra_error(error)) from None
     text = help_text.replace("{options}", options) + "\n" if command_line.help else options
     print(text, end="", flush=True)
     raise SystemExit(0)
@@ -221,12 +231,14 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
     """The overrides of each job of a multirun: `a=1,2 b=3,4` makes four."""
     values: list[list[str]] = []
     try:
-        for override in OverridesParser.create().parse_overrides(overrides):
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        check_num_jobs(parsed)
+        for override in parsed:
             if override.is_discrete_sweep():
                 values.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
             else:
                 values.append([override.input_line or ""])
-    except HydraException as error:
+    except (HydraException, RecursionError) as error:
         raise ConfigError(explain_hydra_error(error)) from None
     return [list(job) for job in itertools.product(*values)]
 
@@ -236,43 +248,29 @@ def _compose(name: str, overrides: Sequence[str], config_dir: str | None = None,
     for override in overrides:
         if re.match(r"hydra\b", option_of(override)):
             raise ConfigError(f"{override}: settings of Hydra can name code to run, and embedtrain never runs code")
-    search_path = []
+    search_path, directory = [], None
     if config_dir is not None:
         directory = Path(config_dir).expanduser().absolute()
         if not directory.is_dir():
             raise ConfigError(f"--config-dir {config_dir}: there is no such directory")
         search_path = [f"hydra.searchpath=[{quote(f'file://{directory}')}]"]
-    OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
+    OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
     OmegaConf.register_new_resolver("recipes", lambda: str(folder("recipes")), replace=True)
     try:
         # Without groups `model=DIR` is a value and not a file of configs/model.
-        configs = str(folder("configs"))
-        with initialize_config_dir(configs, version_base="1.3") if groups else initialize(None, version_base="1.3"):
+        configs = folder("configs")
+        with (
+            initialize_config_dir(str(configs), version_base="1.3") if groups else initialize(None, version_base="1.3"),
+            limited_files(configs, directory),
+            limited_interpolations(),
+        ):
             config = compose(name, [*overrides, *search_path], return_hydra_config=True)
     except Exception as error:
         raise ConfigError(_explain_composition(error, overrides)) from None
-    _refuse_hydra_settings(config.hydra)
+    refuse_hydra_settings(config.hydra)
     with open_dict(config):
         del config["hydra"]
     return config
-
-
-def _refuse_hydra_settings(settings: DictConfig) -> None:
-    """Refuse YAML that names code where `hydra.main` would run it. The compose API does not; the user should know."""
-    plain = OmegaConf.to_container(settings, resolve=False)
-    assert isinstance(plain, dict)
-    for name, value in plain.items():
-        if _names_code(value):
-            raise ConfigError(f"hydra.{name!s} can name code to run, and YAML never runs code: leave it out")
-
-
-def _names_code(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_names_code, value))
-    return isinstance(value, dict) and any(
-        (key in ("_target_", "()") and not str(item).startswith("hydra._internal.")) or _names_code(item)
-        for key, item in value.items()
-    )
 
 
 def _explain_composition(error: Exception, overrides: Sequence[str]) -> str:
@@ -297,13 +295,6 @@ def _explain_composition(error: Exception, overrides: Sequence[str]) -> str:
                 return f"{override}: {'.'.join(keys[:depth])} is {kind}"
             node = node.get(key, {})
     return message
-
-
-def _environment(name: str, *default: Any) -> Any:
-    """`${oc.env:NAME}` without credentials: resolved recipes are written to recipe.yaml, the model card and wandb."""
-    if _CREDENTIALS.search(name):
-        raise ValueError(f"{name} is not read from the environment: recipes are written down and published")
-    return oc.env(name, *default)
 
 
 def _register_recipes(overrides: Sequence[str]) -> None:
@@ -352,8 +343,9 @@ def _available_choices() -> str:
 def _to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
     """A composed configuration as the dataclass that it was composed from."""
     try:
-        options = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:
+        with limited_interpolations():
+            options = OmegaConf.to_object(config)
+    except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(explain_hydra_error(error)) from None
     assert isinstance(options, kind)
     _refuse_added(options, "")

@@ -18,6 +18,7 @@ from embedtrain.errors import ConfigError
 Item = TypeVar("Item")
 
 _NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
+_MAX_MESSAGE = 2000  # characters: errors repeat values, which may be long
 _LOSSES_EXAMPLE = "must be a list, such as loss.losses=[{name: infonce}, {name: orthogonal, weight: 0.1}]"
 
 
@@ -101,6 +102,11 @@ def _merge(base: Any, options: Mapping[str, Any], option: str) -> Any:
 
 def explain_hydra_error(error: Exception, values: Mapping[str, Any] | None = None) -> str:
     """The message for an error of Hydra or OmegaConf; `values` are those that the user wrote, by full option name."""
+    message = _explain_hydra_error(error, values or {})
+    return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
+
+
+def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         own = "; your own are DIR/recipe/NAME.yaml, with --config-dir DIR" if group == "recipe" else ""
@@ -124,11 +130,12 @@ def explain_hydra_error(error: Exception, values: Mapping[str, Any] | None = Non
         parent, _, key = option.rpartition(".")
         return f"{parent} is a mapping: write {parent}={{{key}: ...}}"
     message = " ".join(str(cause).partition("full_key:")[0].split())
+    message = re.sub(r"^\w+ raised while resolving interpolation: ", "", message)
     if re.search(r"Merge error: \w+Config is not a subclass of \w+Config", message):
         return f"loss takes one loss; for several write loss=combined and loss.losses, which {_LOSSES_EXAMPLE}"
     if option == "loss.losses":
         return f"loss.losses {_LOSSES_EXAMPLE}"
-    value = (values or {}).get(option)
+    value = values.get(option)
     written = option if value is None else f"{option}={value}"
     if "is not a ListConfig" in message:
         return f"{written}: must be a list, such as {option}=[{'...' if value is None else value}]"

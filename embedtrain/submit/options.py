@@ -12,6 +12,7 @@ import yaml
 from embedtrain.config.accelerate import apply_accelerate_config
 from embedtrain.config.checks import check_recipe
 from embedtrain.config.compose import compose_command, compose_recipe, option_of, quote
+from embedtrain.config.limits import load_yaml
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import OptionChecks, require_single_process, unknown_option, written
 from embedtrain.errors import ConfigError
@@ -264,8 +265,8 @@ def _read_cluster(arguments: Sequence[str]) -> list[str]:
     path = Path(paths[-1].strip("'\"")).expanduser()
     try:
         # Scalars as they are written: YAML reads 24:00:00 as a number.
-        options = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (only makes text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        options = load_yaml(path, yaml.BaseLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"slurm.cluster={path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(options, dict):
         raise ConfigError(f"slurm.cluster={path}: must have lines such as `partition: gpu`")

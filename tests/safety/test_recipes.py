@@ -1,5 +1,6 @@
 """Recipes and run directories of an attacker: YAML runs no code, and reads no secrets from the environment."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import torch
 import yaml
 
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
+from embedtrain.config.limits import load_yaml
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
+from embedtrain.submit.options import compose_submit
 from tests.safety.payloads import MARKER, attempt, code, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
 
@@ -27,7 +30,7 @@ RECIPES = {
     "a module": ("name: !!python/module:evil\n", "python/module"),
     "an own tag": ("name: !evil x\n", "!evil"),
     "deep": (f"name: {deep('[', ']', 5000)}\n", "recursion"),
-    "long number": (f"seed: {'9' * 5000}\n", "4300 digits"),
+    "long number": (f"seed: {'9' * 5000}\n", "recipe.yaml:1: a number of 5,000 characters"),
     "binary": ("\0", "cannot be read as a recipe"),
     "no mapping": ("- 1\n", "it is not a mapping"),
     "odd loss": ("loss: {name: [1]}\n", "there is no such loss"),
@@ -40,7 +43,7 @@ RECIPES = {
 
 @pytest.fixture(autouse=True)
 def _secret(monkeypatch):
-    monkeypatch.setenv("MY_HOME", SECRET)
+    monkeypatch.setenv("EMBEDTRAIN_HOME", SECRET)
     monkeypatch.setenv("HF_TOKEN", SECRET)
 
 
@@ -69,14 +72,14 @@ def test_a_saved_recipe(saved, name):
 
 def test_a_saved_recipe_does_not_read_the_environment(saved):
     saved.write_text(
-        "name: ${oc.env:MY_HOME}\n"
+        "name: ${oc.env:EMBEDTRAIN_HOME}\n"
         "model: {path: '${oc.env:HF_TOKEN}', config: {a: '${oc.decode:[1]}'}}\n"
         "data: {train: [{path: '${oc.env:HF_TOKEN}', query_prompt: '${name}'}]}\n"
         "evaluation: {sets: [{path: '${oc.env:HF_TOKEN}'}]}\n"
     )
     recipe = load_recipe(saved)
     assert SECRET not in str(to_plain(recipe))
-    assert recipe.name == "${oc.env:MY_HOME}"
+    assert recipe.name == "${oc.env:EMBEDTRAIN_HOME}"
     assert recipe.model.config == {"a": "${oc.decode:[1]}"}
     assert recipe.data.train[0].query_prompt == "${name}"
 
@@ -90,15 +93,124 @@ def test_texts_like_interpolations_are_kept(saved, text):
     assert load_recipe(saved) == recipe
 
 
-def test_a_recipe_reads_paths_but_no_credentials(monkeypatch):
-    (recipe,) = compose_recipes([*BASE, "output_dir='${oc.env:MY_HOME}/runs'"])
-    assert recipe.output_dir == f"{SECRET}/runs"
-    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"):
+VARIABLES = ["DATABASE_URL", "SLURM_JWT"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:NAME}",
+        "${oc.env:NAME,none}",
+        "x-${oc.env:NAME}-y",
+        "${oc.env:${model.query_prompt}}",
+        "${oc.decode:'${oc.env:NAME}'}",
+        "${oc.create:'${oc.env:NAME}'}",
+        "${oc.select:model.document_prompt,x}",
+    ],
+)
+def test_a_recipe_reads_no_credentials(monkeypatch, tmp_path, value):
+    (tmp_path / "recipe").mkdir()
+    for name in VARIABLES:
         monkeypatch.setenv(name, SECRET)
-        with pytest.raises(ConfigError) as caught:
-            compose_recipes([*BASE, f"output_dir='${{oc.env:{name}}}'"])
-        assert f"{name} is not read from the environment" in str(caught.value)
-        assert SECRET not in str(caught.value)
+        value_of = value.replace("NAME", name)
+        options = {"query_prompt": name, "document_prompt": f"${{oc.env:{name}}}"} if "model." in value else {}
+        recipe = {"output_dir": value_of, "model": options}
+        (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n" + yaml.safe_dump(recipe))
+        for arguments in (["--config-dir", str(tmp_path), "recipe=mine", *BASE], [*BASE, f'output_dir="{value_of}"']):
+            if options and "recipe=mine" not in arguments:
+                continue
+            with pytest.raises(ConfigError) as caught:
+                compose_recipes(arguments)
+            assert f"{name} is not read from the environment" in str(caught.value)
+            assert f"EMBEDTRAIN_{name}" in str(caught.value)
+            assert SECRET not in str(caught.value)
+
+
+def test_a_recipe_reads_paths_from_the_environment(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    output_dir = "output_dir='${oc.env:EMBEDTRAIN_HOME}/${oc.env:SLURM_JOB_ID}/${oc.env:EMBEDTRAIN_NONE,runs}'"
+    (recipe,) = compose_recipes([*BASE, output_dir])
+    assert recipe.output_dir == f"{SECRET}/17/runs"
+
+
+def nested(template: str) -> str:
+    """A mapping in which each of forty values repeats the one before it twice."""
+    lines = [f"    x{i}: {template.replace('NAME', f'model.config.x{i - 1}')}" for i in range(1, 41)]
+    return "\n".join(["model:", "  config:", "    x0: hello", *lines, ""])
+
+
+ALIASES = "".join(f"    x{i}: &x{i} [*x{i - 1}, *x{i - 1}]\n" for i in range(1, 41))
+# Lines of a recipe, and words of the sentence.
+EXPANDING = {
+    "aliases": (f"model:\n  config:\n    x0: &x0 [1]\n{ALIASES}", "mine.yaml:15: aliases expand"),
+    "an alias of itself": ("model: {config: &a {x: *a}}\n", "mine.yaml:2: a value contains an alias of itself"),
+    "texts": (nested("${NAME}${NAME}"), "interpolations ${...} insert more than 30,000"),
+    "nodes": (nested("{a: '${NAME}', b: '${NAME}'}"), "interpolations ${...} insert more than 30,000"),
+    "created": (nested("'${oc.create:{a: ${NAME}, b: ${NAME}}}'"), "interpolations ${...} insert more than 30,000"),
+    "long texts": (f"name: {'x' * 2**19}\noutput_dir: {'${name}' * 1000}\n", "insert more than 30,000"),
+    "many interpolations": (f"output_dir: {'${name}' * 10**5}\n", "mine.yaml:2: texts with ${...}"),
+    "a long number": (f"seed: {'1:' * 2000}1\n", "mine.yaml:2: a number of 4,001 characters"),
+    "a large file": (f"name: {'x' * 2**22}\n", "mine.yaml: is larger than 4 MiB"),
+    "a file outside": ("defaults: [/../hosts@model.config, _self_]\n", "hosts.yaml is outside of --config-dir"),
+    "a link outside": ("defaults: [linked, _self_]\n", "hosts.yaml is outside of --config-dir"),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDING)
+def test_a_recipe_that_expands_without_end_or_leaves_its_folder(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("embedtrain.config.limits.MAX_INSERTED_VALUES", 500)
+    lines, words = EXPANDING[name]
+    words = words.replace("30,000", "500")
+    folder = tmp_path / "conf"
+    (folder / "recipe").mkdir(parents=True)
+    (tmp_path / "hosts.yaml").write_text(f"token: {SECRET}\n")
+    (folder / "recipe" / "linked.yaml").symlink_to(tmp_path / "hosts.yaml")
+    (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{lines}")
+    base = BASE[1:] if lines.startswith("name") else BASE
+    with pytest.raises(ConfigError) as caught:
+        compose_recipes(["--config-dir", str(folder), "recipe=mine", *base])
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 3000
+
+
+def test_an_ordinary_alias_and_a_thousand_sources(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    lines = "model: {query_prompt: &prompt 'query: ', document_prompt: *prompt}\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{lines}")
+    (recipe,) = compose_recipes(["--config-dir", str(tmp_path), "recipe=mine", *BASE])
+    assert recipe.model.document_prompt == "query: "
+    saved = tmp_path / "recipe.yaml"
+    saved.write_text(yaml.safe_dump({"data": {"train": [{"path": f"{i}.jsonl", "weight": 2} for i in range(1000)]}}))
+    assert len(load_yaml(saved)["data"]["train"]) == 1000
+
+
+@pytest.mark.parametrize("text", [f"x0: &x0 [1]\n{ALIASES.replace('    ', '')}", "seed: " + "1:" * 2000 + "1\n"])
+def test_yaml_files_of_other_commands(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    accelerate = [*BASE, f"parallel.accelerate_config={path}"]
+    cluster = ["recipe=minilm", "data.train=[rows.jsonl]", f"slurm.cluster={path}"]
+    readers = [lambda: load_recipe(path), lambda: compose_recipes(accelerate), lambda: compose_submit(cluster)]
+    for read in readers[: None if "&" in text else 2]:  # the options of a cluster are texts
+        with pytest.raises(ConfigError, match=r"recipe.yaml:\d+: "):
+            read()
+    path.unlink()
+    os.mkfifo(path)
+    for read in readers:
+        with pytest.raises(ConfigError, match="not a regular file"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "value", ["seed=range(1,1000000000)", "seed=shuffle(range(1,1000000000))", "optim.lr=range(0.0,1.0,1e-300)"]
+)
+def test_a_multirun_without_end(value):
+    with pytest.raises(ConfigError, match="more than 1,000 jobs") as caught:
+        compose_recipes(["-m", *BASE, value, "output_dir='runs/${seed}'"])
+    assert value in str(caught.value)
+    with pytest.raises(ConfigError, match="more than 1,000 jobs"):
+        compose_recipes(["-m", *BASE, "seed=range(100)", "train.steps=range(1,100)"])
 
 
 @pytest.mark.parametrize(

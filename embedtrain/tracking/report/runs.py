@@ -14,6 +14,7 @@ import yaml
 from numpy.typing import NDArray
 
 from embedtrain.config.compose import YAML_ERRORS
+from embedtrain.config.limits import load_yaml
 from embedtrain.errors import DataError
 from embedtrain.records import is_number
 from embedtrain.tracking.metrics import METRICS_FILE, parse_row, split_lines
@@ -180,7 +181,7 @@ def _read_recipe(directory: Path) -> tuple[dict[str, Any], list[str]]:
         reason = "the output_dir of a run holds a recipe.yaml, and this folder does not"
         raise DataError(f"{directory} is not a run: {reason}")
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+        recipe = load_yaml(path, yaml.SafeLoader)
     except YAML_ERRORS as error:
         return {}, [f"{path} cannot be read: {' '.join(str(error).split())}"]
     return (recipe, []) if isinstance(recipe, dict) else ({}, [f"{path} cannot be read: it is not a mapping"])

@@ -1,0 +1,219 @@
+"""What recipes may read and expand to: a YAML file of one kilobyte can name other files and make billions of values.
+
+OmegaConf and Hydra have no such limits. Their private names are used here only, checked with omegaconf 2.3, hydra 1.3.
+"""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+import omegaconf._utils
+import yaml
+from hydra.core.override_parser.types import Override, RangeSweep
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.base import Container
+from omegaconf.resolvers import oc
+
+from embedtrain.errors import ConfigError
+
+# Far more than recipes have: ten thousand sources with a path and a weight each are 30,000 values.
+MAX_FILE_CHARACTERS = 1 << 22
+MAX_VALUES = 100_000
+MAX_ALIASED_VALUES = 10_000
+MAX_NUMBER_CHARACTERS = 1_000
+MAX_INTERPOLATED_CHARACTERS = 300_000  # in texts with `${`, whose grammar OmegaConf parses at 20 KB per second
+MAX_INSERTED_VALUES = 30_000
+MAX_JOBS = 1_000
+# What `${oc.env:NAME}` may read: recipes are written to recipe.yaml, the model card and wandb. The prefix is for
+# variables that users set for their own recipes.
+READABLE_VARIABLES = (
+    *("HOME", "USER", "LOGNAME", "HOSTNAME", "TMPDIR", "SCRATCH", "WORK", "XDG_CACHE_HOME", "HF_HOME"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_TMPDIR"),
+)
+VARIABLE_PREFIX = "EMBEDTRAIN_"
+_VALUE_CHARACTERS = 1_000  # of a text that count as one value
+
+
+def limited_loader(base: Any) -> Any:
+    """A PyYAML loader class that raises a YAMLError, with file and line, where a file passes a limit."""
+
+    class LimitedLoader(base):  # type: ignore[misc]
+        def __init__(self, stream: Any) -> None:
+            name = getattr(stream, "name", "<text>")
+            text = stream if isinstance(stream, str | bytes) else stream.read(MAX_FILE_CHARACTERS + 1)
+            if len(text) > MAX_FILE_CHARACTERS:
+                raise yaml.YAMLError(f"{name}: is larger than {MAX_FILE_CHARACTERS >> 20} MiB, which no recipe is")
+            super().__init__(text)
+            self.name = str(name)
+            self._sizes: dict[int, int] = {}  # values of a node with its aliases expanded, by its id
+            self._num_values = self._num_aliased = self._num_interpolated = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+            node = super().compose_node(parent, index)
+            if is_alias:
+                size = self._sizes.get(id(node))
+                if size is None:
+                    raise _passed(mark, "a value contains an alias of itself")
+                self._num_aliased += size
+                if self._num_aliased > MAX_ALIASED_VALUES:
+                    raise _passed(mark, f"aliases expand to more than {MAX_ALIASED_VALUES:,} values: write them out")
+                return node
+            if isinstance(node, yaml.ScalarNode):
+                self._check_scalar(node, mark)
+                children = []
+            elif isinstance(node, yaml.MappingNode):
+                children = [value for _, value in node.value]
+            else:
+                children = node.value
+            self._sizes[id(node)] = 1 + sum(self._sizes.get(id(child), 1) for child in children)
+            self._num_values += 1
+            if self._num_values > MAX_VALUES:
+                raise _passed(mark, f"more than {MAX_VALUES:,} keys and values")
+            return node
+
+        def _check_scalar(self, node: yaml.ScalarNode, mark: yaml.Mark) -> None:
+            if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_NUMBER_CHARACTERS:
+                raise _passed(mark, f"a number of {len(node.value):,} characters")
+            if "${" in node.value:
+                self._num_interpolated += len(node.value)
+                if self._num_interpolated > MAX_INTERPOLATED_CHARACTERS:
+                    raise _passed(
+                        mark, f"texts with ${{...}} have more than {MAX_INTERPOLATED_CHARACTERS:,} characters"
+                    )
+
+    return LimitedLoader
+
+
+def _passed(mark: Any, problem: str) -> yaml.YAMLError:
+    return yaml.YAMLError(f"{mark.name}:{mark.line + 1}: {problem}")
+
+
+def load_yaml(path: Path, base: Any = None) -> Any:
+    """The content of a YAML file, by a loader of PyYAML; the default is that of OmegaConf.
+
+    Raises:
+        OSError, ValueError, YAMLError, RecursionError: it cannot be read, or passes a limit.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe waits for its writer, and a device never ends
+        raise OSError("it is not a regular file")
+    with path.open(encoding="utf-8") as file:
+        return yaml.load(file, Loader=limited_loader(base or omegaconf._utils.get_yaml_loader()))  # noqa: S506  (the caller's loader, with limits)
+
+
+@contextmanager
+def limited_files(configs: Path, directory: Path | None) -> Iterator[None]:
+    """Within the block, Hydra reads only files of `configs` and of the user's `directory`, with `limited_loader`."""
+    get_loader = omegaconf._utils.get_yaml_loader
+    roots = [Path(hydra.__file__).parent, configs, *([] if directory is None else [directory.resolve()])]
+    files = [file.resolve() for file in configs.rglob("*.yaml")]  # which an installer may have linked
+
+    def loader() -> Any:
+        class ComposedLoader(limited_loader(get_loader())):  # type: ignore[misc]
+            def __init__(self, stream: Any) -> None:
+                path = Path(getattr(stream, "name", configs))  # Hydra has followed links; a text has no name
+                if path not in files and not any(path.is_relative_to(root) for root in roots):
+                    raise yaml.YAMLError(
+                        f"{path} is outside of --config-dir, and recipes read only the files within it"
+                    )
+                super().__init__(stream)
+
+        return ComposedLoader
+
+    with _replaced(omegaconf._utils, "get_yaml_loader", loader):
+        yield
+
+
+@contextmanager
+def limited_interpolations() -> Iterator[None]:
+    """Within the block, OmegaConf raises an error once interpolations have inserted too many values."""
+    num_values = 0
+
+    def counted(resolve: Callable[..., Any]) -> Callable[..., Any]:
+        def resolve_and_count(*args: Any, **named: Any) -> Any:
+            nonlocal num_values
+            value = resolve(*args, **named)
+            num_values += _num_values(value)
+            if num_values > MAX_INSERTED_VALUES:
+                raise ValueError(f"interpolations ${{...}} insert more than {MAX_INSERTED_VALUES:,} values")
+            return value
+
+        return resolve_and_count
+
+    with (
+        _replaced(Container, "_resolve_node_interpolation", counted(Container._resolve_node_interpolation)),
+        _replaced(Container, "_evaluate_custom_resolver", counted(Container._evaluate_custom_resolver)),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _num_values(value: Any) -> int:
+    """The values in a node or plain value; a long text counts as several."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=False)
+    elif isinstance(value, omegaconf.Node):
+        value = value._value()
+    match value:
+        case dict():
+            return 1 + sum(map(_num_values, value.values()))
+        case list() | tuple():
+            return 1 + sum(map(_num_values, value))
+        case str():
+            return 1 + len(value) // _VALUE_CHARACTERS
+        case _:
+            return 1
+
+
+def check_num_jobs(overrides: list[Override]) -> None:
+    """Reject a multirun of more jobs than anyone waits for, before a range of a billion values is written out."""
+    num_jobs = 1
+    for override in overrides:
+        if not override.is_discrete_sweep():
+            continue
+        sweep = override.value()
+        values = sweep.range() if isinstance(sweep, RangeSweep) else override.sweep_iterator()
+        num_jobs *= sum(1 for _, _ in zip(range(MAX_JOBS + 1), values, strict=False))
+        if num_jobs > MAX_JOBS:
+            raise ConfigError(f"{override.input_line}: multirun (-m) would run more than {MAX_JOBS:,} jobs")
+
+
+def read_variable(name: str, *default: Any) -> Any:
+    """`${oc.env:NAME}` of the variables that are no secrets, with a default or without."""
+    if name not in READABLE_VARIABLES and not str(name).startswith(VARIABLE_PREFIX):
+        raise ValueError(
+            f"{name} is not read from the environment, because recipes are published with the model: recipes read "
+            f"{', '.join(READABLE_VARIABLES)} and {VARIABLE_PREFIX}*; write the value, or set {VARIABLE_PREFIX}{name}"
+        )
+    return oc.env(name, *default)
+
+
+def refuse_hydra_settings(settings: DictConfig) -> None:
+    """Refuse YAML that names code where `hydra.main` would run it. The compose API does not; the user should know."""
+    plain = OmegaConf.to_container(settings, resolve=False)
+    assert isinstance(plain, dict)
+    for name, value in plain.items():
+        if _names_code(value):
+            raise ConfigError(f"hydra.{name!s} can name code to run, and YAML never runs code: leave it out")
+
+
+def _names_code(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_names_code, value))
+    return isinstance(value, dict) and any(
+        (key in ("_target_", "()") and not str(item).startswith("hydra._internal.")) or _names_code(item)
+        for key, item in value.items()
+    )

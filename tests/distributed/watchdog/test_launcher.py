@@ -1,6 +1,7 @@
-"""A process whose launcher is killed gets SIGTERM; without a launcher it outlives its parent."""
+"""A process whose launcher is killed, also while suspended, gets SIGTERM; without a launcher it outlives its parent."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,9 +9,11 @@ import time
 import psutil
 import pytest
 
+from embedtrain.distributed.watchdog.launcher import Launcher
+
 # A rank that waits, and the agent that starts it: in a session of its own, as torchrun does, or below a shell.
 RANK = """
-import signal, sys, time
+import time
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 stop_after_launcher()
 print("ready", flush=True)
@@ -34,7 +37,13 @@ def test_a_rank_ends_after_its_launcher(is_launched, wrapper):
     assert agent.stdout.readline() == "ready\n"
     started = psutil.Process(agent.pid).children(recursive=True)
     try:
-        time.sleep(0.1)
+        launcher = Launcher(agent.pid, started[0])
+        assert not launcher.has_ended
+        assert not launcher.is_suspended
+        agent.send_signal(signal.SIGSTOP)
+        while not launcher.is_suspended:
+            time.sleep(0.01)
+        assert not launcher.has_ended
         assert all(process.is_running() for process in started)
         agent.kill()
         _, alive = psutil.wait_procs(started, timeout=30 if is_launched else 2)

@@ -56,7 +56,9 @@ class Manifest:
     recipe: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for other kinds of tensors than weights and optimizer: they are parts of file names."""
+        """Raise ValueError for no shards, and for tensors that are neither weights nor optimizer: both name files."""
+        if self.shards < 1:
+            raise ValueError(f"shards={self.shards}")
         if not {WEIGHTS} <= self.tensors.keys() <= {WEIGHTS, OPTIMIZER}:
             raise ValueError(f"its tensors are {', '.join(map(repr, self.tensors))}")
 
@@ -130,6 +132,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if manifest.pop("crc32") != _checksum(manifest):
             raise ValueError("its checksum does not match")
         checkpoint = Checkpoint(path, read_record(Manifest, manifest))
+        layout, shards = checkpoint.manifest.layout, checkpoint.manifest.shards
+        if layout is CheckpointLayout.sharded and shards > len(os.listdir(path)):  # a list of the names might not end
+            raise ValueError(f"shards={shards} is more than the files of the directory")
         readers = [checkpoint.tensors(kind) for kind in checkpoint.kinds]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _damaged(file, error) from None

@@ -127,6 +127,8 @@ def test_damage_is_reported(tmp_path, damage, message):
         ("tensors", {"weights": []}),
         ("tensors", None),
         ("shards", -1),
+        ("shards", 0),
+        ("shards", 10**11),
         ("shards", "1"),
         ("shards", 10**400),
         ("step", None),

@@ -1,5 +1,6 @@
 """Run directories and exports among the files of others: nothing outside them is written, nothing else is deleted."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from embedtrain.checkpoint.export.replacement import (
 )
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import delete_checkpoint, list_steps, recover_replaced, step_path
+from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError
 from embedtrain.tracking.report.page import write_report
@@ -95,6 +97,35 @@ def test_files_of_the_user_are_not_taken_for_a_run(ranks, run_inputs, tmp_path, 
     assert f"contains {notes.name if name == 'model' else name}" in sentence
     assert notes.read_text() == "of the user"
     assert {path.name for path in tmp_path.iterdir()} <= {name, "run.lock"}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "run: {dir: VICTIM}", "output_subdir: VICTIM", "sweep: {dir: VICTIM, subdir: x}", "run: {dir: '${output_dir}'}",
+        "job_logging: {handlers: {file: {filename: VICTIM}}}", "runtime: {output_dir: VICTIM}, job: {chdir: true}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("more", [["train.steps=1"], ["train.steps=0"], ["train.steps=1", "-m"]])
+def test_settings_of_hydra_in_a_recipe_write_nothing(tmp_path, monkeypatch, setting, more):
+    victim, recipe = tmp_path / "victim", tmp_path / "config" / "recipe" / "evil.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text(
+        f"# @package _global_\noutput_dir: {victim}\nhydra: {{{setting.replace('VICTIM', str(victim))}}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with contextlib.suppress(ConfigError):
+        compose_recipes(
+            [
+                "recipe=evil",
+                f"--config-dir={tmp_path / 'config'}",
+                "name=t",
+                "model.path=m",
+                "data.train=[rows.jsonl]",
+                *more,
+            ]
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["config"]
 
 
 def test_deleted_checkpoints_are_not_followed(tmp_path):

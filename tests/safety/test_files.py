@@ -1,7 +1,12 @@
-"""Training data, evaluation sets and cached vectors made by an attacker: nothing in them is run or unpickled."""
+"""Training data, evaluation sets and cached vectors made by an attacker: nothing in them is run or unpickled, and no
+small file takes all memory or waits for ever."""
 
+import gzip
+import io
 import json
+import os
 import pickle
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
+from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.data.cache.shared_build import COMPLETE, is_complete
+from embedtrain.data.sources.layouts.base import TEXTS_ONLY
+from embedtrain.data.sources.reader import SourceReader
+from embedtrain.data.sources.values import BadRow
 from embedtrain.errors import DataError
+from embedtrain.evaluation.readers.retrieval import read_corpus
+from embedtrain.evaluation.sets import read_set
 from embedtrain.mine.stats import MiningStats
 from tests.safety.payloads import MARKER, Bomb, attempt, code, deep, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
@@ -95,6 +107,116 @@ FOLDERS = {
     "deep state": (deep_state, "recursion"),
     "deep rows": (deep_rows, "JSON that cannot be read"),
 }
+
+
+ENDLESS = gzip.compress(b"x" * 2**20, 1) * 65  # one line of 65 MiB
+
+
+def compressed(start: str) -> bytes:
+    return gzip.compress(start.encode()) + ENDLESS
+
+
+def arrow_stream(old: bytes = b"", new: bytes = b"") -> bytes:
+    """Two rows whose bytes are changed."""
+    table = pa.table({"query": ["aaaaaaaa", "bbbbbbbb"], "positive": ["cccccccc", "dddddddd"]})
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    content = sink.getvalue()
+    assert old in content
+    return content.replace(old, new) if old else content
+
+
+def arrow_columns() -> bytes:
+    """One row of twenty thousand columns."""
+    table = pa.table({f"c{i}": ["x"] for i in range(20_000)})
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+OFFSETS = struct.pack("<iii", 0, 8, 16)
+NAMES = [f"c{i}" for i in range(100_000)]
+# The content of a file, and words of the sentence of each reader.
+FILES = {
+    "line.jsonl.gz": (compressed('{"query": "'), "line.jsonl.gz:1: a line of more than 67.1 MB"),
+    "line.csv.gz": (compressed('query,positive\na,"'), "line.csv.gz:2: a line of more than 67.1 MB"),
+    "quote.csv.gz": (
+        gzip.compress(b'query,positive\na,"' + (b"x" * 1023 + b"\n") * 2**16),
+        "quote.csv.gz:2: a row of more than 67.1",
+    ),
+    "outside.arrow": (arrow_stream(OFFSETS, struct.pack("<iii", 0, 8, 2**31 - 1)), "cannot be read as Arrow"),
+    "before.arrow": (arrow_stream(OFFSETS, struct.pack("<iii", -(2**30), 8, 16)), "cannot be read as Arrow"),
+    "long.arrow": (arrow_stream(struct.pack("<q", 16), struct.pack("<q", 2**60)), "cannot be read as Arrow"),
+    "columns.arrow": (arrow_columns(), "20,000 columns"),
+    "names.csv": ("\n".join([",".join(NAMES), ",".join(["1"] * len(NAMES))]).encode(), "100,000 columns"),
+    "twice.jsonl": (json.dumps(dict.fromkeys(NAMES)).replace('"c0"', '"c99999"').encode(), "twice"),
+    "deep.jsonl": (f'{{"query": "a", "positive": {deep("[", "]", 900)}}}'.encode(), "deep.jsonl:1: "),
+    "digits.jsonl": (
+        f'{{"query": "a", "positive": {"1" * 10**6}}}'.encode(),
+        "digits.jsonl:1: JSON that cannot be read",
+    ),
+}
+
+
+def read_rows(path: Path) -> None:
+    """Read all training rows; a bad row is an error."""
+    reader = SourceReader(TrainSource(path=str(path)), "source", TEXTS_ONLY)
+    layout = reader.detect_layout(OnError.stop)
+    for piece in reader.pieces(2**20):
+        for line, row in reader.rows(piece, layout):
+            if isinstance(row, BadRow):
+                raise DataError(f"{piece.part.location(line)}: {row}")
+
+
+READERS = {
+    "training": read_rows,
+    "evaluation": lambda path: read_set(EvaluationSet(path=str(path))),
+    "corpus": read_corpus,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_small_file_that_expands(tmp_path, name):
+    content, words = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    for reader in READERS.values():
+        with pytest.raises(DataError) as caught:
+            reader(tmp_path / name)
+        assert name in str(caught.value)
+        assert words in str(caught.value) or reader is not read_rows
+        assert len(str(caught.value)) < 2000
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".jsonl.gz"])
+def test_pipes_and_devices_are_not_opened(tmp_path, suffix):
+    pipe, device = tmp_path / f"pipe{suffix}", tmp_path / f"device{suffix}"
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    for path in (pipe, device):
+        for reader in READERS.values():
+            with pytest.raises(DataError) as caught:
+                reader(path)
+            assert path.name in str(caught.value)
+        with pytest.raises(DataError, match="a pipe, a socket or a device"):
+            read_rows(path.with_name(f"{path.name[:3]}*"))
+
+
+def test_a_document_of_ten_megabytes_and_three_hundred_columns(tmp_path):
+    row = {"query": "a", "positive": "b " * 5_000_000, **{f"note{i}": "" for i in range(298)}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "rows.csv").write_text(",".join(row) + "\n" + ",".join(row.values()) + "\n")
+    (tmp_path / "rows.arrow").write_bytes(arrow_stream())
+    for name in ("rows.jsonl", "rows.csv"):
+        reader = SourceReader(
+            TrainSource(path=str(tmp_path / name), columns=["query", "positive"]), "source", TEXTS_ONLY
+        )
+        (piece,) = reader.pieces(2**30)
+        ((_, texts),) = reader.rows(piece, reader.detect_layout(OnError.stop))
+        assert "b " * 5_000_000 in str(texts)
+    read_rows(tmp_path / "rows.arrow")
 
 
 @pytest.fixture(scope="module")

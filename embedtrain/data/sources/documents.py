@@ -7,7 +7,7 @@ from typing import Any
 from embedtrain.data.sources import values
 from embedtrain.data.sources.part_reader import PartReader, Piece
 from embedtrain.data.sources.parts import Part
-from embedtrain.data.sources.values import BadRow
+from embedtrain.data.sources.values import BadRow, list_names
 
 _ID_KEYS = ("docid", "_id", "id", "doc_id", "document_id", "pid")
 _TEXT_KEYS = ("text", "document_text", "contents", "passage")
@@ -31,13 +31,13 @@ def parse_document(row: dict[str, Any], *, id_required: bool = True) -> Document
     """The document of a row with an id, a text and perhaps a title. Raises BadRow if it lacks one."""
     id_key = next((key for key in _ID_KEYS if key in row), None)
     if id_key is None and id_required:
-        raise BadRow(f'a document needs an id ("docid" or "_id"), and this one has: {", ".join(row) or "nothing"}')
+        raise BadRow(f'a document needs an id ("docid" or "_id"), and this one has: {list_names(row)}')
     name = "" if id_key is None else values.identifier(row[id_key], f'"{id_key}"')
     if not name and id_required:
         raise BadRow(f'"{id_key}" is empty, and a document needs an id')
     text_key = next((key for key in _TEXT_KEYS if key in row), None)
     if text_key is None and "title" not in row:
-        raise BadRow(f'a document needs a "text", and this one has: {", ".join(row) or "nothing"}')
+        raise BadRow(f'a document needs a "text", and this one has: {list_names(row)}')
     title = values.optional_string(row.get("title"), '"title"')
     return Document(name, title, values.optional_string(row.get(text_key or "text"), f'"{text_key}"'))
 

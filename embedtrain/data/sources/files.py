@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator
 from enum import Enum
@@ -21,10 +22,14 @@ from fsspec.spec import AbstractFileSystem
 
 from embedtrain.data.sources.values import describe_error
 from embedtrain.errors import DataError
+from embedtrain.formatting import format_bytes
 
 BLOCK_BYTES = 1 << 20
 MAX_FULL_DIGEST_BYTES = 64 * BLOCK_BYTES  # of larger files only samples are hashed
 NUM_SAMPLES = 16  # blocks hashed between the first and the last of a larger file
+MAX_LINE_BYTES = (
+    64 * BLOCK_BYTES
+)  # of a row, which is held in memory: a small compressed file may hold one endless line
 _DECOMPRESSED_BYTES = 1 << 13
 # Keys under which fsspec's file systems report a file's version.
 _VERSION_KEYS = (
@@ -140,10 +145,22 @@ def open_binary(name: str) -> Any:
     """A file as it is stored, as a binary file object."""
     if is_url(name):
         return open_url(name)
+    require_regular_file(name)
     try:
         return Path(name).open("rb")
     except OSError as error:
         raise _unreadable_error(name, error) from error
+
+
+def require_regular_file(name: str) -> None:
+    """Reject local pipes, sockets and devices: opening one may wait for ever, and /dev/zero never ends."""
+    try:
+        mode = os.stat(name).st_mode
+    except (OSError, ValueError) as error:  # a ValueError for a name with a NUL character
+        raise _unreadable_error(name, error) from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise DataError(f"{name}: cannot be read: it is {kind}, not a file")
 
 
 def file_size(name: str) -> int | None:
@@ -214,15 +231,18 @@ def file_digest(name: str) -> str:
 # Lines.
 
 
-def read_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path | str, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
     r"""The lines of a file with their numbers from 1, split at `\n`, without a byte order mark.
 
-    Raises DataError if the file is missing, unreadable, damaged, truncated, UTF-16, or not compressed as its name says.
+    Raises DataError if the file is missing, unreadable, damaged, truncated, UTF-16, or not compressed as its name says,
+    or if a line is longer than `max_bytes`.
     """
-    return read_lines_between(str(path))
+    return read_lines_between(str(path), max_bytes=max_bytes)
 
 
-def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+def read_lines_between(
+    name: str, start: int = 0, stop: int | None = None, max_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a byte range of a file, with their numbers from 1 within the range.
 
     Consecutive ranges give every line of the file once. `start` must be 0 in a compressed file; `stop` is exclusive.
@@ -234,8 +254,8 @@ def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> It
             if start:
                 # From the byte before, so that a line that begins at `start` is kept.
                 file.seek(start - 1)
-                offset += len(file.readline()) - 1
-            for line in file:
+                offset += len(_read_line(file, name, number, max_bytes)) - 1
+            while line := _read_line(file, name, number, max_bytes):
                 if stop is not None and offset >= stop:
                     return
                 number += 1
@@ -255,6 +275,13 @@ def read_lines_between(name: str, start: int = 0, stop: int | None = None) -> It
         if not is_url(name):
             raise
         raise unreachable_error(name, error) from error
+
+
+def _read_line(file: IO[bytes], name: str, number: int, max_bytes: int) -> bytes:
+    line = file.readline(max_bytes + 1)
+    if len(line) > max_bytes:
+        raise DataError(f"{name}:{number + 1}: a line of more than {format_bytes(max_bytes)} is not read")
+    return line
 
 
 def count_lines_before(name: str, start: int) -> int:
@@ -285,7 +312,8 @@ def _open_decompressed(name: str, compression: Compression) -> IO[bytes]:
             stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
             return io.BufferedReader(stream, _DECOMPRESSED_BYTES)
         case Compression.none:
-            plain: IO[bytes] = file
+            # The files of fsspec read lines without a limit.
+            plain: IO[bytes] = io.BufferedReader(file, BLOCK_BYTES) if is_url(name) else file
             return plain
 
 

@@ -19,7 +19,7 @@ from embedtrain.data.sources.files import read_lines
 from embedtrain.data.sources.hub import HubRepository
 from embedtrain.data.sources.parts import FOLDER_SUFFIXES, Part, PartKind, part_of_file, path_of, stem_of, suffix_of
 from embedtrain.data.sources.text_rows import RawRow
-from embedtrain.data.sources.values import BadRow, not_utf8
+from embedtrain.data.sources.values import BadRow, list_names, not_utf8
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.formatting import format_count
 
@@ -197,7 +197,7 @@ def parse_query(row: dict[str, Any]) -> tuple[str, str]:
     id_key = next((key for key in ("_id", "id", "query_id") if key in row), None)
     text_key = next((key for key in ("text", "query") if key in row), None)
     if id_key is None or text_key is None:
-        raise BadRow(f'a query needs "_id" and "text", and this row has: {", ".join(row) or "nothing"}')
+        raise BadRow(f'a query needs "_id" and "text", and this row has: {list_names(row)}')
     name = values.identifier(row[id_key], f'"{id_key}"')
     if not name:
         raise BadRow(f'"{id_key}" is empty, and a query needs an id')

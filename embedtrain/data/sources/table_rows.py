@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embedtrain.data.sources.files import is_url, open_url, unreachable_error
+from embedtrain.data.sources.files import is_url, open_url, require_regular_file, unreachable_error
 from embedtrain.data.sources.text_rows import RawRow
-from embedtrain.data.sources.values import BadRow, describe_error, not_utf8
+from embedtrain.data.sources.values import MAX_COLUMNS, BadRow, describe_error, list_names, not_utf8
 from embedtrain.errors import DataError
 
 ROWS_PER_BATCH = 1024
@@ -59,7 +60,7 @@ def dataset_rows(
     try:
         batches = (batch for table in data.iter(batch_size=ROWS_PER_BATCH) for batch in table.to_batches())
         yield from _numbered_rows(batches)
-    except (pa.ArrowException, OSError) as error:
+    except Exception as error:
         raise DataError(f"{name}: its data cannot be read: {describe_error(error)}") from error
 
 
@@ -75,13 +76,19 @@ def _as_data_error(name: str, kind: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        if not is_url(name):
-            raise
+        if not is_url(name):  # pyarrow converts values with classes of Python: dates after the year 9999, and more
+            raise DataError(f"{name}: cannot be read as {kind}: {describe_error(error)}") from error
         raise unreachable_error(name, error) from error
+
+
+def _require_regular_file(name: str) -> None:
+    if not is_url(name) and os.path.exists(name):
+        require_regular_file(name)
 
 
 @contextmanager
 def _open_parquet(name: str) -> Iterator[Any]:
+    _require_regular_file(name)
     with (
         _as_data_error(name, "Parquet"),
         open_url(name) if is_url(name) else pa.OSFile(name) as bytes_,
@@ -93,6 +100,7 @@ def _open_parquet(name: str) -> Iterator[Any]:
 @contextmanager
 def _open_arrow(name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
     """Schema and record batches of an Arrow file or stream: `datasets` writes streams."""
+    _require_regular_file(name)
     # Mapped, so that skipped batches cost nothing.
     with (
         _as_data_error(name, "Arrow"),
@@ -106,14 +114,17 @@ def _open_arrow(name: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]
 
 
 def _select_columns(name: str, present: Sequence[str], columns: list[str] | None) -> list[str]:
-    repeated = next((column for i, column in enumerate(present) if column in present[:i]), None)
+    counts = Counter(present)
+    repeated = next((column for column in counts if counts[column] > 1), None)
     if repeated is not None:
         raise DataError(f"{name}: two columns are called {repeated!r}: rename one of them")
+    if len(present if columns is None else columns) > MAX_COLUMNS:
+        raise DataError(f"{name}: {len(present):,} columns; at most {MAX_COLUMNS:,} are read")
     if columns is None:
         return [column for column in present if not column.startswith("__index_level_")]  # a pandas index
-    missing = [column for column in columns if column not in present]
+    missing = [column for column in columns if column not in counts]
     if missing:
-        raise DataError(f"{name}: no column {missing[0]!r}; there are: {', '.join(present)}")
+        raise DataError(f"{name}: no column {missing[0]!r}; there are: {list_names(present)}")
     return columns
 
 
@@ -125,9 +136,22 @@ def _slices(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 def _numbered_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[RawRow]:
     number = 0
     for batch in batches:
+        _validate(batch)
         for row in _python_rows(batch):
             number += 1
             yield number, row
+
+
+def _validate(batch: pa.RecordBatch) -> None:
+    """Reject offsets that point outside of a column: an Arrow file can hold any, and reading them ends the process."""
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            # A row whose text is not UTF-8 is reported with its number. Offsets are checked before texts.
+            is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+            if not (is_text and "UTF8" in str(error)):
+                raise
 
 
 def _python_rows(batch: pa.RecordBatch) -> list[dict[str, Any] | BadRow]:

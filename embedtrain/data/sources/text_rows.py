@@ -4,14 +4,23 @@ import csv
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from embedtrain.data.sources.files import read_lines
-from embedtrain.data.sources.values import BadRow, describe_value, json_problem, not_utf8, shorten
+from embedtrain.data.sources.files import MAX_LINE_BYTES, read_lines
+from embedtrain.data.sources.values import (
+    MAX_COLUMNS,
+    BadRow,
+    describe_value,
+    json_problem,
+    list_names,
+    not_utf8,
+    shorten,
+)
 from embedtrain.errors import DataError
-from embedtrain.formatting import format_count
+from embedtrain.formatting import format_bytes, format_count
 
 RawRow: TypeAlias = tuple[int, dict[str, Any] | BadRow]
 
@@ -42,16 +51,20 @@ def parse_json_row(line: bytes) -> dict[str, Any] | BadRow:
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         return BadRow(f"JSON that cannot be read ({error})")
     if isinstance(row, dict):
-        return row
+        return row if len(row) <= MAX_COLUMNS else _too_many_keys(row)
     hint = ": write one object per line, not one array per file" if isinstance(row, list) else ""
     return BadRow(f"a row must be a JSON object {{...}}, not {describe_value(row)}{hint}")
+
+
+def _too_many_keys(row: dict[str, Any]) -> BadRow:
+    return BadRow(f"a row with {len(row):,} keys, and at most {MAX_COLUMNS:,} are read")
 
 
 def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):  # the parser would silently keep the last value
-        names = [name for name, _ in pairs]
-        raise BadRow(f'this row has "{next(name for name in names if names.count(name) > 1)}" twice')
+        counts = Counter(name for name, _ in pairs)
+        raise BadRow(f'this row has "{next(name for name in counts if counts[name] > 1)}" twice')
     return row
 
 
@@ -63,7 +76,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_reject_repeated_keys)
 
 def is_json_list(name: str) -> bool:
     """Whether a file holds one JSON value over several lines, or a list, and is therefore not JSONL."""
-    first = next((line.strip() for _, line in read_lines(name) if line.strip()), b"")
+    first = next((line.strip() for _, line in read_lines(name, MAX_JSON_BYTES) if line.strip()), b"")
     if first.startswith(b"[") or re.match(rb'\{\s*"data"\s*:\s*\[', first):
         return True
     try:
@@ -79,7 +92,7 @@ def is_json_list(name: str) -> bool:
 
 def json_list_rows(name: str) -> Iterator[RawRow]:
     """The elements of the list that a file of at most 1 GiB holds, or of its `data`, numbered from 1."""
-    text = _read_text(name)
+    text = read_json_text(name)
     offset = _skip_space(text, _list_start(name, text) + 1)
     number = 0
     while text[offset : offset + 1] != "]":
@@ -93,7 +106,9 @@ def json_list_rows(name: str) -> Iterator[RawRow]:
         except (ValueError, RecursionError) as error:
             raise _broken_json_error(name, text, error, offset) from error
         else:
-            problem = None if isinstance(row, dict) else describe_value(row)
+            if isinstance(row, dict) and len(row) > MAX_COLUMNS:
+                row = _too_many_keys(row)
+            problem = None if isinstance(row, dict | BadRow) else describe_value(row)
             yield number, BadRow(f"a row must be a JSON object {{...}}, not {problem}") if problem else row
         offset = _skip_space(text, offset)
         if text[offset : offset + 1] == ",":
@@ -102,9 +117,10 @@ def json_list_rows(name: str) -> Iterator[RawRow]:
             raise _broken_json_error(name, text, ValueError("a comma or ] is missing"), offset)
 
 
-def _read_text(name: str) -> str:
+def read_json_text(name: str) -> str:
+    """A file of one JSON value as text. Raises DataError if it is larger than 1 GiB or not UTF-8."""
     lines, num_bytes = [], 0
-    for number, line in read_lines(name):
+    for number, line in read_lines(name, MAX_JSON_BYTES):
         num_bytes += len(line)
         if num_bytes > MAX_JSON_BYTES:
             raise DataError(
@@ -142,7 +158,7 @@ def _list_start(name: str, text: str) -> int:
     except (ValueError, RecursionError, BadRow) as error:
         raise _broken_json_error(name, text, error, offset) from error
     raise DataError(
-        f'{name}: is one JSON object without a list of rows under "data" (it has: {", ".join(keys) or "nothing"}): '
+        f'{name}: is one JSON object without a list of rows under "data" (it has: {list_names(keys)}): '
         "write one object per line (.jsonl), or a list of objects"
     )
 
@@ -181,7 +197,7 @@ def delimited_rows(path: Path | str, dialect: type[csv.Dialect]) -> Iterator[Raw
     reader = csv.reader(lines, dialect, strict=True)
     header: list[str] | None = None
     while True:
-        first = lines.number + 1
+        first = lines.begin_row()
         try:
             cells = next(reader)
         except StopIteration:
@@ -216,6 +232,7 @@ class _Lines:
 
     def __init__(self, path: Path | str) -> None:
         self.number = 0
+        self._path, self._first, self._row_bytes = path, 1, 0
         self._lines = read_lines(path)
         self._encoding_problem = ""
         self._is_exhausted = False
@@ -230,6 +247,12 @@ class _Lines:
             self._is_exhausted = True
             raise StopIteration
         self.number = number
+        self._row_bytes += len(line)
+        if self._row_bytes > MAX_LINE_BYTES:
+            raise DataError(
+                f"{self._path}:{self._first}: a row of more than {format_bytes(MAX_LINE_BYTES)} (up to line {number}) "
+                "is not read: correct the quotation marks"
+            )
         # Within a quoted cell two quotation marks are one character of it.
         if b'"' in line and b'"' in line.replace(b'""', b""):
             self._quote_lines = [self._quote_lines[1], number]
@@ -238,6 +261,11 @@ class _Lines:
         except UnicodeDecodeError as error:
             self._encoding_problem = self._encoding_problem or not_utf8(line, error.start)
             return line.decode("utf-8", "replace")
+
+    def begin_row(self) -> int:
+        """The number of the line on which the next row begins."""
+        self._first, self._row_bytes = self.number + 1, 0
+        return self._first
 
     def take_encoding_problem(self) -> str:
         """The problem with the bytes of the lines read since the last call; "" for none."""
@@ -263,6 +291,8 @@ class _Lines:
 def _check_header(path: Path | str, cells: list[str], encoding_problem: str) -> list[str]:
     if encoding_problem:
         raise DataError(f"{path}:1: {encoding_problem}")
+    if len(cells) > MAX_COLUMNS:
+        raise DataError(f"{path}:1: {len(cells):,} columns; at most {MAX_COLUMNS:,} are read")
     if len(set(cells)) < len(cells):
         raise DataError(f"{path}:1: the header names a column twice: {shorten(cells)}")
     if "" in cells:

@@ -2,7 +2,8 @@
 
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TypeGuard, TypeVar
 
 import numpy as np
@@ -12,6 +13,9 @@ from embedtrain.formatting import format_count
 T = TypeVar("T")
 
 MAX_NUMBER = float(np.finfo(np.float32).max)  # scores and vectors are stored in float32
+
+
+MAX_COLUMNS = 10_000  # of a row; for a hundred thousand, layouts and pyarrow take minutes
 
 
 class BadRow(Exception):
@@ -33,9 +37,18 @@ def json_problem(error: json.JSONDecodeError) -> str:
     return error.msg.removesuffix(" at").removesuffix(" starting")
 
 
+def list_names(names: Iterable[object]) -> str:
+    """The first names of columns or keys, of which a file may have a hundred thousand."""
+    first = [str(name)[:100] for name in islice(names, 51)]
+    return ", ".join([*first[:50], "..."] if len(first) > 50 else first) or "nothing"
+
+
 def shorten(value: object, length: int = 60) -> str:
     """A value on one line, cut off after `length` characters."""
-    text = repr(value if not isinstance(value, str) else value[: length + 1])
+    try:
+        text = repr(value[: length + 1] if isinstance(value, str | bytes | list) else value)
+    except (RecursionError, ValueError):  # nested a thousand times, or a number of thousands of digits
+        return f"{type(value).__name__} that cannot be shown"
     return text if len(text) <= length + 2 else text[:length] + "..."
 
 

@@ -109,4 +109,7 @@ def _unify_nested_types(labels: Sequence[tuple[Label, ...]]) -> list[tuple[Label
 
 def _is_whole_number(label: Label) -> bool:
     # 01 and 1 are two classes.
-    return isinstance(label, int) or (label.removeprefix("-").isdecimal() and str(int(label)) == label)
+    # Python converts no more than 4300 digits.
+    return isinstance(label, int) or (
+        len(label) <= 100 and label.removeprefix("-").isdecimal() and str(int(label)) == label
+    )

@@ -27,6 +27,7 @@ from embedtrain.data.sources.retrieval import (
     parse_query,
     read_judgements,
 )
+from embedtrain.data.sources.text_rows import MAX_JSON_BYTES, read_json_text
 from embedtrain.data.sources.values import BadRow, shorten
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.reranking import with_candidates
@@ -148,11 +149,11 @@ def read_llama_index(path: Path, name: str) -> tuple[RetrievalSet, list[str]] | 
     """
     if path.suffix.lower() != ".json":
         return None
-    first = next((line for _, line in read_lines(path) if line.strip()), b"")
+    first = next((line for _, line in read_lines(path, MAX_JSON_BYTES) if line.strip()), b"")
     # A line that is a whole row means JSONL, which may have millions of them.
     data = _parse_object(first)
     if data is None and first.lstrip().startswith(b"{"):
-        data = _parse_object(b"".join(line for _, line in read_lines(path)))
+        data = _parse_object(read_json_text(str(path)).encode())
     if data is None or not all(key in data for key in _LLAMA_INDEX_KEYS):
         return None
     queries_name, corpus_name, judgements_name = (f"{path}: {key}" for key in _LLAMA_INDEX_KEYS)

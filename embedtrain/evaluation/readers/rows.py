@@ -27,7 +27,7 @@ class Row:
         for name in names:
             if name in self.fields:
                 return name
-        present = ", ".join(map(str, self.fields)) or "nothing"
+        present = values.list_names(self.fields)
         raise self.error(f"there is no {' or '.join(names)}, only {present}")
 
     def has(self, *names: str) -> bool:

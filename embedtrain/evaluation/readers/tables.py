@@ -17,7 +17,7 @@ from embedtrain.data.sources.parts import (
     suffix_of,
 )
 from embedtrain.data.sources.retrieval import SPLITS, choose_split
-from embedtrain.data.sources.values import describe_error, shorten
+from embedtrain.data.sources.values import describe_error, list_names, shorten
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.readers.classes import CLUSTER_LABELS, CLUSTER_TEXTS, read_classification, read_clustering
 from embedtrain.evaluation.readers.reranking import read_reranking
@@ -223,7 +223,7 @@ def _train_table(config: EvaluationSet, tables: Tables) -> Part:
 def detect_kind(table: Part) -> SetKind:
     """The kind of set that the columns of the first row make. Raises DataError if they match no kind or several."""
     row = first_row(table)
-    columns = ", ".join(row.fields)
+    columns = list_names(row.fields)
     if has_pair(row):
         if row.has(*SCORE):
             return SetKind.sts

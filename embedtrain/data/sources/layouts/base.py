@@ -9,7 +9,7 @@ from embedtrain.config.losses import LOSSES, CombinedConfig, SentenceTransformer
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement, row_requirements
 from embedtrain.data.sources import values
 from embedtrain.data.sources.documents import Document
-from embedtrain.data.sources.values import BadRow, describe_value
+from embedtrain.data.sources.values import BadRow, describe_value, list_names
 from embedtrain.data.types import Texts
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ def require_keys(row: dict[str, Any], *keys: str) -> None:
     """Reject a row that lacks one of these keys."""
     for key in keys:
         if key not in row:
-            raise BadRow(f'no "{key}" in this row, which has: {", ".join(row) or "nothing"}')
+            raise BadRow(f'no "{key}" in this row, which has: {list_names(row)}')
 
 
 def reject_media(row: dict[str, Any], name: str) -> None:

@@ -22,7 +22,7 @@ from embedtrain.data.sources.layouts.keyed import (
     TevatronPassages,
 )
 from embedtrain.data.sources.parts import PartKind
-from embedtrain.data.sources.values import BadRow
+from embedtrain.data.sources.values import BadRow, list_names
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError, DataError
 
@@ -150,7 +150,7 @@ class Columns(RowLayout):
             self._ignore_except(row, *self.names, *([] if self.score is None else [self.score]))
         for name in required:
             if name not in row:
-                raise BadRow(f'no "{name}" in this row, which has: {", ".join(row) or "nothing"}')
+                raise BadRow(f'no "{name}" in this row, which has: {list_names(row)}')
         query = values.text(row[self.names[0]], f'column "{self.names[0]}"')
         positives: list[str] = []
         for name in self.names[1:2]:
@@ -201,9 +201,9 @@ def _choose_columns(source: TrainSource, row: dict[str, Any], needs: RowRequirem
     if source.columns is not None and len(texts) < min_texts:
         expected = "at least two, query and positive" if min_texts == 2 else "at least one of texts"
         raise ConfigError(f"{source.path}: columns={source.columns}: name {expected}")
-    missing = [name for name in named if name not in present]
+    missing = [name for name in named if name not in row]
     if missing:
-        raise DataError(f"{source.path}: no column {missing[0]!r}; there are: {', '.join(present)}")
+        raise DataError(f"{source.path}: no column {missing[0]!r}; there are: {list_names(present)}")
     if len(scores) == 1 and not needs_score and _marks_documents(row, texts, scores[0]):
         return texts, scores[0]
     if scores and not needs_score:
@@ -220,16 +220,17 @@ def _choose_columns(source: TrainSource, row: dict[str, Any], needs: RowRequirem
     if needs.label and len(texts) > 1:
         raise DataError(
             f"{source.path}: loss={needs.loss} takes one text and its class, and there are the columns of texts "
-            f"{', '.join(texts)}: name one of them and that of the class, such as columns=[{texts[0]},label]"
+            f"{list_names(texts)}: name one of them and that of the class, such as columns=[{texts[0]},label]"
         )
     if len(texts) < min_texts:
         pair = 'a query and a positive, as two columns or as FlagEmbedding\'s "query" and "pos"'
         expected = pair if min_texts == 2 else "a text"
-        raise DataError(f"{source.path}: rows need {expected}; there is: {', '.join(present) or 'nothing'}")
+        raise DataError(f"{source.path}: rows need {expected}; there is: {list_names(present)}")
     if needs_score and needs.scores != ScoreRequirement.pairs and not scores:
         raise DataError(
             f"{source.path}: loss={needs.loss} needs {needs_besides_texts(needs)}, and no column is named score, "
-            f"scores, label or labels; there {'is' if source.columns is None else 'is, in columns'}: {', '.join(named)}"
+            f"scores, label or labels; there {'is' if source.columns is None else 'is, in columns'}: "
+            f"{list_names(named)}"
         )
     return texts, scores[0] if scores else None
 

@@ -64,7 +64,7 @@ def report_low_limits() -> None:
     """
     low = [str(limit) for limit in _LIMITS if limit.value is not None and limit.value < limit.usual]
     if low and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"low limits of this process, which may end it: {', '.join(low)}", file=sys.stderr, flush=True)
+        print(f"low limits of this process, which may end or block it: {', '.join(low)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -80,7 +80,8 @@ def explain_limits() -> Iterator[None]:
         if isinstance(error, EmbedtrainError):
             error.args = (f"{error}; {reason}", *error.args[1:])
             raise
-        raise EmbedtrainError(f"{type(error).__name__}: {error}; {reason}") from error
+        message = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise EmbedtrainError(f"{message}; {reason}") from error
 
 
 def _describe(error: BaseException) -> str:

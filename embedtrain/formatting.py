@@ -9,6 +9,11 @@ _ESCAPES |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
 _ESCAPES_OF_LINES = {code: escape for code, escape in _ESCAPES.items() if code not in (ord("\n"), ord("\t"))}
 
 
+def decode_argument(text: str) -> str:
+    """An argument of the command line as UTF-8: in an ASCII locale Python keeps its bytes as lone surrogates."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def printable(text: str, *, lines: bool = False) -> str:
     r"""The text on one line, with escapes such as `\x1b` for control characters; `lines` keeps line breaks and tabs."""
     return text.translate(_ESCAPES_OF_LINES if lines else _ESCAPES)

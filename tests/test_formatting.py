@@ -2,7 +2,7 @@
 
 import pytest
 
-from embedtrain.formatting import format_bytes, format_count, format_duration, printable
+from embedtrain.formatting import decode_argument, format_bytes, format_count, format_duration, printable
 
 
 def test_counts_are_grouped_and_plural():
@@ -43,3 +43,9 @@ def test_control_characters_are_visible_and_letters_stay():
         r"\x1b[31m\x07\x9b2J\x7f\u202e\u2066\u2028\r\n\t"
     )
     assert printable("\x1b\n\t\r", lines=True) == "\\x1b\n\t\\r"
+
+
+def test_arguments_are_utf8_in_any_locale():
+    as_in_ascii = "Zürich 中".encode().decode("ascii", "surrogateescape")
+    assert decode_argument(as_in_ascii) == decode_argument("Zürich 中") == "Zürich 中"
+    assert decode_argument("\udcff") == "\ufffd"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from embedtrain.cli import run_command
 from embedtrain.errors import DataError
+from embedtrain.formatting import decode_argument
 from embedtrain.search.options import SearchOptions, compose_search
 
 _MAX_QUERY = 100_000  # characters; more is not text that somebody wrote, such as /dev/zero
@@ -43,7 +44,7 @@ def main(options: SearchOptions) -> None:
 
 def _queries(query: str | None) -> Iterator[str]:
     if query is not None:
-        yield query
+        yield decode_argument(query)
         return
     while True:
         if sys.stdin.isatty():

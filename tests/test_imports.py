@@ -26,6 +26,7 @@ ORDER = (
     "data",
     "distributed",
     "config",
+    "checksums",
     "files",
     "limits",
     "streams",
@@ -41,7 +42,7 @@ NARROW = {
     "models": {"data.types", "data.text_format"},
     "losses": {"distributed.collectives"},
 }
-GROUND = ("config", "files", "streams", "records", "formatting", "errors")
+GROUND = ("config", "checksums", "files", "streams", "records", "formatting", "errors")
 FORBIDDEN = [
     ("config", ("torch", "transformers", "datasets")),
     ("submit", ("torch", "transformers", "datasets")),

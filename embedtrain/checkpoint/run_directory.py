@@ -15,10 +15,11 @@ from filelock import FileLock, Timeout
 
 from embedtrain import __version__
 from embedtrain.checkpoint.step_directory import list_steps
+from embedtrain.checksums import CHECKSUMS, damaged_files
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.world import World
-from embedtrain.errors import ConfigError, TrainingError
+from embedtrain.errors import CheckpointError, ConfigError, TrainingError
 from embedtrain.files import atomic_write, require_own_file
 from embedtrain.formatting import format_count
 from embedtrain.tracking.loggers import TENSORBOARD_FOLDER
@@ -78,6 +79,14 @@ class RunDirectory:
                 f"output_dir={self.path} has disappeared during the run: restore it, and the same command resumes from "
                 "its newest checkpoint"
             )
+
+    def require_intact(self) -> None:
+        """Raise CheckpointError if a file of `architecture/` or `adapter/` is damaged."""
+        for folder in (self.architecture, self.adapter):
+            if (folder / CHECKSUMS).exists() and (damaged := damaged_files(folder)):
+                raise CheckpointError(
+                    f"{folder / damaged[0]} is damaged: start the training command again, which writes it again"
+                )
 
     def resume_hint(self) -> str:
         """From where the same command resumes, for the end of a message."""

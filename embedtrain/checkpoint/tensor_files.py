@@ -8,6 +8,8 @@ and likewise for `optimizer`. The layout follows from types, shapes and the numb
 ranks can locate any rows, and an export needs no ranks at all.
 """
 
+import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from embedtrain.checkpoint.weight_files import (
 )
 from embedtrain.config.recipe import CheckpointLayout
 from embedtrain.errors import CheckpointError
+
+_MAX_ELEMENTS = 1 << 50  # of a tensor: no machine holds as many
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,16 @@ class TensorReader:
         self, folder: Path, kind: str, layout: CheckpointLayout, num_shards: int, description: Mapping[str, Any]
     ) -> None:
         specs = {
-            name: TensorSpec(DTYPES_BY_NAME[entry["dtype"]], tuple(_length(length) for length in entry["shape"]))
+            name: TensorSpec(DTYPES_BY_NAME[entry["dtype"]], _shape(entry["shape"]))
             for name, entry in description.items()
         }
         self.checksums = {name: [int(value) for value in entry["crc32"]] for name, entry in description.items()}
         sharded = frozenset(name for name, values in self.checksums.items() if len(values) > 1)
         if any(len(values) not in (1, num_shards) for values in self.checksums.values()):
             raise ValueError(f"the number of checksums is not the number of shards, {num_shards}")
+        # Every shard has a file: a number of shards without files would take time and memory to lay out.
+        if num_shards < 1 or (layout is CheckpointLayout.sharded and num_shards > len(os.listdir(folder))):
+            raise ValueError(f"{num_shards} is not the number of shards")
         self.folder = folder
         self.files = TensorFiles(kind, layout, num_shards, specs, sharded)
         self._open: dict[str, Any] = {}
@@ -226,7 +233,10 @@ def require_fit(folder: Path, model: Mapping[str, Tensor], specs: Mapping[str, T
             )
 
 
-def _length(value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value} is not a length")
-    return value
+def _shape(values: Any) -> tuple[int, ...]:
+    shape = tuple(values)
+    if any(not isinstance(length, int) or not 0 <= length < _MAX_ELEMENTS for length in shape):
+        raise ValueError(f"{values} is not a shape")
+    if math.prod(length or 1 for length in shape) >= _MAX_ELEMENTS:
+        raise ValueError(f"{values} is the shape of a tensor that is too large")
+    return shape

@@ -32,8 +32,11 @@ def main(options: EvaluateOptions) -> None:
     output_dir = Path(options.output_dir)
     with joined_world(options.timeout) as world:
         console = Console(enabled=world.is_main)
-        cache = Cache(directory=writable_cache_directory(None, output_dir / "cache", world, console.note))
+        directory = writable_cache_directory(None, output_dir / "cache", world, console.note)
+        cache = Cache.of_world(directory, world)
         sets = load_sets(options.sets, world, subset=options.subset, option="sets", cache=cache)
+        with world.fail_together("verifying cached documents"):
+            cache.verification.wait()
         for note in (note for loaded in sets for note in loaded.notes):
             console.note(note)
         with world.fail_together("looking up the tasks of mteb"):

@@ -31,6 +31,7 @@ def main(options: ExportOptions) -> None:
             f"trust the Python in {run_dir.architecture}, write trust_remote_code=true"
         )
     require_no_links(run_dir.architecture)
+    run_dir.require_intact()
     config = requested_export(options, recipe.export)
     check_export(config)
     require_export_support(config)

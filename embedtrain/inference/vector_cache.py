@@ -1,14 +1,15 @@
 """A cache on disk for the vectors of a large set of texts, so that interrupted encoding resumes.
 
-    DIR/<digest>/00000012-00000140-….safetensors     vectors of several chunks, written by the rank that encoded them
+    DIR/<digest>/00000012-00000140-<checksum>.safetensors     vectors of several chunks, written by one rank
 
 The digest covers everything that the vectors depend on: model, texts, prompt, maximum length, precision. Files appear
-atomically, and each lists its chunks, so that any number of ranks can resume.
+atomically, and each lists its chunks, so that any number of ranks can resume. Their names have the checksum of their
+content: what is damaged is removed, and encoded again.
 """
 
 import hashlib
 import json
-import uuid
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, from_numpy
 
+from embedtrain.checksums import checksum, file_checksum
 from embedtrain.config.recipe import Precision
 from embedtrain.data.sources.files import file_digest
 from embedtrain.data.text_format import text_keys
@@ -64,17 +66,43 @@ class VectorCache:
         return VectorCache(self.directory / digest.hexdigest(), identity)
 
     def list_files(self, world: World) -> list[tuple[str, list[int]]]:
-        """The names of the files and the chunks in each, the same on every rank. A collective."""
-        files: list[tuple[str, list[int]]] = []
+        """The names of the intact files and the chunks in each, the same on every rank. A collective.
+
+        Damaged files are removed.
+        """
+        names: list[str] = []
         with world.fail_together("looking for stored vectors"):
             if world.is_main and self.directory.is_dir():
-                listed: set[int] = set()
-                for path in sorted(self.directory.glob("*.safetensors")):
-                    chunks = _read_chunk_numbers(path)
-                    if not listed & set(chunks):  # two concurrent runs may have encoded the same chunks
-                        listed |= set(chunks)
-                        files.append((path.name, chunks))
-        return world.broadcast(files)
+                names = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        names = world.broadcast(names)
+        intact: list[tuple[str, list[int]]] = []
+        damaged: list[str] = []
+        with world.fail_together("verifying stored vectors"):
+            for name in names[world.rank :: world.size]:
+                path = self.directory / name
+                if _is_intact(path):
+                    intact.append((name, _read_chunk_numbers(path)))
+                else:
+                    damaged.append(name)
+        gathered = world.gather((intact, damaged))
+        with world.fail_together("removing damaged vectors"):
+            if world.is_main:
+                self._remove([name for _, names in gathered for name in names])
+        files: list[tuple[str, list[int]]] = []
+        listed: set[int] = set()
+        for name, chunks in sorted(file for files_of_rank, _ in gathered for file in files_of_rank):
+            if not listed & set(chunks):  # two concurrent runs may have encoded the same chunks
+                listed |= set(chunks)
+                files.append((name, chunks))
+        return files
+
+    def _remove(self, damaged: Sequence[str]) -> None:
+        for name in damaged:
+            (self.directory / name).unlink(missing_ok=True)
+        if damaged:
+            more = f" and {len(damaged) - 1:,} more" if len(damaged) > 1 else ""
+            text = f"{self.directory / damaged[0]}{more}: stored vectors were damaged, and are computed again"
+            print(text, file=sys.stderr, flush=True)
 
     def read_local(
         self, files: Sequence[tuple[str, list[int]]], world: World
@@ -94,13 +122,22 @@ class VectorCache:
         """Store this rank's vectors of `chunks`. A collective."""
         with world.fail_together("storing vectors"):
             if chunks:
-                path = self.directory / f"{chunks[0]:08}-{chunks[-1]:08}-{uuid.uuid4().hex[:8]}.safetensors"
                 tensors = {"vectors": vectors.cpu().contiguous(), _DISTINCT_TEXTS: from_numpy(distinct)}
+                content = save(tensors, metadata={"chunks": json.dumps(list(chunks))})
+                path = self.directory / f"{chunks[0]:08}-{chunks[-1]:08}-{checksum(content)}.safetensors"
                 try:
                     with atomic_write(path) as unfinished:
-                        unfinished.write_bytes(save(tensors, metadata={"chunks": json.dumps(list(chunks))}))
+                        unfinished.write_bytes(content)
                 except (SafetensorError, OSError) as error:
                     raise DataError(f"vectors cannot be stored in {self.directory}: {error}") from error
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether the name of a file has the checksum of its content; those of earlier versions have none."""
+    try:
+        return path.stem.rpartition("-")[2] == file_checksum(path)
+    except OSError:
+        return False
 
 
 def _read_chunk_numbers(path: Path) -> list[int]:

@@ -44,7 +44,7 @@ def main(options: MineOptions) -> None:
             teacher_spec = None if options.teacher is None else open_teacher(options)
         cache_dir = writable_cache_directory(options.cache_dir, Path(options.output_dir) / "cache", world, console.note)
         with world.fail_together("reading rows"), console.progress() as progress:
-            sources = read_mining_sources(options, model.prompts, Cache(directory=cache_dir, progress=progress))
+            sources = read_mining_sources(options, model.prompts, Cache.of_world(cache_dir, world, progress=progress))
             corpus = corpus_parts(options.corpus)
         for source in sources:
             console.note(str(source.store.report))

@@ -9,6 +9,7 @@ A block is complete or absent: its directory gets its final name after every ran
 
 import json
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from embedtrain.checksums import Checksums
 from embedtrain.config.compose import to_plain
 from embedtrain.data.sources.part_reader import PartReader
 from embedtrain.data.sources.parts import Part
@@ -30,6 +32,7 @@ from embedtrain.mine.stats import MiningStats
 
 SUMMARY = "summary.json"
 _UNFINISHED = ".part"
+_CHECKSUMS = ".checksums.json"  # of the files that a rank writes
 # Options without influence on the mined rows (where files are, speed, memory), and those whose content counts instead.
 _NOT_IN_IDENTITY = {
     "output_dir",
@@ -158,12 +161,42 @@ class MiningFolder:
             )
 
     def finished_blocks(self) -> set[str]:
-        """The names of complete blocks. A collective: rank 0 lists them, as ranks may see the directory with delay."""
+        """The names of complete blocks; damaged ones are removed. A collective.
+
+        Rank 0 lists them, because the others may see the directory with delay.
+        """
         names: list[str] = []
         with self.world.fail_together("listing finished blocks"):
             if self.world.is_main:
                 names = sorted(path.name for path in self._blocks.iterdir() if path.is_dir())
-        return {name for name in self.world.broadcast(names) if not name.endswith(_UNFINISHED)}
+        names = [name for name in self.world.broadcast(names) if not name.endswith(_UNFINISHED)]
+        damaged: list[str] = []
+        with self.world.fail_together("verifying finished blocks"):
+            damaged = [name for name in names[self.world.rank :: self.world.size] if self._damage(name)]
+        damaged = [name for local_names in self.world.gather(damaged) for name in local_names]
+        with self.world.fail_together("removing damaged blocks"):
+            if self.world.is_main and damaged:
+                for name in damaged:
+                    remove_tree(self._blocks / name)
+                more = f" and {len(damaged) - 1:,} more" if len(damaged) > 1 else ""
+                text = f"{self._blocks / damaged[0]}{more}: damaged, so these rows are mined again"
+                print(text, file=sys.stderr, flush=True)
+        return set(names) - set(damaged)
+
+    def _damage(self, name: str) -> str | None:
+        """The first damaged file of a block, or None."""
+        block = self._blocks / name
+        paths = sorted(block.glob(f"*{_CHECKSUMS}"))
+        if not paths or len(paths) != int(paths[0].name.removesuffix(_CHECKSUMS).rpartition("-")[2]):
+            return "."
+        for path in paths:
+            try:
+                damaged = Checksums.read(path).damaged(block)
+            except (OSError, ValueError):
+                return path.name
+            if damaged:
+                return damaged[0]
+        return None
 
     def write_block(self, name: str, lines: Sequence[str], stats: MiningStats) -> None:
         """Write this rank's part of a block, whose rows follow those of the previous rank. A collective."""
@@ -173,6 +206,9 @@ class MiningFolder:
             path = unfinished / f"{self.world.rank:06}-of-{self.world.size:06}.jsonl"
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             stats.write(path)
+            written = [path, path.with_suffix(".npz")]
+            files = {file.name: entry for file in written for entry in Checksums.of(file).files.values()}
+            Checksums(files).write(path.with_suffix(_CHECKSUMS))
         with self.world.fail_together("writing mined rows"):
             if self.world.is_main:
                 unfinished.rename(self._blocks / name)
@@ -189,12 +225,11 @@ class MiningFolder:
 
     def _block_files(self, blocks: Sequence[str]) -> Iterator[Path]:
         for name in blocks:
-            paths = sorted((self._blocks / name).glob("*.jsonl"))
-            if not paths or len(paths) != int(paths[0].stem.rpartition("-")[2]):
+            if (file := self._damage(name)) is not None:
                 raise DataError(
-                    f"{self._blocks / name} is incomplete: delete it, and the same command mines its rows again"
+                    f"{self._blocks / name / file} is damaged: start the same command again, which mines its rows again"
                 )
-            yield from paths
+            yield from sorted((self._blocks / name).glob("*.jsonl"))
 
     def write_source(self, name: str, lines: Iterator[str]) -> None:
         """Write the file of a source atomically; on one rank."""

@@ -3,12 +3,14 @@
 Shapes: T documents with duplicates, N distinct documents, R rows of a source, P pairs (key, item).
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from embedtrain.checksums import damaged_files, write_checksums
 from embedtrain.data.cache.cache import map_array, read_metadata, write_array, write_metadata
 from embedtrain.data.cache.row_store import ArrowRows
 from embedtrain.data.sources.parts import Part
@@ -125,7 +127,17 @@ def prepare_inputs(
 
     Raises DataError if a document cannot be read, or a row cannot be written in the output format.
     """
+    damaged: list[str] = []
+    with world.fail_together("verifying the collected documents"):
+        if directory.is_dir():
+            damaged = damaged_files(directory, world.rank, world.size)
+    damaged = list(dict.fromkeys(name for names in world.gather(damaged) for name in names))
     with world.fail_together("collecting documents"):
+        if world.is_main and damaged:
+            more = f" and {len(damaged) - 1:,} more" if len(damaged) > 1 else ""
+            text = f"{directory / damaged[0]}{more}: damaged, so the documents are collected again"
+            print(text, file=sys.stderr, flush=True)
+            remove_tree(directory)
         if world.is_main and not directory.is_dir():
             _write_inputs(directory, sources, corpus, progress)
     with world.fail_together("opening the collected documents"):
@@ -162,6 +174,7 @@ def _write_inputs(
         "has_ids": [(unfinished / f"ids-{number}.arrow").is_file() for number in range(len(sources))],
     }
     write_metadata(unfinished / "facts.json", metadata)
+    write_checksums(unfinished)
     unfinished.rename(directory)
 
 

@@ -83,6 +83,7 @@ def read_mining_sources(options: MineOptions, prompts: Mapping[str, str], cache:
     except DataError as error:
         raise _suggest_split(error, options.data) from error.__cause__
     stores = read_sources(sources, OnError.stop, TEXTS_ONLY, cache)
+    cache.verification.wait()
 
     default = TextFormat(
         query_prompt=prompts.get("query", ""),

@@ -67,6 +67,7 @@ def export_run(
                 scratch = stack.enter_context(export_lock(run_dir.model)).name
         unfinished = run_dir.path / world.broadcast(scratch)
         with world.fail_together("exporting the model"):
+            run_dir.require_intact()
             adapter = None if model.adapted is None else _adapter_base(model, recipe, run_dir)
             export = plan_export(
                 run_dir.model, unfinished, run_dir.architecture, weights, dtype, config, adapter=adapter

@@ -14,6 +14,7 @@ from embedtrain.checkpoint.step_directory import step_path
 from embedtrain.config.loss_checks import guide_paths
 from embedtrain.config.losses import LossConfig
 from embedtrain.config.recipe import CheckpointContents, Recipe
+from embedtrain.data.cache.verification import Verification
 from embedtrain.data.prefetch import Prefetcher
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.train_data import TrainData
@@ -93,9 +94,11 @@ class RankBatches:
     guides: Mapping[str, GuideModel]
     world: World
     total: int  # global batches of the run
+    verification: Verification  # of the cached data
 
     def __call__(self, number: int) -> RankBatch:
         """The local part of global batch `number`, counted from 0; callable from any thread."""
+        self.verification.check()
         batch = self.data.batch(number)
         source = batch.source or 0  # sources that are mixed in one batch share a loss and a teacher dimension
         rank_batch = make_rank_batch(
@@ -237,6 +240,7 @@ class TrainingLoop:
         with context.world.fail_together("looking for the output directory"):
             if context.world.is_main:
                 self.run_dir.require_exists()
+            self.batches.verification.wait()  # a checkpoint never contains what was learned from damaged rows
         context.state.wandb_id = context.world.broadcast(self.tracker.wandb_id)
         self.checkpointer.save(context.module, context.optimizer, as_dict(context.state))
 

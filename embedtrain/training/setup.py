@@ -13,6 +13,7 @@ from embedtrain.checkpoint.export.hub import require_export_support
 from embedtrain.checkpoint.export.model_directory import write_architecture
 from embedtrain.checkpoint.export.replacement import require_only_export
 from embedtrain.checkpoint.run_directory import RunDirectory, output_dir_lock
+from embedtrain.checksums import write_checksums
 from embedtrain.config.accelerate import describe_accelerate_config
 from embedtrain.config.compose import to_plain
 from embedtrain.config.loss_checks import guide_paths
@@ -139,7 +140,7 @@ def read_inputs(run: Run) -> RunInputs:
         base_digest = weights_digest(source) if world.is_main and recipe.model.lora.on else None
     directory = writable_cache_directory(recipe.data.cache_dir, run.run_dir.cache, world, run.console.note)
     with world.fail_together("reading training data"), run.console.progress() as progress:
-        cache = Cache(directory=directory, progress=progress)
+        cache = Cache.of_world(directory, world, progress=progress)
         data, losses = load_recipe_data(recipe, source.prompts, cache)
         total_steps, total_batches = _run_length(recipe, data)
     require_same_data(data, world)
@@ -299,8 +300,10 @@ def open_tracker(run: Run, model: LoadedModel, start: RunStart) -> Tracker:
             # Deleted first: any other file in it would be exported, and read by the libraries that open the export.
             remove_tree(run_dir.architecture)
             write_architecture(run_dir.architecture, model.source, model.tokenizer)
+            write_checksums(run_dir.architecture)
             if model.adapted is not None:
                 write_adapter_config(run_dir.adapter, model.adapted, recipe.model, model.source)
+                write_checksums(run_dir.adapter)
     with run.world.fail_together("opening the trackers"):
         return Tracker.open(
             recipe,

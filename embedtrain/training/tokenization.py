@@ -5,6 +5,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.checksums import CHECKSUMS, damaged_files, write_checksums
 from embedtrain.config.recipe import Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.train_data import TrainData
@@ -22,13 +23,16 @@ def load_or_train_vocabulary(
 ) -> PreTrainedTokenizerBase | None:
     """The vocabulary trained on the data, for a model from scratch without a tokenizer.
 
-    A run that resumes reads its own; any other run trains one, because rows and options may differ.
+    A run that resumes reads its own unless it is damaged; any other trains one, because rows and options may differ.
     """
     if recipe.model.config is None or recipe.model.tokenizer is not None:
         return None
     directory = run_dir.tokenizer
     with world.fail_together("training a vocabulary"):
-        if world.is_main and (from_scratch or not directory.is_dir()):
+        damaged = damaged_files(directory) if world.is_main and (directory / CHECKSUMS).exists() else []
+        if damaged and not from_scratch:
+            console.warn(f"{directory / damaged[0]} is damaged: the vocabulary is trained again")
+        if world.is_main and (from_scratch or damaged or not directory.is_dir()):
             with console.phase("training a vocabulary on the data"):
                 trained = train_tokenizer(
                     data.texts(),
@@ -38,6 +42,7 @@ def load_or_train_vocabulary(
                 )
                 remove_tree(directory)
                 trained.save_pretrained(directory)
+                write_checksums(directory)
     with world.fail_together("reading the vocabulary"):
         tokenizer = read_tokenizer(directory, trust_remote_code=False)
     console.note(f"vocabulary: {len(tokenizer):,} pieces, trained on the data, in {directory}")

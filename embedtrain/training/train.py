@@ -94,6 +94,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> Path:
                 guides=parts.guides,
                 world=world,
                 total=inputs.total_batches,
+                verification=inputs.cache.verification,
             ),
             evaluation=PeriodicEvaluation(
                 evaluator=Evaluator(inputs.sets, encoder, world, index=recipe.evaluation.index),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,30 @@ def test_an_impossible_manifest_is_damaged(tmp_path, key, value):
     commit_checkpoint(path, step_path(tmp_path, 11), manifest | {key: value})
     with pytest.raises(CheckpointError, match=rf"{MANIFEST} is damaged: .*{'tensors' if key == 'tensors' else key}"):
         open_checkpoint(step_path(tmp_path, 11))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest | {"shards": 10**11},
+        lambda manifest: manifest | {"shards": 0},
+        lambda manifest: manifest | {"shards": -3},
+        lambda manifest: manifest | {"shards": 1e308},
+        lambda manifest: manifest | {"tensors": {WEIGHTS: {"w": {"dtype": "F32", "shape": [10**30], "crc32": [0]}}}},
+        lambda manifest: manifest | {"tensors": {WEIGHTS: {"w": {"dtype": "F32", "shape": [2**40] * 9, "crc32": [0]}}}},
+        lambda manifest: manifest | {"tensors": {WEIGHTS: {"w": {"dtype": "F32", "shape": [-1], "crc32": [0]}}}},
+        lambda manifest: manifest | {"tensors": {WEIGHTS: {"w": {"dtype": "F32", "shape": [3, 2], "crc32": []}}}},
+    ],
+)
+def test_absurd_numbers_in_a_manifest_are_reported_at_once(tmp_path, change):
+    path = write(tmp_path, 10)
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["crc32"]
+    manifest = change(manifest)
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged: .*Error"):
+        open_checkpoint(path)
 
 
 def test_an_interrupted_save_is_not_a_checkpoint(tmp_path):

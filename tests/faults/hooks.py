@@ -62,6 +62,13 @@ class SignalWhen:
         return now.name.startswith(self.activity)
 
 
+def verify_cache_in_thread(rank: int) -> None:
+    """Verify cached files of any size in a thread, as those of large caches."""
+    from embedtrain.data.cache import shared_build, verification
+
+    shared_build.VERIFIED_BYTES = verification.VERIFIED_BYTES = 0
+
+
 @dataclass(frozen=True)
 class InStep:
     """Fail or hang in an optimizer step.

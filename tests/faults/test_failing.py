@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.faults.hooks import InStep, MemoryExhausted, NcclError
+from tests.faults.hooks import InStep, MemoryExhausted, NcclError, verify_cache_in_thread
 from tests.faults.runs import finish, start, training_result
 
 
@@ -32,6 +32,25 @@ def test_a_hanging_rank(folder):
     assert f'rank 2 on {socket.gethostname()} hangs: alive, but in "training, step 5" for ' in run.errors[0]
     assert "stack of rank 2 when the other ranks gave up:" in run.text
     assert "hooks.py" in run.text, "the stack names the file"
+
+
+@pytest.mark.slow
+def test_a_damaged_cache_that_is_verified_during_the_run(folder, undisturbed):
+    """All ranks end with one sentence and without a checkpoint; the next start builds the file again."""
+    finish(folder, "first", "data.cache_dir=damaged")
+    (path,) = (folder / "damaged").glob("tokens-*/joined/values.bin")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    run = start(folder, "second", "data.cache_dir=damaged", hook=verify_cache_in_thread)
+    assert run.wait() == [1, 1], run.text
+    assert "Traceback" not in run.text
+    (error,) = run.errors
+    assert f"{path.relative_to(folder)} is damaged in the cache: start the same command again" in error
+    assert not list((folder / "second" / "checkpoints").glob("step-*"))
+    finish(folder, "second", "data.cache_dir=damaged")
+    assert path.read_bytes() != content
+    assert training_result(folder / "second") == undisturbed
 
 
 def test_an_exhausted_memory(folder):

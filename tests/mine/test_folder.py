@@ -1,5 +1,6 @@
 """The output directory of mining: shared by all ranks, and complete, or an error."""
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,32 @@ def test_incomplete_block_is_named(ranks, tmp_path):
     (finished, lines, message), _ = ranks(2, write_and_lose, tmp_path)
     assert finished == {"block"}
     assert lines == ["line of 0\n", "line of 1\n"]
-    assert "blocks/block is incomplete: delete it" in message
+    assert "blocks/block/000001-of-000002.jsonl is damaged" in message
+
+
+def flip_bits(world: World, directory: Path, count: int) -> list[int]:
+    """Flip one bit of a block at a time; returns the flips after which it was not mined again."""
+    folder = MiningFolder(directory / "out", {}, world)
+    folder.begin(["rows"])
+    draw, undetected = random.Random(0), []
+    for number in range(count):
+        if "block" not in folder.finished_blocks():
+            folder.write_block("block", ["first", "second"], MiningStats.merge([]))
+        if number % 2:
+            assert list(folder.read_lines(["block"])) == ["first\n", "second\n"]
+            folder.read_stats(["block"])
+        paths = sorted((directory / "out" / ".mining" / "blocks" / "block").iterdir())
+        path = paths[number % len(paths)]
+        content = bytearray(path.read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        if folder.finished_blocks():
+            undetected.append(number)
+    return undetected
+
+
+def test_damaged_blocks_are_mined_again(ranks, tmp_path, capfd):
+    assert ranks(1, flip_bits, tmp_path, 300) == [[]]
 
 
 def test_missing_rows_are_an_error():

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from embedtrain.checkpoint.weight_files import FileLayout, RowWriter, TensorSpec, file_layout
+from embedtrain.checksums import CHECKSUMS
 from embedtrain.config.recipe import ExportDtype, Pooling
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.errors import CheckpointError
@@ -164,7 +165,7 @@ def plan_weights(
 
 def create_model_directory(directory: Path, architecture: Path, plan: WeightPlan, dtype: torch.dtype) -> None:
     """Copy the architecture, and write the index if the weights are split into several files."""
-    shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE))
+    shutil.copytree(architecture, directory, ignore=shutil.ignore_patterns(_POOLER_FILE, CHECKSUMS))
     _write_dtype(directory, dtype)
     weights = {name: file for key, (file, name) in plan.locations.items() if key.startswith(_BACKBONE)}
     if len(set(weights.values())) > 1:

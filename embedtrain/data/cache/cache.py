@@ -8,18 +8,19 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embedtrain.data.cache.verification import Verification
 from embedtrain.distributed.world import World
 from embedtrain.errors import DataError
 
 # A part of every key: raised whenever the format of cached files changes.
-FORMAT = 4
+FORMAT = 5
 # Smaller arrays are read, not mapped: a thousand small sources would need as many maps and open files.
 MIN_MAPPED_BYTES = 1 << 14
 
@@ -30,6 +31,12 @@ class Cache:
 
     directory: Path  # its folders are named after digests of their inputs
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None  # "reading train-en", 3, 7
+    verification: Verification = field(default_factory=Verification)  # of large folders that were complete
+
+    @classmethod
+    def of_world(cls, directory: Path, world: World, **options: Any) -> Self:
+        """A cache whose verification the ranks of each host share."""
+        return cls(directory=directory, verification=Verification(world.local_rank, world.local_size), **options)
 
 
 def cache_directory(option: str | None) -> Path:

@@ -16,8 +16,9 @@ from embedtrain.data.cache.documents import DocumentStore, documents_build
 from embedtrain.data.cache.file_changes import SourceVersion
 from embedtrain.data.cache.row_files import METADATA, join_pieces, write_piece
 from embedtrain.data.cache.row_store import MAX_NEGATIVES, ArrowFile, ArrowRows, RowRange, RowStore
-from embedtrain.data.cache.shared_build import COMPLETE, JOINED, Build, Task, build, is_complete
+from embedtrain.data.cache.shared_build import JOINED, Build, Task, build, is_complete
 from embedtrain.data.cache.source_report import RowStatistics, SourceReport, check_equal_counts, check_sources
+from embedtrain.data.cache.verification import COMPLETE
 from embedtrain.data.sources.layouts import TEXTS_ONLY, RowLayout
 from embedtrain.data.sources.part_reader import Piece
 from embedtrain.data.sources.reader import SourceReader, open_sources
@@ -187,6 +188,9 @@ def read_sources(
     missing = [entry for entry in entries if not is_complete(entry.directory)]
     build([entry.documents for entry in missing if entry.documents is not None])
     build([entry.build for entry in missing])
+    for entry in entries:
+        if entry not in missing:
+            cache.verification.add(entry.directory)
     allow_open_files(sum(entry.num_files() for entry in entries))
     stores = [entry.open(number, temporary, cached=entry not in missing) for number, entry in enumerate(entries)]
     for loss in dict.fromkeys(losses or [0]):

@@ -5,12 +5,16 @@
 Every process of every job that needs the folders calls `build`, on one node or on several that share a disk. A process
 only waits for tasks that another process is running; if that process dies, its locks are released and a waiting process
 runs its tasks. There are no collectives, so processes may start at any time.
+
+Every result has checksums, computed when it is written. Results of earlier sessions are compared with theirs before
+they are used, and damaged ones are built again.
 """
 
 import errno
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,17 +25,23 @@ from typing import TypeAlias
 
 from filelock import FileLock, Timeout
 
-from embedtrain.data.cache.cache import read_metadata, write_error, write_metadata
+from embedtrain.checksums import Checksums
+from embedtrain.data.cache.cache import write_error
+from embedtrain.data.cache.verification import COMPLETE, VERIFIED_BYTES
 from embedtrain.errors import DataError, EmbedtrainError
-from embedtrain.files import flush_to_disk
+from embedtrain.files import flush_to_disk, remove_tree
 
 Task: TypeAlias = Callable[[Path], None]  # writes one file or folder at the path it is given
 
 JOINED = "joined"  # what `join` writes
-COMPLETE = "complete.json"
-_LOCKS, _UNFINISHED, _FAILED = "locks", "unfinished", ".failed"
+_LOCKS, _UNFINISHED, _CHECKSUMS, _FAILED = "locks", "unfinished", "checksums", ".failed"
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.05, 0.5  # seconds
 _ATTEMPTS = 5
+
+
+def print_note(text: str) -> None:
+    """Print a line to stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -49,15 +59,16 @@ class Build:
     join: Task
     keep: bool = True  # whether the results of the tasks are kept after `join`
     progress: Callable[[int, int], None] = lambda done, total: None  # tasks completed by all processes, and all tasks
+    report: Callable[[str], None] = print_note  # called by the process that removes a damaged result
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether the folder has all files that were built, with their sizes."""
+    """Whether the folder has all files that were built: their sizes, and their content up to VERIFIED_BYTES."""
     try:
-        sizes = read_metadata(directory / COMPLETE)["files"]
-        return all((directory / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        checksums = Checksums.read(directory / COMPLETE)
+    except (OSError, ValueError):
         return False
+    return not checksums.damaged(directory, checksums.split(VERIFIED_BYTES)[0])
 
 
 def build(builds: Sequence[Build]) -> None:
@@ -109,6 +120,7 @@ class _Builder:
         self._failure: tuple[int, EmbedtrainError] | None = None
         self._last = ""  # the last task that was claimed
         self._num_reported = -1
+        self._unverified: set[str] | None = None  # results of earlier sessions
         self._attempts = _ATTEMPTS
 
     def step(self) -> _State:
@@ -136,7 +148,11 @@ class _Builder:
             self._tasks = self._build.tasks()
         present = set(os.listdir(self._directory))
         names = list(self._tasks)
-        missing = [(i, name) for i, name in enumerate(names) if name not in present]
+        if self._unverified is None:
+            self._unverified = present & {*names, JOINED}
+        # If the results of tasks are not kept, what was joined from them does without.
+        required = names if self._build.keep or JOINED not in present else []
+        missing = [(i, name) for i, name in enumerate(required) if name not in present]
         self._report_progress(len(names) - len(missing), len(names))
         if self._failure:
             missing = [(i, name) for i, name in missing if i < self._failure[0]]
@@ -145,9 +161,10 @@ class _Builder:
         if missing:
             return self._claim_any(missing, present)
         if JOINED not in present:
-            worked = self._claim(JOINED, self._build.join)
+            worked = self._claim(JOINED, self._build.join, reads=names)
         else:
-            worked = self._claim(COMPLETE, lambda path: self._write_complete([*names, JOINED], path))
+            kept = [*names, JOINED] if self._build.keep else [JOINED]
+            worked = self._claim(COMPLETE, lambda path: self._write_complete(kept, path), reads=kept)
         return _State.worked if worked else _State.blocked
 
     def _claim_any(self, missing: list[tuple[int, str]], present: set[str]) -> _State:
@@ -165,12 +182,14 @@ class _Builder:
                 return _State.worked
         return _State.blocked
 
-    def _claim(self, name: str, task: Task) -> bool:
-        """Run a task if its lock is free; False if it is not."""
+    def _claim(self, name: str, task: Task, reads: Sequence[str] = ()) -> bool:
+        """Run a task if its lock is free, or remove damaged results that it reads; False if the lock is held."""
         result, mark = self._directory / name, self._directory / (name + _FAILED)
         try:
             with self._lock(name).acquire(blocking=False):
                 if result.exists() or (self._directory / COMPLETE).exists():
+                    return True
+                if self._remove_damaged(reads):
                     return True
                 try:
                     self._write(task, result)
@@ -196,6 +215,12 @@ class _Builder:
         try:
             task(path)
             _sync(path)
+            if result.name != COMPLETE:
+                # Before the result, so that no result is without checksums.
+                checksums = self._unfinished / f"{_CHECKSUMS}.json"
+                Checksums.of(path).write(checksums)
+                self._checksums_file(result.name).parent.mkdir(exist_ok=True)
+                checksums.replace(self._checksums_file(result.name))
             try:
                 path.rename(result)
             except OSError as error:
@@ -206,37 +231,57 @@ class _Builder:
         finally:
             shutil.rmtree(self._unfinished, ignore_errors=True)
 
-    def _write_complete(self, names: list[str], path: Path) -> None:
-        folders = names if self._build.keep else [JOINED]
-        files = [file for name in folders for file in _files(self._directory / name)]
-        write_metadata(path, {"files": {str(file.relative_to(self._directory)): file.stat().st_size for file in files}})
+    def _write_complete(self, kept: Sequence[str], path: Path) -> None:
+        for name in kept:
+            (self._directory / name).stat()  # another process may have removed it as damaged
+        results = {name: Checksums.read(self._checksums_file(name)) for name in kept}
+        Checksums({file: entry for name, sums in results.items() for file, entry in sums.below(name).items()}).write(
+            path
+        )
+
+    def _checksums_file(self, name: str) -> Path:
+        return self._directory / _CHECKSUMS / f"{name}.json"
+
+    def _remove_damaged(self, names: Sequence[str]) -> bool:
+        """Remove those results of earlier sessions that are damaged; returns whether there are any."""
+        assert self._unverified is not None
+        removed: list[str] = []
+        for name in sorted(self._unverified & set(names)):
+            self._unverified.remove(name)
+            try:
+                files = Checksums.read(self._checksums_file(name)).damaged(self._directory / name)
+            except (OSError, ValueError):
+                files = ["."]  # nothing shows that the result is intact
+            if files:
+                removed += [str(self._directory / name / file) for file in files]
+                remove_tree(self._directory / name)
+        if removed:
+            remove_tree(self._directory / JOINED)
+            more = f" and {len(removed) - 1:,} more" if len(removed) > 1 else ""
+            self._build.report(f"{removed[0]}{more}: damaged in the cache, and built again")
+        return bool(removed)
 
     def _finish(self) -> _State:
         if not is_complete(self._directory):
-            self._remove_damaged()
+            self._reopen()
             return _State.worked
         if self._num_reported >= 0:
             self._report_progress(len(self._tasks or ()), len(self._tasks or ()))
         # After taking a lock a process checks for `complete.json`, so the locks are no longer needed.
-        leftovers = [_UNFINISHED, _LOCKS] + ([] if self._build.keep else list(self._tasks or ()))
+        leftovers = [_UNFINISHED, _LOCKS]
+        for name in () if self._build.keep else self._tasks or ():
+            leftovers += [name, f"{_CHECKSUMS}/{name}.json"]
         for name in leftovers:
-            shutil.rmtree(self._directory / name, ignore_errors=True)
+            remove_tree(self._directory / name)
         return _State.done
 
-    def _remove_damaged(self) -> None:
-        """Remove everything from a complete folder with missing or truncated files: others may be damaged too."""
+    def _reopen(self) -> None:
+        """Treat a complete folder with damaged files as an interrupted build, whose results are verified one by one."""
         self._count_attempt()
         with self._lock(COMPLETE):
-            if is_complete(self._directory):
-                return
-            (self._directory / COMPLETE).unlink(missing_ok=True)
-            for path in self._directory.iterdir():
-                if path.name == _LOCKS:
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
+            if not is_complete(self._directory):
+                (self._directory / COMPLETE).unlink(missing_ok=True)
+        self._unverified = None
 
     def _count_attempt(self) -> None:
         self._attempts -= 1

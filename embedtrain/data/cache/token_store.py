@@ -259,6 +259,9 @@ def prepare_all(requests: Sequence[TokenRequest], tokenizer: TextTokenizer, cach
     entries = [_CachedTokens(request, tokenizer, cache) for request in requests]
     missing = [entry for entry in entries if not is_complete(entry.directory)]
     build([entry.build for entry in missing])
+    for entry in entries:
+        if entry not in missing:
+            cache.verification.add(entry.directory)
     allow_open_files(_NUM_FILES * len(entries))
     return [entry.open(cached=entry not in missing) for entry in entries]
 

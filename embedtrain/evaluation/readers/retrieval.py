@@ -209,6 +209,7 @@ def read_documents(part: Part, cache: Cache) -> Corpus:
 def _map_documents(part: Part, cache: Cache) -> Corpus:
     corpus_build = documents_build(DocumentReader([part], part.name), OnError.stop, cache)
     build([corpus_build])
+    cache.verification.add(corpus_build.directory)
     return Corpus(*DocumentStore(corpus_build.directory).unique())
 
 

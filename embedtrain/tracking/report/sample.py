@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from embedtrain.checksums import checksum, checksum_of
 from embedtrain.errors import DataError
 from embedtrain.files import atomic_write, make_folder
 from embedtrain.records import is_count, read_record
@@ -106,7 +107,7 @@ def write_texts(directory: Path, sample: Sample) -> None:
     }
     # ASCII, because lone surrogates, which a tokenizer may accept, have no UTF-8: they are written as escapes.
     with atomic_write(directory / TEXTS_FILE) as temporary:
-        temporary.write_text(json.dumps(content), encoding="ascii")
+        temporary.write_text(json.dumps(content | {"checksum": checksum_of(content)}), encoding="ascii")
 
 
 def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], step: int) -> None:
@@ -114,7 +115,8 @@ def write_vectors(directory: Path, which: str, vectors: NDArray[np.float32], ste
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
     with atomic_write(_vectors_file(directory, which)) as temporary:
-        temporary.write_bytes(save({"vectors": unit}, metadata={"step": str(step)}))
+        metadata = {"step": str(step), "checksum": _vectors_checksum(unit, step)}
+        temporary.write_bytes(save({"vectors": unit}, metadata=metadata))
 
 
 def read_texts(directory: Path) -> Sample | None:
@@ -124,6 +126,8 @@ def read_texts(directory: Path) -> Sample | None:
         return None
     try:
         content = json.loads(path.read_bytes())
+        if content.pop("checksum", None) not in (None, checksum_of(content)):  # earlier versions wrote none
+            raise ValueError("its checksum does not match")
         if content["format"] != _FORMAT:
             raise DataError(f"{path} was written by another version of embedtrain (format {content['format']})")
         texts = [read_record(SampleText, values) for values in content["texts"]]
@@ -143,12 +147,19 @@ def read_vectors(directory: Path, which: str, sample: Sample) -> Vectors | None:
     try:
         with safe_open(path, framework="numpy") as file:
             values = np.asarray(file.get_tensor("vectors"), dtype=np.float32)
-            step = int((file.metadata() or {})["step"])
+            metadata = file.metadata() or {}
+            step = int(metadata["step"])
+        if metadata.get("checksum") not in (None, _vectors_checksum(values, step)):
+            raise ValueError("its checksum does not match")
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read as vectors of the sample: {error}") from error
     if values.ndim != 2 or len(values) != len(sample.texts) or not np.isfinite(values).all():
         raise DataError(f"{path} does not hold one finite vector for each of the {len(sample.texts)} texts")
     return Vectors(values, step)
+
+
+def _vectors_checksum(vectors: NDArray[np.float32], step: int) -> str:
+    return checksum(np.ascontiguousarray(vectors).tobytes() + str(step).encode())
 
 
 def _vectors_file(directory: Path, which: str) -> Path:

@@ -92,7 +92,7 @@ def test_every_text_has_the_tokens_of_the_tokenizer(tmp_path: Path, monkeypatch:
     assert again.cached
     assert len(heard) == num_parts + 1
     (folder,) = (tmp_path / "cache").glob("tokens-*")
-    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "joined"]
+    assert sorted(path.name for path in folder.iterdir()) == ["checksums", "complete.json", "joined"]
     shutil.rmtree(tmp_path / "cache")
     check(rows, again, small_tokenizer(), (6, 16))  # open maps outlive their files
 

@@ -1,0 +1,117 @@
+"""Checksums of stored files: every flipped bit is detected, and an absurd manifest is rejected at once."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedtrain.checkpoint.run_directory import RunDirectory
+from embedtrain.checksums import CHECKSUMS, Checksums, checksum_of, damaged_files, write_checksums
+from embedtrain.errors import CheckpointError, DataError
+from embedtrain.tracking.report.sample import (
+    Pair,
+    PairRelation,
+    Role,
+    Sample,
+    SampleText,
+    read_texts,
+    read_vectors,
+    write_texts,
+    write_vectors,
+)
+from tests.small import small_tokenizer
+
+
+def flip(path: Path, draw: random.Random) -> bytes:
+    """Flip a random bit of a file; returns the content before."""
+    before = path.read_bytes()
+    damaged = bytearray(before)
+    damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+    path.write_bytes(damaged)
+    return before
+
+
+def test_flipped_bits_of_a_tokenizer_and_an_architecture(tmp_path):
+    run = RunDirectory(tmp_path)
+    small_tokenizer().save_pretrained(run.architecture)
+    (run.architecture / "1_Pooling").mkdir()
+    (run.architecture / "1_Pooling" / "config.json").write_text("{}")
+    write_checksums(run.architecture)
+    run.require_intact()
+    paths = sorted(path for path in run.architecture.rglob("*") if path.is_file())
+    draw = random.Random(3)
+    for number in range(300):
+        path = paths[number % len(paths)]
+        before = flip(path, draw)
+        assert damaged_files(run.architecture) == [str(path.relative_to(run.architecture))]
+        with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+            run.require_intact()
+        path.write_bytes(before)
+    shutil.rmtree(run.architecture / "1_Pooling")
+    assert damaged_files(run.architecture) == ["1_Pooling/config.json"]
+
+
+def test_flipped_bits_of_the_sample_of_a_report(tmp_path):
+    sample = Sample(
+        [SampleText(f"text {i}", Role.text, "dev", True) for i in range(3)], [Pair(0, 1, PairRelation.high)]
+    )
+    write_texts(tmp_path, sample)
+    write_vectors(tmp_path, "before", np.arange(12, dtype=np.float32).reshape(3, 4) + 1, 7)
+    vectors = read_vectors(tmp_path, "before", sample)
+    draw, paths = random.Random(4), sorted(tmp_path.iterdir())
+    detected = 0
+    for number in range(300):
+        path = paths[number % len(paths)]
+        before = flip(path, draw)
+        try:
+            assert read_texts(tmp_path) == sample
+            read = read_vectors(tmp_path, "before", sample)
+            assert read.step == vectors.step
+            assert np.array_equal(read.values, vectors.values)
+        except DataError as error:
+            assert str(path) in str(error)
+            detected += 1
+        path.write_bytes(before)
+    assert detected > 250
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a": [10**11, ["0"]]},
+        {"a": [-1, []]},
+        {"a": [1e308, ["0"]]},
+        {"../a": [1, ["0"]]},
+        {"/dev/zero": [0, []]},
+        {"a": [1, 3]},
+        {"a": 3},
+        [],
+        "a",
+    ],
+)
+def test_absurd_entries_are_damage(tmp_path, files):
+    (tmp_path / "a").write_bytes(b"a")
+    (tmp_path / CHECKSUMS).write_text(json.dumps({"files": files, "checksum": checksum_of(files)}))
+    assert damaged_files(tmp_path) in ([CHECKSUMS], ["a"])
+
+
+def test_links_and_pipes_are_not_read(tmp_path):
+    (tmp_path / "a").write_bytes(b"a")
+    write_checksums(tmp_path)
+    (tmp_path / "a").rename(tmp_path.parent / "elsewhere")
+    (tmp_path / "a").symlink_to(tmp_path.parent / "elsewhere")
+    assert damaged_files(tmp_path) == ["a"]
+
+
+def test_processes_share_the_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("embedtrain.checksums.BLOCK_BYTES", 100)
+    (tmp_path / "a").write_bytes(bytes(250))
+    (tmp_path / "b").write_bytes(b"")
+    write_checksums(tmp_path)
+    checksums = Checksums.read(tmp_path / CHECKSUMS)
+    assert checksums.split(200) == ([("a", 0), ("a", 1)], [("a", 2)])
+    (tmp_path / "a").write_bytes(bytes(249) + b"1")
+    assert [damaged_files(tmp_path, rank, 3) for rank in range(3)] == [[], [], ["a"]]

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
@@ -21,6 +22,7 @@ MEAN = "mean"
 DEFAULT_RUN_DEPTH = 100
 # Depth of rankings for metrics without a cutoff: that of trec_eval's own runs.
 _UNCUT_DEPTH = 1000
+_MAX_CUTOFF_DIGITS = 9  # trec_eval's cutoffs are C integers
 
 Run = Mapping[str, Mapping[str, float]]
 
@@ -50,8 +52,13 @@ def metrics_per_query(
         for family, k in parsed
         if family != "hole"
     }
-    evaluator = pytrec_eval.RelevanceEvaluator(gains_by_query, trec_names)
-    by_query = evaluator.evaluate({query: dict(run.get(query, {})) for query in gains_by_query})
+    # Without a relevant document all of these metrics are 0. trec_eval does not return for such a query: it counts the
+    # judgements of each gain in memory that it has not cleared (`ndcg`, pytrec-eval-terrier 0.5.11).
+    relevant = {query: gains for query, gains in gains_by_query.items() if max(gains.values()) > 0}
+    by_query: dict[str, Mapping[str, float]] = defaultdict(lambda: defaultdict(float))
+    if relevant:
+        evaluator = pytrec_eval.RelevanceEvaluator(relevant, trec_names)
+        by_query |= evaluator.evaluate({query: dict(run.get(query, {})) for query in relevant})
     results = np.empty((len(gains_by_query), len(parsed)))
     for column, (family, k) in enumerate(parsed):
         if family == "hole":
@@ -90,7 +97,8 @@ def check_retrieval_metrics(metrics: Sequence[str], option: str) -> None:
         family, _, cutoff = metric.partition("@")
         is_allowed = family in _UNCUT_METRICS
         if cutoff:
-            is_allowed = family in families and cutoff.isascii() and cutoff.isdigit() and int(cutoff) > 0
+            is_number = cutoff.isascii() and cutoff.isdigit() and len(cutoff) <= _MAX_CUTOFF_DIGITS
+            is_allowed = family in families and is_number and int(cutoff) > 0
         if not is_allowed:
             allowed = ", ".join([*(f"{name}@K" for name in families), *_UNCUT_METRICS])
             raise ConfigError(

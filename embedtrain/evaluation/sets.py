@@ -10,7 +10,7 @@ from embedtrain.data.sources.parts import is_saved_dataset, may_be_hub_id, stem_
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
 from embedtrain.evaluation.evaluator import check_metrics
-from embedtrain.evaluation.readers.reranking import candidates_of, read_run, with_candidates
+from embedtrain.evaluation.readers.reranking import read_run, with_candidates
 from embedtrain.evaluation.readers.retrieval import (
     is_beir_folder,
     read_beir_folder,
@@ -190,7 +190,7 @@ def _apply_ranking_options(
                 f"candidates={config.candidates} has no use with {config.path}, whose rows hold their own"
             )
         path = Path(config.candidates).expanduser()
-        data, more = with_candidates(data, candidates_of(read_run(path), data), str(path))
+        data, more = with_candidates(data, read_run(path), str(path))
         notes = notes + more
     if config.kind is SetKind.reranking and data.candidates is None:
         raise DataError(

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from embedtrain.config.evaluation import Classifier
 
+# The last column of run files that embedtrain writes: their ids are percent-encoded.
+RUN_TAG = "embedtrain"
+
 
 @dataclass(frozen=True, slots=True)
 class Corpus:

@@ -7,6 +7,7 @@ import pytrec_eval
 
 from embedtrain.errors import ConfigError
 from embedtrain.evaluation.metrics import RETRIEVAL_METRICS, parse_best_metric, retrieval_metrics, sts_metrics
+from embedtrain.evaluation.readers.reranking import read_run
 from embedtrain.evaluation.tasks.rankings import run_path, write_run
 
 
@@ -14,6 +15,18 @@ def test_a_judged_query_without_a_run_counts_as_zero():
     judgements = {"q1": {"a": 1}, "q2": {"b": 2}, "q3": {"c": 0}}
     figures = retrieval_metrics(judgements, {"q1": {"a": 0.5, "b": 0.4}, "q3": {}, "not judged": {"a": 1.0}})
     assert figures == dict.fromkeys(RETRIEVAL_METRICS, 1 / 3)
+
+
+def test_a_query_without_a_relevant_document_scores_zero_after_other_queries():
+    metrics = ("ndcg", "map", "mrr", "ndcg@5", "map@5", "mrr@5", "recall@5", "precision@5", "hit@5", "hole@2")
+    # trec_eval keeps the memory of this call, in which it counts the judgements of each gain.
+    assert retrieval_metrics({"q": {"a": 3, "b": 1}}, {"q": {"a": 1.0, "b": 2.0}}, metrics)["ndcg"] < 1
+    judgements = {"below zero": {"a": -1, "b": -2}, "zero": {"a": 0}, "relevant": {"a": 1, "b": -1}}
+    run = {query: {"a": 2.0, "b": 1.0} for query in judgements}
+    expected = dict.fromkeys(metrics, 1 / 3) | {"precision@5": 0.2 / 3, "hole@2": 0.0}
+    assert retrieval_metrics(judgements, run, metrics) == pytest.approx(expected)
+    only_negative = {"below zero": judgements["below zero"]}
+    assert retrieval_metrics(only_negative, run, metrics) == dict.fromkeys(metrics, 0.0)
 
 
 def test_definitions():
@@ -62,6 +75,19 @@ def test_a_run_file_has_six_columns_and_the_same_figures(tmp_path):
     assert retrieval_metrics(quoted, read) == retrieval_metrics(judgements, run)
     write_run(path, run.items(), depth=1)
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_ids_in_a_run_file_are_distinct_and_can_be_decoded(tmp_path):
+    ids = ["a b", "a%20b", "a%2520b", "a  b", "a\u2028b", "a\x1cb", "\ufeffa", "a\rb", "%", "é%E9", "a\x1b[31mb"]
+    run = {query: {document: 1.0 - rank / 100 for rank, document in enumerate(ids)} for query in ids}
+    path = run_path(tmp_path, "set")
+    write_run(path, run.items(), depth=len(ids))
+    assert {query: list(documents) for query, documents in read_run(path).items()} == dict.fromkeys(ids, ids)
+    with path.open() as file:
+        assert len(pytrec_eval.parse_run(file)) == len(ids)
+    # Other programs do not encode ids.
+    path.write_text("a%20b Q0 a%20b 1 1.0 other\n")
+    assert list(read_run(path)["a%20b"]) == ["a%20b"]
 
 
 def test_sts():

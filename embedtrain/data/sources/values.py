@@ -154,6 +154,8 @@ def identifier(value: object, name: str) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
+        if "\0" in value:  # it ends a text in C: trec_eval would take "a\0b" and "a" for the same id
+            raise BadRow(f"{name} holds a NUL character: {shorten(value)}")
         return string(value, name)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)

@@ -1,6 +1,6 @@
 """Reranking sets: rows of a query with positives and negatives, and candidates from TREC run files."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -11,7 +11,7 @@ from embedtrain.data.sources.files import read_lines
 from embedtrain.data.sources.values import not_utf8, shorten
 from embedtrain.errors import DataError
 from embedtrain.evaluation.readers.rows import Row
-from embedtrain.evaluation.types import Corpus, RetrievalSet
+from embedtrain.evaluation.types import RUN_TAG, Corpus, RetrievalSet
 
 
 def read_reranking(name: str, rows: Iterable[Row], source: str, split: str) -> tuple[RetrievalSet, list[str]]:
@@ -64,6 +64,8 @@ def _texts(row: Row, key: str) -> list[str]:
 def read_run(path: Path) -> dict[str, dict[str, str]]:
     """The documents of each query in a TREC run (`query Q0 document rank score tag`), with their locations by id.
 
+    Ids of runs that embedtrain has written are decoded; in other runs they are as written.
+
     Raises DataError if the file is unreadable or empty, a line has too few or many fields, or a document is repeated.
     """
     if not path.is_file():
@@ -76,7 +78,9 @@ def read_run(path: Path) -> dict[str, dict[str, str]]:
                 f"{location}: {len(fields)} fields, but a line of a run is query, Q0, document, rank, score, tag: "
                 f"{shorten(line)}"
             )
-        query, _, document, *_ = fields
+        query, _, document, _, _, tag = fields
+        if tag == RUN_TAG:
+            query, document = unquote(query), unquote(document)
         before = run.setdefault(query, {}).setdefault(document, location)
         if before != location:
             raise DataError(f"{location}: document {document} is repeated for query {query}, first at {before}")
@@ -95,22 +99,8 @@ def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
             yield f"{path}:{number}", text
 
 
-def candidates_of(run: Mapping[str, Mapping[str, str]], data: RetrievalSet) -> dict[str, list[str]]:
-    """The document ids of a run by query id. Runs write white space within ids as in a URL (`%20`)."""
-    quoted = {name for documents in run.values() for name in documents if "%" in name}
-    quoted_of = {unquote(name): name for name in quoted}
-    # An id is unquoted only where it does not exist as it is written.
-    plain_of = {quoted_of[name]: name for name in data.documents.ids if name in quoted_of} if quoted_of else {}
-    for name in data.documents.ids if plain_of else ():
-        plain_of.pop(name, None)
-    return {
-        query if query in data.queries else unquote(query): [plain_of.get(name, name) for name in documents]
-        for query, documents in run.items()
-    }
-
-
 def with_candidates(
-    data: RetrievalSet, ranked: Mapping[str, Sequence[str]], source: str
+    data: RetrievalSet, ranked: Mapping[str, Collection[str]], source: str
 ) -> tuple[RetrievalSet, list[str]]:
     """The set with the documents to rank for each query, without other documents, and notes on mismatches.
 

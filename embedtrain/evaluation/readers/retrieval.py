@@ -37,6 +37,8 @@ from embedtrain.evaluation.types import Corpus, RetrievalSet
 # Every process holds a smaller corpus in memory; a larger one is mapped from the cache.
 MAPPED_BYTES = 1 << 26
 _COMPRESSION_RATIO = 3  # of compressed files, roughly
+# trec_eval's nDCG takes 1.6 seconds per query with a gain of 100,000, and time grows with the square of the gain.
+_MAX_GAIN = 10_000
 _LLAMA_INDEX_KEYS = ("queries", "corpus", "relevant_docs")
 
 LocatedJudgement = tuple[str, Judgement]
@@ -177,7 +179,7 @@ def _texts_by_id(value: Any, location: str) -> dict[str, str]:
     if not value:
         raise DataError(f"{location} is empty")
     row = Row(location, value)
-    return {key: row.text(key) for key in value}
+    return {row.check(values.identifier, key, "an id"): row.text(key) for key in value}
 
 
 def _relevant_documents(value: Any, location: str) -> Iterator[LocatedJudgement]:
@@ -275,6 +277,8 @@ def assemble(
     for location, (query, document, score) in located_judgements:
         if score != int(score):
             raise DataError(f"{location}: score must be a whole number, not {score}")
+        if abs(score) > _MAX_GAIN:
+            raise DataError(f"{location}: score must be between -{_MAX_GAIN} and {_MAX_GAIN}, not {score:g}")
         if query not in queries:
             unknown_queries.add(query)
             continue

@@ -14,7 +14,7 @@ import torch
 
 from embedtrain.evaluation.metrics import judged_documents, mean_metrics, metrics_per_query, required_depth
 from embedtrain.evaluation.tasks.context import EvaluationContext
-from embedtrain.evaluation.types import RetrievalSet
+from embedtrain.evaluation.types import RUN_TAG, RetrievalSet
 from embedtrain.files import atomic_write
 
 RERANKING_METRICS = ("map", "mrr@10", "ndcg@10")
@@ -22,7 +22,6 @@ RERANKING_METRICS = ("map", "mrr@10", "ndcg@10")
 QUERY_BATCH_SIZE = 512
 # Scores that all ranks exchange at a time.
 _SCORE_BATCH_SIZE = 1 << 22
-_TAG = "embedtrain"
 
 
 def measure_retrieval(data: RetrievalSet, context: EvaluationContext) -> dict[str, float]:
@@ -118,15 +117,16 @@ def qrels_path(directory: Path, name: str) -> Path:
 def write_run(path: Path, rankings: Iterable[tuple[str, Mapping[str, float]]], depth: int) -> None:
     """Write a TREC run, `query Q0 document rank score tag` per line.
 
-    The format has no quoting, so whitespace within ids is percent-encoded (`%20`). Scores have nine digits: read as
-    float32 they are the same bits, and trec_eval sees the same ties.
+    The format has no quoting, so ids are percent-encoded: whitespace, control characters and `%` itself, so that
+    `urllib.parse.unquote` restores every id. Scores have nine digits: read as float32 they are the same bits, and
+    trec_eval sees the same ties.
 
     `rankings` has, for each query, its id and the scores of documents by id, best first; `depth` of them are written.
     """
     with atomic_write(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         for query, scores in rankings:
             for rank, (document, score) in enumerate(islice(scores.items(), depth), start=1):
-                file.write(f"{_escape(query)} Q0 {_escape(document)} {rank} {score:.9g} {_TAG}\n")
+                file.write(f"{_escape(query)} Q0 {_escape(document)} {rank} {score:.9g} {RUN_TAG}\n")
 
 
 def write_qrels(path: Path, judgements: Mapping[str, Mapping[str, int]]) -> None:
@@ -142,4 +142,5 @@ def _file_name(name: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return re.sub(r"\s+", lambda whitespace: quote(whitespace[0]), text)
+    # A byte order mark at the start of a file is not part of what readers return.
+    return re.sub(r"[%\s\x00-\x1f\x7f\ufeff]", lambda match: quote(match[0], safe=""), text)

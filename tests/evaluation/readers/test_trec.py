@@ -49,6 +49,18 @@ def test_wrong_judgements(tmp_path):
     assert error_of(folder).startswith(f"{folder}/qrels/test.qrels:2: 1 field")
     (folder / "qrels" / "test.qrels").write_text("q1 0 d1 1\nq1 0 d2 0.5\n")
     assert error_of(folder) == f"{folder}/qrels/test.qrels:2: score must be a whole number, not 0.5"
+    for score in ("10000000", "-1e30", "9223372036854775808"):
+        (folder / "qrels" / "test.qrels").write_text(f"q1 0 d1 1\nq1 0 d2 {score}\n")
+        assert error_of(folder).startswith(f"{folder}/qrels/test.qrels:2: score must be between -10000 and 10000, not")
+
+
+def test_ids_that_c_would_cut_off(tmp_path):
+    corpus = {"d\0x": "one", "d": "two"}
+    folder = beir(tmp_path / "s", corpus, QUERIES, "q1 0 d 1\n", "test.qrels")
+    assert error_of(folder).startswith(f"{folder}/corpus.jsonl:1: ") and "NUL" in error_of(folder)
+    index = tmp_path / "i.json"
+    index.write_text('{"queries": {"q\\ud800": "x"}, "corpus": {"d": "y"}, "relevant_docs": {"q\\ud800": ["d"]}}')
+    assert error_of(index).startswith(f"{index}: queries: an id holds half a character")
 
 
 def test_a_query_without_a_relevant_document_is_noted(tmp_path):

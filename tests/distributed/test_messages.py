@@ -58,15 +58,15 @@ def types_of(value: object) -> object:
     return type(value)
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES)
 def test_values_and_types_survive(value):
     received = decode(encode(value, TYPES), TYPES)
     assert received == value
     assert types_of(received) == types_of(value)
-    assert math.copysign(1, received) == math.copysign(1, value) if isinstance(value, float) else True
+    assert not isinstance(value, float) or math.copysign(1, received) == math.copysign(1, value)
 
 
-@pytest.mark.parametrize("array", ARRAYS, ids=repr)
+@pytest.mark.parametrize("array", ARRAYS)
 def test_arrays_survive(array):
     (received,) = decode(encode([array]))
     assert received.dtype == array.dtype
@@ -86,7 +86,6 @@ class Name(str):
         Ball(1.0, Colour.red), Colour.red, frozenset({1}), range(3), dict.fromkeys, [[{"a": Path("x")}]],
         {Path("x"): 1},
     ],
-    ids=repr,
 )  # fmt: skip
 def test_other_values_are_rejected_by_the_sender(value):
     with pytest.raises(TypeError, match="cannot be sent to other ranks"):

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from embedtrain.data.types import Packing, Tokens
+from embedtrain.errors import ModelError
 
 # The copy must agree with the tokenizer on these texts before it is used.
 _PROBES = [
@@ -66,10 +67,16 @@ class FastTokenizer:
 
     def ids(self, texts: list[str], max_length: int) -> list[list[int]]:
         """The ids of each text, including special tokens, at most `max_length`; may be empty."""
-        copy = self._copy
-        if copy is not None and copy.max_text_tokens(max_length) > 0:
-            return copy.ids(texts, max_length)
-        return self._tokenizer_ids(texts, max_length)
+        try:
+            copy = self._copy
+            if copy is not None and copy.max_text_tokens(max_length) > 0:
+                return copy.ids(texts, max_length)
+            return self._tokenizer_ids(texts, max_length)
+        except BaseException as error:
+            # The tokenizers library (0.23) raises it where a regular expression exceeds its steps; it is no Exception.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ModelError(f"the tokenizer cannot encode a text: {error}") from None
 
     def fingerprint(self, *more: Any) -> str:
         """A digest of everything that determines the ids of a text, and of `more`."""

@@ -28,7 +28,7 @@ from embedtrain.mine.options import MineOptions
 from embedtrain.mine.pool import DocumentPool, IntArray
 from embedtrain.models.hub import one_line
 from embedtrain.models.source import ModelSource, open_model_source
-from embedtrain.models.tokenizer import resolve_max_length
+from embedtrain.models.tokenizer import require_bounded_time, resolve_max_length
 
 # sentence-transformers calls any function of torch that the config.json of a cross-encoder names.
 _ACTIVATIONS = (
@@ -132,6 +132,7 @@ def load_teacher(
             )
         except Exception as error:  # for damaged files the libraries raise nearly anything
             raise ModelError(f"teacher={options.teacher} cannot be loaded: {one_line(error)}") from error
+        require_bounded_time(cross_encoder.tokenizer, str(options.teacher))
         resolve_max_length(spec.source, cross_encoder.tokenizer)  # rejects a length beyond its positions
     note = f"a cross-encoder, {cross_encoder.max_seq_length} tokens"
     return _CrossEncoder(cross_encoder, options, world), (note,)

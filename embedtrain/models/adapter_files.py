@@ -1,5 +1,6 @@
 """Reads an adapter written by PEFT: its configuration, if it is supported, and its weights."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from embedtrain.models.hub import one_line, resolve_directory
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FILES = [CONFIG, WEIGHTS]
 _PREFIX = "base_model.model."
+# Python's regular expressions have no limit of time: one with more repetitions, or of a group, may never end.
+_MAX_REPETITIONS = 6
 _POOLER = _PREFIX + "pooler."  # unused
 # The supported keys of a configuration; others are informative or rejected below.
 _SUPPORTED = (
@@ -138,6 +141,7 @@ def read_settings(directory: Path) -> AdapterFiles:
             )
     if not isinstance(settings.get("r"), int) or not settings.get("target_modules"):
         raise ModelError(f"{directory / CONFIG} must define the rank (r) and the layers (target_modules)")
+    _check_patterns(directory / CONFIG, settings)
     try:
         config = peft.LoraConfig(**{name: settings[name] for name in _SUPPORTED if name in settings})
     except Exception as error:  # PEFT raises nearly anything for invalid values
@@ -147,3 +151,19 @@ def read_settings(directory: Path) -> AdapterFiles:
     return AdapterFiles(
         directory, config, str(base_model or ""), tuple(map(str, modules)), None if revision is None else str(revision)
     )
+
+
+def _check_patterns(path: Path, settings: Mapping[str, Any]) -> None:
+    """Reject regular expressions that may take unbounded time; PEFT matches them with the name of every layer."""
+    names = ("target_modules", "exclude_modules", "layers_pattern")
+    patterns = [(name, settings[name]) for name in names if isinstance(settings.get(name), str)]
+    for name in ("layers_pattern", "rank_pattern", "alpha_pattern"):
+        if isinstance(settings.get(name), list | dict):
+            patterns += [(name, pattern) for pattern in settings[name]]
+    for name, pattern in patterns:
+        repetitions = len(re.findall(r"[*+{]|(?<![(*+}])\?", str(pattern)))
+        if repetitions > _MAX_REPETITIONS or re.search(r"\)[*+{]", str(pattern)):
+            raise ModelError(
+                f"{path}: {name}={pattern!r:.200} is a regular expression that may never end: "
+                f"at most {_MAX_REPETITIONS} repetitions are allowed, and none of a group"
+            )

@@ -4,6 +4,7 @@ Otherwise a model could copy a file of the user's into its vocabulary, which is 
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from typing import Any
 
 from embedtrain.errors import ModelError
 
-_MAX_JSON_BYTES = 128 << 20  # about twice the largest tokenizer.json of the Hub
+_MAX_BYTES = 128 << 20  # of a file of settings or a vocabulary; about twice the largest tokenizer.json of the Hub
+_VOCABULARIES = ("vocab.txt", "merges.txt", "bpe.codes", "*.model", "*.tiktoken", "*.tokenizer", "*.jinja")
 # JSON files whose values transformers 5.17 to 5.23 may open as files: settings, and vocabularies of all tokenizers.
 _SETTINGS = (
     "config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "processor_config.json",
@@ -41,6 +43,9 @@ _FORBIDDEN_TEXTS = {
     "vocab", "merges", "entity_vocab", "gguf_file", "subfolder", "cache_dir", "mecab_option", "sudachi_config_path",
     "sudachi_resource_dir",
 }  # fmt: skip
+# In WordPiece the time for a word grows with the cube of this length; 100 by default.
+_MAX_WORD = 1000
+_MAX_GROWTH = 1000  # of a text in a normalizer: every replacement may multiply its length
 _MAX_PATH = 4096  # bytes, of Linux
 _TOKENIZER_VERSION = re.compile(r"tokenizer\.[\w.-]+\.json")
 
@@ -49,11 +54,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
     """The content of a JSON file; a ModelError if it is missing, damaged, too large, or not of type `kind`."""
     if not path.is_file():
         raise ModelError(f"{path} is missing")
-    size = path.stat().st_size
-    if size > _MAX_JSON_BYTES:
-        raise ModelError(
-            f"{path} has {size:,} bytes; at most {_MAX_JSON_BYTES:,} are allowed in a JSON file of a model"
-        )
+    _require_bounded_size(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:  # the last for deeply nested brackets
@@ -61,6 +62,19 @@ def read_json(path: Path, kind: type = dict) -> Any:
     if not isinstance(content, kind):
         raise ModelError(f"{path} should contain a {kind.__name__}, not a {type(content).__name__}")
     return content
+
+
+def json_values(content: Any) -> Iterator[tuple[str, Any]]:
+    """Every number, text, true, false and null in a JSON value, with the key of the innermost mapping that it is in."""
+    pairs = [("", content)]
+    while pairs:
+        key, value = pairs.pop()
+        if isinstance(value, dict):
+            pairs.extend(value.items())
+        elif isinstance(value, list):
+            pairs.extend((key, part) for part in value)
+        else:
+            yield key, value
 
 
 def require_own_files(directory: Path, root: Path | None = None) -> None:
@@ -87,6 +101,10 @@ def require_own_settings(directory: Path) -> None:
     for path in [directory / name for name in names]:
         if path.is_file():
             _check_settings(path)
+    for pattern in _VOCABULARIES:
+        for path in sorted(directory.glob(pattern)):
+            if path.is_file():
+                _require_bounded_size(path)
     for path in sorted(directory.glob("tokenizer*.json")):
         if path.name != "tokenizer_config.json":
             _check_vocabulary(path)
@@ -98,12 +116,23 @@ def _require_inside(path: Path, roots: list[Path]) -> None:
         raise ModelError(f"{path} leads to {target}, outside the model directory: replace it by a copy of that file")
 
 
+def _require_bounded_size(path: Path) -> None:
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise ModelError(f"{path} has {size:,} bytes; at most {_MAX_BYTES:,} are allowed")
+
+
 def _check_settings(path: Path) -> None:
-    settings = read_json(path)
+    content = read_json(path, dict if path.name.endswith("config.json") else object)
+    if isinstance(content, str):
+        raise ModelError(f"{path} is a text, which may be the path of another file")
+    settings = content if isinstance(content, dict) else {}
     for key in sorted(_FORBIDDEN.get(path.name, set()) & set(settings)):
         if settings[key]:
             raise ModelError(f"{path}: {key}={settings[key]!r:.200} may refer to other files or models: remove it")
-    for key, text in _texts(settings):
+    for key, text in json_values(content):
+        if not isinstance(text, str):
+            continue
         if text and key in _FORBIDDEN_TEXTS:
             raise ModelError(f"{path}: {key}={text!r:.200} may refer to a file outside the model: remove it")
         if key not in _RECORDS.get(path.name, set()) and _names_other_file(text, path.parent):
@@ -121,12 +150,23 @@ def _check_settings(path: Path) -> None:
 
 def _check_vocabulary(path: Path) -> None:
     """Transformers passes a vocabulary on to classes that accept a path as well."""
-    model = read_json(path).get("model")
+    rules = read_json(path)
+    model = rules.get("model")
     if not isinstance(model, dict):
         raise ModelError(f"cannot read a tokenizer from {path}: its `model` is not a mapping")
     for key in ("vocab", "merges"):
         if not isinstance(model.get(key), dict | list | None):
             raise ModelError(f"{path}: model.{key}={model[key]!r:.200} is neither a mapping nor a list")
+    word = model.get("max_input_chars_per_word")
+    if isinstance(word, int) and word > _MAX_WORD:
+        raise ModelError(f"{path}: model.max_input_chars_per_word={word}; at most {_MAX_WORD:,} are allowed")
+    contents = [
+        text for key, text in json_values(rules.get("normalizer")) if key == "content" and isinstance(text, str)
+    ]
+    if math.prod(max(1, len(text)) for text in contents) > _MAX_GROWTH:
+        raise ModelError(
+            f"{path}: its normalizer replaces parts of a text by more than {_MAX_GROWTH:,} times their length"
+        )
 
 
 def _roots(directory: Path) -> list[Path]:
@@ -138,19 +178,6 @@ def _roots(directory: Path) -> list[Path]:
             # Of the repository; huggingface_hub 1.33 may share them among repositories.
             roots += [snapshots.parent / "blobs", snapshots.parent.parent / "blobs"]
     return roots
-
-
-def _texts(value: Any) -> Iterator[tuple[str, str]]:
-    """Every text in a JSON value with the key of the innermost mapping that it is in."""
-    pairs = [("", value)]
-    while pairs:
-        key, value = pairs.pop()
-        if isinstance(value, str):
-            yield key, value
-        elif isinstance(value, dict):
-            pairs.extend(value.items())
-        elif isinstance(value, list):
-            pairs.extend((key, part) for part in value)
 
 
 def _names_other_file(text: str, directory: Path) -> bool:

@@ -5,7 +5,8 @@ name, attention kernels from other repositories. These checks reject such settin
 files.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,7 +14,13 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, dynamic_module_utils
 
 from embedtrain.errors import ModelError
-from embedtrain.models.file_references import read_json, require_own_file, require_own_files, require_own_settings
+from embedtrain.models.file_references import (
+    json_values,
+    read_json,
+    require_own_file,
+    require_own_files,
+    require_own_settings,
+)
 
 # Arguments for `from_pretrained` that sentence-transformers' settings may hold: none of them selects code or files.
 # sentence-transformers removes trust_remote_code itself.
@@ -30,7 +37,16 @@ _SAFE_ARGUMENTS = {
     "use_fast",
 }
 _FORWARDED = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs")
-_MAX_LAYERS = 10_000
+# Limits of the numbers in config.json, by parts of their names: libraries make lists of layers, heads and labels, and
+# position ids, before any weight is read. Sizes of weights need none: they are compared with the stored weights.
+_LIMITS = (
+    (re.compile(r"^(num|n)_.*(layers?|heads?|blocks|experts)$|^n_(layers?|heads?)$"), 0, 10_000),
+    (re.compile(r"(layers?|heads?|blocks|experts)$"), -10_000, 10_000),  # -2 is the last but one
+    (re.compile(r"position|_ctx$|seq_len"), -1, 1 << 24),  # XLNet has -1 positions
+    (re.compile(r"^(num|n)_"), -1, 1_000_000),
+)
+# The same for tokenizer_config.json and added_tokens.json, such as `extra_ids`; maximal lengths may be anything.
+_MAX_TOKENS = 10_000_000
 
 
 def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
@@ -42,6 +58,10 @@ def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
     dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     require_own_files(directory)
     require_own_settings(directory)
+    require_bounded_numbers(directory / "config.json")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (directory / name).is_file():
+            _check_token_numbers(directory / name)
     for path in sorted(directory.glob("*.index.json")):
         weight_files(path)
     if (directory / "adapter_config.json").is_file():
@@ -59,14 +79,21 @@ def require_safe_files(directory: Path, *, trust_remote_code: bool) -> None:
 
 
 def require_safe_config(config: PretrainedConfig, where: str) -> None:
-    """Reject an attention kernel that would be downloaded, and a number of layers that would exhaust memory."""
+    """Reject an attention kernel that would be downloaded."""
     # A private name of transformers, as of version 5.23; `attn_implementation` in a config.json ends there.
     implementation = str(config._attn_implementation or "")
     if "/" in implementation:
         raise ModelError(f"{where}: attn_implementation={implementation} is code of a Hub repository: remove that line")
-    depth = config.get_text_config().to_dict().get("num_hidden_layers")
-    if isinstance(depth, int) and depth > _MAX_LAYERS:
-        raise ModelError(f"{where}: num_hidden_layers={depth}; at most {_MAX_LAYERS} are allowed")
+
+
+def require_bounded_numbers(path: Path) -> None:
+    """Reject numbers in a config.json, if it exists, for which transformers would need unbounded memory or time."""
+    for key, number in _numbers(read_json(path)) if path.is_file() else ():
+        for pattern, low, high in _LIMITS:
+            if pattern.search(key):
+                if not low <= number <= high:
+                    raise ModelError(f"{path}: {key}={number}; allowed are {low:,} to {high:,}")
+                break
 
 
 def require_no_links(directory: Path) -> None:
@@ -87,6 +114,21 @@ def weight_files(index: Path) -> list[Path]:
             raise ModelError(f"{index} names {name}, outside its own directory")
         require_own_file(index.parent / name, index.parent)
     return [index.parent / name for name in names]
+
+
+def _check_token_numbers(path: Path) -> None:
+    settings = read_json(path)
+    for key, number in _numbers(settings):
+        if number > _MAX_TOKENS and "max_len" not in key and "max_length" not in key:
+            raise ModelError(f"{path}: {key}={number}; at most {_MAX_TOKENS:,} tokens are allowed")
+    added = settings.get("added_tokens_decoder")
+    for key in added if isinstance(added, dict) else ():
+        if not key.isdecimal() or len(key) > len(str(_MAX_TOKENS)):
+            raise ModelError(f"{path}: added_tokens_decoder has {key!r:.100}, which is not an id below {_MAX_TOKENS:,}")
+
+
+def _numbers(settings: Any) -> Iterator[tuple[str, int]]:
+    return ((key, value) for key, value in json_values(settings) if isinstance(value, int))
 
 
 def _check_arguments(path: Path) -> None:

@@ -20,7 +20,7 @@ from embedtrain.models.encoder import ACTIVATIONS, disable_unused
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.rope import scale_rope
-from embedtrain.models.security import require_safe_config, require_safe_files
+from embedtrain.models.security import require_bounded_numbers, require_safe_config, require_safe_files
 
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -118,6 +118,8 @@ def _from_config(model: ModelConfig) -> ModelSource:
     options: Any = model.config
     try:
         if isinstance(options, str):
+            path = Path(options).expanduser()
+            require_bounded_numbers(path / "config.json" if path.is_dir() else path)
             config = AutoConfig.from_pretrained(options, trust_remote_code=model.trust_remote_code)
         else:
             values = dict(options)

@@ -1,4 +1,4 @@
-"""Malicious model directories, for every command and every role: none runs code or prompts for it."""
+"""Malicious model directories, for every command and role: none runs code, prompts for it, or takes unbounded time."""
 
 import json
 import shutil
@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
+from embedtrain.config.recipe import ModelConfig, Pooling
+from embedtrain.data.tokens import FastTokenizer
+from embedtrain.errors import ModelError
+from embedtrain.models.adapter_files import read_settings
+from embedtrain.models.build import stored_tensors
+from embedtrain.models.source import open_model_source
+from embedtrain.models.tokenizer import read_tokenizer
 from tests.mine.models import save_cross_encoder
 from tests.safety.payloads import MARKER, attempt, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
@@ -262,3 +273,107 @@ def test_cross_encoder_as_teacher(run_command, workshop, name):
     )
     assert part in message
     assert kind in (("ModelError", "ConfigError") if message else ("",))
+
+
+NUMBERS = [
+    ("config.json", "num_hidden_layers", 10**8),  # the others make a list of as many entries before a weight is read
+    ("config.json", "num_hidden_layers", -1),
+    ("config.json", "num_attention_heads", 10**9),
+    ("config.json", "num_labels", 10**9),
+    ("config.json", "max_position_embeddings", 10**12),
+    ("tokenizer_config.json", "extra_ids", 10**9),
+    ("tokenizer_config.json", "added_tokens_decoder", {"1000000000000": {"content": "x"}}),
+    ("added_tokens.json", "x", 10**12),
+]
+
+
+@pytest.mark.parametrize(("file", "key", "number"), NUMBERS)
+def test_numbers_are_bounded(tmp_path, file, key, number):
+    edit(tmp_path / "config.json", model_type="qwen3", hidden_size=32)
+    edit(tmp_path / file, **{key: number})
+    with pytest.raises(ModelError, match=f"{file}.*{key}"):
+        open_model_source(ModelConfig(path=str(tmp_path), pooling=Pooling.mean))
+    if file == "config.json":
+        with pytest.raises(ModelError, match=f"{file}.*{key}"):
+            open_model_source(ModelConfig(config=str(tmp_path / file), pooling=Pooling.mean))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "vocab.txt", "tokenizer.model"])
+def test_files_are_bounded(tmp_path, name):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(1 << 40)  # takes no space on the disk
+    with pytest.raises(ModelError, match=rf"{name} has 1,099,511,627,776 bytes"):
+        read_tokenizer(tmp_path, trust_remote_code=False)
+
+
+def test_tokenizer_rules_are_bounded(tmp_path):
+    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    model = {"type": "WordPiece", "vocab": {"a": 0}}
+    edit(tmp_path / "tokenizer.json", model=model, normalizer={"type": "Sequence", "normalizers": [replace] * 40})
+    with pytest.raises(ModelError, match=r"tokenizer.json.*normalizer"):
+        read_tokenizer(tmp_path, trust_remote_code=False)
+    edit(tmp_path / "tokenizer.json", model=model | {"max_input_chars_per_word": 10**9}, normalizer=None)
+    with pytest.raises(ModelError, match="max_input_chars_per_word=1000000000"):
+        read_tokenizer(tmp_path, trust_remote_code=False)
+
+
+def backtracking(text: str) -> Tokenizer:
+    """A tokenizer with a regular expression that takes exponential time for a text."""
+    tokenizer = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Split(Regex(f"({text}+)+$"), "isolated")
+    return tokenizer
+
+
+def test_regular_expression_of_a_tokenizer(tmp_path):
+    backtracking("a").save(str(tmp_path / "tokenizer.json"))
+    edit(tmp_path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", unk_token="[UNK]")
+    with pytest.raises(ModelError, match="retry-limit"):
+        read_tokenizer(tmp_path, trust_remote_code=False)
+
+
+def test_regular_expression_that_depends_on_the_text():
+    tokenizer = FastTokenizer(PreTrainedTokenizerFast(tokenizer_object=backtracking("q"), unk_token="[UNK]"))
+    assert tokenizer.ids(["a"], 8) == [[0]]
+    with pytest.raises(ModelError, match="retry-limit"):
+        tokenizer.ids(["q" * 100 + "!"], 8)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_modules", "(a+)+$"),
+        ("exclude_modules", ".*" * 20),
+        ("rank_pattern", {"a?" * 30 + "a" * 30: 4}),
+        ("layers_pattern", ["(?:a|a)*$"]),
+    ],
+)
+def test_regular_expression_of_an_adapter(tmp_path, key, value):
+    settings = {"peft_type": "LORA", "r": 4, "target_modules": ["query"]}
+    edit(tmp_path / "adapter_config.json", **settings | {key: value})
+    with pytest.raises(ModelError, match=key):
+        read_settings(tmp_path)
+    edit(tmp_path / "adapter_config.json", **settings | {key: r".*\.(self_attn|mlp)\.(q_proj|v_proj)"})
+    if key.endswith("modules"):
+        read_settings(tmp_path)
+
+
+F32 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+HEADERS = {
+    "2^60 bytes": ({"a": F32}, 2**60),
+    "more than the file": ({"a": F32}, 10**6),
+    "overlapping tensors": ({"a": F32, "b": F32}, None),
+    "2^40 elements": ({"a": F32 | {"shape": [2**40]}}, None),
+    "2^64 elements": ({"a": F32 | {"shape": [2**32, 2**32]}}, None),
+    "beyond the file": ({"a": F32 | {"shape": [2**40], "data_offsets": [0, 2**42]}}, None),
+    "negative": ({"a": F32 | {"shape": [-4]}}, None),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_of_safetensors(tmp_path, name):
+    header, length = HEADERS[name]
+    content = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((length or len(content)).to_bytes(8, "little") + content + bytes(16))
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read"):
+        stored_tensors(tmp_path)

@@ -7,10 +7,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from embedtrain.distributed.world import World
+from embedtrain.errors import ModelError
+from embedtrain.formatting import format_count
+
+_CHECKED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class UnshardedWeight(NamedTuple):
@@ -37,6 +41,29 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
         end = min(start + part, end)
     assert end - start == tensor.to_local().shape[0], "FSDP split rows differently than torch.chunk"
     return start, end
+
+
+def require_finite_weights(module: nn.Module, model: str, world: World) -> None:
+    """Reject NaN and infinity in parameters, which make every vector meaningless. A collective.
+
+    Raises ModelError on every rank if any rank has such values; `model` begins the message.
+    """
+    names, extremes = [], []
+    for name, parameter in module.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.numel() and local.dtype in _CHECKED_DTYPES:
+            names.append(name)
+            # The extremes are not finite if any value is not, and need no memory, unlike torch.isfinite.
+            extremes.append(torch.stack(torch.aminmax(local.detach())).to(world.device, torch.float64))
+    finite = torch.stack(extremes).isfinite().all(dim=1).tolist() if extremes else []
+    local_names = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+    broken = {name for of_rank in world.gather(local_names) for name in of_rank}
+    if broken:
+        first = next(name for name, _ in module.named_parameters() if name in broken).removeprefix("backbone.")
+        raise ModelError(
+            f"{model}: values of {format_count(len(broken), 'weight')} are not finite, the first of them {first}: "
+            "download the model again, or choose another one"
+        )
 
 
 def read_shards(

@@ -1,5 +1,6 @@
 """`torchrun -m embedtrain.evaluate model=DIR sets=[...] mteb=[...]`: evaluate a model, sharded over all ranks."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ Metrics = dict[str, dict[str, float]]
 
 
 def main(options: EvaluateOptions) -> None:
-    """Load the model, measure it on every set and task, print tables, append rows to metrics.jsonl."""
+    """Load the model, measure it on every set and task, append a row to metrics.jsonl after each; print tables."""
     from embedtrain.data.cache.cache import Cache, writable_cache_directory
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
@@ -27,7 +28,7 @@ def main(options: EvaluateOptions) -> None:
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache, model_identity
     from embedtrain.tracking.console import Console
-    from embedtrain.tracking.metrics import METRICS_FILE
+    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile
 
     output_dir = Path(options.output_dir)
     with joined_world(options.timeout) as world:
@@ -42,12 +43,18 @@ def main(options: EvaluateOptions) -> None:
         with world.fail_together("looking up the tasks of mteb"):
             set_names = [loaded.data.name for loaded in sets]
             tasks = resolve_tasks(options.mteb, set_names) if options.mteb and world.is_main else []
-        with world.fail_together("creating output_dir"):
+        with world.fail_together("opening metrics.jsonl"):
             output_dir.mkdir(parents=True, exist_ok=True)
+            metrics_file: MetricsFile | None = None
             if world.is_main:
                 require_own_file(output_dir / METRICS_FILE)
                 for folder in (output_dir / "runs", output_dir / "mteb"):
                     require_no_links(folder)
+                metrics_file = MetricsFile(output_dir / METRICS_FILE)
+
+        def record(name: str, values: Mapping[str, float]) -> None:
+            if metrics_file is not None:
+                metrics_file.append_new({"step": 0, "set": name, "model": options.model, **values})
 
         model = _load_model(options, world, console)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
@@ -63,7 +70,7 @@ def main(options: EvaluateOptions) -> None:
                 )
                 with console.phase("evaluating"):
                     runs = output_dir / "runs" if options.save_runs else None
-                    metrics = evaluator.evaluate(save_runs=runs, progress=progress)
+                    metrics = evaluator.evaluate(save_runs=runs, progress=progress, on_result=record)
             if options.mteb:
                 task_results = run_tasks(
                     tasks,
@@ -73,6 +80,7 @@ def main(options: EvaluateOptions) -> None:
                     index=options.index,
                     vector_cache=vector_cache,
                     progress=progress,
+                    on_result=record,
                 )
         _report(options, metrics | task_results.metrics, world, console)
         if failures := task_results.failures:
@@ -93,22 +101,16 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
 
 
 def _report(options: EvaluateOptions, metrics: Metrics, world: "World", console: "Console") -> None:
-    """Print tables and the memory used, and append a row per set to metrics.jsonl."""
+    """Print tables and the memory used."""
     from embedtrain.formatting import format_count
-    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile
+    from embedtrain.tracking.metrics import METRICS_FILE
     from embedtrain.tracking.tracker import peak_memory_gib
 
     console.evaluation(0, metrics, title=f"evaluation of {options.model}")
     peak = max(world.gather(peak_memory_gib(world.device)))
     console.note(f"{format_count(world.size, 'rank')}, at most {peak:.2f} GiB of memory on each")
-    path = Path(options.output_dir) / METRICS_FILE
-    with world.fail_together("writing metrics.jsonl"):
-        if world.is_main and metrics:
-            file = MetricsFile(path)
-            for name, values in metrics.items():
-                file.append({"step": 0, "set": name, "model": options.model, **values})
-            file.close()
-            console.note(f"rows added to {path}")
+    if metrics:
+        console.note(f"rows are in {Path(options.output_dir) / METRICS_FILE}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from embedtrain.config.evaluation import IndexConfig
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.evaluate.mteb_commands import CommandChannel, StartTask
 from embedtrain.evaluate.mteb_model import MAX_CHARACTERS, MtebSettings, ShardedModel
+from embedtrain.evaluation.evaluator import ResultCallback
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.models.source import ModelSource
@@ -99,6 +100,7 @@ def run_tasks(
     vector_cache: VectorCache | None = None,
     max_characters: int = MAX_CHARACTERS,
     progress: ProgressCallback | None = None,
+    on_result: ResultCallback | None = None,
 ) -> TaskResults:
     """Run tasks one after another. A collective; the other ranks follow rank 0.
 
@@ -109,6 +111,7 @@ def run_tasks(
         folder: of mteb's files: `results/MODEL/REVISION/TASK.json`.
         max_characters: of the texts that are sent to all ranks at a time.
         progress: called with the name of the task before the description.
+        on_result: called on rank 0 after each task.
 
     Raises TrainingError on every rank if a vector is not finite, FailedElsewhere on the others if rank 0 failed alone.
     """
@@ -134,6 +137,9 @@ def run_tasks(
                 with console.phase(f"running {task.metadata.name}"):
                     metrics, failures = _run_task(task, sharded_model, folder, channel)
                 results.metrics |= metrics
+                if on_result is not None:
+                    for name, values in metrics.items():
+                        on_result(name, values)
                 results.failures += failures
                 for failure in failures:
                     console.warn(failure)

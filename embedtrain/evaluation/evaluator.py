@@ -39,6 +39,9 @@ from embedtrain.evaluation.types import (
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.vector_cache import VectorCache
 
+# Called with the name of a set and its metrics.
+ResultCallback = Callable[[str, Mapping[str, float]], None]
+
 
 class Evaluator:
     """Measures the model in its current state, any number of times, on sets that were read once.
@@ -74,6 +77,7 @@ class Evaluator:
         save_runs: Path | None = None,
         progress: ProgressCallback | None = None,
         stop: Callable[[], bool] | None = None,
+        on_result: ResultCallback | None = None,
     ) -> dict[str, dict[str, float]]:
         """Metrics by set and name, identical on every rank. A collective.
 
@@ -85,6 +89,8 @@ class Evaluator:
             save_runs: directory for TREC files of each retrieval and reranking set, which rank 0 writes.
             progress: called with the name of the set before the description.
             stop: called before each set; True, on every rank, raises EvaluationInterrupted.
+            on_result: called on every rank after each set, `mean` last; an error on one rank is raised on all. It is no
+                collective.
         """
         results: dict[str, dict[str, float]] = {}
         for loaded in self.sets:
@@ -93,11 +99,18 @@ class Evaluator:
             name = loaded.data.name
             with explain_lost_contact(f"evaluating {name}"), self._report_progress(name, progress):
                 results[name] = self._measure(loaded, save_runs)
+            self._report_result(name, results[name], on_result)
         shared = _shared_metrics({loaded.data.name: metric_names_of_set(loaded) for loaded in self.sets})
         if shared:
             values = {m: [metrics[m] for metrics in results.values() if m in metrics] for m in shared}
             results[MEAN] = {metric: math.fsum(of_sets) / len(of_sets) for metric, of_sets in values.items()}
+            self._report_result(MEAN, results[MEAN], on_result)
         return results
+
+    def _report_result(self, name: str, metrics: Mapping[str, float], on_result: ResultCallback | None) -> None:
+        if on_result is not None:
+            with self.world.fail_together(f"writing the metrics of {name}"):
+                on_result(name, metrics)
 
     def _report_progress(self, name: str, progress: ProgressCallback | None) -> contextlib.AbstractContextManager[None]:
         if progress is None:

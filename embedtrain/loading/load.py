@@ -15,7 +15,13 @@ from embedtrain.data.tokens import TextTokenizer
 from embedtrain.distributed.device import free_memory, total_memory
 from embedtrain.distributed.mesh import ParallelLayout
 from embedtrain.distributed.sharding import reshard, shard_, warm_up
-from embedtrain.distributed.weights import UnshardedWeight, broadcast_weights, copy_local_rows, read_shards
+from embedtrain.distributed.weights import (
+    UnshardedWeight,
+    broadcast_weights,
+    copy_local_rows,
+    read_shards,
+    require_finite_weights,
+)
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError, ModelError
 from embedtrain.models.adapter_files import open_adapter
@@ -211,8 +217,10 @@ def load_model(
     if read_weights and adapted is not None:
         notes += _initialize_adapters(encoder, adapted, model, world, seed)
     warm_up(encoder, world.device)
-    if model.bidirectional is not None and (read_weights or adapted is not None):
-        _check_attention_direction(encoder, model.bidirectional, world)
+    if read_weights or adapted is not None:
+        require_finite_weights(encoder, f"model.path={model.path}", world)
+        if model.bidirectional is not None:
+            _check_attention_direction(encoder, model.bidirectional, world)
     if work is not None and not choice.reduce_per_step:
         size = 4 * costs.weights.trained / 2**30
         notes.append(f"gradients are reduced after every chunk: full ones would take {size:.1f} GiB on every rank")

@@ -134,6 +134,8 @@ def packing_mismatch(
         padded = torch.tensor([first, second + [ids[0]] * (width - len(second))], device=device)
         mask = torch.arange(width, device=device) < torch.tensor([[width], [len(second)]], device=device)
         separate = encoder(padded, mask.long()).float()
+    if not torch.stack([both, other_first, other_second, separate]).isfinite().all():
+        return "its vectors are not finite"  # NaN never equals NaN, so no comparison would say anything
     if not (torch.equal(both[0], other_second[0]) and torch.equal(both[1], other_first[1])):
         return "packed texts attend to each other"
     difference = float(((both - separate).norm(dim=1) / separate.norm(dim=1)).max())

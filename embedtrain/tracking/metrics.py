@@ -49,6 +49,11 @@ class MetricsFile:
             raise
         self._length += len(line)
 
+    def append_new(self, row: Mapping[str, Any]) -> None:
+        """`append`, unless the file holds the same row."""
+        if _line(row) not in set(self.path.read_bytes().splitlines(keepends=True)):
+            self.append(row)
+
     def truncate_after(self, step: int, *, evaluated: bool = True) -> None:
         """Drop the rows of later steps, which a run resumed from `step` writes again. The file is replaced atomically.
 

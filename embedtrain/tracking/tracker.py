@@ -127,12 +127,15 @@ class Tracker:
         for logger in self._loggers:
             logger.step(row)
 
+    def set_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        """Record the results of a set in the evaluation after `step`, before other sets are evaluated."""
+        if self._world.is_main:
+            self._record({"step": step, "set": name, **metrics})
+
     def evaluation(self, step: int, results: Results) -> None:
-        """Print and record the results of the evaluation after `step`, as `{set: {metric: value}}`."""
+        """Print and log the results of the evaluation after `step`, as `{set: {metric: value}}`."""
         if not self._world.is_main:
             return
-        for name, metrics in results.items():
-            self._record({"step": step, "set": name, **metrics})
         self.console.evaluation(step, results)
         for logger in self._loggers:
             logger.evaluation(step, results)

@@ -1,6 +1,7 @@
 """The training loop: optimizer steps, with logging, evaluation, checkpoints and garbage collection between them."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -131,7 +132,8 @@ class PeriodicEvaluation:
         state = self.state
         try:
             with self.tracker.progress() as progress, automatic_collection():
-                metrics = self.evaluator.evaluate(progress=progress, stop=stop)
+                record = functools.partial(self.tracker.set_evaluated, state.step)
+                metrics = self.evaluator.evaluate(progress=progress, stop=stop, on_result=record)
         except EvaluationInterrupted:
             state.evaluation_due = True
             return False

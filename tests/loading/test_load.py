@@ -266,6 +266,20 @@ def test_wrong_layer_class_is_rejected_before_weights_are_read(ranks, directorie
     assert "model.safetensors" in answers[0][1]
 
 
+def test_weights_that_are_not_finite_are_named(ranks, directories, tmp_path):
+    """Packed texts seem to attend to each other if vectors are NaN: the weight is the cause to report."""
+    folder = shutil.copytree(directories / "bert", tmp_path / "nan")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["encoder.layer.1.output.dense.weight"][-1, 3] = float("nan")  # in the rows of the last rank only
+    tensors["pooler.dense.bias"][0] = float("inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    for world_size in (1, 2):
+        for kind, message in ranks(world_size, load_error, at(folder), parallel(), None):
+            assert kind == "ModelError"
+            assert f"model.path={folder}" in message and "encoder.layer.1.output.dense.weight" in message
+
+
 def test_model_without_layers(ranks, tmp_path):
     """The strategy that the message suggests, ddp, works."""
     model = small_model("bert")

@@ -25,6 +25,16 @@ def test_every_row_is_in_the_file_immediately(tmp_path):
     ]
 
 
+def test_the_same_row_is_not_added_twice(tmp_path):
+    row = {"step": 0, "set": "dev", "model": "a\u2028b", "ndcg@10": 0.5}
+    for _ in range(2):
+        metrics = MetricsFile(tmp_path / "metrics.jsonl")
+        for each in (row, row | {"ndcg@10": 0.25}, row):
+            metrics.append_new(each)
+        metrics.close()
+    assert read_metrics(metrics.path) == [row, row | {"ndcg@10": 0.25}]
+
+
 def test_numbers_that_json_does_not_have_become_null(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "deep": {"list": [-float("inf"), 1.0]}})

@@ -61,11 +61,16 @@ def recipe(wandb=True):
     return Recipe(name="tiny", tracking=TrackingConfig(wandb=wandb, wandb_project="p", wandb_group="g"))
 
 
+def evaluated(tracker, step, metrics):
+    tracker.set_evaluated(step, "dev", metrics)
+    tracker.evaluation(step, {"dev": metrics})
+
+
 def run(run_dir, steps, **options):
     with Tracker.open(options.pop("recipe", recipe()), WORLD, run_dir, **options) as tracker:
         for step in steps:
             tracker.step({"step": step, "loss": 1 / step, "lr": 1e-3, "in_batch_accuracy": 0.5})
-        tracker.evaluation(steps[-1], {"dev": {"ndcg@10": steps[-1] / 10}})
+        evaluated(tracker, steps[-1], {"ndcg@10": steps[-1] / 10})
         return tracker.wandb_id
 
 
@@ -78,7 +83,7 @@ def check_only_rank_0(world, run_dir, wandb):
             with tracker.training(2), tracker.phase("training"):
                 tracker.step({"step": 1, "loss": 1.0})
                 tracker.advance(2)
-            tracker.evaluation(2, {"dev": {"ndcg@10": 0.5}})
+            evaluated(tracker, 2, {"ndcg@10": 0.5})
             tracker.note("done")
             tracker.warn("careful")
             tracker.close()
@@ -203,11 +208,11 @@ def test_the_summary_has_the_best_of_each_set_also_after_a_resume(tmp_path, monk
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with Tracker.open(recipe(), WORLD, tmp_path) as tracker:
         for step, value in ((1, 0.3), (2, 0.5), (3, 0.4)):
-            tracker.evaluation(step, {"dev": {"ndcg@10": value, "queries": 100}})
+            evaluated(tracker, step, {"ndcg@10": value, "queries": 100})
     assert fake.summary == {"best/dev/ndcg@10": 0.5, "best/dev/step": 2}
     fake.summary.clear()
     with Tracker.open(recipe(), WORLD, tmp_path, resumed_step=3, wandb_id="fresh123") as tracker:
-        tracker.evaluation(4, {"dev": {"ndcg@10": 0.45}})
+        evaluated(tracker, 4, {"ndcg@10": 0.45})
     assert fake.summary == {"best/dev/ndcg@10": 0.5, "best/dev/step": 2}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from embedtrain.config.evaluation import Classifier
-from embedtrain.errors import ConfigError, EmbedtrainError
+from embedtrain.errors import ConfigError, EmbedtrainError, EvaluationInterrupted
 from embedtrain.evaluation.evaluator import Evaluator, check_metrics, metric_names
 from embedtrain.evaluation.metrics import parse_best_metric
 from embedtrain.evaluation.types import (
@@ -182,3 +182,31 @@ def test_means_over_sets_with_the_same_metrics(ranks):
     assert on_any_ranks(ranks, *three)["mean"] == metrics["mean"]
     with pytest.raises(ConfigError, match=r"checkpoint\.best_metric=mean/ndcg@10: .*retrieval, sts"):
         parse_best_metric("mean/ndcg@10", metric_names([LoadedSet(retrieval), LoadedSet(sts)]))
+
+
+def results_before_an_interruption(world, sets):
+    results = {}
+    with pytest.raises(EvaluationInterrupted):
+        Evaluator(sets, sentence_encoder(world), world).evaluate(
+            on_result=results.__setitem__, stop=lambda: len(results) == 2
+        )
+    return results
+
+
+def test_results_of_completed_sets_are_reported_before_the_others_are_measured(ranks):
+    sets = [LoadedSet(data) for data in one_of_each()[:3]]
+    for results in ranks(2, results_before_an_interruption, sets):
+        assert list(results) == ["retrieval", "reranking"]
+
+
+def failing_callback(world, sets):
+    def full(name, _metrics):
+        if world.rank == 1:
+            raise OSError(28, "No space left on device", name)
+
+    with pytest.raises(EmbedtrainError, match="No space left on device"):
+        Evaluator(sets, sentence_encoder(world), world).evaluate(on_result=full)
+
+
+def test_results_that_cannot_be_written_end_all_ranks(ranks):
+    ranks(2, failing_callback, [LoadedSet(one_of_each()[2])])

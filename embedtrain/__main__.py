@@ -4,6 +4,7 @@ from functools import partial
 
 from embedtrain.cli import run_command
 from embedtrain.config.compose import compose_recipes
+from embedtrain.config.paths import require_recipe_paths
 from embedtrain.config.recipe import Recipe
 from embedtrain.distributed.signals import StopSignals
 
@@ -22,16 +23,23 @@ def run_trainings(recipes: list[Recipe], signals: StopSignals) -> None:
             train(recipe, world, signals)
 
 
+def compose(arguments: list[str]) -> list[Recipe]:
+    """The recipes, checked; the paths of the first exist, and those of others may be written by earlier trainings."""
+    recipes = compose_recipes(arguments)
+    require_recipe_paths(recipes[0])
+    return recipes
+
+
 def main() -> None:
     """The console command `embedtrain`."""
     signals = StopSignals()
 
-    def compose(arguments: list[str]) -> list[Recipe]:
+    def compose_listening(arguments: list[str]) -> list[Recipe]:
         signals.listen()
-        return compose_recipes(arguments)
+        return compose(arguments)
 
     # Its results are files: a scheduler would repeat a finished training whose log did not fit on the disk.
-    run_command(compose, partial(run_trainings, signals=signals), needs_output=False)
+    run_command(compose_listening, partial(run_trainings, signals=signals), needs_output=False)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The entry of commands: threads per rank, in real processes in which OpenMP reads its environment; late imports."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from embedtrain.cli import num_usable_cores, set_allocator, set_threads
+from tests.conftest import ROOT
 
 SCRIPT = """
 from embedtrain.cli import run_command
@@ -136,3 +138,32 @@ def test_text_cannot_control_the_terminal_and_has_any_encoding(tmp_path, monkeyp
     ascii_only = run_main(body, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C")
     assert ascii_only.stdout == b"\\x1b[2J\\x9b\\u202e\\udcff\\xe9\\u4e2d\n"
     assert ascii_only.stderr.count(b"\\xe9\\u4e2d") == 2
+
+
+MISSING_PATHS = [
+    ("", ["model.path=./gone", "data.train=[rows.jsonl]"], "model.path=./gone"),
+    ("", ["model.path=here", "data.train=[a/b/rows.jsonl]"], "a/b/rows.jsonl"),
+    ("", ["model.path=here", "data.train=[here]", "evaluation.sets=[/gone/beir]"], "/gone/beir"),
+    ("evaluate.", ["model=here", "sets=[here,{path: ~/gone/dev}]"], "~/gone/dev"),
+    ("mine.", ["model=here", "data=[here]", "corpus=[gone.jsonl]", "output_dir=o"], "gone.jsonl"),
+    ("mine.", ["model=here", "data=[here]", "teacher=/gone", "output_dir=o"], "teacher=/gone"),
+    ("search.", ["model=here", "corpus=beir"], "beir"),
+    ("export.", ["run=runs/gone"], "runs/gone/recipe.yaml"),
+]
+
+
+def test_missing_paths_are_rejected_before_torch_is_imported(tmp_path):
+    """In one process without torch; importing it takes longer than everything that these commands do."""
+    script = """
+import importlib, json, os, sys
+os.mkdir("here")
+for command, arguments, path in json.loads(sys.argv[1]):
+    try:
+        importlib.import_module(f"embedtrain.{command}__main__").compose(arguments)
+        raise AssertionError(f"{path} was accepted")
+    except Exception as error:
+        assert path in str(error) and type(error).__module__ == "embedtrain.errors", repr(error)
+assert not {"torch", "datasets", "transformers"} & sys.modules.keys()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script, json.dumps(MISSING_PATHS)], cwd=tmp_path, env=environment, check=True)

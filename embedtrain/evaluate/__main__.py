@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
+from embedtrain.config.paths import require_models, require_sets
 from embedtrain.evaluate.options import EvaluateOptions, compose_evaluate
 from embedtrain.loading.command_model import command_model_config
 
@@ -14,6 +15,14 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.tracking.console import Console
 
 Metrics = dict[str, dict[str, float]]
+
+
+def compose(arguments: list[str]) -> EvaluateOptions:
+    """The options, checked, with paths that exist."""
+    options = compose_evaluate(arguments)
+    require_models(model=options.model, adapter=options.adapter)
+    require_sets(options.sets)
+    return options
 
 
 def main(options: EvaluateOptions) -> None:
@@ -114,4 +123,4 @@ def _report(options: EvaluateOptions, metrics: Metrics, world: "World", console:
 
 
 if __name__ == "__main__":
-    run_command(compose_evaluate, main)
+    run_command(compose, main)

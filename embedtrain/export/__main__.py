@@ -2,8 +2,16 @@
 
 from embedtrain.cli import run_command
 from embedtrain.config.checks import check_export
+from embedtrain.config.paths import require_run
 from embedtrain.errors import ConfigError
 from embedtrain.export.options import ExportOptions, compose_export, requested_export
+
+
+def compose(arguments: list[str]) -> ExportOptions:
+    """The options, checked, of a run that exists."""
+    options = compose_export(arguments)
+    require_run(options.run)
+    return options
 
 
 def main(options: ExportOptions) -> None:
@@ -51,4 +59,4 @@ def main(options: ExportOptions) -> None:
 
 
 if __name__ == "__main__":
-    run_command(compose_export, main)
+    run_command(compose, main)

@@ -218,9 +218,7 @@ def load_model(
         notes += _initialize_adapters(encoder, adapted, model, world, seed)
     warm_up(encoder, world.device)
     if read_weights or adapted is not None:
-        require_finite_weights(encoder, f"model.path={model.path}", world)
-        if model.bidirectional is not None:
-            _check_attention_direction(encoder, model.bidirectional, world)
+        _check_weights(encoder, model, world)
     if work is not None and not choice.reduce_per_step:
         size = 4 * costs.weights.trained / 2**30
         notes.append(f"gradients are reduced after every chunk: full ones would take {size:.1f} GiB on every rank")
@@ -318,8 +316,12 @@ def _read_weights(
     return f"weights: read on rank 0 from {source.directory} by transformers and distributed"
 
 
-def _check_attention_direction(encoder: Encoder, bidirectional: bool, world: World) -> None:
-    """Measure the direction of attention, since some models ignore their configuration."""
+def _check_weights(encoder: Encoder, model: ModelConfig, world: World) -> None:
+    """Reject weights that are not finite; measure the direction of attention, which some configurations do not set."""
+    require_finite_weights(encoder, f"model.path={model.path}", world)
+    bidirectional = model.bidirectional
+    if bidirectional is None:
+        return
     training = encoder.training
     measured = attends_to_later_tokens(encoder.eval(), (0, 1, 2), world.device)
     encoder.train(training)

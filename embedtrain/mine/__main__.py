@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedtrain.cli import run_command
+from embedtrain.config.paths import require_models, require_sources
 from embedtrain.config.recipe import ParallelConfig, Precision
 from embedtrain.loading.command_model import command_model_config
 from embedtrain.mine.options import MineOptions, compose_mine
@@ -13,6 +14,14 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.mine.teacher import Teacher, TeacherSpec
     from embedtrain.tracking.console import Console
+
+
+def compose(arguments: list[str]) -> MineOptions:
+    """The options, checked, with paths that exist."""
+    options = compose_mine(arguments)
+    require_models(model=options.model, adapter=options.adapter, teacher=options.teacher)
+    require_sources(options.data, options.corpus)
+    return options
 
 
 def main(options: MineOptions) -> None:
@@ -100,4 +109,4 @@ def _load_models(
 
 
 if __name__ == "__main__":
-    run_command(compose_mine, main)
+    run_command(compose, main)

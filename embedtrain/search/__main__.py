@@ -5,11 +5,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from embedtrain.cli import run_command
+from embedtrain.config.paths import require_models, require_sources
 from embedtrain.errors import DataError
 from embedtrain.formatting import decode_argument
 from embedtrain.search.options import SearchOptions, compose_search
 
 _MAX_QUERY = 100_000  # characters; more is not text that somebody wrote, such as /dev/zero
+
+
+def compose(arguments: list[str]) -> SearchOptions:
+    """The options, checked, with paths that exist."""
+    options = compose_search(arguments)
+    require_models(model=options.model)
+    require_sources((), [str(Path(options.corpus).expanduser().absolute())])  # it cannot be an id on the Hub
+    return options
 
 
 def main(options: SearchOptions) -> None:
@@ -82,4 +91,4 @@ def print_results(query: str, results: Sequence[tuple[float, str, str]]) -> None
 
 
 if __name__ == "__main__":
-    run_command(compose_search, main)
+    run_command(compose, main)

@@ -260,6 +260,7 @@ world = World(0, 1, 0, 1, torch.device("cpu"))
 with Tracker.open(recipe, world, run_dir, resumed_step=resumed_step, wandb_id=wandb_id) as tracker:
     for step in (1, 2):
         tracker.step({"step": step + (resumed_step or 0), "loss": float("nan"), "lr": 1e-3})
+    tracker.set_evaluated(2, "dev", {"ndcg@10": 0.5})
     tracker.evaluation(2, {"dev": {"ndcg@10": 0.5}})
     print("id", tracker.wandb_id)
 """

@@ -141,9 +141,13 @@ def test_text_cannot_control_the_terminal_and_has_any_encoding(tmp_path, monkeyp
 
 
 MISSING_PATHS = [
-    ("", ["model.path=./gone", "data.train=[rows.jsonl]"], "model.path=./gone"),
-    ("", ["model.path=here", "data.train=[a/b/rows.jsonl]"], "a/b/rows.jsonl"),
-    ("", ["model.path=here", "data.train=[here]", "evaluation.sets=[/gone/beir]"], "/gone/beir"),
+    ("", ["name=x", "train.epochs=1", "model.path=./gone", "data.train=[rows.jsonl]"], "model.path=./gone"),
+    ("", ["name=x", "train.epochs=1", "model.path=here", "data.train=[a/b/rows.jsonl]"], "a/b/rows.jsonl"),
+    (
+        "",
+        ["name=x", "train.epochs=1", "model.path=here", "data.train=[here]", "evaluation.sets=[/gone/beir]"],
+        "/gone/beir",
+    ),
     ("evaluate.", ["model=here", "sets=[here,{path: ~/gone/dev}]"], "~/gone/dev"),
     ("mine.", ["model=here", "data=[here]", "corpus=[gone.jsonl]", "output_dir=o"], "gone.jsonl"),
     ("mine.", ["model=here", "data=[here]", "teacher=/gone", "output_dir=o"], "teacher=/gone"),

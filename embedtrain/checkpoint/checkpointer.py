@@ -54,6 +54,8 @@ from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError, EmbedtrainError, LostContact
 from embedtrain.files import remove_tree
 
+_MAX_MESSAGES = 10  # about directories that are skipped
+
 
 class Checkpointer:
     """Saves and loads the checkpoints below `root`. Every method is called on every rank.
@@ -235,8 +237,10 @@ class Checkpointer:
                 break
             newest = None
             messages.append(f"{problems[0]}: skipped")
-        for message in messages:
+        for message in messages[:_MAX_MESSAGES]:
             self.log(message)
+        if len(messages) > _MAX_MESSAGES:
+            self.log(f"{len(messages) - _MAX_MESSAGES} more directories in {self.root} are skipped")
         self._newest = None if newest is None else newest.step
         return newest
 

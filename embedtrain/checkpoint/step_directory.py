@@ -30,9 +30,10 @@ MANIFEST = "checkpoint.json"
 # Of a step directory; raised whenever older versions can no longer read it. Earlier formats are not read, because they
 # had a pickled index, which an attacker could have written.
 FORMAT = 4
-_STEP = re.compile(r"step-(\d{8})")
+_STEP = re.compile(r"step-([0-9]{8,})")
 _UNFINISHED = ".tmp"
 _REPLACED = ".replaced.tmp"
+_MAX_SHOWN = 12  # steps in a message
 GB = 10**9
 _ADAM_MOMENTS = 2  # per trained weight
 
@@ -100,8 +101,9 @@ def list_steps(root: Path) -> list[tuple[int, Path]]:
     """Committed step directories, newest first. They are not verified."""
     if not root.is_dir():
         return []
-    matches = [(_STEP.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()]
-    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+    matches = [(_STEP.fullmatch(path.name), path) for path in root.iterdir()]
+    steps = [(int(match[1]), path) for match, path in matches if match and path.is_dir()]
+    return sorted(((step, path) for step, path in steps if path == step_path(root, step)), reverse=True)
 
 
 def list_unfinished(root: Path) -> list[Path]:
@@ -167,7 +169,9 @@ def find_checkpoint(root: Path, name: str) -> Checkpoint:
             except CheckpointError as error:
                 problems.append(str(error))
         raise CheckpointError(f"{root} holds no intact checkpoint: {problems[0]}")
-    available = ", ".join(str(step) for step in sorted(steps))
+    numbers = [str(step) for step in sorted(steps)]
+    shown = numbers if len(numbers) <= _MAX_SHOWN else [*numbers[:2], "...", *numbers[2 - _MAX_SHOWN :]]
+    available = ", ".join(shown)
     if name == "best":
         best = _open_verified(steps[max(steps)]).manifest.state.get("best_step")
         if best is None:
@@ -176,9 +180,10 @@ def find_checkpoint(root: Path, name: str) -> Checkpoint:
                 f"available are latest and {available}"
             )
         name = str(best)
-    if not name.isdigit() or int(name) not in steps:
+    requested = {str(step): path for step, path in steps.items()}.get(name.lstrip("0"))
+    if requested is None:
         raise CheckpointError(f"step={name}: not in {root}; available are latest and {available}")
-    return _open_verified(steps[int(name)])
+    return _open_verified(requested)
 
 
 def _open_verified(path: Path) -> Checkpoint:
@@ -286,8 +291,8 @@ def free_disk_space(root: Path, needed: int, limit_gb: float | None, deletable: 
     limit = math.inf if limit_gb is None else limit_gb * GB
     used, candidates = _directory_size(root), list(deletable)
     while candidates and (used + needed > limit or needed > shutil.disk_usage(root).free):
+        used -= _directory_size(candidates[-1])
         delete_checkpoint(candidates.pop())
-        used = _directory_size(root)
     if used + needed > limit:
         raise CheckpointError(
             f"no space for a checkpoint of {needed / GB:.3g} GB: {root} already holds {used / GB:.3g} GB, and "

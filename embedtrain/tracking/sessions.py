@@ -33,18 +33,34 @@ class Session:
     exported: int | None = None  # the step whose weights were exported
 
 
-def record_start(path: Path, *, step: int, total_steps: int, ranks: int, devices: str, from_scratch: bool) -> None:
+class SessionClock:
+    """The time of a session: that of day at its start, and what has elapsed since on a clock that nobody sets."""
+
+    def __init__(self) -> None:
+        self.started = time.time()
+        self._monotonic = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the epoch, never before the start."""
+        return self.started + time.monotonic() - self._monotonic
+
+
+def record_start(
+    path: Path, clock: SessionClock, *, step: int, total_steps: int, ranks: int, devices: str, from_scratch: bool
+) -> None:
     """Append the start of a session; `from_scratch`: replace the file, whose sessions are of another run."""
-    row = {"started": time.time(), "step": step, "total_steps": total_steps, "ranks": ranks, "devices": devices}
+    row = {"started": clock.started, "step": step, "total_steps": total_steps, "ranks": ranks, "devices": devices}
     if from_scratch:
         with atomic_write(path) as temporary:
             temporary.touch()
     _append(path, row)
 
 
-def record_end(path: Path, how: str, *, step: int, error: str | None = None, exported: int | None = None) -> None:
+def record_end(
+    path: Path, clock: SessionClock, how: str, *, step: int, error: str | None = None, exported: int | None = None
+) -> None:
     """Append the end of a session."""
-    row = {"ended": time.time(), "how": how, "last_step": step, "exported": exported}
+    row = {"ended": clock.now(), "how": how, "last_step": step, "exported": exported}
     if error is not None:
         row["error"] = error[:_ERROR_LENGTH]
     _append(path, row)

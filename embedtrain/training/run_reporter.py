@@ -22,7 +22,7 @@ from embedtrain.tracking.report.sample import (
     write_texts,
     write_vectors,
 )
-from embedtrain.tracking.sessions import record_end, record_start
+from embedtrain.tracking.sessions import SessionClock, record_end, record_start
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.resume import RunStart
 
@@ -48,6 +48,7 @@ class RunReporter:
         self._starts_at_zero = start.resumed_step is None
         self._total_steps = total_steps
         self._has_warned = False
+        self._clock = SessionClock()
 
     def __enter__(self) -> "RunReporter":
         """Record the start of a session."""
@@ -57,6 +58,7 @@ class RunReporter:
         def record() -> None:
             record_start(
                 self._run_dir.sessions,
+                self._clock,
                 step=self._state.step,
                 total_steps=self._total_steps,
                 ranks=self._world.size,
@@ -100,7 +102,7 @@ class RunReporter:
         self._write_report()
 
     def _record_end(self, how: str, *, error: str | None = None, exported: int | None = None) -> None:
-        record_end(self._run_dir.sessions, how, step=self._state.step, error=error, exported=exported)
+        record_end(self._run_dir.sessions, self._clock, how, step=self._state.step, error=error, exported=exported)
 
     def _encode(self, read_sample: Callable[[], Sample | None], which: str, step: int) -> None:
         """Encode the sample on all ranks, if there is one, and write its embeddings on rank 0."""

@@ -204,7 +204,7 @@ def _sessions(run: Run) -> list[tuple[str, ...]]:
     for number, session in enumerate(sessions):
         is_last = number + 1 == len(sessions)
         how = session.how or (run.history.status.value if is_last else Status.ended.value)
-        seconds = None if session.ended is None else session.ended - session.started
+        seconds = None if session.ended is None else max(0.0, session.ended - session.started)
         rows.append(
             (
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(session.started)),

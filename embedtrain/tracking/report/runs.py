@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -209,7 +210,7 @@ def _read_rows(path: Path) -> tuple[list[dict[str, Any]], float | None, list[str
     rows: list[dict[str, Any]] = []
     try:
         lines = split_lines(path.read_bytes())
-        last_written = path.stat().st_mtime
+        last_written = min(path.stat().st_mtime, time.time())  # a clock that was set back leaves times in the future
     except FileNotFoundError:
         return [], None, []
     except OSError as error:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import re
 import time
 from html.parser import HTMLParser
@@ -14,6 +15,7 @@ import yaml
 from embedtrain.errors import DataError
 from embedtrain.tracking.report.page import write_report
 from embedtrain.tracking.report.sample import Role, Sample, SampleText, write_vectors
+from embedtrain.tracking.sessions import SESSIONS_FILE, SessionClock, read_sessions, record_end, record_start
 from tests.tracking.report.runs import ANSWERS, QUERIES, make_run, make_sample
 
 EVIL = "<script>alert(1)</script>\"'><img src=//evil.example/x onerror=alert(2)>{{ 7*7 }}{% raw %}</style></svg>&amp;"
@@ -185,6 +187,30 @@ def test_a_run_resumed_on_other_ranks(tmp_path):
     assert "Ranks 2, then 3 (cpu)" in page.text
     assert "Duration 1 min 10 s" in page.text
     assert "ended unexpectedly" in page.text
+
+
+def test_a_clock_that_was_set_back(tmp_path, monkeypatch):
+    """No duration is negative, and one that is measured during a session is right."""
+    run = make_run(tmp_path / "run", steps=4)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    clock = SessionClock()
+    record_start(run / SESSIONS_FILE, clock, step=0, total_steps=4, ranks=1, devices="cpu", from_scratch=True)
+    monkeypatch.setattr(time, "time", lambda: now - 86400)
+    record_end(run / SESSIONS_FILE, clock, "stopped", step=2)
+    (stopped,) = read_sessions(run / SESSIONS_FILE)
+    assert 0 <= stopped.ended - stopped.started < 3600
+    # Sessions of hosts whose clocks differ, and metrics written in the future.
+    rows = [
+        {"started": now, "step": 2, "ranks": 1, "devices": "cpu", "total_steps": 4, "ended": now - 60, "how": "failed"},
+        {"started": now - 3600, "step": 2, "ranks": 1, "devices": "cpu", "total_steps": 4},
+    ]
+    (run / SESSIONS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.utime(run / "metrics.jsonl", (now + 10**9, now + 10**9))
+    monkeypatch.setattr(time, "time", lambda: now)
+    page = write_page(tmp_path, run)
+    assert "Duration 1 h 0 min" in page.text
+    assert not re.search(r"-[0-9.]+ (s|min|h)\b", page.text)
 
 
 def test_a_running_run_is_detected_and_not_disturbed(tmp_path):

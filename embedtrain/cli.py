@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
-from embedtrain.formatting import printable
+from embedtrain.formatting import mask_passwords, printable
 from embedtrain.limits import explain_limits, raise_open_files, report_low_limits
 from embedtrain.streams import SafeStream, protect_standard_streams
 
@@ -155,7 +155,11 @@ def _with_user_errors(function: Callable[[], Result], *, delay: float) -> Result
 def _print_error(error: EmbedtrainError) -> None:
     rank = _environment("RANK")
     origin = f"rank {rank} on {socket.gethostname()}: " if rank and not isinstance(error, LostContact) else ""
-    print(f"{'error: ' if error.exit_code == 1 else ''}{origin}{printable(str(error))}", file=sys.stderr, flush=True)
+    print(
+        f"{'error: ' if error.exit_code == 1 else ''}{origin}{printable(mask_passwords(str(error)))}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _environment(name: str) -> int:

@@ -1,4 +1,10 @@
-"""Counts, bytes, durations and texts of files as messages show them."""
+"""Counts, bytes, durations and texts of files as messages show them, and URLs without passwords."""
+
+import re
+
+# `user:password@` of a URL. A password may hold any character; digits before a slash are a port.
+_USER_AND_PASSWORD = re.compile(r"(://[^/\s:@'\"]*:)(?!\d+(?:[/\s]|$))[^\s'\"]*@")
+_TOKEN_AS_USER = re.compile(r"(https?://)[^/\s:@'\"]+@", re.IGNORECASE)
 
 # Characters that a terminal obeys instead of showing them: C0 and C1 control characters, among them those that begin
 # escape sequences, marks that change the direction of the line, and Unicode's line separators.
@@ -17,6 +23,11 @@ def decode_argument(text: str) -> str:
 def printable(text: str, *, lines: bool = False) -> str:
     r"""The text on one line, with escapes such as `\x1b` for control characters; `lines` keeps line breaks and tabs."""
     return text.translate(_ESCAPES_OF_LINES if lines else _ESCAPES)
+
+
+def mask_passwords(text: str) -> str:
+    """The text with `***` in place of passwords in URLs: `ftp://user:***@host`, `https://***@host`."""
+    return _TOKEN_AS_USER.sub(r"\1***@", _USER_AND_PASSWORD.sub(r"\1***@", text))
 
 
 def format_count(count: int, singular: str, plural: str | None = None) -> str:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from embedtrain.formatting import decode_argument, format_bytes, format_count, format_duration, printable
+from embedtrain.formatting import (
+    decode_argument,
+    format_bytes,
+    format_count,
+    format_duration,
+    mask_passwords,
+    printable,
+)
 
 
 def test_counts_are_grouped_and_plural():
@@ -49,3 +56,22 @@ def test_arguments_are_utf8_in_any_locale():
     as_in_ascii = "Zürich 中".encode().decode("ascii", "surrogateescape")
     assert decode_argument(as_in_ascii) == decode_argument("Zürich 中") == "Zürich 中"
     assert decode_argument("\udcff") == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://me:hush@host/x", "https://me:***@host/x"),
+        (
+            "simplecache::ftp://me:hu@sh@host/x and s3://:hush@host",
+            "simplecache::ftp://me:***@host/x and s3://:***@host",
+        ),
+        ("http://me:hu/sh@host", "http://me:***@host"),
+        ("cannot connect to 'HTTPS://hush@proxy:8080'", "cannot connect to 'HTTPS://***@proxy:8080'"),
+        ("hf://datasets/owner/name@main/x", None),
+        ("http://host:8080/a@b", None),
+        ("sftp://me@host/x me@host.org C:/a@b", None),
+    ],
+)
+def test_passwords_in_urls_are_masked(text, masked):
+    assert mask_passwords(text) == (masked or text)

@@ -45,6 +45,7 @@ from embedtrain.config.parsing import (
 from embedtrain.config.recipe import Recipe
 from embedtrain.config.validation import unknown_option
 from embedtrain.errors import ConfigError
+from embedtrain.formatting import mask_passwords
 
 Options = TypeVar("Options")
 
@@ -349,7 +350,23 @@ def _to_dataclass(config: DictConfig, kind: type[Options]) -> Options:
         raise ConfigError(explain_hydra_error(error)) from None
     assert isinstance(options, kind)
     _refuse_added(options, "")
+    _refuse_passwords(to_plain(options), "")
     return options
+
+
+def _refuse_passwords(value: Any, name: str) -> None:
+    """Refuse URLs with passwords: options are written to recipe.yaml, the model card, logs and wandb."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_passwords(item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_passwords(item, f"{name}[{index}]")
+    elif isinstance(value, str) and (masked := mask_passwords(value)) != value:
+        raise ConfigError(
+            f"{name}={masked}: options are written to files that are published, so a URL with a password is rejected: "
+            "give the password to the library that opens the URL, in ~/.netrc, its configuration or its environment"
+        )
 
 
 def _refuse_added(options: Any, prefix: str) -> None:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from embedtrain.formatting import format_count, format_duration, printable
+from embedtrain.formatting import format_count, format_duration, mask_passwords, printable
 from embedtrain.streams import SafeStream
 from embedtrain.tracking.pages import pad, standard_output
 from embedtrain.tracking.step_line import (
@@ -63,11 +63,11 @@ class Console:
 
     def note(self, text: str) -> None:
         """Print a message."""
-        self._print(Text(printable(text)))
+        self._print(Text(printable(mask_passwords(text))))
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self._print(Text.assemble(("warning: ", "bold yellow"), printable(text)))
+        self._print(Text.assemble(("warning: ", "bold yellow"), printable(mask_passwords(text))))
 
     @contextlib.contextmanager
     def phase(self, text: str) -> Iterator[None]:

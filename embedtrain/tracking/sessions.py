@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from embedtrain.files import atomic_write, open_append
+from embedtrain.formatting import mask_passwords
 from embedtrain.records import read_record
 
 SESSIONS_FILE = "sessions.jsonl"
@@ -62,7 +63,7 @@ def record_end(
     """Append the end of a session."""
     row = {"ended": clock.now(), "how": how, "last_step": step, "exported": exported}
     if error is not None:
-        row["error"] = error[:_ERROR_LENGTH]
+        row["error"] = mask_passwords(error)[:_ERROR_LENGTH]
     _append(path, row)
 
 

@@ -13,6 +13,8 @@ from embedtrain.config.limits import load_yaml
 from embedtrain.config.parsing import parse_sources
 from embedtrain.config.recipe import Recipe
 from embedtrain.errors import ConfigError
+from embedtrain.evaluate.options import compose_evaluate
+from embedtrain.mine.options import compose_mine
 from embedtrain.submit.options import compose_submit
 from tests.safety.payloads import MARKER, attempt, code, deep, edit, plant_module, plant_pickle
 from tests.small import save_guide, small_model, write_rows
@@ -344,3 +346,26 @@ def test_a_planted_vocabulary(ranks, copied):
     assert "[y/N]" not in outcome.printed
     assert outcome.kind == "ModelError"
     assert "tokenizer_class=AutoConfig" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("compose", "arguments", "option"),
+    [
+        (compose_recipes, [*BASE, f"model.path=https://me:{SECRET}@host/m"], "model.path"),
+        (
+            compose_recipes,
+            [*BASE, f"data.train=[a,{{path: 'ftp://me:{SECRET}@host/rows.jsonl'}}]"],
+            "data.train[1].path",
+        ),
+        (compose_recipes, [*BASE, f"evaluation.sets=['https://{SECRET}@host/dev']"], "evaluation.sets[0]"),
+        (compose_recipes, [*BASE, f"tracking.wandb_notes='see http://me:{SECRET}@wandb'"], "tracking.wandb_notes"),
+        (compose_evaluate, [f"model=https://me:{SECRET}@host/m", "sets=[dev]"], "model"),
+        (compose_mine, ["model=m", "data=[d]", f"corpus=['s3://me:{SECRET}@host/c']", "output_dir=o"], "corpus[0]"),
+    ],
+)
+def test_urls_with_passwords_are_rejected(compose, arguments, option):
+    """They would be written to recipe.yaml, the model card, logs and wandb; the message does not show them either."""
+    with pytest.raises(ConfigError) as caught:
+        compose(arguments)
+    assert str(caught.value).startswith(f"{option}=") and "***@" in str(caught.value)
+    assert SECRET not in str(caught.value)

@@ -54,12 +54,11 @@ def main(options: EvaluateOptions) -> None:
             tasks = resolve_tasks(options.mteb, set_names) if options.mteb and world.is_main else []
         with world.fail_together("opening metrics.jsonl"):
             output_dir.mkdir(parents=True, exist_ok=True)
-            metrics_file: MetricsFile | None = None
             if world.is_main:
                 require_own_file(output_dir / METRICS_FILE)
                 for folder in (output_dir / "runs", output_dir / "mteb"):
                     require_no_links(folder)
-                metrics_file = MetricsFile(output_dir / METRICS_FILE)
+            metrics_file = MetricsFile(output_dir / METRICS_FILE) if world.is_main else None
 
         def record(name: str, values: Mapping[str, float]) -> None:
             if metrics_file is not None:

@@ -268,7 +268,7 @@ def test_wrong_layer_class_is_rejected_before_weights_are_read(ranks, directorie
 
 def test_weights_that_are_not_finite_are_named(ranks, directories, tmp_path):
     """Packed texts seem to attend to each other if vectors are NaN: the weight is the cause to report."""
-    folder = shutil.copytree(directories / "bert", tmp_path / "nan")
+    folder = shutil.copytree(directories["bert"], tmp_path / "nan")
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors["encoder.layer.1.output.dense.weight"][-1, 3] = float("nan")  # in the rows of the last rank only

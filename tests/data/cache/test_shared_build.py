@@ -43,7 +43,10 @@ def wanted(directory: Path, log: Path, count: int = 8, seconds: float = 0.0, **o
     return Build(directory, lambda: tasks, partial(join, directory, names), **options)
 
 
-def build_one(directory: Path, log: Path, count: int, seconds: float, keep: bool) -> None:
+def build_one(directory: Path, log: Path, count: int, seconds: float, keep: bool, barrier: Any = None) -> None:
+    """Build a folder; with a barrier, only when all processes have started."""
+    if barrier is not None:
+        barrier.wait(60)
     build([wanted(directory, log, count, seconds, keep=keep)])
 
 
@@ -67,7 +70,8 @@ def start(count: int, function: Callable[..., None], *args: Any) -> list[Any]:
 @pytest.mark.parametrize("keep", [True, False])
 def test_processes_share_the_work_and_the_result_is_that_of_one(tmp_path: Path, keep: bool) -> None:
     build_one(tmp_path / "alone", tmp_path / "log", 8, 0.0, keep)
-    processes = start(3, build_one, tmp_path / "shared", tmp_path / "log3", 8, 0.3, keep)
+    barrier = SPAWN.Barrier(3)
+    processes = start(3, build_one, tmp_path / "shared", tmp_path / "log3", 8, 0.1, keep, barrier)
     for process in processes:
         process.join(60)
         assert process.exitcode == 0

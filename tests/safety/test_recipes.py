@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from embedtrain.checksums import write_checksums
 from embedtrain.config.compose import compose_recipes, load_recipe, to_plain
 from embedtrain.config.limits import load_yaml
 from embedtrain.config.parsing import parse_sources
@@ -271,6 +272,7 @@ def with_code(run: Path) -> None:
         model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModel": "evil.Model"},
     )  # fmt: skip
     plant_module(run / "run" / "architecture", run / MARKER)
+    write_checksums(run / "run" / "architecture")
 
 
 @pytest.fixture
@@ -298,6 +300,7 @@ def test_a_run_with_unpickling_settings(ranks, copied):
     architecture = copied / "run" / "architecture"
     edit(architecture / "sentence_bert_config.json", model_args={"weights_only": False, "use_safetensors": False})
     plant_pickle(architecture / "pytorch_model.bin", copied / MARKER, {"a": torch.ones(2)})
+    write_checksums(architecture)
     (outcome,) = ranks(1, attempt, "export", copied, ["run=run", "output_dir=out"])
     assert not outcome.ran
     assert outcome.kind == "ModelError"
@@ -341,6 +344,7 @@ def test_a_planted_vocabulary(ranks, copied):
     edit(tokenizer / "tokenizer_config.json", tokenizer_class="AutoConfig")
     edit(tokenizer / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
     plant_module(tokenizer, copied / MARKER)
+    write_checksums(tokenizer)
     (outcome,) = ranks(1, attempt, "train", copied, scratch)
     assert not outcome.ran
     assert "[y/N]" not in outcome.printed

@@ -42,6 +42,12 @@ def names_of(tree: ast.AST) -> dict[str, str]:
     return names
 
 
+SAFE_LOADERS = (
+    "yaml.BaseLoader",  # makes text of everything
+    "limited_loader(base or omegaconf._utils.get_yaml_loader())",  # a subclass of yaml.SafeLoader, or the caller's
+)
+
+
 def unsafe(source: str) -> Iterator[str]:
     """Every expression of a source that breaks the rule, as it is written."""
     tree = ast.parse(source)
@@ -54,8 +60,8 @@ def unsafe(source: str) -> Iterator[str]:
             first, dot, rest = ast.unparse(node.func).partition(".")
             called = f"{names.get(first, first)}{dot}{rest}"
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if called == "yaml.load" and keywords.get("Loader") == "yaml.BaseLoader":
-                continue  # makes text of everything
+            if called == "yaml.load" and keywords.get("Loader") in SAFE_LOADERS:
+                continue
             if called in NEVER or called.rpartition(".")[2] in NEVER_METHODS:
                 yield ast.unparse(node)
             if called in ("torch.load", "torch.serialization.load") and keywords.get("weights_only") != "True":

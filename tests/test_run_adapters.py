@@ -11,6 +11,7 @@ from safetensors.torch import load_file, safe_open, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
+from embedtrain.checksums import write_checksums
 from embedtrain.distributed.world import World
 from embedtrain.errors import CheckpointError
 from embedtrain.export.__main__ import main
@@ -179,5 +180,6 @@ def test_exported_adapter_has_no_settings_added_to_a_run(ranks, workshop, tmp_pa
     assert json.loads((out / "model" / "adapter" / "adapter_config.json").read_text()) == original
     mapping = {"base_model_class": "system", "parent_library": "os"}
     path.write_text(json.dumps(original | {"auto_mapping": mapping, "runtime_config": {}, "eva_config": {"rho": 2}}))
+    write_checksums(path.parent)
     export(f"run={out}", f"output_dir={tmp_path / 'to'}")
     assert json.loads((tmp_path / "to" / "adapter" / "adapter_config.json").read_text()) == original

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from embedtrain.checkpoint.step_directory import Checkpoint
+from embedtrain.checkpoint.step_directory import Checkpoint, Manifest
 from embedtrain.config.compose import compose_recipes, to_plain
 from embedtrain.config.losses import LOSSES
-from embedtrain.config.recipe import Recipe
+from embedtrain.config.recipe import CheckpointLayout, Recipe
 from embedtrain.data.cache.cache import Cache
 from embedtrain.data.train_data import load_recipe_data
 from embedtrain.errors import CheckpointError
@@ -45,7 +45,11 @@ def compose(rows: Path, *changes: str) -> tuple[Recipe, dict[str, Any]]:
 
 
 def checkpoint_of(recipe: Recipe, identity: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(Path("step-00000004"), 4, {"identity": identity, "recipe": to_plain(recipe)})
+    manifest = Manifest(
+        step=4, layout=CheckpointLayout.full, shards=1, tensors={"weights": {}}, identity=identity,
+        recipe=to_plain(recipe),
+    )  # fmt: skip
+    return Checkpoint(Path("step-00000004"), manifest)
 
 
 def leaves(options: dict[str, Any], prefix: str = "") -> list[str]:
@@ -217,7 +221,8 @@ def test_a_recipe_of_an_older_version_may_lack_options_and_groups(rows):
     recipe, _ = compose(rows)
     older = to_plain(recipe)
     del older["tracking"], older["checkpoint"]["keep_every"]
-    folder = replace(checkpoint_of(recipe, {}), manifest={"recipe": older})
+    folder = checkpoint_of(recipe, {})
+    folder = replace(folder, manifest=replace(folder.manifest, recipe=older))
     assert describe_changes(folder, recipe) == {}
     recipe.checkpoint.keep_every = 100
     assert list(describe_changes(folder, recipe).values()) == [

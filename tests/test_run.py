@@ -136,10 +136,11 @@ def test_a_run_with_another_identity_is_not_resumed(ranks, run_inputs, tmp_path)
 
 
 def test_an_embedding_that_is_not_finite_stops_all_ranks(ranks, run_inputs, tmp_path):
-    """The embedding of one token is NaN; only rank 1's part of the batch of step 2 contains the token."""
+    """The embedding of one token overflows; only rank 1's part of the batch of step 2 contains the token."""
     shutil.copytree(run_inputs / "model", tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
-    weights["embeddings.word_embeddings.weight"][25] = float("nan")  # no text contains the letter i so far
+    token = weights["embeddings.word_embeddings.weight"][25]  # no text contains the letter i so far
+    token[::2], token[1::2] = 3e38, -3e38  # finite, but their difference is not
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     row_index = ranks(1, rows_of_batch, str(run_inputs / "train.jsonl"), 1)[0][1]  # rank 1 owns the second row
     lines = (run_inputs / "train.jsonl").read_text().splitlines()

@@ -187,7 +187,7 @@ def test_beir_folders_are_mined_from_their_corpus(workshop, mined):
         (["corpus=[bad-pool.jsonl]"], r'bad-pool\.jsonl:2: .*"text".*txt'),
         (["corpus=[gone.jsonl]"], r"gone\.jsonl: "),
         (["output_dir=precious"], r"precious/train\.jsonl exists"),
-        (["model=broken"], r"vectors on rank 0 are not finite"),
+        (["model=broken"], r"model=broken: values of 1 weight are not finite"),
     ],
 )
 def test_errors_are_one_sentence(workshop, mistakes, mined, arguments, words):

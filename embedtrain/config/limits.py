@@ -211,6 +211,7 @@ def refuse_hydra_settings(settings: DictConfig) -> None:
 
 
 def _names_code(value: Any) -> bool:
+    """Whether settings name a class or function, except Hydra's launcher and sweeper, which are its defaults."""
     if isinstance(value, list):
         return any(map(_names_code, value))
     return isinstance(value, dict) and any(

@@ -217,7 +217,7 @@ def load_model(
     if read_weights and adapted is not None:
         notes += _initialize_adapters(encoder, adapted, model, world, seed)
     warm_up(encoder, world.device)
-    if read_weights or adapted is not None:
+    if read_weights:  # otherwise trained weights are uninitialized memory until the checkpoint is loaded
         _check_weights(encoder, model, world)
     if work is not None and not choice.reduce_per_step:
         size = 4 * costs.weights.trained / 2**30

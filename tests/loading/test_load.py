@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
 import embedtrain.distributed.weights as weights
-from embedtrain.config.recipe import ModelConfig, Pooling, Strategy
+from embedtrain.config.recipe import LoraConfig, ModelConfig, Pooling, Strategy
 from embedtrain.distributed.sharding import reshard
 from embedtrain.distributed.world import World
 from embedtrain.errors import EmbedtrainError
@@ -288,3 +288,18 @@ def test_model_without_layers(ranks, tmp_path):
     assert answer[0] == "ConfigError"
     assert "parallel.strategy=ddp" in answer[1]
     assert ranks(2, load_error, flat, parallel(Strategy.ddp), None) == [("", "")] * 2
+
+
+def load_without_trained_weights(world: World, model: ModelConfig) -> str:
+    """Load before a checkpoint's weights are read, with NaN in all memory that is not initialized."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        return type(load_model(model, parallel(), world, seed=0, read_weights=False).encoder.backbone).__name__
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_weights_that_a_checkpoint_holds_are_not_checked_before_it_is_loaded(ranks, directories):
+    model = replace(at(directories["bert"]), lora=LoraConfig(rank=2), bidirectional=True)
+    assert len(ranks(2, load_without_trained_weights, model)) == 2

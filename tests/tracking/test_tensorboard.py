@@ -20,7 +20,9 @@ def run(run_dir, steps, resumed_step=None, scale=1.0):
     with Tracker.open(RECIPE, WORLD, run_dir, resumed_step=resumed_step) as tracker:
         for step in steps:
             tracker.step({"step": step, "loss": scale * step, "lr": 1e-3})
-        tracker.evaluation(steps[-1], {"dev": {"ndcg@10": steps[-1] / 10}})
+        metrics = {"ndcg@10": steps[-1] / 10}
+        tracker.set_evaluated(steps[-1], "dev", metrics)
+        tracker.evaluation(steps[-1], {"dev": metrics})
 
 
 def read_events(run_dir):

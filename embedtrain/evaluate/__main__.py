@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
     from embedtrain.loading.load import LoadedModel
     from embedtrain.tracking.console import Console
+    from embedtrain.tracking.metrics import DatasetInfo, MetricsFile
 
 Metrics = dict[str, dict[str, float]]
 
@@ -33,11 +34,10 @@ def main(options: EvaluateOptions) -> None:
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, resolve_tasks, run_tasks
     from embedtrain.evaluation.evaluator import Evaluator
     from embedtrain.evaluation.sets import load_sets
-    from embedtrain.files import require_no_links, require_own_file
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache, model_identity
     from embedtrain.tracking.console import Console
-    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile
+    from embedtrain.tracking.metrics import DatasetInfo, evaluation_row
 
     output_dir = Path(options.output_dir)
     with joined_world(options.timeout) as world:
@@ -54,15 +54,13 @@ def main(options: EvaluateOptions) -> None:
             tasks = resolve_tasks(options.mteb, set_names) if options.mteb and world.is_main else []
         with world.fail_together("opening metrics.jsonl"):
             output_dir.mkdir(parents=True, exist_ok=True)
-            if world.is_main:
-                require_own_file(output_dir / METRICS_FILE)
-                for folder in (output_dir / "runs", output_dir / "mteb"):
-                    require_no_links(folder)
-            metrics_file = MetricsFile(output_dir / METRICS_FILE) if world.is_main else None
+            metrics_file = _open_metrics(output_dir) if world.is_main else None
+        datasets: dict[str, DatasetInfo] = {}
 
-        def record(name: str, values: Mapping[str, float]) -> None:
+        def record(name: str, values: Mapping[str, float], dataset: DatasetInfo) -> None:
+            datasets[name] = dataset
             if metrics_file is not None:
-                metrics_file.append_new({"step": 0, "set": name, "model": options.model, **values})
+                metrics_file.append_new({**evaluation_row(0, name, values, dataset), "model": options.model})
 
         model = _load_model(options, world, console)
         encoder = SentenceEncoder.from_model(model, world, chunk_tokens=options.chunk_tokens, unshard=options.unshard)
@@ -90,9 +88,19 @@ def main(options: EvaluateOptions) -> None:
                     progress=progress,
                     on_result=record,
                 )
-        _report(options, metrics | task_results.metrics, world, console)
+        _report(options, metrics | task_results.metrics, datasets, world, console)
         if failures := task_results.failures:
             raise DataError(f"{len(failures)} of mteb's tasks could not be run: {'; '.join(failures)}")
+
+
+def _open_metrics(output_dir: Path) -> "MetricsFile":
+    from embedtrain.files import require_no_links, require_own_file
+    from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile
+
+    require_own_file(output_dir / METRICS_FILE)
+    for folder in (output_dir / "runs", output_dir / "mteb"):
+        require_no_links(folder)
+    return MetricsFile(output_dir / METRICS_FILE)
 
 
 def _load_model(options: EvaluateOptions, world: "World", console: "Console") -> "LoadedModel":
@@ -108,13 +116,19 @@ def _load_model(options: EvaluateOptions, world: "World", console: "Console") ->
     return model
 
 
-def _report(options: EvaluateOptions, metrics: Metrics, world: "World", console: "Console") -> None:
+def _report(
+    options: EvaluateOptions,
+    metrics: Metrics,
+    datasets: "Mapping[str, DatasetInfo]",
+    world: "World",
+    console: "Console",
+) -> None:
     """Print tables and the memory used."""
     from embedtrain.formatting import format_count
     from embedtrain.tracking.metrics import METRICS_FILE
     from embedtrain.tracking.tracker import peak_memory_gib
 
-    console.evaluation(0, metrics, title=f"evaluation of {options.model}")
+    console.evaluation(0, metrics, datasets=datasets, title=f"evaluation of {options.model}")
     peak = max(world.gather(peak_memory_gib(world.device)))
     console.note(f"{format_count(world.size, 'rank')}, at most {peak:.2f} GiB of memory on each")
     if metrics:

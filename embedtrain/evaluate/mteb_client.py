@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embedtrain.config.evaluation import IndexConfig
+from embedtrain.config.evaluation import IndexConfig, SetKind
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.evaluate.mteb_commands import CommandChannel, StartTask
 from embedtrain.evaluate.mteb_model import MAX_CHARACTERS, MtebSettings, ShardedModel
@@ -24,7 +24,18 @@ from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.models.source import ModelSource
 from embedtrain.tracking.console import Console
+from embedtrain.tracking.metrics import DatasetInfo
 
+# mteb's types of tasks that are kinds of evaluation sets; other types keep mteb's names.
+_KINDS = {
+    "Retrieval": SetKind.retrieval.value,
+    "Reranking": SetKind.reranking.value,
+    "STS": SetKind.sts.value,
+    "PairClassification": SetKind.pair_classification.value,
+    "BitextMining": SetKind.bitext.value,
+    "Classification": SetKind.classification.value,
+    "Clustering": SetKind.clustering.value,
+}
 _SETTINGS_FILE = "config_sentence_transformers.json"
 
 
@@ -138,8 +149,9 @@ def run_tasks(
                     metrics, failures = _run_task(task, sharded_model, folder, channel)
                 results.metrics |= metrics
                 if on_result is not None:
+                    dataset = DatasetInfo(_KINDS.get(task.metadata.type, task.metadata.type), {}, subset=False)
                     for name, values in metrics.items():
-                        on_result(name, values)
+                        on_result(name, values, dataset)
                 results.failures += failures
                 for failure in failures:
                     console.warn(failure)

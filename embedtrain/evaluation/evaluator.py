@@ -9,6 +9,7 @@ from pathlib import Path
 from embedtrain.config.evaluation import IndexConfig
 from embedtrain.distributed.world import World, explain_lost_contact
 from embedtrain.errors import ConfigError, EvaluationInterrupted
+from embedtrain.evaluation.dataset_info import dataset_info
 from embedtrain.evaluation.metrics import DEFAULT_RUN_DEPTH, MEAN, RETRIEVAL_METRICS, check_retrieval_metrics
 from embedtrain.evaluation.tasks.context import EvaluationContext
 from embedtrain.evaluation.tasks.labels import (
@@ -38,9 +39,10 @@ from embedtrain.evaluation.types import (
 )
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.vector_cache import VectorCache
+from embedtrain.tracking.metrics import DatasetInfo
 
-# Called with the name of a set and its metrics.
-ResultCallback = Callable[[str, Mapping[str, float]], None]
+# Called with the name of a set, its metrics, and what was measured.
+ResultCallback = Callable[[str, Mapping[str, float], DatasetInfo], None]
 
 
 class Evaluator:
@@ -65,6 +67,7 @@ class Evaluator:
         vector_cache: VectorCache | None = None,
     ) -> None:
         self.sets = list(sets)
+        self.datasets = _datasets(self.sets)  # by set, with `mean` if it is reported
         self.encoder = encoder
         self.world = world
         self.run_depth = run_depth
@@ -110,7 +113,7 @@ class Evaluator:
     def _report_result(self, name: str, metrics: Mapping[str, float], on_result: ResultCallback | None) -> None:
         if on_result is not None:
             with self.world.fail_together(f"writing the metrics of {name}"):
-                on_result(name, metrics)
+                on_result(name, metrics, self.datasets[name])
 
     def _report_progress(self, name: str, progress: ProgressCallback | None) -> contextlib.AbstractContextManager[None]:
         if progress is None:
@@ -156,6 +159,13 @@ def metric_names(sets: Sequence[LoadedSet]) -> dict[str, tuple[str, ...]]:
     by_set = {loaded.data.name: metric_names_of_set(loaded) for loaded in sets}
     shared = _shared_metrics(by_set)
     return by_set | {MEAN: shared} if shared else by_set
+
+
+def _datasets(sets: Sequence[LoadedSet]) -> dict[str, DatasetInfo]:
+    infos = {loaded.data.name: dataset_info(loaded) for loaded in sets}
+    shared = set(metric_names(sets).get(MEAN, ())) if MEAN not in infos else set()
+    of_mean = [infos[loaded.data.name] for loaded in sets if shared & set(metric_names_of_set(loaded))]
+    return infos | {MEAN: DatasetInfo.of_mean(of_mean)} if of_mean else infos
 
 
 def check_metrics(data: EvaluationData, metrics: Sequence[str], option: str) -> None:

@@ -119,6 +119,7 @@ def read_set(config: EvaluationSet, *, subset: int | None = None, cache: Cache |
         config.query_max_length,
         config.document_max_length,
         None if config.metrics is None else tuple(config.metrics),
+        bool(subset_notes),
         tuple(notes + subset_notes),
     )
 

@@ -113,4 +113,5 @@ class LoadedSet:
     query_max_length: int | None = None
     document_max_length: int | None = None
     metrics: tuple[str, ...] | None = None  # the main one first; None: those of its kind
+    is_subset: bool = False  # whether `data` is a part of the set
     notes: tuple[str, ...] = ()  # irregularities and how they are handled, one line each

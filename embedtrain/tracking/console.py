@@ -17,6 +17,7 @@ from rich.text import Text
 
 from embedtrain.formatting import format_count, format_duration, mask_passwords, printable
 from embedtrain.streams import SafeStream
+from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.pages import pad, standard_output
 from embedtrain.tracking.step_line import (
     OPTIONAL_RANK,
@@ -146,12 +147,22 @@ class Console:
             metrics = [metric for metric in metrics if metric.rank < OPTIONAL_RANK]
         self._print(styled_line(metrics, self._widths))
 
-    def evaluation(self, step: int, results: Results, title: str | None = None) -> None:
-        """Print the results of the evaluation after `step`, as `{set: {metric: value}}`, and their changes."""
+    def evaluation(
+        self,
+        step: int,
+        results: Results,
+        *,
+        datasets: Mapping[str, DatasetInfo] | None = None,
+        title: str | None = None,
+    ) -> None:
+        """Print the results of the evaluation after `step`, as `{set: {metric: value}}`, and their changes.
+
+        With `datasets`, by set, a column shows the kind of each set, and whether only a subset was measured.
+        """
         if not self._enabled or not results:
             return
         lines: list[RenderableType] = [Text(printable(title or f"evaluation at step {step}"), style="bold")]
-        for table in EvaluationTable.of(results, self._previous):
+        for table in EvaluationTable.of(results, self._previous, datasets or {}):
             if self._is_live:
                 grid, omitted = table.for_terminal(self._rich.width - 1)
                 lines.append(grid)
@@ -242,18 +253,26 @@ def _restore_streams() -> None:
 
 
 class EvaluationTable:
-    """A table of sets with the same metrics: a row per set, a column per metric, and the change of each value."""
+    """A table of sets with the same metrics: a row per set, a column per metric, and the change of each value.
 
-    def __init__(self, results: Results, previous: Results, metrics: tuple[str, ...]) -> None:
+    A set without an entry in `datasets` has no kind.
+    """
+
+    def __init__(
+        self, results: Results, previous: Results, metrics: tuple[str, ...], datasets: Mapping[str, DatasetInfo]
+    ) -> None:
         self._results, self._previous, self._metrics = results, previous, metrics
+        self._kinds = {name: datasets[name].label for name in results if name in datasets}
 
     @classmethod
-    def of(cls, results: Results, previous: Results) -> list["EvaluationTable"]:
+    def of(
+        cls, results: Results, previous: Results, datasets: Mapping[str, DatasetInfo] | None = None
+    ) -> list["EvaluationTable"]:
         """One table for each combination of metrics in `results`, in order."""
         groups: dict[tuple[str, ...], dict[str, Mapping[str, float]]] = {}
         for name, metrics in results.items():
             groups.setdefault(tuple(metrics), {})[name] = metrics
-        return [cls(sets, previous, metrics) for metrics, sets in groups.items()]
+        return [cls(sets, previous, metrics, datasets or {}) for metrics, sets in groups.items()]
 
     def plain_lines(self) -> list[str]:
         """Aligned lines with every metric and every change."""
@@ -284,10 +303,12 @@ class EvaluationTable:
     def _cells(self, num_metrics: int, num_changes: int) -> list[list[Text]]:
         """Header and rows with the first `num_metrics` metrics, and a change for the first `num_changes` of them."""
         names = self._metrics[:num_metrics]
-        rows = [[Text("set"), *(Text(printable(name)) for name in names)]]
+        rows = [[Text("set"), *[Text("kind")][: len(self._kinds)], *(Text(printable(name)) for name in names)]]
         for set_name, metrics in self._results.items():
             previous = self._previous.get(set_name, {})
             row = [_shortened(set_name)]
+            if self._kinds:
+                row.append(Text(printable(self._kinds.get(set_name, ""))))
             for index, name in enumerate(names):
                 cell = Text(_value(metrics[name]), style="bold" if index == 0 else "")
                 if index < num_changes and isinstance(metrics[name], float) and name in previous:

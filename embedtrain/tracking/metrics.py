@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,44 @@ from embedtrain.files import atomic_write, open_append, require_own_file
 from embedtrain.records import is_count, is_number
 
 METRICS_FILE = "metrics.jsonl"
+DATASET = "dataset"  # key of an evaluation's row
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetInfo:
+    """The object `dataset` in the row of a set: `{"kind": "retrieval", "queries": 300, ..., "subset": false}`."""
+
+    kind: str  # a value of `SetKind`; `mean` for the means over sets
+    counts: Mapping[str, int]  # what was measured: numbers of queries, documents, pairs, texts, ... by unit
+    subset: bool  # whether a part of the set was measured, so that its metrics are not those of the whole set
+
+    def as_row(self) -> dict[str, Any]:
+        """The object in the row."""
+        return {"kind": self.kind, **self.counts, "subset": self.subset}
+
+    @property
+    def label(self) -> str:
+        """The kind for tables, with a mark if only a subset was measured."""
+        return f"{self.kind} (subset)" if self.subset else self.kind
+
+    @property
+    def size(self) -> str:
+        """The counts as text, such as `300 queries, 4,800 documents`."""
+        return ", ".join(f"{count:,} {unit.replace('_', ' ')}" for unit, count in self.counts.items())
+
+    @classmethod
+    def of_mean(cls, infos: "Sequence[DatasetInfo]") -> "DatasetInfo":
+        """Of the means over these sets."""
+        return cls("mean", {"sets": len(infos)}, any(info.subset for info in infos))
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> "DatasetInfo | None":
+        """From a row of metrics.jsonl; None if it has no valid object, as in files of earlier versions."""
+        values = row.get(DATASET)
+        if not isinstance(values, Mapping) or not isinstance(values.get("kind"), str):
+            return None
+        counts = {str(unit): count for unit, count in values.items() if is_count(count)}
+        return cls(values["kind"], counts, values.get("subset") is True)
 
 
 class MetricsFile:
@@ -111,6 +150,11 @@ def parse_row(line: str) -> dict[str, Any] | None:
     return row if row.get("step") is None or is_count(row["step"]) else None
 
 
+def evaluation_row(step: int, name: str, metrics: Mapping[str, float], dataset: DatasetInfo) -> dict[str, Any]:
+    """The row of an evaluation set."""
+    return {"step": step, "set": name, DATASET: dataset.as_row(), **metrics}
+
+
 def metrics_at(run_dir: Path, step: int) -> dict[str, dict[str, float]]:
     """The evaluation results of `step` as set -> metric -> value, those that are finite; empty if there are none."""
     return {
@@ -118,6 +162,12 @@ def metrics_at(run_dir: Path, step: int) -> dict[str, dict[str, float]]:
         for row in _evaluations(run_dir)
         if row["step"] == step
     }
+
+
+def datasets_at(run_dir: Path, step: int) -> dict[str, DatasetInfo]:
+    """What the evaluation of `step` measured, by set; without the sets of rows that do not say it."""
+    infos = {row["set"]: DatasetInfo.of_row(row) for row in _evaluations(run_dir) if row["step"] == step}
+    return {name: info for name, info in infos.items() if info is not None}
 
 
 def metric_changes(run_dir: Path) -> list[str]:

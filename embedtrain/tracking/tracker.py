@@ -23,7 +23,7 @@ from embedtrain.tracking.loggers import (
     wandb_finish_timeout,
     wandb_start_timeout,
 )
-from embedtrain.tracking.metrics import METRICS_FILE, MetricsFile, read_metrics
+from embedtrain.tracking.metrics import METRICS_FILE, DatasetInfo, MetricsFile, evaluation_row, read_metrics
 
 
 class Tracker:
@@ -127,16 +127,16 @@ class Tracker:
         for logger in self._loggers:
             logger.step(row)
 
-    def set_evaluated(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+    def set_evaluated(self, step: int, name: str, metrics: Mapping[str, float], dataset: DatasetInfo) -> None:
         """Record the results of a set in the evaluation after `step`, before other sets are evaluated."""
         if self._world.is_main:
-            self._record({"step": step, "set": name, **metrics})
+            self._record(evaluation_row(step, name, metrics, dataset))
 
-    def evaluation(self, step: int, results: Results) -> None:
+    def evaluation(self, step: int, results: Results, datasets: Mapping[str, DatasetInfo] | None = None) -> None:
         """Print and log the results of the evaluation after `step`, as `{set: {metric: value}}`."""
         if not self._world.is_main:
             return
-        self.console.evaluation(step, results)
+        self.console.evaluation(step, results, datasets=datasets)
         for logger in self._loggers:
             logger.evaluation(step, results)
 

@@ -140,7 +140,7 @@ class PeriodicEvaluation:
         state.evaluation_due = False
         if not metrics:
             return False
-        self.tracker.evaluation(state.step, metrics)
+        self.tracker.evaluation(state.step, metrics, self.evaluator.datasets)
         if self.best_metric is None or state.step == 0:  # step 0 has no checkpoint to keep
             return False
         set_name, metric = self.best_metric

@@ -69,10 +69,12 @@ def test_sets_and_mteb_together(workshop, monkeypatch):
     assert printed.count(f"warning: {missing}") == 1
     assert printed.count("error: 1 of mteb's tasks could not be run: ") == 1
     assert "embedtrain/" not in printed and "it/s" not in printed, printed
-    assert re.search(r"^ +STSBenchmark +[-.\d]+$", printed, re.MULTILINE), printed
+    assert re.search(r"^ +STSBenchmark +sts +[-.\d]+$", printed, re.MULTILINE), printed
     found = rows(workshop / "two")
+    assert found["dev"]["dataset"] == {"kind": "retrieval", "queries": 40, "documents": 40, "subset": False}
+    assert found["NFCorpus"]["dataset"] == {"kind": "retrieval", "subset": False}
     assert set(found) == {"dev", "STSBenchmark", "NFCorpus"}
-    assert set(found["NFCorpus"]) == {"step", "set", "model", "ndcg_at_10"}
+    assert set(found["NFCorpus"]) == {"step", "set", "dataset", "model", "ndcg_at_10"}
     assert {path.name for path in (workshop / "two" / "runs").iterdir()} == {"dev.run", "dev.qrels"}
     (kept,) = (workshop / "two" / "mteb" / "results").glob("*guide/*/NFCorpus.json")
     scores = json.loads(kept.read_text())["scores"]["test"][0]
@@ -82,6 +84,7 @@ def test_sets_and_mteb_together(workshop, monkeypatch):
     call(*common, "output_dir=one", "unshard=model", "index.place=host", cwd=workshop, code=1)
     assert sorted((workshop / "vectors").rglob("*.safetensors")) == stored, "vectors were found, and none made again"
     for name, row in rows(workshop / "one").items():
+        assert row.pop("dataset") == found[name].pop("dataset")
         assert row == pytest.approx(found[name], abs=1e-6), name
 
 

@@ -14,6 +14,7 @@ from rich.live import Live
 
 from embedtrain.streams import SafeStream
 from embedtrain.tracking.console import Console
+from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.step_line import ProgressLine, StepTimer, rate, step_metrics
 
 ROW = {
@@ -103,7 +104,7 @@ def print_hostile(console):
     with console.training(600, start_step=90):
         print(HOSTILE)  # as a library does
         console.step({**ROW, f"loss/{HOSTILE}": 1.0})
-        console.evaluation(100, {HOSTILE: {HOSTILE: 0.5}}, HOSTILE)
+        console.evaluation(100, {HOSTILE: {HOSTILE: 0.5}}, title=HOSTILE)
         console.evaluation(110, {HOSTILE: {HOSTILE: 0.6}})
 
 
@@ -239,6 +240,21 @@ def test_a_table_that_is_too_wide_lists_the_omitted_metrics():
     text = ESCAPES.sub("", out.getvalue())
     assert "also in metrics.jsonl: recall@100" in text
     assert "0.4100" in text
+
+
+def test_a_table_shows_the_kind_of_each_set(capsys):
+    datasets = {
+        "dev-en": DatasetInfo("retrieval", {"queries": 9}, subset=True),
+        "sts": DatasetInfo("sts", {"pairs": 9}, subset=False),
+    }
+    Console().evaluation(1, RESULTS, datasets=datasets)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  set     kind                ndcg@10  mrr@10  recall@10  recall@100",
+        "  dev-en  retrieval (subset)  0.4100   0.3900  0.6000     0.8000",
+        "  开发集                      0.5100   0.4900  0.7000     0.9000",
+        "  set  kind  spearman",
+        "  sts  sts   0.8100",
+    ]
 
 
 def test_the_cursor_is_visible_during_training():

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from embedtrain.errors import DataError
-from embedtrain.tracking.metrics import MetricsFile, metric_changes, metrics_at, read_metrics
+from embedtrain.tracking.metrics import (
+    DatasetInfo,
+    MetricsFile,
+    datasets_at,
+    evaluation_row,
+    metric_changes,
+    metrics_at,
+    read_metrics,
+)
 
 
 def test_every_row_is_in_the_file_immediately(tmp_path):
@@ -104,6 +112,24 @@ def test_results_of_a_step_are_the_finite_numbers(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert metrics_at(tmp_path, 3) == {"a": {"ndcg@10": 0.5}}
     assert metric_changes(tmp_path) == []
+
+
+def test_a_row_says_what_was_measured(tmp_path):
+    dataset = DatasetInfo("retrieval", {"queries": 300, "documents": 4800}, subset=True)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append(evaluation_row(3, "dev", {"ndcg@10": 0.5}, dataset))
+    metrics.append({"step": 3, "set": "old", "ndcg@10": 0.5})
+    metrics.append({"step": 3, "set": "odd", "dataset": ["retrieval"], "ndcg@10": 0.5})
+    assert read_metrics(tmp_path / "metrics.jsonl")[0] == {
+        "step": 3,
+        "set": "dev",
+        "dataset": {"kind": "retrieval", "queries": 300, "documents": 4800, "subset": True},
+        "ndcg@10": 0.5,
+    }
+    assert metrics_at(tmp_path, 3) == {name: {"ndcg@10": 0.5} for name in ("dev", "old", "odd")}
+    assert datasets_at(tmp_path, 3) == {"dev": dataset}
+    assert datasets_at(tmp_path, 4) == {}
+    assert (dataset.label, dataset.size) == ("retrieval (subset)", "300 queries, 4,800 documents")
 
 
 def test_a_row_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path):

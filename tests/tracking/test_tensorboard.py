@@ -7,7 +7,7 @@ import torch
 
 from embedtrain.config.recipe import Recipe, TrackingConfig
 from embedtrain.distributed.world import World
-from embedtrain.tracking.metrics import read_metrics
+from embedtrain.tracking.metrics import DatasetInfo, read_metrics
 from embedtrain.tracking.tracker import Tracker
 
 pytest.importorskip("tensorboard")
@@ -21,7 +21,7 @@ def run(run_dir, steps, resumed_step=None, scale=1.0):
         for step in steps:
             tracker.step({"step": step, "loss": scale * step, "lr": 1e-3})
         metrics = {"ndcg@10": steps[-1] / 10}
-        tracker.set_evaluated(steps[-1], "dev", metrics)
+        tracker.set_evaluated(steps[-1], "dev", metrics, DatasetInfo("retrieval", {"queries": 4}, subset=False))
         tracker.evaluation(steps[-1], {"dev": metrics})
 
 

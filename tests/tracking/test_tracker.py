@@ -13,10 +13,11 @@ import torch
 
 from embedtrain.config.recipe import Recipe, TrackingConfig, WandbMode
 from embedtrain.distributed.world import World
-from embedtrain.tracking.metrics import MetricsFile, read_metrics
+from embedtrain.tracking.metrics import DatasetInfo, MetricsFile, read_metrics
 from embedtrain.tracking.tracker import Tracker
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))
+DATASET = DatasetInfo("retrieval", {"queries": 4}, subset=False)
 
 
 def fake_wandb(**failures):
@@ -62,7 +63,7 @@ def recipe(wandb=True):
 
 
 def evaluated(tracker, step, metrics):
-    tracker.set_evaluated(step, "dev", metrics)
+    tracker.set_evaluated(step, "dev", metrics, DATASET)
     tracker.evaluation(step, {"dev": metrics})
 
 
@@ -122,7 +123,7 @@ def test_unknown_metrics_reach_the_file_and_wandb_and_memory_is_added(tmp_path, 
     assert next(iter(first)) == "step"
     assert first["in_batch_accuracy"] == 0.5
     assert 0.01 < first["memory_gib"] < 1000
-    assert second == {"step": 1, "set": "dev", "ndcg@10": 0.1}
+    assert second == {"step": 1, "set": "dev", "dataset": DATASET.as_row(), "ndcg@10": 0.1}
     assert fake.rows[0]["train/in_batch_accuracy"] == 0.5
     assert fake.rows[1] == {"step": 1, "dev/ndcg@10": 0.1}
     assert fake.finished == [0]
@@ -253,6 +254,7 @@ REAL = """
 import sys, torch
 from embedtrain.config.recipe import Recipe, TrackingConfig
 from embedtrain.distributed.world import World
+from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.tracker import Tracker
 recipe = Recipe(name="tiny", tracking=TrackingConfig(wandb=True))
 run_dir, resumed_step, wandb_id = sys.argv[1], *map(eval, sys.argv[2:4])
@@ -260,7 +262,7 @@ world = World(0, 1, 0, 1, torch.device("cpu"))
 with Tracker.open(recipe, world, run_dir, resumed_step=resumed_step, wandb_id=wandb_id) as tracker:
     for step in (1, 2):
         tracker.step({"step": step + (resumed_step or 0), "loss": float("nan"), "lr": 1e-3})
-    tracker.set_evaluated(2, "dev", {"ndcg@10": 0.5})
+    tracker.set_evaluated(2, "dev", {"ndcg@10": 0.5}, DatasetInfo("retrieval", {"queries": 4}, subset=False))
     tracker.evaluation(2, {"dev": {"ndcg@10": 0.5}})
     print("id", tracker.wandb_id)
 """

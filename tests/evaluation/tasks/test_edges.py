@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from embedtrain.config.evaluation import Classifier
+from embedtrain.config.evaluation import Classifier, SetKind
 from embedtrain.errors import ConfigError, EmbedtrainError, EvaluationInterrupted
+from embedtrain.evaluation.dataset_info import dataset_info
 from embedtrain.evaluation.evaluator import Evaluator, check_metrics, metric_names
 from embedtrain.evaluation.metrics import parse_best_metric
 from embedtrain.evaluation.types import (
@@ -21,6 +22,7 @@ from embedtrain.evaluation.types import (
     RetrievalSet,
     ScoredPairs,
 )
+from embedtrain.tracking.metrics import DatasetInfo
 from tests.evaluation.tasks.mteb_reference import on_any_ranks
 from tests.evaluation.tiny import sentence_encoder
 from tests.small import text
@@ -188,7 +190,7 @@ def results_before_an_interruption(world, sets):
     results = {}
     with pytest.raises(EvaluationInterrupted):
         Evaluator(sets, sentence_encoder(world), world).evaluate(
-            on_result=results.__setitem__, stop=lambda: len(results) == 2
+            on_result=lambda name, _metrics, dataset: results.update({name: dataset}), stop=lambda: len(results) == 2
         )
     return results
 
@@ -197,10 +199,25 @@ def test_results_of_completed_sets_are_reported_before_the_others_are_measured(r
     sets = [LoadedSet(data) for data in one_of_each()[:3]]
     for results in ranks(2, results_before_an_interruption, sets):
         assert list(results) == ["retrieval", "reranking"]
+        assert results["retrieval"] == DatasetInfo("retrieval", {"queries": 6, "documents": 6}, subset=False)
+
+
+def test_every_kind_of_set_says_what_it_measures():
+    sets = [LoadedSet(data, is_subset=data.name == "sts") for data in one_of_each()]
+    rows = {loaded.data.name: dataset_info(loaded).as_row() for loaded in sets}
+    assert rows["reranking"] == {"kind": "reranking", "queries": 6, "documents": 6, "subset": False}
+    assert rows["sts"] == {"kind": "sts", "pairs": 6, "subset": True}
+    assert rows["pair_classification"]["pairs"] == rows["bitext"]["pairs"] == 6
+    assert rows["knn"] == {"kind": "classification", "texts": 6, "train_texts": 6, "subset": False}
+    assert rows["drawn"] == {"kind": "clustering", "texts": 6, "subset": False}
+    assert {row["kind"] for row in rows.values()} == {kind.value for kind in SetKind} - {"auto"}
+    assert DatasetInfo.of_mean([dataset_info(loaded) for loaded in sets]).as_row() == {
+        "kind": "mean", "sets": 9, "subset": True,
+    }  # fmt: skip
 
 
 def failing_callback(world, sets):
-    def full(name, _metrics):
+    def full(name, _metrics, _dataset):
         if world.rank == 1:
             raise OSError(28, "No space left on device", name)
 

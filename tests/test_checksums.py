@@ -10,7 +10,12 @@ import pytest
 
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checksums import CHECKSUMS, Checksums, checksum_of, damaged_files, write_checksums
-from embedtrain.errors import CheckpointError, DataError
+from embedtrain.config.recipe import ModelConfig, ParallelConfig, Pooling
+from embedtrain.distributed.world import World
+from embedtrain.errors import CheckpointError, DataError, ModelError
+from embedtrain.loading.load import load_model
+from embedtrain.models.export_record import RECORD, verify_settings, verify_weights, write_record
+from embedtrain.models.source import open_model_source
 from embedtrain.tracking.report.sample import (
     Pair,
     PairRelation,
@@ -22,7 +27,8 @@ from embedtrain.tracking.report.sample import (
     write_texts,
     write_vectors,
 )
-from tests.small import small_tokenizer
+from tests.ranks import RankFailed
+from tests.small import save_small, small_model, small_tokenizer
 
 
 def flip(path: Path, draw: random.Random) -> bytes:
@@ -52,6 +58,43 @@ def test_flipped_bits_of_a_tokenizer_and_an_architecture(tmp_path):
         path.write_bytes(before)
     shutil.rmtree(run.architecture / "1_Pooling")
     assert damaged_files(run.architecture) == ["1_Pooling/config.json"]
+
+
+def load(world: World, path: str) -> None:
+    load_model(ModelConfig(path=path, pooling=Pooling.mean), ParallelConfig(), world, seed=0, work=None)
+
+
+def test_flipped_bits_of_an_exported_model(tmp_path, ranks):
+    """Every rank verifies the settings; the ranks of a host share the weights, and all of them name the file."""
+    model = save_small(small_model("bert"), tmp_path / "model")
+    for name in ("1_Pooling", "adapter"):
+        (model / name).mkdir()
+        (model / name / "config.json").write_text("{}")
+    (model / "README.md").write_text("of the export")
+    write_record(model)
+    ranks(2, load, str(model))
+    weights, record = model / "model.safetensors", model / RECORD
+    paths = [path for path in sorted(model.rglob("*.*")) if path.parent.name != "adapter" and path != record]
+    paths.remove(model / "README.md")
+    (model / "README.md").write_text("of the user")
+    (model / "adapter" / "config.json").unlink()
+    verify_settings(model)
+    draw = random.Random(5)
+    for number in range(200):
+        path = paths[number % len(paths)]
+        before = flip(path, draw)
+        with pytest.raises(ModelError, match=f"{path} is not what was exported.*delete {record}"):
+            verify_weights(model) if path == weights else verify_settings(model)
+        path.write_bytes(before)
+    flip(weights, draw)
+    with pytest.raises(RankFailed) as failure:
+        ranks(2, load, str(model))
+    assert all(f"{weights} is not what was exported" in text for text in str(failure.value).split("rank 1:"))
+    flip(record, draw)
+    with pytest.raises(ModelError, match=f"{record}.*damaged.*delete this file"):
+        open_model_source(ModelConfig(path=str(model), pooling=Pooling.mean))
+    record.unlink()
+    open_model_source(ModelConfig(path=str(model), pooling=Pooling.mean))
 
 
 def test_flipped_bits_of_the_sample_of_a_report(tmp_path):

@@ -43,6 +43,7 @@ from embedtrain.models.attention_kernels import (
 from embedtrain.models.blocks import find_blocks
 from embedtrain.models.build import TensorLocation, build_encoder, full_state_dict, locate_weights, stored_dtype
 from embedtrain.models.encoder import Encoder
+from embedtrain.models.export_record import verify_weights
 from embedtrain.models.four_bit import four_bit_layers
 from embedtrain.models.packing import PackingCheck, check_packing, disable_packing, enable_packing, packing_mismatch
 from embedtrain.models.source import ModelSource, open_model_source
@@ -170,7 +171,7 @@ def load_model(
     quiet_libraries()
     memory, free, capability = _limits_of_every_rank(world)
     with world.fail_together("opening the model"):
-        source = open_model_source(model) if source is None else source
+        source = _open_verified(model, source, world, read_weights=read_weights or model.lora.on)
         if tokenizer is None:
             tokenizer = load_tokenizer(source, model.tokenizer, model.tokenizer_revision)
         else:
@@ -293,6 +294,15 @@ def _blocks(encoder: Encoder, parallel: ParallelConfig, *, required: bool) -> tu
         blocks = find_blocks(encoder, from_environment, option=f"{BLOCK_CLASS_VARIABLE} (in the environment)")
         return blocks, [f"layer class {from_environment}: read from {BLOCK_CLASS_VARIABLE} in the environment"]
     return find_blocks(encoder, parallel.block_class, required=required), []
+
+
+def _open_verified(model: ModelConfig, source: ModelSource | None, world: World, *, read_weights: bool) -> ModelSource:
+    """Compare the weights with their checksums, if they are read and an export has written them."""
+    source = open_model_source(model) if source is None else source
+    if read_weights and source.directory is not None:
+        # The ranks of each host share the files, because hosts may have disks of their own.
+        verify_weights(source.directory, world.local_rank, world.local_size)
+    return source
 
 
 def _read_weights(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from embedtrain.config.recipe import LoraConfig
 from embedtrain.errors import ModelError
+from embedtrain.models.export_record import verify_settings, verify_weights
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
 
@@ -110,6 +111,8 @@ def open_adapter(lora: LoraConfig) -> AdapterFiles | None:
         return None
     directory = resolve_directory(lora.path, lora.revision, "model.lora.path", "model.lora.revision", _FILES)
     require_own_files(directory)
+    verify_settings(directory)
+    verify_weights(directory)
     files = read_settings(directory)
     if not (directory / WEIGHTS).is_file():
         raise ModelError(f"{directory / WEIGHTS} is missing: weights of an adapter are read only from safetensors")

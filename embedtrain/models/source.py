@@ -17,6 +17,7 @@ from embedtrain.config.recipe import ModelConfig, Pooling
 from embedtrain.errors import ConfigError, ModelError
 from embedtrain.models.attention_direction import require_pooling, set_attention_direction
 from embedtrain.models.encoder import ACTIVATIONS, disable_unused
+from embedtrain.models.export_record import verify_settings
 from embedtrain.models.file_references import read_json, require_own_files
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.rope import scale_rope
@@ -96,6 +97,7 @@ def _from_path(model: ModelConfig) -> ModelSource:
         raise ConfigError("no model: set model.path to a Hub id or a directory, or model.config")
     directory = resolve_directory(model.path, model.revision, "model.path", "model.revision")
     require_safe_files(directory, trust_remote_code=model.trust_remote_code)
+    verify_settings(directory)
     is_sentence_transformers = (directory / "modules.json").is_file()
     source = _read_modules(directory, model) if is_sentence_transformers else _read_plain(directory, model)
     max_length = model.max_length or source.tokenization.max_length

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from embedtrain.config.recipe import Pooling
 from embedtrain.errors import ConfigError, ModelError
+from embedtrain.models.export_record import verify_settings
 from embedtrain.models.hub import one_line, resolve_directory
 from embedtrain.models.rope import has_rotary_positions
 from embedtrain.models.security import require_safe_files
@@ -43,6 +44,8 @@ def load_tokenizer(
         raise ConfigError("a model made from model.config has no tokenizer of its own: set model.tokenizer")
     path = tokenizer or str(source.directory)
     directory = resolve_directory(path, revision, "model.tokenizer", "model.tokenizer_revision", _FILES)
+    if tokenizer is not None:
+        verify_settings(directory)
     loaded = read_tokenizer(directory, trust_remote_code=source.trust_remote_code)
     if set(loaded.get_vocab()) <= set(loaded.all_special_tokens):
         # If the files are missing, transformers silently makes a tokenizer that maps every word to <unk>.

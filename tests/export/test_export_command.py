@@ -13,10 +13,10 @@ from huggingface_hub import close_session, constants
 from sentence_transformers import SentenceTransformer
 
 from embedtrain.checkpoint.export.hub import upload_model
-from embedtrain.checkpoint.export.replacement import RECORD
 from embedtrain.errors import CheckpointError, ConfigError
 from embedtrain.export.__main__ import main
 from embedtrain.export.options import compose_export
+from embedtrain.models.export_record import RECORD
 from tests.checkpoint.hub_server import TOKEN, Hub, running_hub
 from tests.runs import run
 from tests.small import save_small, small_model, write_beir, write_rows

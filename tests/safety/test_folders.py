@@ -11,13 +11,13 @@ from embedtrain.checkpoint.export.replacement import (
     export_lock,
     replace_export,
     require_replaceable,
-    write_record,
 )
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.checkpoint.step_directory import delete_checkpoint, list_steps, recover_replaced, step_path
 from embedtrain.config.compose import compose_recipes
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, EmbedtrainError
+from embedtrain.models.export_record import write_record
 from embedtrain.tracking.report.page import write_report
 from tests.runs import options, run
 

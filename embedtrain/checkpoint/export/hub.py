@@ -5,9 +5,9 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, is_offline_mode
 
-from embedtrain.checkpoint.export.replacement import RECORD
 from embedtrain.config.recipe import ONNX, ExportConfig
 from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.models.export_record import RECORD
 from embedtrain.models.hub import one_line
 
 # Files of an earlier model to delete if the new one lacks them: more weight files, an ONNX graph.

@@ -28,7 +28,7 @@ from embedtrain.checkpoint.export.model_directory import (
     write_weights,
 )
 from embedtrain.checkpoint.export.onnx import check_graph, write_graph
-from embedtrain.checkpoint.export.replacement import replace_export, require_only_export, write_record
+from embedtrain.checkpoint.export.replacement import replace_export, require_only_export
 from embedtrain.checkpoint.export.verify import (
     AdapterBase,
     ExportReference,
@@ -44,6 +44,7 @@ from embedtrain.errors import CheckpointError, EmbedtrainError
 from embedtrain.models.adapters import has_adapters
 from embedtrain.models.build import build_encoder, stored_dtype
 from embedtrain.models.encoder import Encoder
+from embedtrain.models.export_record import write_record
 from embedtrain.models.source import ModelSource
 
 

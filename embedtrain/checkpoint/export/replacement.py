@@ -1,10 +1,9 @@
-"""Replacing an earlier export by a new one, and nothing else: records of what was written, scratch folders, a lock.
+"""Replacing an earlier export by a new one, and nothing else: scratch folders, a lock.
 
-The record of an export, `embedtrain.json`, lists its files and their sizes. A folder with other or changed files is the
+A folder with other files than those in the record of an export, `embedtrain.json`, or with files of other sizes is the
 user's and is never replaced. The new export is written beside the old one as `NAME.RANDOM.tmp`.
 """
 
-import json
 import os
 import re
 import secrets
@@ -14,10 +13,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from embedtrain.checksums import Checksums
 from embedtrain.errors import ConfigError
 from embedtrain.files import remove_tree, require_own_file
+from embedtrain.models.export_record import RECORD
 
-RECORD = "embedtrain.json"
 _SCRATCH, _REPLACED = ".tmp", ".old.tmp"
 _LOCK_TIMEOUT = 10.0  # seconds that an export waits for another one to the same directory
 
@@ -73,12 +73,6 @@ def require_only_export(output_dir: Path) -> None:
         )
 
 
-def write_record(directory: Path) -> None:
-    """List the files of a complete export in it."""
-    sizes = {name: os.lstat(directory / name).st_size for name in _list_files(directory)}
-    (directory / RECORD).write_text(json.dumps({"files": sizes}, indent=1) + "\n", encoding="utf-8")
-
-
 def replace_export(output_dir: Path, new: Path) -> None:
     """Rename `new` to `output_dir`; an earlier export is moved away before it is deleted."""
     old = new.with_name(new.name.removesuffix(_SCRATCH) + _REPLACED)
@@ -104,11 +98,11 @@ def _remove_leftovers(output_dir: Path) -> None:
 def _find_foreign(directory: Path) -> str | None:
     """A file of the directory that is not in its record, or has another size; None if there is none."""
     try:
-        sizes = dict(json.loads((directory / RECORD).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        files = Checksums.read(directory / RECORD).files
+    except (OSError, ValueError):
         return next((path.name for path in sorted(directory.iterdir())), None) if directory.is_dir() else None
     for name in _list_files(directory):
-        if name != RECORD and sizes.get(name) != os.lstat(directory / name).st_size:
+        if name != RECORD and (name not in files or files[name][0] != os.lstat(directory / name).st_size):
             return name
     return None
 

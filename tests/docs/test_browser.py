@@ -1,86 +1,109 @@
-"""The site in Chromium: nothing overflows at desktop and phone width, and colors follow the system."""
+"""The site in Chromium, opened from the disk: it fits desktops and phones, and its colors follow the system."""
 
-import functools
-import json
 import os
-import re
-import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
+from tests.browser import Browser, chromium
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.browser
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine (apt-get install chromium)"),
+]
 
-# Each page in a frame of that width: how wide it is, its background, and the formulas in it that take no room.
-MEASURE = """<!doctype html><body><script>
-const pages = %s, found = [];
-async function measure(page, width) {
-  const frame = document.createElement("iframe");
-  frame.style.cssText = `width:${width}px;height:900px;border:0`;
-  frame.src = page;
-  document.body.append(frame);
-  await new Promise(done => frame.onload = done);
+# What a reader of the page sees. `hidden_code`: blocks of code of which the copy button covers a part, also when
+# they are scrolled. `cut`: texts that are wider than a container that does not scroll.
+MEASURE = """(async () => {
   await new Promise(done => setTimeout(done, 100));
-  const inside = frame.contentDocument;
-  found.push({page, width, wide: inside.documentElement.scrollWidth,
-    background: getComputedStyle(inside.body).backgroundColor,
-    heading: inside.querySelector("h1").textContent,
-    formulas: inside.querySelectorAll("math").length,
-    flat: [...inside.querySelectorAll("math")].filter(one => one.getBoundingClientRect().height < 8).length});
-  frame.remove();
-}
-(async () => {
-  for (const page of pages) for (const width of [390, 1440]) await measure(page, width);
-  document.body.textContent = "FOUND" + JSON.stringify(found) + "END";
-})();
-</script></body>"""
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format, *arguments):
-        pass
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const box = (element) => element.getBoundingClientRect();
+  const meets = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const sidebar = document.querySelector(".md-sidebar--primary");
+  return {
+    width: document.documentElement.scrollWidth,
+    background: getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number),
+    heading: document.querySelector("h1").textContent,
+    hidden_code: all("pre:has(.md-code__button)").filter(
+      (block) => meets(box(block.querySelector("code")), box(block.querySelector(".md-code__button")))).length,
+    wide_tables: all(".md-typeset__scrollwrap").filter((wrap) => wrap.scrollWidth > wrap.clientWidth + 1)
+      .map((wrap) => wrap.querySelector("table").dataset.layout),
+    cut: all("td, th").filter((cell) => cell.scrollWidth > cell.clientWidth + 1)
+      .map((cell) => cell.textContent.slice(0, 60)),
+    links_in_sidebar: sidebar && box(sidebar).left >= 0 ? sidebar.querySelectorAll("a.md-nav__link[href]").length : 0,
+    silent_images: all("article img").filter((image) => image.alt === "").length,
+    formulas: all("math").length,
+    flat_formulas: all("math").filter((formula) => formula.checkVisibility() && box(formula).height < 8).length,
+  };
+})()"""
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Iterator[tuple[str, list[str]]]:
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium: apt-get install chromium")
+def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}, timeout=240, check=True,
     )  # fmt: skip
-    pages = sorted(f"/{page.parent.relative_to(folder)}/".replace("/./", "/") for page in folder.rglob("index.html"))
-    (folder / "measure.html").write_text(MEASURE % json.dumps(pages), encoding="utf-8")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", pages
-    server.shutdown()
+    return folder
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_fit_at_desk_and_phone_width(site, scheme, tmp_path):
-    address, pages = site
-    output = subprocess.run(
-        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
-         "--window-size=1600,1000", "--virtual-time-budget=60000", "--dump-dom", f"{address}/measure.html"],
-        capture_output=True, text=True, timeout=300, check=True,
-    ).stdout  # fmt: skip
-    (measured,) = re.findall("FOUND(.*)END", output, re.DOTALL)
-    measurements = json.loads(measured.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
-    assert len(measurements) == 2 * len(pages) > 50
-    for page in measurements:
-        assert page["wide"] <= page["width"], f"{page['page']} overflows {page['width']} pixels"
-        red, green, blue = map(int, re.findall(r"\d+", page["background"])[:3])
-        assert (red + green + blue > 600) == (scheme == "light"), page
-        assert page["flat"] == 0, f"{page['page']} has formulas without height"
-    assert sum(page["formulas"] for page in measurements) > 60
+@pytest.fixture
+def browser():
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_pages_fit_and_follow_the_colors_of_the_system(site, browser, width, dark):
+    pages = sorted(page for page in site.rglob("*.html") if page.name != "404.html")
+    assert len(pages) > 30
+    formulas = 0
+    for page in pages:
+        browser.open(page, width=width, dark=dark)
+        seen = browser.evaluate(MEASURE)
+        name = f"{page.relative_to(site)} at {width} pixels"
+        assert seen["width"] <= width, f"{name} overflows"
+        assert seen["hidden_code"] == 0, f"{name}: code under the button that copies it"
+        assert seen["cut"] == [], f"{name}: texts are cut"
+        assert set(seen["wide_tables"]) <= ({"scroll"} if width == 390 else set()), f"{name}: tables do not fit"
+        assert (sum(seen["background"]) < 200) == dark, name
+        assert seen["flat_formulas"] == 0, f"{name}: formulas without height"
+        assert seen["links_in_sidebar"] > 30 or width == 390, f"{name}: no sidebar"
+        assert seen["silent_images"] == 0, f"{name}: images without a text"
+        assert browser.complaints() == [], name
+        assert [url for url in browser.requests() if not url.startswith(("file:", "data:", "blob:"))] == [], name
+        formulas += seen["formulas"]
+    assert formulas > 30
+
+
+def test_the_search_works_from_the_disk(site, browser):
+    browser.open(site / "reference" / "recipe.html")
+    results = browser.evaluate("""(async () => {
+      const input = document.querySelector("input.md-search__input");
+      input.focus();
+      input.value = "false_negative_margin";
+      input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}));
+      for (let waited = 0; waited < 400; waited++) {
+        const links = [...document.querySelectorAll("a.md-search-result__link")].map((link) => link.href);
+        if (links.length > 0) return links;
+        await new Promise(done => setTimeout(done, 50));
+      }
+      return [];
+    })()""")
+    assert any("/losses.html" in link for link in results), results
+    for link in results:
+        assert Path(link.removeprefix("file://").partition("?")[0].partition("#")[0]).is_file(), link
+
+
+def test_links_of_the_sidebar_lead_to_files(site, browser):
+    browser.open(site / "reference" / "losses.html")
+    links = browser.evaluate("""[...document.querySelectorAll(".md-sidebar--primary a[href], .md-header a[href]")]
+      .map((link) => link.href.split("#")[0])""")
+    assert len(links) > 30
+    for link in links:
+        assert Path(link.removeprefix("file://")).is_file(), link

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import unquote
 
 import pytest
 
@@ -34,10 +35,9 @@ def test_every_page_of_the_nav_is_built_and_in_the_search(site):
     assert len(named) > 25
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
     for page in named:
-        built = site / ("index.html" if page == "index.md" else f"{page.removesuffix('.md')}/index.html")
-        assert built.is_file(), page
-        if page != "index.md":
-            assert f'"{page.removesuffix(".md")}/"' in index, page
+        built = f"{page.removesuffix('.md')}.html"
+        assert (site / built).is_file(), page
+        assert f'"{built}"' in index, page
     for message in ("Could not find the transformer layer class to wrap", "must be 2-D", "data pointer on an invalid"):
         assert message in index
 
@@ -50,12 +50,46 @@ def test_the_site_opens_without_a_network(site):
         assert "fonts.googleapis" not in text
 
 
+def test_links_and_the_search_work_from_the_disk(site):
+    """A browser shows no index of a folder, and reads no JSON, for a page that is a file."""
+    for page in site.rglob("*.html"):
+        links = re.findall(r'<a\b[^>]*? href="([^"#]+)', page.read_text(encoding="utf-8"))
+        local = [link for link in links if not re.match(r"https?:|mailto:|/", link)]
+        for link in local:
+            assert (page.parent / unquote(link)).is_file(), f"{page.relative_to(site)} links to {link}"
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert "iframe-worker" in (site / "index.html").read_text(encoding="utf-8")
+    assert index.startswith("var __index = {")
+
+
+def test_tables_and_images_are_prepared_for_narrow_pages_and_colors():
+    hook = load_hook("layout")
+    pictures = {"assets/run.png", "assets/run-dark.png", "assets/one.svg"}
+    files = SimpleNamespace(get_file_from_path=lambda path: path if path in pictures else None)
+
+    def render(content: str) -> str:
+        return hook.on_page_content(content, SimpleNamespace(url="reference/page.html"), files)
+
+    head = "<thead><tr><th>option</th><th>default</th><th>meaning</th></tr></thead>"
+    texts = render(f"<table>{head}<tr><td>lr</td><td>1e-5</td><td>{'the learning rate ' * 4}</td></tr></table>")
+    assert "<table data-layout='stack'>" in texts
+    assert '<td data-label="default">1e-5</td>' in texts
+    numbers = render(f"<table>{head}<tr><td>1</td><td>2</td><td>3</td></tr></table>")
+    assert numbers.startswith("<table data-layout='scroll'>")
+    assert "data-label" not in numbers
+    both = render('<p><img alt="A run" src="../assets/run.png" /></p>')
+    assert both.count("<img") == 2
+    assert re.search(r'only-light" href="../assets/run.png"><img alt="A run" src="../assets/run.png"', both)
+    assert re.search(r'only-dark" href="../assets/run-dark.png"><img alt="A run" src="../assets/run-dark.png"', both)
+    assert render('<img alt="One" src="../assets/one.svg" />').count("<img") == 1
+
+
 def test_formulas_are_mathml_and_the_reference_has_tables(site):
-    text = (site / "exactness" / "index.html").read_text(encoding="utf-8")
+    text = (site / "exactness.html").read_text(encoding="utf-8")
     assert text.count("<math") > 20
     assert "arithmatex" not in text
     assert "$$" not in text
-    recipe = (site / "reference" / "recipe" / "index.html").read_text(encoding="utf-8")
+    recipe = (site / "reference" / "recipe.html").read_text(encoding="utf-8")
     assert 'id="option.train.global_batch_size"' in recipe
     assert "\\|" not in recipe
 

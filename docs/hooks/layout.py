@@ -1,0 +1,66 @@
+"""mkdocs hook: tables that can be read on phones, and pictures for light and dark pages.
+
+Tables of texts become one block per row on narrow screens, where each cell is preceded by the heading of its column.
+Tables of numbers scroll, and their first column stays. `docs/assets/site.css` does the rest.
+
+An image `NAME.png` with a `NAME-dark.png` beside it is replaced by both, of which the page shows one. An image leads to
+itself in full size.
+"""
+
+import posixpath
+import re
+
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+_TABLE = re.compile(r"<table>(?P<content>.*?)</table>", re.DOTALL)
+_ROW = re.compile(r"<tr>(?P<content>.*?)</tr>", re.DOTALL)
+_HEADING = re.compile(r"<th\b[^>]*>(?P<text>.*?)</th>", re.DOTALL)
+_CELL = re.compile(r"<td(?P<attributes>[^>]*)>(?P<text>.*?)</td>", re.DOTALL)
+_TAG = re.compile(r"<[^>]+>")
+_IMAGE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<source>[^":]+)"[^>]*/?>')
+
+LONG_TEXT = 16  # characters: cells of numbers and short names have fewer on average
+
+
+def on_page_content(content: str, page: Page, files: Files, **_: object) -> str:
+    """The page with tables and images prepared for the style sheet."""
+
+    def image(match: re.Match[str]) -> str:
+        return _image(match["alt"], match["source"], page, files)
+
+    return _IMAGE.sub(image, _TABLE.sub(lambda match: _table(match["content"]), content))
+
+
+def _table(content: str) -> str:
+    headings = [_TAG.sub("", text).strip() for text in _HEADING.findall(content)]
+    if len(headings) == 2:
+        headings = []  # a name and its explanation need no labels
+    cells = [_TAG.sub("", match["text"]) for match in _CELL.finditer(content)]
+    if not cells or sum(map(len, cells)) < LONG_TEXT * len(cells):
+        return f"<table data-layout='scroll'>{content}</table>"
+    rows = _ROW.sub(lambda row: f"<tr>{_labelled(row['content'], headings)}</tr>", content)
+    return f"<table data-layout='stack'>{rows}</table>"
+
+
+def _labelled(row: str, headings: list[str]) -> str:
+    labels = iter(headings)
+
+    def cell(match: re.Match[str]) -> str:
+        label = next(labels, "")
+        attribute = f' data-label="{label.replace(chr(34), "&quot;")}"' if label else ""
+        return f"<td{match['attributes']}{attribute}>{match['text']}</td>"
+
+    return _CELL.sub(cell, row)
+
+
+def _image(alt: str, source: str, page: Page, files: Files) -> str:
+    """One image, or one for each color scheme, in a link to the file."""
+    stem, extension = posixpath.splitext(source)
+    dark = f"{stem}-dark{extension}"
+    has_dark = files.get_file_from_path(posixpath.normpath(posixpath.join(posixpath.dirname(page.url), dark)))
+    kind = "terminal" if extension == ".svg" else "screen"
+    return "".join(
+        f'<a class="picture {kind} {scheme}" href="{path}"><img alt="{alt}" src="{path}" loading="lazy"></a>'
+        for path, scheme in ([(source, "only-light"), (dark, "only-dark")] if has_dark else [(source, "")])
+    )

@@ -20,6 +20,7 @@ BASE = [
     "name=t", "model.pooling=mean", "train.global_batch_size=10", "train.log_every=1", "train.chunk_tokens=120",
     "parallel.strategy=fsdp", "parallel.precision=fp32", "optim.lr=1e-3", "loss.temperature=0.1",
     "export.check=false",  # exports have their own tests
+    "evaluation.at_start=false",
 ]  # fmt: skip
 
 

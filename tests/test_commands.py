@@ -1,6 +1,5 @@
 """Commands in processes of their own: under torchrun, errors of one sentence, exports, an installed wheel."""
 
-import json
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from tests.commands import ENVIRONMENT, call
 from tests.conftest import ROOT
+from tests.runs import metric_rows
 from tests.small import save_small, small_model, write_beir, write_rows
 
 
@@ -57,7 +57,11 @@ def test_a_mistake_is_reported_once(workshop, arguments, message):
 def test_evaluate_export_and_search(workshop, monkeypatch):
     from sentence_transformers import SentenceTransformer
 
-    call("embedtrain", *OPTIONS, "train.steps=6", "checkpoint.every=3", "output_dir=run", cwd=workshop)
+    printed = call("embedtrain", *OPTIONS, "train.steps=6", "checkpoint.every=3", "output_dir=run", cwd=workshop)
+    assert re.search(r"^evaluation at step 0, before training\n  set  kind       ndcg@10", printed, re.MULTILINE)
+    assert "evaluation at step 6 (changes since step 0)\n" in printed
+    before, after = (row["ndcg@10"] for row in metric_rows(workshop / "run") if "set" in row)
+    assert f"dev: ndcg@10 {before:.4f} at step 0, {after:.4f} at step 6\n" in printed
     assert "model: exported" in call("embedtrain.export", "run=run", "step=3", "output_dir=exported", cwd=workshop)
     assert "weights of step 3" in (workshop / "exported" / "README.md").read_text()
     texts = ["alpha beta", "gamma"]
@@ -81,8 +85,8 @@ def test_evaluate_export_and_search(workshop, monkeypatch):
         assert output.count(f"ignored in the environment: {', '.join(hostile)}; options decide\n") == 1
     tables = [re.findall(r"^ +dev +(.*)$", output, re.MULTILINE) for output in outputs]
     assert tables[0] == tables[1] != []
-    final = [json.loads(line) for line in (workshop / "run" / "metrics.jsonl").read_text().splitlines()][-1]
-    written = [json.loads(line) for line in (workshop / "runs" / "evaluate" / "metrics.jsonl").read_text().splitlines()]
+    final = metric_rows(workshop / "run")[-1]
+    written = metric_rows(workshop / "runs" / "evaluate")
     for row in written:
         assert row["ndcg@10"] == pytest.approx(final["ndcg@10"], abs=1e-6)
     output = call(

@@ -89,7 +89,7 @@ class EvaluationConfig:
     """What is evaluated and when."""
 
     every: int = 0  # steps; 0: only at the end
-    at_start: bool = False  # evaluate before the first step as well
+    at_start: bool = True  # evaluate before the first step as well, for comparison
     sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
     subset: int | None = None  # at most so many queries or rows of each set
     patience: int | None = None  # stop after so many evaluations without a better checkpoint.best_metric

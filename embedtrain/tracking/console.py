@@ -59,6 +59,7 @@ class Console:
         self._timer: StepTimer | None = None
         self._widths: dict[str, int] = {}  # of the columns of logged lines
         self._previous: dict[str, Mapping[str, float]] = {}
+        self._previous_step: int | None = None
         if self._is_live:
             os.register_at_fork(after_in_child=_restore_streams)
 
@@ -161,7 +162,10 @@ class Console:
         """
         if not self._enabled or not results:
             return
-        lines: list[RenderableType] = [Text(printable(title or f"evaluation at step {step}"), style="bold")]
+        title = title or f"evaluation at step {step}{', before training' if step == 0 else ''}"
+        if self._previous_step is not None and any(name in self._previous for name in results):
+            title += f" (changes since step {self._previous_step})"
+        lines: list[RenderableType] = [Text(printable(title), style="bold")]
         for table in EvaluationTable.of(results, self._previous, datasets or {}):
             if self._is_live:
                 grid, omitted = table.for_terminal(self._rich.width - 1)
@@ -175,11 +179,12 @@ class Console:
                 self._print(line)
             else:
                 self._rich.print(line)
-        self.set_previous(results)
+        self.set_previous(step, results)
 
-    def set_previous(self, results: Results) -> None:
-        """Compare the next evaluation with these results, as when a run resumes."""
+    def set_previous(self, step: int, results: Results) -> None:
+        """Compare the next evaluation with these results of `step`, as when a run resumes."""
         self._previous.update(results)
+        self._previous_step = step
 
     def close(self) -> None:
         """End the live display."""

@@ -170,16 +170,19 @@ def datasets_at(run_dir: Path, step: int) -> dict[str, DatasetInfo]:
     return {name: info for name, info in infos.items() if info is not None}
 
 
-def metric_changes(run_dir: Path) -> list[str]:
-    """One line per set that was evaluated more than once: the first and the last value of its main metric."""
+def metric_changes(run_dir: Path, step: int) -> list[str]:
+    """One line per set that was evaluated at several steps: its main metric at the first of them and at `step`.
+
+    Where `step` was not evaluated, the last step counts.
+    """
     by_set: dict[str, list[dict[str, Any]]] = {}
     for row in _evaluations(run_dir):
         by_set.setdefault(row["set"], []).append(row)
     lines = []
     for name, rows in by_set.items():
-        first, last = rows[0], rows[-1]
-        metric = "ndcg@10" if "ndcg@10" in last else "spearman"
-        if first["step"] != last["step"] and is_number(first.get(metric)) and is_number(last.get(metric)):
+        first, last = rows[0], next((row for row in rows if row["step"] == step), rows[-1])
+        metric = next((key for key, value in last.items() if key != "step" and is_number(value)), "")
+        if first["step"] != last["step"] and is_number(first.get(metric)):
             lines.append(
                 f"{name}: {metric} {first[metric]:.4f} at step {first['step']}, "
                 f"{last[metric]:.4f} at step {last['step']}"

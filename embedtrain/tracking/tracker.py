@@ -87,8 +87,8 @@ class Tracker:
         for row in read_metrics(path):
             if "set" in row:
                 evaluations.setdefault(row["step"], {})[row["set"]] = _numbers(row)
-        for results in evaluations.values():
-            console.set_previous(results)
+        for step, results in evaluations.items():
+            console.set_previous(step, results)
         loggers = start_loggers(recipe, world.size, run_dir, resumed_step, wandb_id, evaluations, console.warn)
         return cls(world, console, metrics, loggers, wandb_id if recipe.tracking.wandb else None)
 

@@ -116,8 +116,9 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> Path:
             checkpointer.wait()
             exported = export_run(recipe, model, parts.module, encoder, state, run_dir, world, tracker)
             tracker.exported(exported.directory)
-            run.note([*metric_changes(run_dir.path), f"model: {exported.directory}"])
-            reporter.report_finished(exported_step(recipe, state))
+            step = exported_step(recipe, state)
+            run.note([*metric_changes(run_dir.path, step), f"model: {exported.directory}"])
+            reporter.report_finished(step)
     if stopped is not None:
         raise stopped
     return exported.directory

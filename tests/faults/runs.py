@@ -23,6 +23,7 @@ from tests.forked import fork_context
 OPTIONS = [
     "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
     "train.log_every=1", "parallel.strategy=fsdp", "parallel.precision=fp32", "evaluation.sets=[dev,dev2]",
+    "evaluation.at_start=false",
     "train.steps=12", "checkpoint.every=3", "evaluation.every=4", "checkpoint.best_metric=dev/ndcg@10", "optim.lr=1e-3",
 ]  # fmt: skip
 

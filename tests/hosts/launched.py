@@ -19,6 +19,7 @@ from tests.hosts.network import Network
 OPTIONS = [
     "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
     "train.log_every=1", "parallel.strategy=fsdp", "parallel.precision=fp32", "evaluation.sets=[dev]",
+    "evaluation.at_start=false",
     "checkpoint.every=5", "evaluation.every=20", "optim.lr=1e-3",
 ]  # fmt: skip
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))

@@ -13,6 +13,7 @@ from tests.slurm.cluster import Cluster
 OPTIONS = [
     "name=t", "model.path=model", "model.pooling=mean", "data.train=[train.jsonl]", "train.global_batch_size=8",
     "train.log_every=1", "parallel.strategy=fsdp", "parallel.precision=fp32", "evaluation.sets=[dev]",
+    "evaluation.at_start=false",
     "train.steps=60", "checkpoint.every=25", "evaluation.every=20", "optim.lr=1e-3", "parallel.timeout=120",
 ]  # fmt: skip
 # Two nodes with one rank each, on the CPU, with time for a checkpoint before the limit.

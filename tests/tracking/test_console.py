@@ -88,6 +88,7 @@ def test_a_log_file_gets_everything_without_escape_codes(capsys, monkeypatch):
         "  set  spearman",
     ]
     assert lines[10].startswith("step 110/600  loss nan ")
+    assert "evaluation at step 110 (changes since step 100)" in lines
     assert "  dev-en  0.4200  +0.0100  0.4000  +0.0100  0.6100  +0.0100  0.8100  +0.0100" in lines
     assert lines[-2:] == ["trained 20 steps in 0.0 s", "warning: careful"]
 

@@ -115,7 +115,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True, slots=True)
 class MainMetric:
-    """The main metric of a run: its name, and its value before and after training."""
+    """The main metric of a run: its name, and its value before training (at step 0, if evaluated) and after it."""
 
     name: str
     before: str | None
@@ -180,7 +180,7 @@ def main_metric(run: Run) -> MainMetric | None:
     exported_step = run.history.exported_step
     after = _value_at(series, exported_step) if exported_step is not None else None
     after = float(series.finite[-1]) if after is None else after
-    before = float(series.finite[0]) if len(series.finite) > 1 else None
+    before = _value_before_training(series)
     change, direction = _change(before, after)
     return MainMetric(
         f"{name} {metric}", None if before is None else format_value(before), format_value(after), change, direction
@@ -205,7 +205,7 @@ def _cell(run: Run, name: str, metric: str) -> Cell | None:
     finite = np.isfinite(series.values)
     steps, values = series.steps[finite], series.values[finite]
     best = int(values.argmax())
-    change, direction = _change(float(values[0]) if len(values) > 1 else None, float(values[-1]))
+    change, direction = _change(_value_before_training(series), float(values[-1]))
     return Cell(
         _at_step(float(values[0]), int(steps[0])),
         _at_step(float(values[best]), int(steps[best])),
@@ -217,6 +217,11 @@ def _cell(run: Run, name: str, metric: str) -> Cell | None:
 
 def _at_step(value: float, step: int) -> str:
     return f"{format_value(value)} @ {step:,}"
+
+
+def _value_before_training(series: Series) -> float | None:
+    """The value at step 0; None if training has not been evaluated since, or only later steps were evaluated."""
+    return _value_at(series, 0) if len(series.finite) > 1 else None
 
 
 def _value_at(series: Series, step: int) -> float | None:

@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from embedtrain.errors import DataError
+from embedtrain.tracking.report.metric_sections import main_metric
 from embedtrain.tracking.report.page import write_report
+from embedtrain.tracking.report.runs import read_runs
 from embedtrain.tracking.report.sample import Role, Sample, SampleText, write_vectors
 from embedtrain.tracking.sessions import SESSIONS_FILE, SessionClock, read_sessions, record_end, record_start
 from tests.tracking.report.runs import ANSWERS, QUERIES, make_run, make_sample
@@ -92,6 +94,18 @@ def test_several_runs(tmp_path):
     charts = json.loads(page.inside["script"][0])
     loss = next(chart for chart in charts if len(chart["lines"]) == 2)
     assert [line["name"] for line in loss["lines"]] == ["one", "two"]
+
+
+def test_a_later_step_is_not_the_value_before_training(tmp_path):
+    run = make_run(tmp_path / "run")
+    (metric,) = (main_metric(run) for run in read_runs([run]))
+    assert metric is not None
+    assert (metric.before, metric.change) == ("0.3000", "+0.4000")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] > 0))
+    (metric,) = (main_metric(run) for run in read_runs([run]))
+    assert metric is not None
+    assert (metric.before, metric.change) == (None, "")
 
 
 def test_runs_with_the_same_name_have_different_labels(tmp_path):

@@ -1,4 +1,4 @@
-"""`python -m embedtrain recipe=NAME`: train a model. The same command runs under torchrun."""
+"""`embedtrain train recipe=NAME`, or `python -m embedtrain`, also under torchrun: train a model."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def compose(arguments: list[str]) -> list[Recipe]:
 
 
 def main() -> None:
-    """The console command `embedtrain`."""
+    """The command that trains."""
     signals = StopSignals()
 
     def compose_listening(arguments: list[str]) -> list[Recipe]:

@@ -1,6 +1,7 @@
 """Commands in processes of their own: under torchrun, errors of one sentence, exports, an installed wheel."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.commands import ENVIRONMENT, call
+from embedtrain import __version__
+from embedtrain.commands import COMMANDS
+from tests.commands import ENVIRONMENT, call, call_separately
 from tests.conftest import ROOT
 from tests.runs import metric_rows
 from tests.small import save_small, small_model, write_beir, write_rows
@@ -103,6 +106,49 @@ def test_help_lists_recipes_and_options():
         assert f"embedtrain.{command}" in call(f"embedtrain.{command}", "--help")
 
 
+def test_the_console_command_lists_its_commands():
+    for arguments in ([], ["--help"]):
+        output = call("embedtrain.commands", *arguments)
+        assert len(output.splitlines()) <= 24
+        assert max(map(len, output.splitlines())) <= 80
+        for command in COMMANDS.values():
+            assert f"  {command.name} " in output
+            assert command.summary in output
+    assert call("embedtrain.commands", "--version") == f"embedtrain {__version__}\n"
+    assert "recipe=bce_xlmr" in call("embedtrain.commands", "train", "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ("trian recipe=quickstart", "`embedtrain train`"),
+        ("recipe=quickstart 'data.train=[a b.jsonl]'", "`embedtrain train recipe=quickstart 'data.train=[a b.jsonl]'`"),
+        ("--gpus 8 train recipe=minilm", "`embedtrain train --gpus 8 recipe=minilm`"),
+        ("--config-dir my recipe=mine", "`embedtrain train --config-dir my recipe=mine`"),
+        ("quickstart", "commands are train, evaluate"),
+    ],
+)
+def test_the_console_command_answers_with_the_right_form(arguments, written):
+    output, errors = call_separately("embedtrain.commands", *shlex.split(arguments), code=1)
+    assert (output, errors.count("\n")) == ("", 1)
+    assert errors.startswith("error: ")
+    assert written in errors
+
+
+def test_the_table_of_commands_is_complete_and_needs_no_torch():
+    script = """
+import importlib, sys
+from embedtrain.commands import COMMANDS
+for command in COMMANDS.values():
+    importlib.import_module(f"{command.module}.__main__")
+assert "torch" not in sys.modules
+print(*sorted(command.module for command in COMMANDS.values()), sep="\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    packages = sorted(path.parent for path in (ROOT / "embedtrain").rglob("__main__.py"))
+    assert done.stdout.split() == [".".join(path.relative_to(ROOT).parts) for path in packages]
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_trains_outside_the_checkout(workshop, tmp_path):
     """A wheel is built, installed into a fresh environment, and trains from another directory."""
@@ -124,7 +170,7 @@ def test_an_installed_wheel_trains_outside_the_checkout(workshop, tmp_path):
     (site / "dependencies.pth").write_text(str(Path(np.__file__).parent.parent))
     assert str(site) in do(python, "-c", "import embedtrain; print(embedtrain.__file__)")
     shorter = ["train.epochs=null", "train.steps=2", "model.max_length=40"]
-    do(python, "-m", "embedtrain", "recipe=bce_xlmr", *OPTIONS, *shorter, "output_dir=wheel")
+    do(tmp_path / "env" / "bin" / "embedtrain", "train", "recipe=bce_xlmr", *OPTIONS, *shorter, "output_dir=wheel")
     assert (workshop / "wheel" / "model" / "modules.json").is_file()
     assert "recipe=quickstart" in do(python, "-m", "embedtrain", "--help")
     (data,) = site.glob("embedtrain/recipes/quickstart/train-en.jsonl.gz")

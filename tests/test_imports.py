@@ -12,6 +12,7 @@ PACKAGE = ROOT / "embedtrain"
 COMMANDS = ("evaluate", "mine", "search", "export", "plan", "inspect", "report", "submit", "doctor", "__main__")
 # A package imports those below it, never those above it; a command imports no other command.
 ORDER = (
+    "commands",
     COMMANDS,
     "cli",
     "training",

@@ -1,0 +1,104 @@
+"""The console command `embedtrain COMMAND ...`: the table of commands, and the choice of one.
+
+A command is a module with a `__main__.py`, which `python -m` runs as well. Nothing here imports torch.
+"""
+
+import difflib
+import runpy
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from embedtrain import __version__
+from embedtrain.cli import run_command
+from embedtrain.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: what follows `embedtrain`.
+        module: what follows `python -m`.
+        summary: its line in the overview.
+        has_ranks: whether several processes may run it together, one per GPU.
+    """
+
+    name: str
+    module: str
+    summary: str
+    has_ranks: bool = False
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command("train", "embedtrain", "train a model; the same command resumes it", has_ranks=True),
+        Command("evaluate", "embedtrain.evaluate", "measure a model on evaluation sets or MTEB", has_ranks=True),
+        Command("mine", "embedtrain.mine", "mine hard negatives for training data", has_ranks=True),
+        Command("search", "embedtrain.search", "search a corpus with a model"),
+        Command("export", "embedtrain.export", "write a model directory from a checkpoint"),
+        Command("inspect", "embedtrain.inspect", "show how data is read, cut and batched"),
+        Command("plan", "embedtrain.plan", "estimate memory, strategy and time before a GPU is booked"),
+        Command("report", "embedtrain.report", "write an HTML page about one run or several"),
+        Command("doctor", "embedtrain.doctor", "check whether this machine is ready for training", has_ranks=True),
+        Command("submit", "embedtrain.submit", "submit a training to a cluster"),
+    )
+}
+_OVERVIEW = """embedtrain {version}: train retrieval models on one GPU, one node or many nodes
+
+usage: embedtrain COMMAND [option=value ...]
+
+{commands}
+
+First run:   embedtrain train recipe=quickstart
+Options:     embedtrain COMMAND --help
+"""
+
+
+def main() -> None:
+    """Run the command that the first argument names, as `python -m` runs its module."""
+    program, *arguments = sys.argv
+    if arguments[:1] == ["help"] and arguments[1:2] and arguments[1] in COMMANDS:  # as git and cargo have it
+        arguments = [arguments[1], "--help", *arguments[2:]]
+    if not arguments or arguments[0] not in COMMANDS:
+        run_command(_answer, lambda _: None, has_ranks=False)
+    sys.argv = [program, *arguments[1:]]
+    runpy.run_module(COMMANDS[arguments[0]].module, run_name="__main__", alter_sys=True)
+
+
+def overview() -> str:
+    """All commands, each with its line, on one screen."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS.values()]
+    return _OVERVIEW.format(version=__version__, commands="\n".join(lines))
+
+
+def _answer(arguments: Sequence[str]) -> None:
+    """Print the overview or the version; a ConfigError names the command that was probably meant."""
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(overview(), end="")
+        return
+    if arguments[0] in ("--version", "-V", "version"):
+        print(f"embedtrain {__version__}")
+        return
+    raise ConfigError(_suggestion(arguments))
+
+
+def _suggestion(arguments: Sequence[str]) -> str:
+    first, rest = arguments[0], arguments[1:]
+    named = next((argument for argument in rest if argument in COMMANDS), None)
+    if first.startswith("-") and named is not None:
+        arguments = [named, *(argument for argument in arguments if argument != named)]
+        return f"{first} before the command: write `embedtrain {shlex.join(arguments)}`"
+    if "=" in first or first.startswith("-"):
+        return f"a command is missing before {first}: write `embedtrain train {shlex.join(arguments)}`"
+    close = difflib.get_close_matches(first, COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean `embedtrain {close[0]}`? " if close else ""
+    return f"there is no command {first!r}: {hint}commands are {', '.join(COMMANDS)}"
+
+
+if __name__ == "__main__":
+    main()

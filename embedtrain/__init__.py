@@ -1,3 +1,41 @@
-"""embedtrain: train text-embedding models on one GPU, one node or many nodes."""
+"""embedtrain: train text-embedding models on one GPU, one node or many nodes.
+
+`from embedtrain import train, evaluate, mine, export, load_encoder`: see `embedtrain.api`.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from embedtrain.api import evaluate, export, load_encoder, mine, train
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "evaluate", "export", "load_encoder", "mine", "train"]
+
+
+class _Function:
+    """A function of embedtrain.api, imported when it is first used: `import embedtrain` imports no torch."""
+
+    def __set_name__(self, _owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, _module: object, _owner: type) -> Any:
+        return getattr(import_module("embedtrain.api"), self._name)
+
+    def __set__(self, _module: object, value: object) -> None:
+        """Ignore the package of the same name (embedtrain/evaluate), which Python sets when it is imported."""
+
+
+class _Package(ModuleType):
+    """This package, whose functions stay functions although the commands are packages of the same names."""
+
+    train = _Function()
+    evaluate = _Function()
+    mine = _Function()
+    export = _Function()
+    load_encoder = _Function()
+
+
+sys.modules[__name__].__class__ = _Package

@@ -11,13 +11,10 @@ from embedtrain.distributed.signals import StopSignals
 
 def run_trainings(recipes: list[Recipe], signals: StopSignals) -> None:
     """Train one recipe after another, each in a process group of its own."""
-    from embedtrain.distributed.device import deterministic_algorithms
-    from embedtrain.distributed.world import joined_world
-    from embedtrain.training.train import train
+    from embedtrain.training.train import train, training_world
 
     for recipe in recipes:
-        parallel = recipe.parallel
-        with deterministic_algorithms(parallel.deterministic), joined_world(parallel.timeout) as world:
+        with training_world(recipe) as world:
             if world.watchdog is not None:
                 signals.report = world.watchdog.report_signal
             train(recipe, world, signals)

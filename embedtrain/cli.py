@@ -29,7 +29,7 @@ _LAYER_CLASS_VARIABLE = "FSDP_TRANSFORMER_CLS_TO_WRAP"  # the sharding reads it,
 
 def run_command(
     compose: Callable[[list[str]], Options],
-    main: Callable[[Options], None],
+    main: Callable[[Options], object],
     *,
     has_ranks: bool = True,
     needs_output: bool = True,
@@ -47,7 +47,7 @@ def run_command(
         if not has_ranks:
             _with_user_errors(lambda: main(options), delay=0.0)
             _exit(0)
-        _ignore_accelerate_environment()
+        ignore_accelerate_environment()
         set_threads()
         set_allocator()
 
@@ -112,7 +112,7 @@ def _compose_as_rank(compose: Callable[[list[str]], Options]) -> Options:
         return compose(sys.argv[1:])
 
 
-def _ignore_accelerate_environment() -> None:
+def ignore_accelerate_environment() -> None:
     """Remove accelerate's settings from the environment of this process, and report it."""
     names = [
         name for name in sorted(os.environ) if name.startswith(_ACCELERATE_PREFIXES) and name != _LAYER_CLASS_VARIABLE

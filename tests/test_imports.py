@@ -12,8 +12,11 @@ PACKAGE = ROOT / "embedtrain"
 COMMANDS = ("evaluate", "mine", "search", "export", "plan", "inspect", "report", "submit", "doctor", "__main__")
 # A package imports those below it, never those above it; a command imports no other command.
 ORDER = (
+    "__init__",
     "commands",
+    "api",
     COMMANDS,
+    "in_process",
     "cli",
     "training",
     "evaluation",
@@ -35,9 +38,7 @@ ORDER = (
     "formatting",
     "errors",
 )
-RANK = {name: rank for rank, names in enumerate(ORDER) for name in ((names,) if isinstance(names, str) else names)} | {
-    "__init__": len(ORDER)
-}
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in ((names,) if isinstance(names, str) else names)}
 # Stricter than the order: what a package imports of embedtrain besides itself, the recipe and what lies below it.
 NARROW = {
     "models": {"data.types", "data.text_format"},

@@ -116,7 +116,8 @@ def quote(text: str) -> str:
     """A text in quotes, so that nothing in it (commas, brackets, `${`) has a meaning for Hydra."""
     # Hydra takes a backslash for itself only before a quote and at the end of the text.
     escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + ('\\"' if match[2] else ""), text)
-    return '"' + escaped.replace("${", "\\${") + '"'
+    # OmegaConf halves the backslashes before an escaped interpolation.
+    return '"' + re.sub(r"(\\*)\$\{", r"\1\1\\${", escaped) + '"'
 
 
 def quote_value(argument: str, *names: str) -> str:

@@ -3,6 +3,7 @@
 OmegaConf and Hydra have no such limits. Their private names are used here only, checked with omegaconf 2.3, hydra 1.3.
 """
 
+import copy
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from typing import Any
 import hydra
 import omegaconf._utils
 import yaml
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.base import Container
+from omegaconf.basecontainer import BaseContainer
 from omegaconf.resolvers import oc
 
 from embedtrain.errors import ConfigError
@@ -149,6 +152,21 @@ def limited_interpolations() -> Iterator[None]:
         _replaced(Container, "_evaluate_custom_resolver", counted(Container._evaluate_custom_resolver)),
     ):
         yield
+
+
+@contextmanager
+def own_hydra_state() -> Iterator[None]:
+    """Restore Hydra's stored schemas and OmegaConf's resolvers after the block: a program may use both itself."""
+    stored, resolvers = copy.deepcopy(ConfigStore.instance().repo), dict(BaseContainer._resolvers)
+    try:
+        yield
+    finally:
+        # Hydra's own part, which its plugins fill when they are first used, stays.
+        hydra_part = {
+            name: node for name, node in ConfigStore.instance().repo.items() if name[0] == "_" or name == "hydra"
+        }
+        ConfigStore.instance().repo = stored | hydra_part
+        BaseContainer._resolvers = resolvers
 
 
 @contextmanager

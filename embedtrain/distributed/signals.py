@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from enum import IntFlag
 from types import FrameType
+from typing import Any
 
 # Sent by schedulers before they reclaim a machine, by Ctrl-C, and when a terminal or an SSH connection is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -51,6 +52,7 @@ class StopSignals:
         self.report: Callable[[signal.Signals], int] = report_early_stop
         self._received_at = 0.0
         self._deferred = False
+        self._ends_process = True
 
     @property
     def notice(self) -> Notice:
@@ -69,6 +71,37 @@ class StopSignals:
         threading.Thread(target=self._listen, args=(ours, theirs), name="signals", daemon=True).start()
 
     @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen during the block in a process that goes on after it, such as a notebook; restore the handlers.
+
+        Python's handlers of the main thread record a signal while signals are deferred. At any other time, and when a
+        later signal repeats it, the previous handler acts: Ctrl-C raises KeyboardInterrupt. Elsewhere than in the main
+        thread, which alone may set handlers, nothing changes.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            received, now = signal.Signals(number), time.monotonic()
+            if self._deferred and self.received is None:
+                self.received, self._received_at = received, now
+            elif not self._deferred or now - self._received_at >= _REPEAT_WINDOW:
+                _act(previous[received], number, frame)
+
+        self._ends_process = False
+        for number in previous:
+            signal.signal(number, handle)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if self.received is not None and not self.agreed:  # it came after the last step
+            _act(previous[self.received], self.received, None)
+
+    @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Record a signal during the block instead of ending the process; a second, later signal ends it.
 
@@ -79,7 +112,7 @@ class StopSignals:
         if self.is_stopping:
             return
         self._deferred = False
-        if self.received is not None:
+        if self.received is not None and self._ends_process:
             self._exit()
 
     def _listen(self, ours: socket.socket, _theirs: socket.socket) -> None:
@@ -112,6 +145,15 @@ def report_early_stop(received: signal.Signals) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"stopped by {received.name} during start-up: run the same command again", file=sys.stderr, flush=True)
     return exit_code(received)
+
+
+def _act(handler: Any, number: int, frame: FrameType | None) -> None:
+    """Do what the process did on this signal before."""
+    if callable(handler):
+        handler(number, frame)
+    elif handler is signal.SIG_DFL:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

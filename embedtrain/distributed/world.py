@@ -25,6 +25,7 @@ from embedtrain.limits import explain_limits
 
 T = TypeVar("T")
 
+_joined: list["World"] = []  # what this process has joined, by `joined_world`
 BACKGROUND_GROUP = "background"  # description of process groups used by other threads than the main one
 # Seconds: NCCL's own time-out does not name the late rank, so the watchdog's must come first.
 NCCL_EXTRA_SECONDS = 60.0
@@ -185,20 +186,17 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
             f"start with torchrun, or unset WORLD_SIZE"
         )
     device, backend = _device(local_rank, local_size)
-    if dist.is_initialized():  # by a test or a notebook
-        yield World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
+    if _joined:  # by an outer block
+        yield _joined[-1]
+        return
+    if dist.is_initialized():
+        yield _world_of_caller(local_rank, local_size, device, backend)
         return
     if size == local_size:
         stay_on_host(os.environ)
     if not is_launched:
-        with _explain_missing_interface():
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=_bound_device(device))
-        world = World(rank, size, local_rank, local_size, device)
-        try:
-            with explain_out_of_memory(device, local_size):
-                yield world
-        finally:
-            dist.destroy_process_group()
+        with _single_rank(device, backend) as world:
+            yield world
         return
     address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
     joining = f"joining the process group at {address}"
@@ -230,11 +228,44 @@ def joined_world(timeout: float = 1800.0) -> Iterator[World]:
         if watchdog is not None:
             watchdog.backend_error = nccl_error
             watchdog.learn_hosts()
-        yield world
+        with _current(world):
+            yield world
     # Not after an error: destroying a group in which a rank is missing may wait for that rank.
     if watchdog is not None:
         watchdog.close()
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _single_rank(device: torch.device, backend: str) -> Iterator[World]:
+    """A world of this process alone."""
+    with _explain_missing_interface():
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=_bound_device(device))
+    world = World(0, 1, 0, 1, device)
+    try:
+        with _current(world), explain_out_of_memory(device):
+            yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def _world_of_caller(local_rank: int, local_size: int, device: torch.device, backend: str) -> World:
+    """The world of a process group that the program has created."""
+    if backend not in ("gloo", config := dist.get_backend_config()):
+        raise ConfigError(
+            f"torch.distributed is initialised with the backend {config}: tensors on the CPU need gloo as well; write "
+            f'init_process_group("{backend}"), or leave it out'
+        )
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device)
+
+
+@contextlib.contextmanager
+def _current(world: World) -> Iterator[None]:
+    _joined.append(world)
+    try:
+        yield
+    finally:
+        _joined.remove(world)
 
 
 def _start_watchdog(

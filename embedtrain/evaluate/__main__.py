@@ -26,8 +26,11 @@ def compose(arguments: list[str]) -> EvaluateOptions:
     return options
 
 
-def main(options: EvaluateOptions) -> None:
-    """Load the model, measure it on every set and task, append a row to metrics.jsonl after each; print tables."""
+def main(options: EvaluateOptions) -> Metrics:
+    """Load the model, measure it on every set and task, append a row to metrics.jsonl after each; print tables.
+
+    Returns the metrics of each set and task, on every rank.
+    """
     from embedtrain.data.cache.cache import Cache, writable_cache_directory
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
@@ -91,6 +94,7 @@ def main(options: EvaluateOptions) -> None:
         _report(options, metrics | task_results.metrics, datasets, world, console)
         if failures := task_results.failures:
             raise DataError(f"{len(failures)} of mteb's tasks could not be run: {'; '.join(failures)}")
+        return metrics | task_results.metrics
 
 
 def _open_metrics(output_dir: Path) -> "MetricsFile":

@@ -3,8 +3,9 @@
 Checked on sentence-transformers 6.2, whose evaluators pass texts by position and everything else by keyword.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from sentence_transformers.util import cos_sim, pairwise_cos_sim, quantize_embeddings
@@ -109,6 +110,44 @@ class SentenceTransformersAdapter:
         if name is not None and name not in self.prompts:
             raise ConfigError(f"prompt_name={name} is unknown: allowed are {', '.join(self.prompts)}")
         return "" if name is None else self.prompts[name]
+
+
+class TextEncoder(SentenceTransformersAdapter):
+    """Encodes texts with a model that may be sharded over the ranks; what `load_encoder` returns.
+
+    Every rank calls each method with the same texts and gets all vectors: float32 arrays [n, D], or [D] for one text.
+    A context manager: leaving it leaves the process group, as `close` does.
+
+    Args:
+        prompts: of the model, by name.
+        close: called once, at the end.
+    """
+
+    def __init__(self, encoder: SentenceEncoder, prompts: Mapping[str, str], close: Callable[[], None]) -> None:
+        super().__init__(encoder)
+        self.prompts = {**prompts, **self.prompts}
+        self._finalizer = weakref.finalize(self, close)
+        self._finalizer.atexit = False
+
+    def encode_queries(self, texts: str | Sequence[str], **options: Any) -> Any:
+        """`encode` with the model's prompt of queries."""
+        return self.encode_query(texts, **options)
+
+    def encode_documents(self, texts: str | Sequence[str], **options: Any) -> Any:
+        """`encode` with the model's prompt of documents."""
+        return self.encode_document(texts, **options)
+
+    def close(self) -> None:
+        """Leave the process group. The encoder cannot be used afterwards."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        """The encoder itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
 
 
 class _NoModelCard:

@@ -1,5 +1,7 @@
 """`python -m embedtrain.export run=runs/NAME step=latest output_dir=DIR`: convert a checkpoint to a model directory."""
 
+from pathlib import Path
+
 from embedtrain.cli import run_command
 from embedtrain.config.checks import check_export
 from embedtrain.config.paths import require_run
@@ -14,10 +16,8 @@ def compose(arguments: list[str]) -> ExportOptions:
     return options
 
 
-def main(options: ExportOptions) -> None:
-    """Read a checkpoint in one process, write the model directory, reopen and verify it."""
-    from pathlib import Path
-
+def main(options: ExportOptions) -> Path:
+    """Read a checkpoint in one process, write the model directory, reopen and verify it; returns the directory."""
     from embedtrain.checkpoint.export.hub import require_export_support, upload_model
     from embedtrain.checkpoint.export.replacement import require_replaceable
     from embedtrain.checkpoint.run_directory import RunDirectory
@@ -56,6 +56,7 @@ def main(options: ExportOptions) -> None:
         with console.phase(f"uploading to {config.push_to_hub}"):
             address = upload_model(result.directory, config.push_to_hub, private=config.private, step=checkpoint.step)
         console.note(f"uploaded: {address}")
+    return result.directory
 
 
 if __name__ == "__main__":

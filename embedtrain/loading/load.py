@@ -53,6 +53,8 @@ from embedtrain.planning.model_costs import model_spec
 from embedtrain.planning.strategy import choose_encoding_layout, choose_layout
 from embedtrain.planning.workload import ClusterSpec, StepWorkload
 
+QUIET_LOGGERS = ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed")
+
 
 def prepare_packing(
     encoder: Encoder, attention: Attention, parallel: ParallelConfig, capability: tuple[int, int]
@@ -275,7 +277,7 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    for name in ("sentence_transformers", "datasets", "huggingface_hub", "torch.distributed"):
+    for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

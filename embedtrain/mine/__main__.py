@@ -24,8 +24,11 @@ def compose(arguments: list[str]) -> MineOptions:
     return options
 
 
-def main(options: MineOptions) -> None:
-    """Read the rows, encode all documents, choose the negatives of each row, write them, and print a summary."""
+def main(options: MineOptions) -> list[Path]:
+    """Read the rows, encode all documents, choose the negatives of each row, write them, and print a summary.
+
+    Returns the files of mined rows, one for each source.
+    """
     from embedtrain.data.cache.cache import Cache, writable_cache_directory
     from embedtrain.distributed.world import explain_lost_contact, joined_world
     from embedtrain.inference.vector_cache import VectorCache, model_identity
@@ -63,9 +66,10 @@ def main(options: MineOptions) -> None:
             identity = mining_identity(options, sources, corpus, identity_of_model, identity_of_teacher)
         require_same_files(identity, world)
         folder = MiningFolder(Path(options.output_dir), identity, world)
+        mined_files = [folder.output_dir / f"{source.name}.jsonl" for source in sources]
         if not folder.begin([source.name for source in sources]):
             console.note(f"{options.output_dir} already holds the results of this command: nothing to do")
-            return
+            return mined_files
 
         # Before documents are collected: an error in a model must not leave partial results of this command behind.
         encoder, teacher = _load_models(options, teacher_spec, precision, world, console)
@@ -83,6 +87,7 @@ def main(options: MineOptions) -> None:
             summary = miner.finish()
         if world.is_main:
             print_summary(Page(), summary, options)
+        return mined_files
 
 
 def _load_models(

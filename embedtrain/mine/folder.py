@@ -243,6 +243,13 @@ class MiningFolder:
         remove_tree(self._temporary)
 
 
+def read_summary(output_dir: Path) -> dict[str, Any]:
+    """The summary that `MiningFolder.finish` wrote."""
+    content = _read_json(output_dir / SUMMARY)
+    assert isinstance(content, dict)
+    return {name: value for name, value in content.items() if name != "identity"}
+
+
 def _differences(before: object, now: object, name: str = "") -> Iterator[tuple[str, object, object]]:
     """The dotted name and both values of each difference between two JSON values."""
     if isinstance(before, dict) and isinstance(now, dict):

@@ -1,19 +1,23 @@
 """Training from start to end: set-up, resume, loop, export."""
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from embedtrain.checkpoint.run_directory import RunDirectory
 from embedtrain.config.recipe import Recipe
+from embedtrain.distributed.device import deterministic_algorithms
 from embedtrain.distributed.signals import Notice, StopSignals
 from embedtrain.distributed.timeouts import Timeouts
-from embedtrain.distributed.world import World
+from embedtrain.distributed.world import World, joined_world
 from embedtrain.evaluation.evaluator import Evaluator
 from embedtrain.formatting import format_count
 from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.loading.load import quiet_libraries, verify_packing
 from embedtrain.planning.flops import model_flops
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.metrics import metric_changes
+from embedtrain.tracking.metrics import metric_changes, metrics_at
 from embedtrain.training.final_export import export_run, exported_step
 from embedtrain.training.loop import PeriodicEvaluation, RankBatches, TrainingLoop
 from embedtrain.training.optimizer import Schedule
@@ -34,8 +38,25 @@ from embedtrain.training.setup import (
 from embedtrain.training.step import StepContext
 
 
-def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None) -> Path:
-    """Train a recipe, or resume an earlier run of it; return the directory of the exported model.
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """The model that a run has exported."""
+
+    directory: Path
+    step: int  # whose weights they are
+    metrics: dict[str, dict[str, float]]  # of this step, by evaluation set
+
+
+@contextlib.contextmanager
+def training_world(recipe: Recipe) -> Iterator[World]:
+    """The ranks that train a recipe, and the settings that must be made before they join."""
+    parallel = recipe.parallel
+    with deterministic_algorithms(parallel.deterministic), joined_world(parallel.timeout) as world:
+        yield world
+
+
+def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None) -> TrainedModel:
+    """Train a recipe, or resume an earlier run of it.
 
     Every rank calls it. All ranks raise the same EmbedtrainError, or Stopped after a signal.
     """
@@ -49,7 +70,7 @@ def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None)
         return _train(run, inputs, stop_signals or StopSignals())
 
 
-def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> Path:
+def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedModel:
     recipe, world, run_dir = run.recipe, run.world, run.run_dir
     checkpointer, start = open_checkpoints(run, inputs)
     matmul_rate = measure_matmul_rate(run)
@@ -121,4 +142,5 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> Path:
             reporter.report_finished(step)
     if stopped is not None:
         raise stopped
-    return exported.directory
+    step = exported_step(recipe, state)
+    return TrainedModel(exported.directory, step, world.broadcast(metrics_at(run_dir.path, step)))

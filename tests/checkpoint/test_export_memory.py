@@ -13,9 +13,9 @@ _MEASURED = """
 import re, sys, threading, time
 from pathlib import Path
 import accelerate, onnxruntime, sentence_transformers, torch, transformers
-import embedtrain.export.convert
+from embedtrain.export import convert
 from embedtrain.export.options import compose_export
-from embedtrain.export import main
+from embedtrain.export.__main__ import main
 
 def own() -> int:
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

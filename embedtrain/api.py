@@ -1,0 +1,299 @@
+"""The Python API: train, evaluate, mine, export and encode from a notebook, a test, or a script under torchrun.
+
+    from embedtrain import train, evaluate, load_encoder
+
+Every function composes and checks its options as the command of its name does, prints the same lines, and raises the
+command's errors (`embedtrain.errors.EmbedtrainError`). Without a launcher a world of one rank exists during the call;
+under torchrun every rank calls the function with the same arguments and gets the same result.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from embedtrain.config.compose import choices, compose_command, compose_recipes
+from embedtrain.config.evaluation import EvaluationConfig
+from embedtrain.config.overrides import flatten, to_overrides
+from embedtrain.config.paths import require_models, require_recipe_paths, require_sets, require_sources
+from embedtrain.config.recipe import DataConfig, ParallelConfig, Recipe
+from embedtrain.data.in_memory import InMemoryData
+from embedtrain.distributed.signals import StopSignals
+from embedtrain.distributed.world import World, joined_world
+from embedtrain.errors import ConfigError
+from embedtrain.evaluate.__main__ import main as evaluate_main
+from embedtrain.evaluate.options import EvaluateOptions, compose_evaluate
+from embedtrain.evaluation.sentence_transformers import TextEncoder
+from embedtrain.export.__main__ import compose as compose_export
+from embedtrain.export.__main__ import main as export_main
+from embedtrain.export.options import ExportOptions
+from embedtrain.in_process import SHARED_WORLD, own_process_state
+from embedtrain.inference.encode import SentenceEncoder
+from embedtrain.inference.options import EncoderOptions, check_encoder
+from embedtrain.loading.command_model import MODEL_OPTION_NAMES, command_model_config, command_option_names
+from embedtrain.loading.load import load_model, quiet_libraries
+from embedtrain.mine.__main__ import main as mine_main
+from embedtrain.mine.folder import read_summary
+from embedtrain.mine.options import MineOptions, compose_mine
+from embedtrain.tracking.console import Console
+from embedtrain.tracking.metrics import METRICS_FILE, read_metrics
+from embedtrain.training.train import train as run_training
+from embedtrain.training.train import training_world
+
+Metrics = dict[str, dict[str, float]]
+StrPath = str | PathLike[str]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished training run."""
+
+    output_dir: Path
+    model_dir: Path  # opens with sentence-transformers and transformers
+    step: int  # whose weights were exported: the last, or the best by checkpoint.best_metric
+    metrics: Metrics  # of these weights: set -> metric -> value; empty if nothing was evaluated at this step
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: those with `loss` of training steps, those with `set` of evaluations."""
+        return read_metrics(self.output_dir / METRICS_FILE)
+
+
+@dataclass(frozen=True)
+class MineResult:
+    """Mined rows."""
+
+    files: list[Path]  # one for each source; `train(data=files)` reads them
+    summary: dict[str, Any]  # statistics of each source and the most suspicious labels: the content of summary.json
+
+
+def train(
+    recipe: str | None = None,
+    *,
+    data: Any = None,
+    evaluation: Any = None,
+    loss: Any = None,
+    config_dir: StrPath | None = None,
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: Any,
+) -> TrainResult:
+    """Train a model, or resume the run in `output_dir`, as `python -m embedtrain` does.
+
+        train(model="DIR", data=rows, train={"steps": 100}, output_dir="runs/first")
+
+    Args:
+        recipe: a name from `recipes/`, or from `config_dir`/recipe.
+        data: training rows: a path, a list of rows (mappings), a `datasets.Dataset`, a mapping with `path` or `rows`
+            and options of a source; or a list of these. A mapping of other options is the group `data`.
+        evaluation: evaluation sets: a path, rows or a Dataset, a mapping with `queries`, `corpus` and `qrels`, or with
+            `path` or `rows`, and options of a set; or a list of these. A mapping of other options is the group
+            `evaluation`.
+        loss: the name of a loss, or a mapping of its options with `name`.
+        options, more: all other options of a recipe, nested (`train={"steps": 100}`) or by their full name
+            (`{"train.steps": 100}`). `model` may be a path. Values are exact: `${` in a text has no meaning.
+        quiet: print nothing on standard output.
+
+    Raises Stopped if a signal (Ctrl-C in a notebook) ends the run after the current step, with a checkpoint.
+    """
+    given = {
+        **_group(data, "data", "train", DataConfig),
+        **_group(evaluation, "evaluation", "sets", EvaluationConfig),
+        **_loss(loss),
+    }
+    flat = flatten(Recipe, given, _with_model_path(options or {}), _with_model_path(more))
+    if "loss.name" in flat:
+        flat["loss"] = flat.pop("loss.name")
+    if recipe is None and "output_dir" in flat:
+        flat.setdefault("name", Path(flat["output_dir"]).name)
+    memory = InMemoryData()
+    _take_from_memory(flat, memory, {"data.train": "rows", "evaluation.sets": "evaluation"})
+    arguments = [*to_overrides({"recipe": recipe} if recipe is not None else {}), *to_overrides(flat)]
+    if config_dir is not None:
+        arguments += ["--config-dir", fspath(config_dir)]
+    signals = StopSignals()
+    with own_process_state(quiet=quiet), signals.listening():
+        (composed,) = compose_recipes(arguments)
+        with training_world(composed) as world:
+            _write(memory, composed.output_dir, world)
+            require_recipe_paths(composed)
+            trained = run_training(composed, world, signals)
+    return TrainResult(Path(composed.output_dir), trained.directory, trained.step, trained.metrics)
+
+
+def evaluate(
+    model: StrPath | TrainResult,
+    sets: Any = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: Any,
+) -> Metrics:
+    """Evaluate a model on sets, as `python -m embedtrain.evaluate` does: set -> metric -> value.
+
+    Args:
+        model: a model directory or Hub id, or the result of `train`.
+        sets: as `evaluation` of `train`.
+        options, more: other options of the command, such as `precision`, `subset`, `output_dir`.
+    """
+    memory = InMemoryData()
+    flat = flatten(EvaluateOptions, {"model": _model_path(model)}, _given(sets=sets), options or {}, more)
+    _take_from_memory(flat, memory, {"sets": "evaluation"})
+    with own_process_state(quiet=quiet):
+        composed = compose_evaluate(to_overrides(flat))
+        require_models(model=composed.model, adapter=composed.adapter)
+        with joined_world(composed.timeout) as world:
+            _write(memory, composed.output_dir, world)
+            require_sets(composed.sets)
+            quiet_libraries()
+            return evaluate_main(composed)
+
+
+def mine(
+    model: StrPath | TrainResult,
+    data: Any,
+    output_dir: StrPath,
+    *,
+    corpus: Any = None,
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: Any,
+) -> MineResult:
+    """Mine hard negatives for training rows, as `python -m embedtrain.mine` does.
+
+    Args:
+        model: a model directory or Hub id, or the result of `train`.
+        data: as `data` of `train`.
+        output_dir: a new folder for the mined rows.
+        corpus: further documents to search: a path or a list of paths.
+        options, more: other options of the command, such as `negatives`, `relative_margin`, `teacher`.
+    """
+    memory = InMemoryData()
+    given = {"model": _model_path(model), "data": data, "output_dir": fspath(output_dir), **_given(corpus=corpus)}
+    flat = flatten(MineOptions, given, options or {}, more)
+    _take_from_memory(flat, memory, {"data": "rows"})
+    with own_process_state(quiet=quiet):
+        composed = compose_mine(to_overrides(flat))
+        require_models(model=composed.model, adapter=composed.adapter, teacher=composed.teacher)
+        with joined_world(composed.timeout) as world:
+            _write(memory, composed.output_dir, world)
+            require_sources(composed.data, composed.corpus)
+            files = mine_main(composed)
+            summary: dict[str, Any] = {}
+            with world.fail_together("reading the summary"):
+                if world.is_main:
+                    summary = read_summary(Path(composed.output_dir))
+            return MineResult(files, world.broadcast(summary))
+
+
+def export(
+    run: StrPath | TrainResult,
+    *,
+    step: int | str = "latest",
+    output_dir: StrPath | None = None,
+    options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **more: Any,
+) -> Path:
+    """Write a checkpoint of a run as a model directory, as `python -m embedtrain.export` does; returns the directory.
+
+    Args:
+        run: the output_dir of a run, or the result of `train`.
+        step: `latest`, `best`, or the number of a saved step.
+        output_dir: default: `model/` in the run's directory.
+        options, more: other options of the command, such as `formats`, `dtype`, `push_to_hub`.
+    """
+    path = run.output_dir if isinstance(run, TrainResult) else run
+    given = {"run": fspath(path), "step": str(step), **_given(output_dir=output_dir)}
+    flat = flatten(ExportOptions, given, options or {}, more)
+    with own_process_state(quiet=quiet):
+        composed = compose_export(to_overrides(flat))
+        with joined_world() as world:
+            directory = ""
+            with world.fail_together("exporting the model"):
+                if world.is_main:
+                    directory = str(export_main(composed))
+            return Path(world.broadcast(directory))
+
+
+def load_encoder(
+    model: StrPath | TrainResult, *, options: Mapping[str, Any] | None = None, quiet: bool = False, **more: Any
+) -> TextEncoder:
+    """Load a model, sharded over the ranks, to encode texts with it.
+
+        with load_encoder("runs/first/model") as encoder:
+            vectors = encoder.encode_queries(["how many bones does an adult have?"])
+
+    Args:
+        model: a model directory or Hub id, or the result of `train`.
+        options, more: `precision`, `max_length`, `query_prompt`, `trust_remote_code`, ...: those of `EncoderOptions`.
+    """
+    flat = flatten(EncoderOptions, {"model": _model_path(model)}, options or {}, more)
+    with own_process_state(quiet=quiet):
+        composed = check_encoder(compose_command("load_encoder", EncoderOptions, to_overrides(flat), ""))
+        require_models(model=composed.model, adapter=composed.adapter)
+        quiet_libraries()
+        world = SHARED_WORLD.join(composed.timeout)
+        try:
+            parallel = ParallelConfig(precision=composed.precision)
+            with command_option_names(MODEL_OPTION_NAMES):
+                loaded = load_model(command_model_config(composed), parallel, world, seed=0, work=None)
+            console = Console(enabled=world.is_main)
+            for note in loaded.notes:
+                console.note(note)
+        except BaseException:
+            SHARED_WORLD.leave()
+            raise
+    encoder = SentenceEncoder.from_model(loaded, world, chunk_tokens=composed.chunk_tokens, unshard=composed.unshard)
+    return TextEncoder(encoder, loaded.source.prompts, close=SHARED_WORLD.leave)
+
+
+def _group(value: Any, group: str, list_option: str, kind: type[Any]) -> dict[str, Any]:
+    """The options of a group: its list option, unless `value` is a mapping of options of the group."""
+    if value is None:
+        return {}
+    names = {field.name for field in fields(kind)}
+    if isinstance(value, Mapping) and value.keys() & names and not value.keys() & {"path", "rows", "queries"}:
+        return {group: value}
+    return {f"{group}.{list_option}": value}
+
+
+def _loss(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, str | Mapping):
+        raise ConfigError(f"loss={value!r}: must be the name of a loss, or a mapping of its options with `name`")
+    return {"loss": value}
+
+
+def _with_model_path(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with `model.path` for a `model` that is none of the ready-made ones."""
+    result = dict(options)
+    model = result.get("model")
+    if isinstance(model, PathLike | TrainResult) or (isinstance(model, str) and model not in choices("model")):
+        result["model.path"] = _model_path(result.pop("model"))
+    return result
+
+
+def _model_path(model: StrPath | TrainResult) -> str:
+    return fspath(model.model_dir if isinstance(model, TrainResult) else model)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _take_from_memory(flat: dict[str, Any], memory: InMemoryData, names: Mapping[str, str]) -> None:
+    """Replace data in memory by the paths that it will have; `names` are those of rows and sets without a name."""
+    for option, name in names.items():
+        if option in flat:
+            flat[option] = memory.sources(flat[option], option, name)
+
+
+def _write(memory: InMemoryData, output_dir: str, world: World) -> None:
+    with world.fail_together("writing data of the program"):
+        if world.is_main:
+            memory.write(Path(output_dir))

@@ -1,0 +1,224 @@
+"""The Python API: the commands as functions of one process, and of several ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from datasets import Dataset
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from sentence_transformers import SentenceTransformer
+
+import embedtrain.evaluate.options
+import embedtrain.mine.options
+from embedtrain import evaluate, export, load_encoder, mine, train
+from embedtrain.data.in_memory import InMemoryData
+from embedtrain.distributed.signals import StopSignals
+from embedtrain.distributed.world import World
+from embedtrain.errors import ConfigError, DataError, EmbedtrainError
+from tests.commands import TORCHRUN
+from tests.conftest import ROOT
+from tests.small import WORDS, save_small, small_model
+
+OPTIONS: dict[str, Any] = {
+    "train": {"steps": 4, "global_batch_size": 10, "log_every": 1},
+    "model.pooling": "mean",
+    "optim.lr": 1e-3,
+    "parallel": {"precision": "fp32", "strategy": "fsdp"},
+    "tracking.report": False,
+}
+
+
+def rows(count: int = 36) -> list[dict[str, str]]:
+    return [
+        {"query": f"{WORDS[i % 13]} {WORDS[i % 7]} a", "positive": f"{WORDS[i % 13]} {WORDS[i % 7]} b {WORDS[i % 11]}"}
+        for i in range(count)
+    ]
+
+
+# What InformationRetrievalEvaluator of sentence-transformers takes.
+DEV = {
+    "name": "dev",
+    "queries": {f"q{i}": f"{WORDS[i]} a" for i in range(10)},
+    "corpus": {f"d{i}": f"{WORDS[i]} b" for i in range(10)},
+    "relevant_docs": {f"q{i}": {f"d{i}", f"d{(i + 1) % 10}"} for i in range(10)},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("api") / "model"
+    save_small(small_model("xlm-roberta"), path)
+    return path
+
+
+def test_import_imports_no_torch():
+    code = (
+        "import sys, embedtrain; assert 'torch' not in sys.modules; embedtrain.evaluate; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_functions_stay_functions_when_the_commands_are_imported():
+    assert embedtrain.evaluate.__module__ == embedtrain.mine.__module__ == "embedtrain.api"
+    assert all(isinstance(function, FunctionType) for function in (train, evaluate, mine, export, load_encoder))
+
+
+def process_state() -> dict[str, Any]:
+    """What a function of the API must leave as it was."""
+    return {
+        "environment": dict(os.environ),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "stored": sorted(name for name in ConfigStore.instance().repo if name != "hydra" and name[0] != "_"),
+        "random": torch.get_rng_state().tolist(),
+        "threads": torch.get_num_threads(),
+        "precision": torch.get_float32_matmul_precision(),
+        "gradients": torch.is_grad_enabled(),
+        "ranks": dist.is_initialized(),
+        "python threads": {thread.name for thread in threading.enumerate() if thread.daemon} - {"Thread-1", "Thread-2"},
+    }
+
+
+def test_one_process_trains_evaluates_mines_exports_and_encodes(model, tmp_path, capsys):
+    OmegaConf.register_new_resolver("oc.env", lambda name: f"own {name}", replace=True)
+    before = process_state()
+    trained = train(model=model, data=rows(), evaluation=[DEV], output_dir=tmp_path / "run", options=OPTIONS)
+    assert "step 4/4" in capsys.readouterr().out
+    assert [row["step"] for row in trained.history if "loss" in row] == [1, 2, 3, 4]
+    assert trained.step == 4
+    saved = {row["set"]: row for row in trained.history if "set" in row and row["step"] == 4}
+    assert trained.metrics["dev"].items() <= saved["dev"].items()
+
+    again = train(
+        model=str(model), data=Dataset.from_list(rows()), evaluation={"sets": [DEV]}, output_dir=str(tmp_path / "run"),
+        options=OPTIONS, quiet=True,
+    )  # fmt: skip
+    assert again.metrics == trained.metrics and len(again.history) == len(trained.history)  # resumed: nothing to do
+
+    assert evaluate(trained, DEV, output_dir=tmp_path / "evaluate", quiet=True)["dev"] == pytest.approx(
+        trained.metrics["dev"]
+    )
+    mined = mine(trained, rows(), tmp_path / "mined", negatives=2, relative_margin=None, quiet=True)
+    assert mined.summary["sources"]["rows"]["rows"] == 36
+    assert mined.files == [tmp_path / "mined" / "rows.jsonl"] and len(mined.files[0].read_text().splitlines()) == 36
+    assert export(trained, output_dir=tmp_path / "exported", quiet=True) == tmp_path / "exported"
+
+    texts = ["alpha b", "beta a", "alpha b"]
+    with (
+        load_encoder(trained, query_prompt="gamma ", quiet=True) as encoder,
+        load_encoder(model, pooling="cls", quiet=True) as other,
+    ):
+        vectors = encoder.encode_documents(texts)
+        other.close()
+        queries = encoder.encode_queries(texts)  # the process group stays until the last encoder is closed
+        np.testing.assert_array_equal(encoder.encode(texts[0], prompt_name="query"), queries[0])
+    assert capsys.readouterr().out == ""
+    assert process_state() == before
+    assert OmegaConf.create({"a": "${oc.env:X}"}).a == "own X"
+    OmegaConf.clear_resolvers()
+    theirs = SentenceTransformer(str(tmp_path / "exported"), device="cpu")
+    np.testing.assert_allclose(vectors, theirs.encode(texts), atol=1e-5)
+    np.testing.assert_allclose(queries, theirs.encode([f"gamma {text}" for text in texts]), atol=1e-5)
+    assert vectors.dtype == np.float32
+
+
+def train_and_encode(world: World, model: Path, folder: Path) -> tuple[Any, ...]:
+    trained = train(model=model, data=rows(), evaluation=DEV, output_dir=folder / "run", options=OPTIONS, quiet=True)
+    metrics = evaluate(trained, DEV, output_dir=folder / "evaluate", quiet=True)
+    with load_encoder(trained, quiet=True) as encoder:
+        return trained, metrics, encoder.encode_queries(["alpha b", "beta a", "eta"])
+
+
+def test_all_ranks_get_the_same_results(ranks, model, tmp_path):
+    results = ranks(2, train_and_encode, model, tmp_path)
+    (one, metrics, vectors), (other, other_metrics, other_vectors) = results
+    assert one == other and metrics == other_metrics and metrics["dev"] == pytest.approx(one.metrics["dev"])
+    np.testing.assert_array_equal(vectors, other_vectors)
+    written = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["data"]["train"][0]["path"]
+    assert Path(written).parent == tmp_path / "run" / "data" and len(Path(written).read_text().splitlines()) == 36
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.test_api import train_and_encode
+if __name__ == "__main__":
+    trained, metrics, vectors = train_and_encode(None, Path(sys.argv[1]), Path(sys.argv[2]))
+    train_and_encode(None, Path(sys.argv[1]), Path(sys.argv[2]))
+    print("vectors", vectors.shape)
+"""
+
+
+@pytest.mark.slow
+def test_script_under_torchrun(model, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [*TORCHRUN, "2", str(tmp_path / "script.py"), str(model), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("vectors (3, 32)") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": {"stepz": 4}}, r"train\.stepz"),
+        ({"data": [{"query": "a", "positive": float("nan")}]}, r"data\.train\[0\]"),
+        ({"data": [{"path": "x"}, 3]}, r"data\.train\[1\]"),
+        ({"data": {"train": "x", "other": 1}}, r"data\.other"),
+        ({"evaluation": {"queries": {}, "corpus": ["a"], "qrels": {}}}, r"evaluation\.sets: corpus"),
+        ({"evaluation": {"queries": {}, "corpus": {}, "qrels": {"q": "d"}}}, r"qrels of query 'q'"),
+        ({"data": "missing.jsonl"}, r"missing\.jsonl"),
+        ({"loss": "infonse"}, r"loss=infonse"),
+    ],
+    ids=["option", "row", "source", "group", "corpus", "qrels", "path", "loss"],
+)
+def test_errors_are_those_of_the_command(model, tmp_path, options, message):
+    arguments = {"data": rows(), "train.steps": 1} | options
+    arguments.pop("train.steps") if "train" in options else None
+    with pytest.raises(EmbedtrainError, match=message):
+        train(model=model, output_dir=tmp_path, quiet=True, **arguments)
+    assert not dist.is_initialized()
+
+
+def test_data_in_memory_is_written_once_and_repaired(tmp_path):
+    memory = InMemoryData()
+    (source,) = memory.sources({"rows": iter(rows(3)), "weight": 2}, "data.train")
+    assert source["weight"] == 2 and source["name"] == "rows"
+    memory.write(tmp_path)
+    (file,) = (tmp_path / "data").iterdir()
+    written, content = file.stat().st_mtime_ns, file.read_bytes()
+    memory.write(tmp_path)
+    assert file.stat().st_mtime_ns == written
+    file.write_bytes(content[:-5])
+    memory.write(tmp_path)
+    assert file.read_bytes() == content
+    with pytest.raises(DataError, match=r"data\[1\]"):
+        memory.sources([{"query": "a"}, {"query": object()}], "data")
+    with pytest.raises(ConfigError, match="'train', 'test'"):
+        memory.sources({"train": Dataset.from_list(rows(1)), "test": []}, "data")
+
+
+def test_signals_are_deferred_while_training_and_restored(tmp_path):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    signals = StopSignals()
+    with signals.listening(), signals.deferred():
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received is signal.SIGINT
+        signals.agreed = True  # as the loop does, which then raises Stopped
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    with pytest.raises(KeyboardInterrupt), StopSignals().listening():
+        signal.raise_signal(signal.SIGINT)
+    late = StopSignals()
+    with pytest.raises(KeyboardInterrupt), late.listening(), late.deferred():
+        signal.raise_signal(signal.SIGINT)

@@ -10,7 +10,7 @@ RUN := runs/quickstart
 TEST_WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: demo test test-all test-gpu test-oldest test-slurm test-hosts test-browser image-test docs docs-serve reference lint format bench bench-gpu clean
+.PHONY: demo test test-all test-gpu test-oldest test-slurm test-hosts test-browser image-test docs docs-serve reference screenshots lint format bench bench-gpu clean
 
 demo: .venv  ## train, evaluate, export and search on Debian package descriptions, in English and Chinese
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m embedtrain recipe=quickstart
@@ -50,6 +50,9 @@ docs: .venv  ## the documentation site, into site/
 
 reference: .venv  ## docs/reference/ from the comments, types and defaults of the options
 	$(BIN)/python docs/hooks/reference.py
+
+screenshots: .venv  ## docs/assets/images/ from two runs of the quickstart and the Chromium of this machine
+	PYTHONPATH=. $(BIN)/python docs/hooks/screenshots.py
 
 docs-serve: .venv  ## the same at http://127.0.0.1:8000, rebuilt when a page is saved
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict

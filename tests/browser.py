@@ -77,10 +77,11 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(self, path: Path, *, width: int = 1440, height: int = 1000, dark: bool = False) -> None:
-        """Load a file; `events` holds its requests and messages from here on."""
+    def open(self, path: Path, *, width: int = 1440, height: int = 1000, dark: bool = False, scale: float = 1) -> None:
+        """Load a file; `events` holds its requests and messages from here on. A picture has `scale` pixels for each."""
         mobile = width < 600
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        screen = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": mobile}
+        self.call("Emulation.setDeviceMetricsOverride", **screen)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
@@ -100,7 +101,8 @@ class Browser:
         """A picture of the whole page, or of a stretch of it."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": top, "width": size["width"], "height": height or size["height"], "scale": 1}
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        kind = {"format": "webp", "quality": 80} if to.suffix == ".webp" else {"format": "png"}
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip, **kind)
         to.write_bytes(base64.b64decode(shot["data"]))
         return to
 

@@ -3,8 +3,8 @@
 Tables of texts become one block per row on narrow screens, where each cell is preceded by the heading of its column.
 Tables of numbers scroll, and their first column stays. `docs/assets/site.css` does the rest.
 
-An image `NAME.png` with a `NAME-dark.png` beside it is replaced by both, of which the page shows one. An image leads to
-itself in full size.
+An image `NAME.webp` with a `NAME-dark.webp` beside it is replaced by both, of which the page shows one, and by
+`NAME-phone.webp` on narrow screens if there is one. An image leads to itself in full size.
 """
 
 import posixpath
@@ -55,12 +55,24 @@ def _labelled(row: str, headings: list[str]) -> str:
 
 
 def _image(alt: str, source: str, page: Page, files: Files) -> str:
-    """One image, or one for each color scheme, in a link to the file."""
+    """An image for each color scheme, with that for narrow screens, in a link to the file."""
     stem, extension = posixpath.splitext(source)
-    dark = f"{stem}-dark{extension}"
-    has_dark = files.get_file_from_path(posixpath.normpath(posixpath.join(posixpath.dirname(page.url), dark)))
     kind = "terminal" if extension == ".svg" else "screen"
-    return "".join(
-        f'<a class="picture {kind} {scheme}" href="{path}"><img alt="{alt}" src="{path}" loading="lazy"></a>'
-        for path, scheme in ([(source, "only-light"), (dark, "only-dark")] if has_dark else [(source, "")])
-    )
+
+    def exists(path: str) -> bool:
+        return (
+            files.get_file_from_path(posixpath.normpath(posixpath.join(posixpath.dirname(page.url), path))) is not None
+        )
+
+    parts = []
+    for scheme, suffix in ("only-light", ""), ("only-dark", "-dark"):
+        path, narrow = f"{stem}{suffix}{extension}", f"{stem}-phone{suffix}{extension}"
+        if not exists(path):
+            continue
+        image = f'<img alt="{alt}" src="{path}" loading="lazy">'
+        if exists(narrow):
+            image = f'<picture><source media="(max-width: 44.984375em)" srcset="{narrow}">{image}</picture>'
+        parts.append(f'<a class="picture {kind} {scheme}" href="{path}">{image}</a>')
+    if len(parts) == 1:
+        return parts[0].replace(" only-light", "")
+    return "".join(parts)

@@ -64,7 +64,7 @@ def test_links_and_the_search_work_from_the_disk(site):
 
 def test_tables_and_images_are_prepared_for_narrow_pages_and_colors():
     hook = load_hook("layout")
-    pictures = {"assets/run.png", "assets/run-dark.png", "assets/one.svg"}
+    pictures = {"assets/run.png", "assets/run-dark.png", "assets/one.svg", "assets/run-phone.png"}
     files = SimpleNamespace(get_file_from_path=lambda path: path if path in pictures else None)
 
     def render(content: str) -> str:
@@ -79,7 +79,9 @@ def test_tables_and_images_are_prepared_for_narrow_pages_and_colors():
     assert "data-label" not in numbers
     both = render('<p><img alt="A run" src="../assets/run.png" /></p>')
     assert both.count("<img") == 2
-    assert re.search(r'only-light" href="../assets/run.png"><img alt="A run" src="../assets/run.png"', both)
+    assert re.search(
+        r'only-light" href="../assets/run.png">.*?srcset="../assets/run-phone.png".*?src="../assets/run.png"', both
+    )
     assert re.search(r'only-dark" href="../assets/run-dark.png"><img alt="A run" src="../assets/run-dark.png"', both)
     assert render('<img alt="One" src="../assets/one.svg" />').count("<img") == 1
 

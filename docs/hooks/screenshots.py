@@ -1,0 +1,225 @@
+"""Pictures of terminals and reports for README and the pages, in docs/assets/images: `make screenshots`.
+
+It trains the quickstart twice in runs/screenshots, or in the folder that is its argument, then evaluates, searches and
+inspects, all in a pseudo-terminal. What is in that folder is not run again: delete it for new measurements. Terminals
+become SVG with rich, reports become WebP with Chromium, each for light and dark pages.
+"""
+
+import fcntl
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+from dataclasses import dataclass
+from io import StringIO
+from itertools import accumulate, product
+from pathlib import Path
+
+from rich.ansi import AnsiDecoder
+from rich.cells import chop_cells
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
+from rich.text import Text
+
+from embedtrain.tracking.report.page import write_report
+from tests.browser import Browser
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "docs" / "assets" / "images"
+FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "runs" / "screenshots").absolute()  # where commands run
+RANKS = 2
+COLUMNS = 100
+
+_DARK = TerminalTheme(
+    (30, 33, 41),
+    (214, 217, 224),
+    [(70, 75, 88), (240, 113, 120), (152, 195, 121), (229, 192, 123), (97, 175, 239), (198, 120, 221), (86, 182, 194),
+     (214, 217, 224)],
+    [(120, 126, 140), (255, 135, 140), (180, 220, 150), (245, 212, 150), (130, 195, 250), (215, 150, 235),
+     (120, 205, 215), (255, 255, 255)],
+)  # fmt: skip
+THEMES = {"": DEFAULT_TERMINAL_THEME, "-dark": _DARK}
+# As rich's, without a font from a network: every text has its length, so that any monospaced font fits.
+SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: {char_height}px;
+line-height: {line_height}px; font-variant-east-asian: full-width; }}
+.{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: sans-serif; }}
+{styles}
+</style>
+<defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" />
+</clipPath>{lines}</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}
+<g class="{unique_id}-matrix">{matrix}</g></g>
+</svg>
+"""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A command and the part of its output that its picture shows.
+
+    Attributes:
+        command: as a user types it.
+        until: the picture shows the terminal when a line with this text has been printed, otherwise at the end.
+        max_lines: lines of output in the picture, the last ones.
+    """
+
+    command: str
+    until: str | None = None
+    max_lines: int = 40
+
+
+# By the name of the picture. Later ones read the runs of earlier ones.
+SESSIONS = {
+    "train": Session(
+        f"torchrun --standalone --nproc-per-node {RANKS} -m embedtrain recipe=quickstart",
+        until="step 80/120",
+        max_lines=30,
+    ),
+    "evaluate": Session(
+        "python -m embedtrain.evaluate model=runs/quickstart/model "
+        "'sets=[recipes/quickstart/dev-en,recipes/quickstart/dev-zh2en]'"
+    ),
+    "search": Session(
+        "python -m embedtrain.search model=runs/quickstart/model corpus=recipes/quickstart/dev-en "
+        "query='compress files'"
+    ),
+    "inspect": Session("python -m embedtrain.inspect data=recipes/quickstart/train-en.jsonl.gz", max_lines=30),
+}
+COLDER = (
+    f"torchrun --standalone --nproc-per-node {RANKS} -m embedtrain recipe=quickstart name=colder loss.temperature=0.03"
+)
+
+
+def main() -> None:
+    """Run what was not run yet, and write the pictures."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    if not (FOLDER / "recipes").exists():
+        (FOLDER / "recipes").symlink_to(ROOT / "recipes")
+    for name, session in SESSIONS.items():
+        write_terminal(name, session, recorded(name, session.command))
+    recorded("colder", COLDER)
+    write_reports()
+    for image in sorted(IMAGES.iterdir()):
+        print(f"{image.relative_to(ROOT)}  {image.stat().st_size / 1000:.0f} kB")
+
+
+def recorded(name: str, command: str) -> str:
+    """What the command printed when it was run for this picture."""
+    path = FOLDER / f"{name}.ansi"
+    if not path.is_file():
+        print(f"$ {command}", flush=True)
+        path.write_bytes(run_in_terminal(command))
+    return path.read_bytes().decode()  # `read_text` would replace carriage returns
+
+
+def run_in_terminal(command: str) -> bytes:
+    """Everything that a command prints on a terminal of COLUMNS columns.
+
+    Raises:
+        CalledProcessError: the command failed.
+    """
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    folder = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TERM": "xterm-256color",
+        "COLUMNS": str(COLUMNS),
+    }
+    arguments = shlex.split(command)
+    process = subprocess.Popen(arguments, stdin=terminal, stdout=terminal, stderr=terminal, cwd=FOLDER, env=environment)  # noqa: S603
+    os.close(terminal)
+    parts = []
+    while True:
+        try:
+            part = os.read(controller, 1 << 16)
+        except OSError:  # the last process with this terminal has ended
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(controller)
+    if process.wait() != 0:
+        sys.stderr.buffer.write(b"".join(parts)[-4000:])
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return b"".join(parts)
+
+
+_TOKEN = re.compile(r"\x1b\[(?P<numbers>[0-9;?]*)(?P<letter>[A-Za-z])|(?P<control>[\r\n])|(?P<text>[^\x1b\r\n]+)|\x1b")
+
+
+def screen(output: str) -> list[str]:
+    """The lines on a terminal after this output, with their colors; it interprets what rich and tqdm write."""
+    lines, row, at_start = [""], 0, False
+    for token in _TOKEN.finditer(output):
+        number = int(token["numbers"]) if (token["numbers"] or "").isdigit() else 1
+        match token["letter"] or token["control"]:
+            case "\r":
+                at_start = True
+            case "\n":
+                row, at_start = row + 1, False
+                lines += [""] * (row + 1 - len(lines))
+            case "A":
+                row = max(row - number, 0)
+            case "K":
+                lines[row] = ""
+            case "J":
+                del lines[row + 1 :]
+            case "m" | None:
+                lines[row] = token[0] if at_start else lines[row] + token[0]
+                at_start = False
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+_FRAME = "\r\x1b[2K"  # begins each refresh of a live display
+
+
+def until(output: str, text: str) -> str:
+    """The output to the first refresh of the display after a line with the text; the whole output if there is none."""
+    frames = output.split(_FRAME)
+    shown = [index for index, frame in enumerate(frames) if text in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame)]
+    return _FRAME.join(frames[: shown[0] + 2]) if shown else output
+
+
+def write_terminal(name: str, session: Session, output: str) -> None:
+    """The picture of one session, for light and dark pages."""
+    lines = screen(until(output, session.until) if session.until else output)[-session.max_lines :]
+    for suffix, theme in THEMES.items():
+        console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True, color_system="truecolor")
+        console.print(Text.assemble(("$ ", "bold green"), (session.command, "bold")))
+        for line in AnsiDecoder().decode("\n".join(lines)):
+            ends = list(accumulate(map(len, chop_cells(line.plain, COLUMNS))))[:-1]
+            for part in line.divide(ends):
+                console.print(part, no_wrap=True, crop=False)
+        svg = console.export_svg(title="", theme=theme, code_format=SVG, unique_id=f"t-{name}")
+        (IMAGES / f"terminal-{name}{suffix}.svg").write_text(svg, encoding="utf-8")
+
+
+def write_reports() -> None:
+    """The top of the report at desktop and phone width, and of a comparison, for light and dark pages."""
+    run, other = FOLDER / "runs" / "quickstart", FOLDER / "runs" / "colder"
+    pages = {"report": FOLDER / "report.html", "comparison": FOLDER / "comparison.html"}
+    write_report([run], pages["report"])
+    write_report([run, other], pages["comparison"])
+    widths = {"": (1280, 900), "-phone": (390, 844)}
+    with Browser() as browser:
+        for (name, page), (device, (width, height)), scheme in product(pages.items(), widths.items(), THEMES):
+            browser.open(page, width=width, height=height, dark=bool(scheme), scale=1.5)
+            browser.screenshot(IMAGES / f"{name}{device}{scheme}.webp", height=height)
+
+
+if __name__ == "__main__":
+    main()

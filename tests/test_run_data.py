@@ -8,7 +8,7 @@ import pytest
 
 from embedtrain.checkpoint.step_directory import open_checkpoint, step_path
 from embedtrain.distributed.world import World
-from tests.runs import losses, metric_rows, run
+from tests.runs import losses, metric_rows, rewind_run, run
 from tests.small import batch, save_small, small_model, text
 
 
@@ -77,6 +77,45 @@ def test_resumed_by_source_it_goes_on_exactly(ranks, workshop, tmp_path):
     ranks(2, run, *given(workshop, tmp_path / "run", *common, model="dropout"))
     assert losses(tmp_path / "run") == expected
     assert len(expected) == 9
+
+
+def test_logged_losses_are_means_since_the_last_row_also_after_a_resume(ranks, workshop, tmp_path):
+    """Rows of two sources in every batch; a run that resumes between two rows logs what the whole run logs."""
+    folders = [workshop / "mixed" / name for name in ("web", "news")]
+    for index, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        (folder / "train.jsonl").write_text("".join(rows_of_source(index)))
+    sources = f"data.train=[{', '.join(str(folder / 'train.jsonl') for folder in folders)}]"
+    common = [f"model.path={workshop / 'dropout'}", sources, "train.steps=8", "checkpoint.every=2", "checkpoint.keep=9"]
+    ranks(2, run, *common, f"output_dir={tmp_path / 'each'}")
+    each = metric_rows(tmp_path / "each")
+    names = ["loss", "loss/web/train", "loss/news/train", "accuracy"]
+    # 13 rows of web, 7 of news: batches of ten with 6 or 7 of the first.
+    for row in each:
+        web, news = (row[name] for name in names[1:3])
+        assert any(row["loss"] == pytest.approx((n * web + (10 - n) * news) / 10, rel=1e-5) for n in (6, 7))
+        assert web != pytest.approx(news, rel=1e-3)
+
+    common.append("train.log_every=4")
+    ranks(2, run, *common, f"output_dir={tmp_path / 'whole'}")
+    whole = metric_rows(tmp_path / "whole")
+    assert [row["step"] for row in whole] == [4, 8]
+    for row in whole:
+        steps = [other for other in each if row["step"] - 4 < other["step"] <= row["step"]]
+        for name in names:
+            assert row[name] == pytest.approx(sum(other[name] for other in steps) / 4, rel=1e-12), name
+        assert row["grad_norm"] == steps[-1]["grad_norm"]
+    for size, exact in ((2, True), (3, False)):
+        resumed = rewind_run(tmp_path / "whole", tmp_path / f"resumed-{size}", 6)
+        ranks(size, run, *common, f"output_dir={resumed}")
+        for row, expected in zip(metric_rows(resumed), whole, strict=True):
+            values = {name: expected[name] for name in names}
+            assert {name: row[name] for name in names} == (values if exact else pytest.approx(values, rel=1e-5))
+
+
+def rows_of_source(index: int) -> list[str]:
+    rows = batch(20).rows[13 * index : 13 + 7 * index]
+    return [json.dumps({"query": row.query, "pos": [row.documents[0]]}) + "\n" for row in rows]
 
 
 def test_a_loss_that_no_step_has_reached_is_resumed(ranks, workshop, tmp_path):

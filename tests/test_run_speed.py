@@ -47,16 +47,14 @@ def test_flops_count_real_tokens_for_any_ranks_and_chunks(ranks, run_inputs, tmp
         out = tmp_path / str(size)
         reported, lengths, output = ranks(size, flops_of_run, *options(run_inputs, out, *more))[0]
         assert reported == pytest.approx([flops.of(torch.tensor(step_lengths)) for step_lengths in lengths])
-        assert "mfu is relative to" in output
+        assert "mfu" not in output  # a CPU has no rate to which it could be relative
         results[size] = reported
         rows = [row for row in metric_rows(out) if "loss" in row]
         for row, step_flops in zip(rows, reported, strict=True):
             flops_per_second = row["model_tflops"] * 1e12 * size
             tokens = sum(lengths[row["step"] - 1])
             assert flops_per_second / row["tokens_per_s"] == pytest.approx(step_flops / tokens)
-            assert 0 < row["mfu"] < 2
-        rates = [row["model_tflops"] / row["mfu"] for row in rows]
-        assert rates == pytest.approx([rates[0]] * 4)
+            assert "mfu" not in row
         measured = [row["step"] for row in rows if "communication" in row]
         assert measured == ([] if size == 1 else [3])
     assert results[2] == pytest.approx(results[1])

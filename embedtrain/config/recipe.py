@@ -201,11 +201,12 @@ class TrainSource:
 
     path: str  # file, directory or glob, local or a URL (s3://, hf://, https://, ...), or Hub id
     format: DataFormat = DataFormat.auto
-    name: str | None = None  # default: the end of the path
+    # Default: the end of the path; if several sources end alike, with the folders that distinguish them (`web/train`).
+    name: str | None = None
     revision: str | None = None  # a commit, tag or branch of a Hub data set
     documents: str | None = None  # corpus of the document ids in rows; default: the corpus beside them
     documents_revision: str | None = None  # a commit, tag or branch of the Hub data set with the corpus
-    each_file: bool = False  # every file is a source, named after the file
+    each_file: bool = False  # every file is a source
     weight: float = 1.0  # passes over its rows per epoch: 2 is two, 0.5 is half of the rows, the other half in the next
     max_rows: int | None = None  # at most so many rows per epoch, other rows in the next
     query_prompt: str | None = None  # default: model.query_prompt

@@ -230,6 +230,7 @@ class TrainData:
             k,
             SelectedRows(self.stores, self.settings, planned, selection),
             source=planned.source,
+            row_sources=planned.sources if planned.source is None and len(self.stores) > 1 else None,
             tokens=None if self.tokens is None else SelectedTokens(self.tokens, planned, selection, positives),
             has_loss_columns=any(self.stores[source].extra_columns & LOSS_COLUMNS for source in sources),
             has_ids=any(self.stores[source].extra_columns & ID_COLUMNS for source in sources),

@@ -102,6 +102,7 @@ class GlobalBatch:
     step: int
     rows: Sequence[Row]  # may read its elements lazily, so that a rank reads only its own
     source: int | None = None  # of all rows, if every batch has rows of one source
+    row_sources: NDArray[np.int64] | None = None  # [B], of each row, if a batch has rows of several sources
     tokens: BatchTokens | None = None  # None until the data is tokenised
     has_loss_columns: bool = True  # whether rows hold scores, ids, labels or vectors besides texts
     has_ids: bool | None = None  # whether a document of any rank may have an id; None: `rows` says it

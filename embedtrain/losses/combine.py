@@ -29,13 +29,15 @@ class CombinedLoss(Loss):
     def forward(self, queries: Tensor, documents: Tensor, batch_info: BatchInfo) -> LossOutput:
         """Queries [B, D] and documents [M, D] to this rank's loss."""
         local_loss, metrics = queries.new_zeros(()), dict[str, Tensor]()
+        row_losses: Tensor | None = queries.detach().new_zeros(len(queries))
         for name, part in self.parts.items():
             output = part(queries, documents, batch_info)
             local_loss = local_loss + self.weights[name] * output.local_loss
+            row_losses = _add(row_losses, self.weights[name], output.row_losses)
             metrics[name] = output.local_loss.detach()
             for key, value in output.metrics.items():
                 metrics[key if key not in metrics else f"{name}/{key}"] = value
-        return LossOutput(local_loss, metrics)
+        return LossOutput(local_loss, metrics, row_losses)
 
 
 class LossPerSource(Loss):
@@ -84,13 +86,20 @@ class Matryoshka(Loss):
         """Queries [B, D] and documents [M, D] to this rank's loss."""
         queries, documents = at_least_float32(queries), at_least_float32(documents)
         local_loss, metrics = queries.new_zeros(()), dict[str, Tensor]()
+        row_losses: Tensor | None = queries.detach().new_zeros(len(queries))
         for dim, weight in zip(self.dims, self.weights, strict=True):
             truncated = [F.normalize(vectors[:, :dim], dim=1) for vectors in (queries, documents)]
             output = self.inner(truncated[0], truncated[1], batch_info)
             local_loss = local_loss + weight * output.local_loss
+            row_losses = _add(row_losses, weight, output.row_losses)
             metrics = metrics or dict(output.metrics)
             metrics[f"loss@{dim}"] = output.local_loss.detach()
-        return LossOutput(local_loss, metrics)
+        return LossOutput(local_loss, metrics, row_losses)
+
+
+def _add(sums: Tensor | None, weight: float, row_losses: Tensor | None) -> Tensor | None:
+    """None if any loss is no sum over rows."""
+    return None if sums is None or row_losses is None else sums + weight * row_losses
 
 
 def _prepare(losses: Sequence[tuple[nn.Module, int]], batch_info: BatchInfo) -> dict[Hashable, Prepared]:

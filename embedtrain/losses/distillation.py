@@ -23,6 +23,7 @@ from embedtrain.losses.similarity import (
     group_max,
     pairwise_similarity,
     positions_in_row,
+    sum_by_row,
 )
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, Loss, LossOutput
 
@@ -54,7 +55,8 @@ class DistillScores(Loss):
         best = _is_largest(student.detach(), owners, len(queries)) & _is_largest(teacher, owners, len(queries))
         several = torch.searchsorted(owners, owners, right=True) - torch.searchsorted(owners, owners) > 1
         agreed = group_max((best & several).to(loss.dtype), owners, len(queries)).clamp(min=0.0)
-        return LossOutput(loss, {"agreement": agreed.sum() / num_rows})
+        by_row = sum_by_row(divergence, owners, len(queries)) * self.factor / num_rows
+        return LossOutput(loss, {"agreement": agreed.sum() / num_rows}, by_row)
 
 
 class MarginMSE(Loss):
@@ -77,7 +79,9 @@ class MarginMSE(Loss):
         margins, targets = student[positives] - student[negatives], teacher[positives] - teacher[negatives]
         num_pairs = max(1, batch_info.rows.num_negatives)
         agreed = (margins.detach().sign() == targets.sign()).sum() / num_pairs
-        return LossOutput((margins - targets).square().sum() / num_pairs, {"agreement": agreed})
+        terms = (margins - targets).square()
+        by_row = sum_by_row(terms, batch_info.owners[negatives], len(queries)) / num_pairs
+        return LossOutput(terms.sum() / num_pairs, {"agreement": agreed}, by_row)
 
 
 class DistillEmbeddings(Loss):
@@ -121,7 +125,9 @@ class DistillEmbeddings(Loss):
                 terms = (student - teacher).square().mean(dim=1)
             case EmbeddingDistance.l2:
                 terms = torch.linalg.vector_norm(student - teacher, dim=1)
-        return LossOutput(terms.sum() / max(1, sum(map(sum, batch_info.rows.counts))))
+        num_texts = max(1, sum(map(sum, batch_info.rows.counts)))
+        owners = torch.cat([torch.arange(len(queries), device=terms.device), batch_info.owners])
+        return LossOutput(terms.sum() / num_texts, row_losses=sum_by_row(terms, owners, len(queries)) / num_texts)
 
     def _check_widths(self, dimension: int, width: int) -> None:
         if dimension != width:

@@ -80,7 +80,7 @@ class InfoNCE(Loss):
         metrics = {"accuracy": sums.num_correct / num_rows}
         if self.temperature.log_scale is not None:
             metrics["temperature"] = 1.0 / (scale.detach().squeeze() * len(counts.queries))
-        return LossOutput(sums.loss / num_rows, metrics)
+        return LossOutput(sums.loss / num_rows, metrics, sums.row_losses / num_rows)
 
     def _in_batch_negatives(
         self,
@@ -166,8 +166,8 @@ class InfoNCE(Loss):
         scores = scores.masked_fill(mask, -torch.inf)
         highest = group_max(scores.detach(), owners, len(queries))
         gap = group_logsumexp(scores, owners, len(queries)) - (positive - config.margin) * scale
-        loss = F.softplus(gap.masked_fill(highest == -torch.inf, -torch.inf)).sum()
-        return SoftmaxSums(loss, (highest < thresholds).sum())
+        terms = F.softplus(gap.masked_fill(highest == -torch.inf, -torch.inf))
+        return SoftmaxSums(terms.sum(), (highest < thresholds).sum(), terms.detach())
 
 
 def choose_implementation(config: InfoNCEConfig, counts: Counts, dimension: int, dtype: torch.dtype) -> Implementation:

@@ -18,7 +18,7 @@ from embedtrain.config.losses import (
     Similarity,
 )
 from embedtrain.distributed.collectives import gather_rows
-from embedtrain.losses.similarity import at_least_float32, pairwise_distance, pairwise_similarity
+from embedtrain.losses.similarity import at_least_float32, pairwise_distance, pairwise_similarity, sum_by_row
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
 
@@ -70,7 +70,9 @@ class CosineMSE(Loss):
         """Queries [B, D] and documents [M, D] with scores [M] to this rank's loss."""
         left, right, scores = _pairs(queries, documents, batch_info)
         terms = (pairwise_similarity(left, right, Similarity.cosine) - scores).square()
-        return LossOutput(terms.sum() / max(1, sum(batch_info.rows.counts.documents)))
+        num_pairs = max(1, sum(batch_info.rows.counts.documents))
+        by_row = sum_by_row(terms, batch_info.owners, len(queries)) / num_pairs
+        return LossOutput(terms.sum() / num_pairs, row_losses=by_row)
 
 
 class Contrastive(Loss):
@@ -88,7 +90,9 @@ class Contrastive(Loss):
         left, right, scores = _pairs(queries, documents, batch_info)
         distances = pairwise_distance(left, right, self.distance)
         terms = (scores * distances.square() + (1 - scores) * F.relu(self.margin - distances).square()) / 2
-        return LossOutput(terms.sum() / max(1, sum(batch_info.rows.counts.documents)))
+        num_pairs = max(1, sum(batch_info.rows.counts.documents))
+        by_row = sum_by_row(terms, batch_info.owners, len(queries)) / num_pairs
+        return LossOutput(terms.sum() / num_pairs, row_losses=by_row)
 
 
 class OnlineContrastive(Loss):

@@ -65,23 +65,27 @@ class SigLIP(Loss):
         # the parameters.
         loss = 0.0 * (all_documents.sum() + scale.sum() + bias.sum())
         num_correct = torch.zeros((), dtype=torch.int64, device=queries.device)
+        row_losses = []
         size = rows_per_chunk(len(all_documents) * _LIVE_MATRICES, queries.dtype)
         for start in range(0, len(queries), size):
             part = slice(start, start + size)
-            chunk_loss, chunk_correct = checkpoint(
+            chunk_losses, chunk_correct = checkpoint(
                 _chunk,
                 *(first + start, queries[part], positives[part], all_documents, scale, bias, excluded),
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            loss, num_correct = loss + chunk_loss, num_correct + chunk_correct
+            loss, num_correct = loss + chunk_losses.sum(), num_correct + chunk_correct
+            row_losses.append(chunk_losses.detach())
         num_queries, num_ranks = max(1, sum(counts.queries)), len(counts.queries)
         metrics = {
             "accuracy": num_correct / num_queries,
             "temperature": 1 / scale.detach().squeeze() / num_ranks,
             "bias": bias.detach().squeeze() / num_ranks,
         }
-        return LossOutput(loss / num_queries, metrics)
+        return LossOutput(
+            loss / num_queries, metrics, torch.cat([queries.detach().new_zeros(0), *row_losses]) / num_queries
+        )
 
 
 def _chunk(
@@ -95,11 +99,11 @@ def _chunk(
 ) -> tuple[Tensor, Tensor]:
     """Queries [b, D], from number `first` of all ranks', with positives [b] among all documents [K, D].
 
-    Returns the sum of losses, and the number of queries whose positive is first.
+    Returns the losses [b], and the number of queries whose positive is first.
     """
     logits = inner_products(queries, documents) * scale + bias
     positive = logits.gather(1, positives.unsqueeze(1)).squeeze(1)
     negatives = excluded.mask_scores(logits.clone(), LossDirection.query_document, first, 0)
     # Log sigmoid of +inf is 0, with gradient 0.
-    loss = -F.logsigmoid(-negatives).sum() - F.logsigmoid(positive).sum()
-    return loss, (negatives.detach().amax(dim=1) < positive.detach()).sum()
+    losses = -F.logsigmoid(-negatives).sum(dim=1) - F.logsigmoid(positive)
+    return losses, (negatives.detach().amax(dim=1) < positive.detach()).sum()

@@ -88,6 +88,11 @@ def rows_per_chunk(values_per_row: int, dtype: torch.dtype) -> int:
     return max(1, MAX_CHUNK_BYTES // max(1, values_per_row * dtype.itemsize))
 
 
+def sum_by_row(terms: Tensor, owners: Tensor, num_rows: int) -> Tensor:
+    """The detached sum of each row's terms: [T] with the row of each term, int64 [T] -> [num_rows]."""
+    return terms.new_zeros(num_rows).index_add_(0, owners, terms.detach())
+
+
 def group_max(values: Tensor, owners: Tensor, num_groups: int) -> Tensor:
     """The largest of the values [M] of each group, [num_groups]; -inf for an empty group."""
     return values.new_full((num_groups,), -torch.inf).scatter_reduce(0, owners, values, "amax")

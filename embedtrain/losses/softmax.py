@@ -45,6 +45,7 @@ class SoftmaxSums:
 
     loss: Tensor
     num_correct: Tensor
+    row_losses: Tensor  # [B], detached: the terms of `loss`
 
 
 def plain_softmax(
@@ -56,6 +57,7 @@ def plain_softmax(
     """
     positive = _positive_scores(rows, scale, margin)
     loss, num_correct = positive.new_zeros(()), torch.zeros((), dtype=torch.int64, device=positive.device)
+    row_losses = torch.zeros_like(positive)
     for directions in partitions:
         blocks = [rules.scores(direction, rows, candidates, scale) for direction in directions]
         maxima = [_row_max(block.detach()) for block in blocks]
@@ -65,8 +67,10 @@ def plain_softmax(
         no_negatives = torch.stack(maxima).amax(dim=0) == -torch.inf
         scores = scores.masked_fill_(no_negatives.unsqueeze(1), 0.0)
         lse = torch.logsumexp(scores, dim=1) if scores.shape[1] else torch.zeros_like(positive)
-        loss = loss + F.softplus((lse - positive).masked_fill(no_negatives, -torch.inf)).sum() / len(partitions)
-    return SoftmaxSums(loss, num_correct)
+        terms = F.softplus((lse - positive).masked_fill(no_negatives, -torch.inf))
+        loss = loss + terms.sum() / len(partitions)
+        row_losses += terms.detach() / len(partitions)
+    return SoftmaxSums(loss, num_correct, row_losses)
 
 
 def tiled_softmax(
@@ -198,11 +202,11 @@ class _Tiled(_GradientInForward):
         candidate_queries: Tensor | None,
         scale: Tensor,
         rest: tuple[Rows, Candidates, ScoringRules, float, Partitions],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows, candidates, rules, margin, partitions = rest
         grads = _Gradients.zeros(rows, candidates, scale)
         positive = _positive_scores(rows, scale, margin)
-        sigma_sum, loss = torch.zeros_like(positive), positive.new_zeros(())
+        sigma_sum, row_losses, loss = torch.zeros_like(positive), torch.zeros_like(positive), positive.new_zeros(())
         num_correct = torch.zeros((), dtype=torch.int64, device=positive.device)
         widths = [sum(len(candidates.of(direction)) for direction in directions) for directions in partitions]
         buffer = _TileBuffer(rows, max(widths))
@@ -220,7 +224,9 @@ class _Tiled(_GradientInForward):
                 for tile in tiles:
                     sum_exp += tile.sub_(offset.unsqueeze(1)).exp_().sum(dim=1)
                 gap = offset + sum_exp.log() - tile_positive  # -inf in a row without negatives, whose loss is 0
-                loss += F.softplus(gap).sum() / len(partitions)
+                terms = F.softplus(gap)
+                loss += terms.sum() / len(partitions)
+                row_losses[start:end] += terms / len(partitions)
                 sigma = torch.sigmoid(gap) / len(partitions)
                 sigma_sum[start:end] += sigma
                 weights = (sigma / sum_exp).masked_fill_(sum_exp == 0, 0.0).mul_(scale).unsqueeze(1)
@@ -228,8 +234,8 @@ class _Tiled(_GradientInForward):
                     grads.anchors(direction)[start:end].addcmul_(tile @ candidates.of(direction), weights)
                     grads.candidates(direction).addmm_(tile.T, tile_rows.anchors(direction) * weights)
         ctx.computed = grads.finish(rows, sigma_sum, scale, margin)
-        ctx.mark_non_differentiable(num_correct)
-        return loss, num_correct
+        ctx.mark_non_differentiable(num_correct, row_losses)
+        return loss, num_correct, row_losses
 
 
 class _Ring(_GradientInForward):
@@ -242,7 +248,7 @@ class _Ring(_GradientInForward):
         candidate_queries: Tensor | None,
         scale: Tensor,
         rest: tuple[Rows, Candidates, ScoringRules, float, Partitions, Counts],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows, candidates, rules, margin, partitions, counts = rest
         grads = _Gradients.zeros(rows, candidates, scale)
         positive = _positive_scores(rows, scale, margin)
@@ -250,12 +256,14 @@ class _Ring(_GradientInForward):
         for passing in _passing_candidates(candidates, counts):
             for softmax in softmaxes:
                 softmax.add(rows, passing, rules, scale)
-        sigma_sum, loss = torch.zeros_like(positive), positive.new_zeros(())
+        sigma_sum, row_losses, loss = torch.zeros_like(positive), torch.zeros_like(positive), positive.new_zeros(())
         num_correct = torch.zeros((), dtype=torch.int64, device=positive.device)
         row_weights = []
         for softmax in softmaxes:
             gap = softmax.logsumexp() - positive
-            loss += F.softplus(gap).sum() / len(partitions)
+            terms = F.softplus(gap)
+            loss += terms.sum() / len(partitions)
+            row_losses += terms / len(partitions)
             sigma = torch.sigmoid(gap) / len(partitions)
             sigma_sum += sigma
             weights = (sigma / softmax.sum_exp).masked_fill_(softmax.sum_exp == 0, 0.0).mul_(scale)
@@ -266,8 +274,8 @@ class _Ring(_GradientInForward):
         for passing_rows, passing_weights in _passing_rows(rows, torch.stack(row_weights, dim=1), counts.queries):
             _add_candidate_grads(grads, passing_rows, passing_weights, candidates, rules, scale, partitions)
         ctx.computed = grads.finish(rows, sigma_sum, scale, margin)
-        ctx.mark_non_differentiable(num_correct)
-        return loss, num_correct
+        ctx.mark_non_differentiable(num_correct, row_losses)
+        return loss, num_correct, row_losses
 
 
 class _OnlineSoftmax:

@@ -16,6 +16,7 @@ from embedtrain.losses.similarity import (
     pairwise_distance,
     positions_in_row,
     rows_per_chunk,
+    sum_by_row,
 )
 from embedtrain.losses.types import BatchInfo, Loss, LossOutput
 
@@ -43,8 +44,9 @@ class Triplet(Loss):
         positions, negatives = positions_in_row(batch_info.owners), batch_info.negatives
         near, far = distances[negatives - positions[negatives]], distances[negatives]
         num_triplets = max(1, batch_info.rows.num_negatives)
-        loss = F.relu(near - far + self.margin).sum() / num_triplets
-        return LossOutput(loss, {"accuracy": (far > near).sum() / num_triplets})
+        terms = F.relu(near - far + self.margin)
+        by_row = sum_by_row(terms, batch_info.owners[negatives], len(queries)) / num_triplets
+        return LossOutput(terms.sum() / num_triplets, {"accuracy": (far > near).sum() / num_triplets}, by_row)
 
 
 class BatchTriplet(Loss):

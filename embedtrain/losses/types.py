@@ -180,11 +180,13 @@ class BatchInfo:
 class LossOutput:
     """A loss and its metrics, which are this rank's parts of means over the rows of the global batch.
 
-    The loss is the sum of the ranks' parts, and so is its gradient.
+    The loss is the sum of the ranks' parts, and so is its gradient. `row_losses` are the parts of this rank's rows,
+    which sum to `local_loss`; None for a loss that is no sum over rows.
     """
 
     local_loss: Tensor  # scalar, with a graph on every rank, even without rows
     metrics: dict[str, Tensor] = field(default_factory=dict)  # detached scalars; the same names on every rank
+    row_losses: Tensor | None = None  # [B], detached
 
 
 class Loss(nn.Module, ABC):

@@ -113,14 +113,16 @@ def _suggest_split(error: DataError, sources: Sequence[TrainSource]) -> DataErro
 def _unique_names(sources: Sequence[TrainSource]) -> list[str]:
     """A distinct name for each source, with a suffix if its rows may not be used as in-batch negatives.
 
-    Training reads that suffix from the path, and the mined files do not lie in the folder that had it.
+    Training reads that suffix from the path, and the mined files do not lie in the folder that had it. A name is that
+    of a file, so it has no `/`.
     """
+    names = [name.replace("/", "-") for name in source_names(sources)]
     named = [
         replace(source, name=f"{name}-{NO_IN_BATCH_NEGATIVES}")
         if not name.endswith(NO_IN_BATCH_NEGATIVES)
         and (no_in_batch_negatives(source) if source.in_batch_negatives is None else not source.in_batch_negatives)
         else replace(source, name=name)
-        for name, source in zip(source_names(sources), sources, strict=True)
+        for name, source in zip(names, sources, strict=True)
     ]
     return source_names(named)
 

@@ -20,6 +20,7 @@ from embedtrain.distributed.collectives import average_gradients
 from embedtrain.distributed.sharding import set_gradient_sync
 from embedtrain.distributed.world import World
 from embedtrain.losses.batch_statistics import MeasuredRows, RowSpec, batch_statistics
+from embedtrain.losses.row_sources import RowSources
 from embedtrain.losses.types import Loss, LossOutput
 from embedtrain.models.attention_kernels import grad_independent_attention
 from embedtrain.training import timing
@@ -35,7 +36,7 @@ class Backward:
         dummy: chunk for ranks that have fewer chunks than others.
         reduce_per_step: see `set_gradient_sync`.
         guides: other models that the loss needs, by path.
-        sources: names of the training sources, to log their losses separately; only if each batch has one source.
+        sources: names of the training sources, to log their losses separately; None if there is only one.
         row_specs: rows of each training source, for batch statistics; None disables them.
     """
 
@@ -89,9 +90,14 @@ class Backward:
         return LossOutput(local_loss, metrics), finite
 
     def _metrics(self, batch: RankBatch, output: LossOutput) -> dict[str, Tensor]:
+        """The metrics of the loss, and the mean over the rows of each source, if the loss is a sum over rows."""
         if self.sources is None:
             return output.metrics
-        return {**output.metrics, f"loss/{self.sources[batch.batch_info.source]}": output.local_loss}
+        row_sources = batch.batch_info.prepared.get(RowSources)
+        losses = {batch.batch_info.source: output.local_loss}
+        if isinstance(row_sources, RowSources):
+            losses = {} if output.row_losses is None else row_sources.local_losses(output.row_losses)
+        return {**output.metrics, **{f"loss/{self.sources[source]}": loss for source, loss in losses.items()}}
 
     def _backward_batch(
         self, batch: RankBatch, weight: float, *, last: bool, measured: bool
@@ -145,7 +151,7 @@ class Backward:
         output: LossOutput = self.loss(rows[: batch.num_queries], rows[batch.num_queries :], batch_info)
         # Gradients are averaged over ranks, but local losses add up. No other code depends on this factor.
         (output.local_loss * (weight * self.world.size)).backward()
-        return LossOutput(output.local_loss.detach(), output.metrics)
+        return LossOutput(output.local_loss.detach(), output.metrics, output.row_losses)
 
     def _encode(self, step: int, index: int, chunk: Tokens) -> Tensor:
         torch.manual_seed(chunk_seed(self.seed, step, self.world.rank, index))

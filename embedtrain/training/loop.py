@@ -165,7 +165,7 @@ class TrainingLoop:
     run_dir: RunDirectory
     stop_signals: StopSignals
     timeouts: Timeouts
-    matmul_flops: float  # reference of `mfu`
+    matmul_flops: float | None  # reference of `mfu`; None: not logged
 
     def run(self) -> Stopped | None:
         """Train from the current state. After a signal, save a checkpoint and return why the run ends."""
@@ -218,10 +218,12 @@ class TrainingLoop:
                     self.checkpointer.wait()  # raises the error of the save
                 self.stop_signals.agreed = Notice.stop in report.notices
                 throughput.add(report, prefetcher.pop_wait_seconds())
+                state.add_to_means({"loss": report.loss, **report.measures})
                 self.tracker.advance(step)
                 if self._is_logged(step):
                     rates = throughput.rates(world.size, self.matmul_flops)
-                    self.tracker.step({**throughput.row(step, report), **rates, **communication.pop()})
+                    row = throughput.row(step, report, state.pop_means())
+                    self.tracker.step({**row, **rates, **communication.pop()})
                     throughput = _Throughput()
                 garbage.collect_after(step)
                 improved = False
@@ -312,36 +314,27 @@ class _Throughput:
         self.reports.append(report)
         self.wait_seconds += wait_seconds
 
-    def row(self, step: int, report: StepReport) -> dict[str, float]:
+    def row(self, step: int, report: StepReport, means: Mapping[str, float]) -> dict[str, float]:
+        """The row of a step; `means` are those of the loss and its metrics since the last row."""
         seconds = self._seconds
         real_tokens = sum(r.real_tokens for r in self.reports)
         return {
             "step": step,
-            "loss": report.loss,
+            "loss": means["loss"],
             "grad_norm": report.grad_norm,
             "lr": report.lr,
-            **report.measures,
-            **self._losses_by_source(),
+            **means,
             "samples_per_s": sum(r.num_rows for r in self.reports) / seconds,
             "tokens_per_s": real_tokens / seconds,
             "padding": 1.0 - real_tokens / max(1, sum(r.computed_tokens for r in self.reports)),
             "data_wait": self.wait_seconds / seconds,
         }
 
-    def rates(self, num_ranks: int, matmul_flops: float) -> dict[str, float]:
-        """TFLOP/s of the model on one rank, and as a fraction of the rate of a matrix product."""
+    def rates(self, num_ranks: int, matmul_flops: float | None) -> dict[str, float]:
+        """TFLOP/s of the model on one rank, and as a fraction of the rate of a matrix product, if known."""
         flops = sum(r.flops for r in self.reports) / num_ranks / self._seconds
-        return {"model_tflops": flops / 1e12, "mfu": flops / matmul_flops}
+        return {"model_tflops": flops / 1e12, **({} if matmul_flops is None else {"mfu": flops / matmul_flops})}
 
     @property
     def _seconds(self) -> float:
         return sum(r.seconds for r in self.reports) + self.wait_seconds
-
-    def _losses_by_source(self) -> dict[str, float]:
-        """The mean loss of each source since the last row, if every batch has one source."""
-        losses: dict[str, list[float]] = {}
-        for report in self.reports:
-            for name, value in report.measures.items():
-                if name.startswith("loss/"):
-                    losses.setdefault(name, []).append(value)
-        return {name: sum(values) / len(values) for name, values in losses.items()}

@@ -17,6 +17,7 @@ from embedtrain.data.text_format import text_keys
 from embedtrain.data.tokens import TextTokenizer
 from embedtrain.data.types import BatchTokens, GlobalBatch, Row, Tokens
 from embedtrain.distributed.collectives import exchange_rows
+from embedtrain.losses.row_sources import RowSources
 from embedtrain.losses.types import FROM_ROWS, BatchInfo, GlobalRows, Guide, Loss
 
 
@@ -148,7 +149,7 @@ class RankBatch:
 
     def prepared_for(self, loss: Loss, dimension: int) -> "RankBatch":
         """The same batch with what the host can compute for `loss` on embeddings of this dimension."""
-        prepared = loss.prepare(self.batch_info, dimension)
+        prepared = {**self.batch_info.prepared, **loss.prepare(self.batch_info, dimension)}
         return replace(self, batch_info=replace(self.batch_info, prepared=prepared))
 
     def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RankBatch":
@@ -187,6 +188,7 @@ def make_rank_batch(
     chunks, exchange, plan = _encode_plan(tokens, rank, size, tokenizer, chunk_options)
     rows = batch.rows_of_rank(rank, size) if batch.has_loss_columns or guides else None
     global_rows = _global_rows(tokens, rank, size)
+    row_sources = None if batch.row_sources is None else RowSources.of(batch.row_sources, rank, size)
     has_ids = batch.has_ids
     if has_ids is None:
         has_ids = batch.has_loss_columns and any(any(row.ids) for row in batch.rows)
@@ -201,6 +203,7 @@ def make_rank_batch(
             step=batch.step,
             source=batch.source or 0,
             teacher_dimension=teacher_dimension,
+            row_sources=row_sources,
         ),
         num_rows=len(batch.rows),
         num_cached_graphs=chunk_options.num_cached_graphs(
@@ -234,6 +237,7 @@ def _make_batch_info(
     step: int,
     source: int,
     teacher_dimension: int | None,
+    row_sources: RowSources | None,
 ) -> BatchInfo:
     """What the loss needs besides the embeddings of this rank's rows; `rows` is None if they hold nothing but texts."""
     local_rows, local_documents = (
@@ -259,6 +263,7 @@ def _make_batch_info(
         seed=step,
         source=source,
         global_rows=global_rows,
+        prepared={} if row_sources is None else {RowSources: row_sources},
     )
 
 

@@ -193,11 +193,17 @@ def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStar
     return checkpointer, start
 
 
-def measure_matmul_rate(run: Run) -> MatmulRate:
-    """The reference of `mfu`. Measured before the model is loaded, because the measurement needs memory as well."""
+def measure_matmul_rate(run: Run) -> MatmulRate | None:
+    """The reference of `mfu` on GPUs. Measured before the model is loaded, because the measurement needs memory as well.
+
+    None on CPUs, whose rate in one product is no limit: clocks and threads differ between products and training.
+    """
     precision = run.recipe.parallel.precision
+    run.note(bf16_notes(precision, run.world.device))
+    if run.world.device.type != "cuda":
+        return None
     rate = matmul_rate(run.world, compute_dtype(precision))
-    run.note([f"mfu is relative to {rate}", *bf16_notes(precision, run.world.device)])
+    run.note([f"mfu is relative to {rate}"])
     return rate
 
 
@@ -277,7 +283,7 @@ def build_backward(run: Run, inputs: RunInputs, parts: TrainedParts) -> Backward
         dummy=parts.model.tokenizer.dummy(),
         reduce_per_step=parts.model.reduce_per_step,
         guides=parts.guides,
-        sources=data.names if data.plan.by_source and len(losses) > 1 else None,
+        sources=data.names if len(data.names) > 1 else None,
         row_specs=[row_spec_of(loss) for loss in losses] if run.recipe.tracking.geometry else None,
     )
 

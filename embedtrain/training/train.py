@@ -128,7 +128,7 @@ def _train(run: Run, inputs: RunInputs, stop_signals: StopSignals) -> TrainedMod
             run_dir=run_dir,
             stop_signals=stop_signals,
             timeouts=Timeouts(world, recipe.parallel.timeout, recipe.parallel.step_timeout),
-            matmul_flops=matmul_rate.flops,
+            matmul_flops=None if matmul_rate is None else matmul_rate.flops,
         )
         stopped = loop.run()
         if stopped is not None:

@@ -47,7 +47,7 @@ class SourceParts:
 
 
 def expand_sources(sources: Sequence[TrainSource]) -> list[TrainSource]:
-    """The sources, with each one that has `each_file` replaced by one source per file, named after the file.
+    """The sources, with each one that has `each_file` replaced by one source per file.
 
     Raises DataError if nothing matches a path or only some files of a source are named no_in_batch_neg, and ConfigError
     for `each_file` where there are no files.
@@ -66,9 +66,9 @@ def expand_sources(sources: Sequence[TrainSource]) -> list[TrainSource]:
                 f"{parts[0].kind.value}: leave it out"
             )
         source_parts = find_parts(source, parts)
-        for part in source_parts.parts:
-            name = stem_of(path_of(part.name))
-            name = name if source.name is None else f"{source.name}-{name}"
+        ends = _distinct_ends([part.name for part in source_parts.parts])
+        for part, end in zip(source_parts.parts, ends, strict=True):
+            name = None if source.name is None else f"{source.name}-{end}"
             documents = source.documents or _corpus_path(source_parts.document_parts)
             expanded.append(replace(source, path=part.name, name=name, each_file=False, documents=documents))
     return expanded
@@ -98,15 +98,18 @@ def no_in_batch_negatives(source: TrainSource) -> bool:
 
 
 def source_names(sources: Sequence[TrainSource]) -> list[str]:
-    """A distinct label for each source: its name, else the end of its path; `-2`, `-3`, ... where two are equal.
+    """A distinct label for each source: its name, else the end of its path that no other path has.
 
-    Names that the user gives take precedence over the ends of paths.
+    `web/train.jsonl` and `news/train.jsonl` are `web/train` and `news/train`. Sources that are still equal (several of
+    one file, or of one name) are numbered: `-2`, `-3`, ... Names that the user gives take precedence.
     """
     names: dict[int, str] = {}
     taken: set[str] = set()
     numbers: dict[str, int] = {}  # so that ten thousand sources with one name need no quadratic search
+    ends = iter(_distinct_ends([source.path for source in sources if not source.name]))
+    bases = [source.name or next(ends) for source in sources]
     for index in sorted(range(len(sources)), key=lambda index: not sources[index].name):
-        base = sources[index].name or _last_name(sources[index].path)
+        base = bases[index]
         name = base
         while name in taken:
             numbers[base] = numbers.get(base, 1) + 1
@@ -114,6 +117,32 @@ def source_names(sources: Sequence[TrainSource]) -> list[str]:
         taken.add(name)
         names[index] = name
     return [names[index] for index in range(len(sources))]
+
+
+def _distinct_ends(paths: Sequence[str]) -> list[str]:
+    """The last name of each path, with as many folders before it as distinguish it from the others."""
+    parts = [_name_parts(path) for path in paths]
+    lengths = [1] * len(paths)
+    while True:
+        ends = ["/".join(names[-length:]) for names, length in zip(parts, lengths, strict=True)]
+        different: dict[str, set[tuple[str, ...]]] = {}
+        for end, names in zip(ends, parts, strict=True):
+            different.setdefault(end, set()).add(names)
+        # Equal paths cannot be distinguished.
+        longer = [
+            min(len(names), length + (len(different[end]) > 1))
+            for end, names, length in zip(ends, parts, lengths, strict=True)
+        ]
+        if longer == lengths:
+            return ends
+        lengths = longer
+
+
+def _name_parts(path: str) -> tuple[str, ...]:
+    """The folders of a path that say something, and its last name without the suffix of a data file."""
+    folders = [part for part in path_of(path).parent.parts if part.strip("/.") and not glob.has_magic(part)]
+    name = _last_name(path)
+    return (*(folders[:-1] if folders and folders[-1] == name else folders), name)
 
 
 def _last_name(path: str) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +234,10 @@ def test_each_file_is_a_source(marked: Path) -> None:
     files = ["a.jsonl", "b-no_in_batch_neg.jsonl.gz", "c-no_in_batch_neg/a.jsonl"]
     expanded = expand_sources([source, TrainSource(path=str(marked / "a.jsonl"))])
     assert [source.path for source in expanded] == [*(str(marked / file) for file in files), str(marked / "a.jsonl")]
-    assert [source.name for source in expanded[:3]] == ["a", "b-no_in_batch_neg", "a"]
-    assert source_names(expanded) == ["a", "b-no_in_batch_neg", "a-2", "a-3"]
+    neighbour = "c-no_in_batch_neg/a"
+    assert source_names(expanded) == ["data/a", "b-no_in_batch_neg", neighbour, "data/a-2"]
+    named = source_names(expand_sources([replace(source, name="x"), source]))
+    assert named == ["x-data/a", "x-b-no_in_batch_neg", f"x-{neighbour}", "data/a", "b-no_in_batch_neg", neighbour]
     assert [(source.weight, source.negatives, source.each_file) for source in expanded[:3]] == [(0.5, 2, False)] * 3
     assert [no_in_batch_negatives(source) for source in expanded] == [False, True, True, False]
     assert len(read_sources(expanded, OnError.stop)) == 4
@@ -270,7 +273,8 @@ def test_folders_of_flagembedding(shared_data: Path) -> None:
     with pytest.raises(DataError, match="each_file: true"):
         expand_sources([TrainSource(path=str(folder))])
     expanded = expand_sources([TrainSource(path=str(folder), each_file=True)])
-    marks = {source.name: no_in_batch_negatives(source) for source in expanded}
+    names = source_names(expanded)
+    marks = {name: no_in_batch_negatives(source) for name, source in zip(names, expanded, strict=True)}
     assert [name for name, mark in marks.items() if mark] == [
         "AmazonClassification",
         "Banking77Classification",

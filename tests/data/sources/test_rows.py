@@ -372,13 +372,13 @@ def test_sources_keep_their_rows_and_distinct_names(tmp_path: Path) -> None:
     ]
     stores = read_sources(sources, OnError.stop)
     assert [[e.source for e in store] for store in stores] == [[0, 0], [1], [2]]
-    assert [store.report.name for store in stores] == ["train", "train-2", "named"]
+    assert [store.report.name for store in stores] == ["one/train", "two/train", "named"]
     assert source_names([TrainSource(path="a/b/*.jsonl"), TrainSource(path="org/set"), TrainSource(path="./d/")]) == [
         "b",
         "set",
         "d",
     ]
-    assert str(stores[1].report).startswith("train-2: FlagEmbedding rows")
+    assert str(stores[1].report).startswith("two/train: FlagEmbedding rows")
     # A name that is given stays, whatever the end of a path before it.
     assert source_names([TrainSource(path="a/b.tsv"), TrainSource(path="x", name="b")]) == ["b-2", "b"]
     with pytest.raises(ConfigError, match="empty"):

@@ -109,7 +109,7 @@ def test_folders_patterns_and_pieces(memory: str) -> None:
         "a",
     ]
     expanded = expand_sources([TrainSource(path=f"{memory}/rows", each_file=True)])
-    assert [source.name for source in expanded] == ["a", "c", "b"]
+    assert source_names(expanded) == ["a", "c", "b"]
 
 
 def test_content_of_remote_files(memory: str) -> None:

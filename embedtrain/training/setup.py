@@ -194,7 +194,7 @@ def open_checkpoints(run: Run, inputs: RunInputs) -> tuple[Checkpointer, RunStar
 
 
 def measure_matmul_rate(run: Run) -> MatmulRate | None:
-    """The reference of `mfu` on GPUs. Measured before the model is loaded, because the measurement needs memory as well.
+    """The reference of `mfu` on GPUs, measured before the model is loaded, because that needs memory as well.
 
     None on CPUs, whose rate in one product is no limit: clocks and threads differ between products and training.
     """

@@ -86,7 +86,7 @@ def test_logged_losses_are_means_since_the_last_row_also_after_a_resume(ranks, w
         folder.mkdir(parents=True)
         (folder / "train.jsonl").write_text("".join(rows_of_source(index)))
     sources = f"data.train=[{', '.join(str(folder / 'train.jsonl') for folder in folders)}]"
-    common = [f"model.path={workshop / 'dropout'}", sources, "train.steps=8", "checkpoint.every=2", "checkpoint.keep=9"]
+    common = [f"model.path={workshop / 'model'}", sources, "train.steps=8", "checkpoint.every=2", "checkpoint.keep=9"]
     ranks(2, run, *common, f"output_dir={tmp_path / 'each'}")
     each = metric_rows(tmp_path / "each")
     names = ["loss", "loss/web/train", "loss/news/train", "accuracy"]

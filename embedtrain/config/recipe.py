@@ -321,7 +321,7 @@ class ExportConfig:
 
 @dataclass(kw_only=True)
 class TrackingConfig:
-    """Where metrics are logged besides the terminal and metrics.jsonl."""
+    """What the terminal shows, and where metrics are logged besides the terminal and metrics.jsonl."""
 
     wandb: bool = False  # log to Weights & Biases
     wandb_mode: WandbMode | None = None  # default: $WANDB_MODE, else online
@@ -333,6 +333,9 @@ class TrackingConfig:
     wandb_notes: str | None = None  # description of the run
     wandb_artifacts: bool = False  # upload the exported model
     tensorboard: bool = False  # write event files to `tensorboard/` in the run directory
+    # Print diagnostics of every logged step as well: padding, waiting, communication, similarities, all metrics of the
+    # loss.
+    verbose: bool = False
     geometry: bool = True  # similarities of positives, of the hardest negatives, ... of every logged batch
     profile: list[int] = field(default_factory=list)  # steps to trace, such as [10,11,12]
     profile_ranks: list[int] | None = field(default_factory=lambda: [0])  # ranks that write traces; null: all

@@ -20,7 +20,7 @@ from embedtrain.streams import SafeStream
 from embedtrain.tracking.metrics import DatasetInfo
 from embedtrain.tracking.pages import pad, standard_output
 from embedtrain.tracking.step_line import (
-    OPTIONAL_RANK,
+    WAIT_METRICS,
     MetricText,
     PhaseLine,
     ProgressLine,
@@ -43,14 +43,19 @@ class Console:
 
     A terminal gets a live display at the bottom, with everything that is logged scrolling above it. A log file, a
     pipe or a dumb terminal gets one line per event, without escape codes, as it happens. If not `enabled`, every method
-    is silent, as on all ranks but the first.
+    is silent, as on all ranks but the first. `verbose` adds diagnostics to the lines of steps (`tracking.verbose`).
     """
 
     def __init__(
-        self, *, enabled: bool = True, terminal: RichConsole | None = None, clock: Callable[[], float] | None = None
+        self,
+        *,
+        enabled: bool = True,
+        verbose: bool = False,
+        terminal: RichConsole | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._rich = terminal or standard_output()
-        self._enabled = enabled
+        self._enabled, self._verbose = enabled, verbose
         self._is_live = enabled and self._rich.is_terminal and self._rich.is_interactive
         self._now = clock or (self._rich.get_time if self._is_live else time.monotonic)
         self._live: Live | None = None
@@ -58,6 +63,7 @@ class Console:
         self._row: Mapping[str, float] | None = None
         self._timer: StepTimer | None = None
         self._widths: dict[str, int] = {}  # of the columns of logged lines
+        self._columns: dict[str, None] = {}  # of lines without a terminal, which scripts read: once there, they stay
         self._previous: dict[str, Mapping[str, float]] = {}
         self._previous_step: int | None = None
         if self._is_live:
@@ -141,11 +147,12 @@ class Console:
         remaining = self._timer.remaining(self._now()) if self._timer else None
         if self._timer is not None:
             self._row = row
-        metrics = step_metrics(row, self._total_steps, None if self._is_live else remaining)
         if self._is_live:
+            metrics = step_metrics(row, self._total_steps, None, verbose=self._verbose)
             metrics = fit(metrics, self._rich.width - 1, 2, self._column_width)
         else:
-            metrics = [metric for metric in metrics if metric.rank < OPTIONAL_RANK]
+            self._columns |= dict.fromkeys((*row, *WAIT_METRICS))
+            metrics = step_metrics(row, self._total_steps, remaining, columns=self._columns, verbose=self._verbose)
         self._print(styled_line(metrics, self._widths))
 
     def evaluation(

@@ -15,11 +15,11 @@ from rich.text import Text
 from embedtrain.formatting import printable
 
 WAIT_METRICS = ("data_wait", "communication")
-MIN_WAIT_SHOWN = 0.05
-LOSS_METRIC_RANK = 10  # rank of metrics that the loss returns besides its value
-OPTIONAL_RANK = 13  # metrics from this rank on are shown by wide terminals only, not in log files
+# Ranks of metrics: the loss returns others than its value and `accuracy`; diagnostics are printed on request.
+_LOSS_METRIC_RANK, _DIAGNOSTIC_RANK = 9, 10
+_MISSING = "-"
 _GAP = 2
-_ONLY_IN_LOGGED_LINES = {"grad_norm", "padding", "data_wait", "communication"}
+_ONLY_IN_LOGGED_LINES = {"grad_norm"}
 _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 10, 40
 
 
@@ -43,72 +43,85 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-# key, label, format, rank
-_COLUMNS: list[tuple[str, str, Callable[[float], str], int]] = [
-    ("loss", "loss", lambda value: f"{value:.4f}", 1),
-    ("grad_norm", "grad_norm", lambda value: f"{value:.2f}" if abs(value) < 1000 else f"{value:.1e}", 7),
-    ("lr", "lr", lambda value: f"{value:.1e}", 3),
-    ("samples_per_s", "samples/s", rate, 4),
-    ("tokens_per_s", "tokens/s", rate, 6),
-    ("padding", "padding", lambda value: f"{value:.1%}", 8),
-    ("memory_gib", "memory", lambda value: f"{value:.1f} GiB", 5),
-    ("mfu", "mfu", lambda value: f"{value:.1%}", 9),
-    ("data_wait", "waiting for data", lambda value: f"{value:.0%}", 9),
-    ("communication", "communication", lambda value: f"{value:.0%}", 9),
-    ("positive_similarity", "positive", lambda value: f"{value:.3f}", 11),
-    ("hardest_negative_similarity", "hardest negative", lambda value: f"{value:.3f}", 12),
-    ("false_negatives", "false negatives", lambda value: f"{value:.2%}", OPTIONAL_RANK),
-    ("uniformity", "uniformity", lambda value: f"{value:.2f}", OPTIONAL_RANK + 1),
-    ("alignment", "alignment", lambda value: f"{value:.3f}", OPTIONAL_RANK + 2),
-]
-# Embedding space metrics are NaN if a batch has nothing to measure.
-_NAN_ALLOWED = {key for key, *_, rank in _COLUMNS if rank > LOSS_METRIC_RANK}
-_KNOWN_KEYS = {"step", "model_tflops", *(key for key, *_ in _COLUMNS)}  # mfu is shown instead of model_tflops
-
-
 def _loss_metric(value: float) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 or value == 0 else f"{value:.1e}"
 
 
-def step_metrics(row: Mapping[str, float], total_steps: int, remaining: float | None) -> list[MetricText]:
+# key, label, format, rank
+_COLUMNS: list[tuple[str, str, Callable[[float], str], int]] = [
+    ("loss", "loss", lambda value: f"{value:.4f}", 1),
+    ("accuracy", "accuracy", _loss_metric, 2),
+    ("grad_norm", "grad_norm", lambda value: f"{value:.2f}" if abs(value) < 1000 else f"{value:.1e}", 8),
+    ("lr", "lr", lambda value: f"{value:.1e}", 4),
+    ("samples_per_s", "samples/s", rate, 5),
+    ("tokens_per_s", "tokens/s", rate, 7),
+    ("memory_gib", "memory", lambda value: f"{value:.1f} GiB", 6),
+    ("mfu", "mfu", lambda value: f"{value:.1%}", 10),
+    ("padding", "padding", lambda value: f"{value:.1%}", 11),
+    ("data_wait", "waiting for data", lambda value: f"{value:.0%}", 12),
+    ("communication", "communication", lambda value: f"{value:.0%}", 13),
+    ("positive_similarity", "positive", lambda value: f"{value:.3f}", 14),
+    ("hardest_negative_similarity", "hardest negative", lambda value: f"{value:.3f}", 15),
+    ("false_negatives", "false negatives", lambda value: f"{value:.2%}", 16),
+    ("uniformity", "uniformity", lambda value: f"{value:.2f}", 17),
+    ("alignment", "alignment", lambda value: f"{value:.3f}", 18),
+]
+_KNOWN_KEYS = {"step", "model_tflops", *(key for key, *_ in _COLUMNS)}  # mfu is shown instead of model_tflops
+
+
+def step_metrics(
+    row: Mapping[str, float],
+    total_steps: int,
+    remaining: float | None,
+    *,
+    columns: Iterable[str] | None = None,
+    verbose: bool = False,
+) -> list[MetricText]:
     """The metrics of a logged step, in the order in which they are printed.
 
     Args:
         row: metrics by key. `padding`, `mfu`, `data_wait` and `communication` are fractions (0.031 is 3.1 %),
-            `memory_gib` is GiB. Unknown keys are metrics of the loss (accuracy, temperature, a component's value);
-            they follow the loss, and are dropped first if the line is too narrow.
+            `memory_gib` is GiB. Unknown keys are metrics of the loss (temperature, a source's loss, a component's
+            value); they follow the accuracy, and are dropped first if the line is too narrow.
         total_steps: 0 if unknown.
         remaining: seconds until training ends, if known.
+        columns: keys that a line without a terminal has, also where the row lacks a value; None: those of the row.
+        verbose: whether to include diagnostics, and all metrics of the loss in a line without a terminal.
     """
     step = int(row["step"])
     metrics = [MetricText("step", "step", f"{step}/{total_steps}" if total_steps else str(step), 0)]
-    for key, label, form, rank in _COLUMNS:
+    keys = dict.fromkeys(row if columns is None else columns)
+    of_loss = [key for key in keys if key not in _KNOWN_KEYS] if verbose or columns is None else []
+
+    def add(key: str, label: str, form: Callable[[float], str], rank: int) -> None:
         value = row.get(key)
-        # Short waits are normal; long ones explain why a GPU idles.
-        if value is None or (key in WAIT_METRICS and value < MIN_WAIT_SHOWN):
-            continue
-        if key in _NAN_ALLOWED and math.isnan(value):
-            continue
-        metrics.append(MetricText(key, label, form(value) if math.isfinite(value) else str(value), rank))
-        if key == "loss":
-            metrics += [
-                MetricText(name, printable(name), _loss_metric(row[name]), LOSS_METRIC_RANK)
-                for name in row
-                if name not in _KNOWN_KEYS
-            ]
+        if value is not None and not math.isnan(value):
+            metrics.append(MetricText(key, label, form(value) if math.isfinite(value) else str(value), rank))
+        elif columns is not None or key == "loss":
+            metrics.append(MetricText(key, label, _MISSING if value is None else str(value), rank))
+
+    for key, label, form, rank in _COLUMNS:
+        if key in keys and (verbose or rank < _DIAGNOSTIC_RANK):
+            add(key, label, form, rank)
+        if key == "accuracy":
+            for name in of_loss:
+                add(name, printable(name), _loss_metric, _LOSS_METRIC_RANK)
     if remaining is not None:
-        metrics.append(MetricText("left", "left", _clock(remaining), 2))
+        metrics.append(MetricText("left", "left", _clock(remaining), 3))
+    elif columns is not None:
+        metrics.append(MetricText("left", "left", _MISSING, 3))
     return metrics
 
 
 def fit(metrics: Iterable[MetricText], width: int, gap: int, size: Callable[[MetricText], int]) -> list[MetricText]:
-    """The metrics that fit into `width` columns with `gap` between them, preferring low ranks."""
+    """The metrics of the lowest ranks that fit into `width` columns with `gap` between them."""
     metrics = list(metrics)
     chosen, used = set(), -gap
     for metric in sorted(metrics, key=lambda metric: metric.rank):
-        if used + gap + size(metric) <= width:
-            used += gap + size(metric)
-            chosen.add(metric.key)
+        used += gap + size(metric)
+        if used > width:  # a narrower metric of a higher rank would come and go from line to line
+            break
+        chosen.add(metric.key)
     return [metric for metric in metrics if metric.key in chosen]
 
 
@@ -149,7 +162,7 @@ class ProgressLine:
         """`widths` stores the largest width of each metric so far, so that the line does not jitter."""
         self._widths = widths
         self._metrics = [
-            metric for metric in metrics if metric.key not in _ONLY_IN_LOGGED_LINES and metric.rank < LOSS_METRIC_RANK
+            metric for metric in metrics if metric.key not in _ONLY_IN_LOGGED_LINES and metric.rank < _LOSS_METRIC_RANK
         ]
         self._total_steps = total_steps
         self._step = int(metrics[0].value.split("/")[0])

@@ -72,7 +72,7 @@ class Tracker:
         Raises:
             DataError: metrics.jsonl exists but is invalid.
         """
-        console = console or Console(enabled=world.is_main)
+        console = console or Console(enabled=world.is_main, verbose=recipe.tracking.verbose)
         if not world.is_main:
             return cls(world, console)
         run_dir = Path(run_dir)

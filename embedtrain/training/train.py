@@ -61,7 +61,12 @@ def train(recipe: Recipe, world: World, stop_signals: StopSignals | None = None)
     Every rank calls it. All ranks raise the same EmbedtrainError, or Stopped after a signal.
     """
     quiet_libraries()
-    run = Run(recipe, world, Console(enabled=world.is_main), RunDirectory(Path(recipe.output_dir)))
+    run = Run(
+        recipe,
+        world,
+        Console(enabled=world.is_main, verbose=recipe.tracking.verbose),
+        RunDirectory(Path(recipe.output_dir)),
+    )
     ranks = f"{format_count(world.size, 'rank')} ({world.device.type})"
     run.console.note(f"{recipe.name} on {ranks}, in {run.run_dir.path}")
     # The user's mistakes come first: before a model is loaded or anything is written.

@@ -68,7 +68,7 @@ def test_a_log_file_gets_a_plain_line_per_step(capsys):
         line = capsys.readouterr().out
     assert line == (
         "step 100/600  loss 1.2345  accuracy 0.5000  grad_norm 0.87  lr 4.9e-04  samples/s 812  tokens/s 71,344  "
-        "padding 3.1%  memory 0.9 GiB  left 2:10\n"
+        "memory 0.9 GiB  left 2:10\n"
     )
 
 
@@ -149,39 +149,53 @@ def test_columns_of_a_log_are_aligned(capsys):
     assert "samples/s 12.3   tokens/s" in third
 
 
-def test_waiting_for_data_is_shown(capsys):
-    Console().step({**ROW, "data_wait": 0.12})
-    assert "waiting for data 12%" in capsys.readouterr().out
-
-
-def test_utilisation_and_communication_are_shown(capsys):
-    """Communication is shown from 5 % on, and TFLOP/s are not shown beside the utilisation."""
-    console = Console()
-    console.step({**ROW, "model_tflops": 312.5, "mfu": 0.4321, "communication": 0.04})
-    console.step({**ROW, "model_tflops": 312.5, "mfu": 0.4321, "communication": 0.31})
-    first, second = capsys.readouterr().out.splitlines()
-    assert "mfu 43.2%" in first
-    assert "312" not in first
-    assert "communication" not in first
-    assert second.endswith("mfu 43.2%  communication 31%")
-
-
 GEOMETRY = {
     "positive_similarity": 0.8123, "hardest_negative_similarity": 0.6543, "false_negatives": 0.00123,
     "alignment": 0.375, "uniformity": -2.5,
 }  # fmt: skip
 
 
-def test_embedding_metrics_are_shown_if_there_is_space(capsys):
-    Console().step({**ROW, **GEOMETRY})
-    Console().step({**ROW, **GEOMETRY, "hardest_negative_similarity": float("nan")})
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("memory 0.9 GiB  positive 0.812  hardest negative 0.654")
-    assert second.endswith("memory 0.9 GiB  positive 0.812")
-    for width, shown in ((80, False), (160, False), (300, True)):
+DIAGNOSTICS = {**GEOMETRY, "model_tflops": 312.5, "mfu": 0.4321, "communication": 0.31, "loss/web/train": 1.5}
+
+
+def test_the_columns_of_a_log_stay_whatever_a_row_has(capsys):
+    """Whether a step is the first, waited, or has no value: scripts read column by column."""
+    console = Console()
+    with console.training(600):
+        console.step({**ROW, "step": 1})
+        console.step({**ROW, **DIAGNOSTICS, "step": 2, "data_wait": 0.5})
+        console.step({key: value for key, value in ROW.items() if key != "accuracy"} | {"step": 3})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    labels = ["step", "loss", "accuracy", "grad_norm", "lr", "samples/s", "tokens/s", "memory", "left"]
+    for line in lines:
+        assert [part.split()[0] for part in re.split("  +", line)] == labels, line
+    assert "accuracy -" in lines[2]
+
+
+def test_diagnostics_are_shown_on_request(capsys):
+    rich, out = terminal(400)
+    for console in (Console(verbose=True), Console(verbose=True, terminal=rich)):
+        console.step({**ROW, **DIAGNOSTICS})
+    for line in (capsys.readouterr().out, ESCAPES.sub("", out.getvalue())):
+        assert "accuracy 0.5000  loss/web/train 1.5000  grad_norm" in line
+        assert "mfu 43.2%  padding 3.1%  waiting for data 0%  communication 31%  positive 0.812" in line
+        assert "uniformity -2.50  alignment 0.375" in line
+        assert "312" not in line, "shown as mfu"
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_narrow_terminal_keeps_the_loss_and_the_accuracy(verbose):
+    shown = {}
+    for width in (40, 80, 150):
         rich, out = terminal(width)
-        Console(terminal=rich).step({**ROW, **GEOMETRY})
-        assert ("uniformity -2.50" in ESCAPES.sub("", out.getvalue())) == shown
+        Console(terminal=rich, verbose=verbose).step({**ROW, **DIAGNOSTICS})
+        shown[width] = ESCAPES.sub("", out.getvalue()).strip()
+    assert shown[40] == "step 100  loss 1.2345  accuracy 0.5000"
+    assert shown[80] == "step 100  loss 1.2345  accuracy 0.5000  lr 4.9e-04  samples/s 812"
+    assert shown[150].startswith(
+        "step 100  loss 1.2345  accuracy 0.5000  loss/web/train 1.5000  grad_norm 0.87  lr 4.9e-04  samples/s 812  tok"
+    )
+    assert ("mfu" in shown[150]) == verbose
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
@@ -202,13 +216,13 @@ def live_line(width, step=100, remaining=130.0, **environment):
 def test_the_live_line_at_60_columns_keeps_the_most_important_metrics():
     lines = ESCAPES.sub("", live_line(60)).splitlines()
     assert len(lines) == 1
-    assert re.fullmatch(r"━+[╸╺]?━+  100/600  loss 1\.2345  lr 4\.9e-04  left 2:10 *", lines[0])
+    assert re.fullmatch(r"━+[╸╺]?━+  100/600  loss 1\.2345  accuracy 0\.5000 *", lines[0])
 
 
 def test_the_live_line_at_100_columns_has_every_metric():
     (line,) = ESCAPES.sub("", live_line(100)).splitlines()
     assert line.split("━  ")[1].rstrip() == (
-        "100/600  loss 1.2345  lr 4.9e-04  812 samples/s  71,344 tokens/s  0.9 GiB  left 2:10"
+        "100/600  loss 1.2345  accuracy 0.5000  lr 4.9e-04  812 samples/s  0.9 GiB  left 2:10"
     )
 
 

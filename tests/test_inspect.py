@@ -231,7 +231,7 @@ def test_a_source_that_cannot_be_used_hides_no_other(tmp_path):
     assert "1 row that cannot be used\n" in one
     assert re.search(r"✗  sts.csv: column 'score'.*loss=infonce", sts)
     assert "for_loss=cosent" in sts
-    assert re.search(r"^  recognised as +columns a = query, b = positive, score = score$", sts, re.M)
+    assert re.search(r"^  recognised as +columns a = query, b = positive, score = score \(by order; ", sts, re.M)
     assert re.search(r"^  queries +2 +1 ", sts, re.M)
     assert re.search(r"^  positive 1 \(4\.5\) +1  y$", sts, re.M)
     assert missing.strip().endswith("✗  missing.jsonl: no such file or folder")

@@ -220,7 +220,7 @@ class TrainSource:
     negatives: int | None = 7  # hard negatives per row, drawn from all of its negatives in each epoch; null: all
     subset: str | None = None  # configuration of a Hub data set
     split: str = "train"  # split of a Hub data set
-    columns: list[str] | None = None  # columns of the query, positive, negatives in this order, and of a score
+    columns: list[str] | None = None  # query, positive, negatives in this order, and a score; default: by name
     score_scale: float = 1.0  # scores are divided by it: 5 maps 0 to 5 onto 0 to 1
 
 

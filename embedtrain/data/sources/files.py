@@ -120,6 +120,15 @@ class Compression(Enum):
 
 
 _MAGIC = {b"\x1f\x8b": Compression.gzip, b"\x28\xb5\x2f\xfd": Compression.zstd}
+# Content of files that are named as text, and what to do.
+_OTHER_CONTENT = {
+    b"PAR1": ("Parquet", "rename it to .parquet"),
+    b"ARROW1": ("an Arrow table", "rename it to .arrow"),
+    b"PK\x03\x04": ("an Excel workbook or another ZIP archive", "export it as CSV in UTF-8, or unpack it"),
+    b"\xd0\xcf\x11\xe0": ("an old Excel workbook", "export it as CSV in UTF-8"),
+    b"BZh": ("bzip2", "unpack it, or compress it with gzip or zstd"),
+    b"\xfd7zXZ": ("xz", "unpack it, or compress it with gzip or zstd"),
+}
 _SUFFIXES = {".gz": Compression.gzip, ".zst": Compression.zstd}
 
 
@@ -259,8 +268,8 @@ def read_lines_between(
                 if stop is not None and offset >= stop:
                     return
                 number += 1
-                if offset == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    raise DataError(f"{name}: this file is UTF-16: save it as UTF-8")
+                if offset == 0:
+                    _require_text(name, line)
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if offset == 0 else line
                 offset += len(line)
     except DataError:
@@ -275,6 +284,15 @@ def read_lines_between(
         if not is_url(name):
             raise
         raise unreachable_error(name, error) from error
+
+
+def _require_text(name: str, first_line: bytes) -> None:
+    """Reject a file that is named as text and holds something else; its first line tells."""
+    if first_line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{name}: this file is UTF-16: save it as UTF-8 (iconv -f UTF-16 -t UTF-8 FILE > OTHER)")
+    for magic, (content, advice) in _OTHER_CONTENT.items():
+        if first_line.startswith(magic):
+            raise DataError(f"{name}: is named as a file of text and holds {content}: {advice}")
 
 
 def _read_line(file: IO[bytes], name: str, number: int, max_bytes: int) -> bytes:

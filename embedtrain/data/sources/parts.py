@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from embedtrain.data.sources.files import file_system, is_url, unreachable_error
+from embedtrain.data.sources.files import file_system, is_url, open_binary, unreachable_error
 from embedtrain.data.sources.text_rows import is_json_list
 from embedtrain.errors import DataError
 
@@ -40,6 +40,7 @@ _COMPRESSIBLE_KINDS = (PartKind.jsonl, PartKind.csv, PartKind.tsv)
 # A folder may also hold configuration in .json files, so only .jsonl counts there.
 FOLDER_SUFFIXES = [suffix for suffix in KIND_OF_SUFFIX if suffix != ".json"]
 SUPPORTED_FILES = ".jsonl, .json, .csv and .tsv (each also with .gz or .zst), .parquet, .arrow and .feather"
+_KIND_OF_MAGIC = {b"PAR1": PartKind.parquet, b"ARROW1": PartKind.arrow}
 _KINDS_WITHOUT_LINES = (PartKind.parquet, PartKind.arrow, PartKind.hub)
 
 
@@ -69,9 +70,22 @@ def part_of_file(name: str) -> Part:
     suffix = suffix_of(path_of(name))
     if suffix is None:
         raise DataError(f"{name}: this kind of file is not supported; supported are {SUPPORTED_FILES}")
-    if suffix == ".json" and is_json_list(name):
-        return Part(name, PartKind.json)
-    return Part(name, KIND_OF_SUFFIX[suffix])
+    kind = _kind_of_content(name) if KIND_OF_SUFFIX[suffix] in _COMPRESSIBLE_KINDS else None
+    if kind is None and suffix == ".json" and is_json_list(name):
+        kind = PartKind.json
+    return Part(name, kind or KIND_OF_SUFFIX[suffix])
+
+
+def _kind_of_content(name: str) -> PartKind | None:
+    """Parquet or Arrow where a local file named as text holds it; None for text, and for a file that cannot be read."""
+    if is_url(name) or not Path(name).is_file():
+        return None
+    try:
+        with open_binary(name) as file:
+            start = file.read(8)
+    except (DataError, OSError):  # reported where the rows are read
+        return None
+    return next((kind for magic, kind in _KIND_OF_MAGIC.items() if start.startswith(magic)), None)
 
 
 # Names.

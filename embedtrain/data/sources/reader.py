@@ -1,8 +1,10 @@
 """Reads a training source: finds its parts, detects the layout of its rows, and checks the rows piece by piece."""
 
 import copy
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 from embedtrain.config.recipe import OnError, TrainSource
 from embedtrain.config.row_requirements import RowRequirements
@@ -16,7 +18,9 @@ from embedtrain.data.types import Texts
 from embedtrain.errors import DataError
 from embedtrain.formatting import format_count
 
-FORMAT_VERSION = 2  # of the rows that readers return; a new one invalidates every cache
+FORMAT_VERSION = 3  # of the rows that readers return; a new one invalidates every cache
+_NUM_INSPECTED_ROWS = 16
+_LocatedRow: TypeAlias = tuple[Part, int, dict[str, Any] | BadRow]
 _KINDS_WITH_SCHEMA = (PartKind.csv, PartKind.tsv, PartKind.parquet, PartKind.arrow, PartKind.hub)
 
 
@@ -105,11 +109,17 @@ class SourceReader:
         DataError if no row can be used.
         """
         num_rows, num_empty, first = 0, 0, ""
-        for part, line, row in self._rows_and_empty_parts():
+        rows = self._rows_and_empty_parts()
+        # A column whose first value is missing or a number may hold texts.
+        ahead: deque[_LocatedRow] = deque(islice(rows, _NUM_INSPECTED_ROWS))
+        while ahead:
+            part, line, row = ahead.popleft()
+            ahead.extend(islice(rows, 1))
             try:
                 if isinstance(row, BadRow):
                     raise DataError(f"{part.location(line) if line else part.name}: {row}")
-                return choose_layout(self.source, part.kind, row, self.needs)
+                others = [other for of_part, _, other in ahead if of_part == part and not isinstance(other, BadRow)]
+                return choose_layout(self.source, part.kind, row, self.needs, others)
             except DataError as error:
                 fails_everywhere = part.kind in _KINDS_WITH_SCHEMA and not isinstance(row, BadRow)
                 if on_error == OnError.stop or fails_everywhere:
@@ -132,7 +142,7 @@ class SourceReader:
         """The number of lines or rows of the part before the piece."""
         return self._reader.lines_before(piece)
 
-    def _rows_and_empty_parts(self) -> Iterator[tuple[Part, int, dict[str, Any] | BadRow]]:
+    def _rows_and_empty_parts(self) -> Iterator[_LocatedRow]:
         for part in self.parts:
             is_empty = True
             for line in self._reader.lines(Piece(part)):

@@ -1,15 +1,13 @@
-"""Unchecked rows of JSONL, JSON, CSV and TSV files, as (line, row or problem)."""
+"""Unchecked rows of JSONL and JSON files, as (line, row or problem)."""
 
-import csv
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from embedtrain.data.sources.files import MAX_LINE_BYTES, read_lines
+from embedtrain.data.sources.files import read_lines
 from embedtrain.data.sources.values import (
     MAX_COLUMNS,
     BadRow,
@@ -20,7 +18,6 @@ from embedtrain.data.sources.values import (
     shorten,
 )
 from embedtrain.errors import DataError
-from embedtrain.formatting import format_bytes, format_count
 
 RawRow: TypeAlias = tuple[int, dict[str, Any] | BadRow]
 
@@ -174,130 +171,3 @@ def _broken_json_error(name: str, text: str, error: Exception, offset: int) -> D
     problem = json_problem(error) if isinstance(error, json.JSONDecodeError) else str(error)
     line = text.count("\n", 0, at) + 1
     return DataError(f"{name}:{line}: broken JSON: {problem}: {shorten(text[max(0, at - 20) : at + 20])}")
-
-
-# CSV and TSV.
-
-
-class PlainTsv(csv.excel_tab):
-    """Tab-separated values as data sets publish them: a quotation mark is an ordinary character."""
-
-    quoting = csv.QUOTE_NONE
-
-
-def delimited_rows(path: Path | str, dialect: type[csv.Dialect]) -> Iterator[RawRow]:
-    """The rows of a CSV or TSV file with a header. An empty cell is None; a row's number is that of its first line.
-
-    Raises DataError if the header is missing or has an empty or repeated name, or if quotation marks do not match over
-    several lines, since the rows between them would be lost.
-    """
-    # A long document exceeds the default limit of 128 KiB per cell. The setting is the process's, and harmless.
-    csv.field_size_limit(sys.maxsize)
-    lines = _Lines(path)
-    reader = csv.reader(lines, dialect, strict=True)
-    header: list[str] | None = None
-    while True:
-        first = lines.begin_row()
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            problem = lines.unmatched_quote(first, error)
-            if lines.number > first or header is None:
-                raise DataError(f"{path}:{first}: {problem}") from None
-            yield first, BadRow(problem)
-            continue
-        encoding_problem = lines.take_encoding_problem()
-        if not cells:
-            continue
-        if header is None:
-            header = _check_header(path, cells, encoding_problem)
-        elif len(cells) != len(header):
-            problem = f"{format_count(len(cells), 'cell')} where the header has {len(header)}"
-            if lines.number > first:
-                raise DataError(
-                    f"{path}:{first}: lines {first} to {lines.number} make one row, since the text between quotation "
-                    f"marks is one cell, and it has {problem}: correct the quotation marks"
-                )
-            yield first, BadRow(encoding_problem or f"{problem}: {shorten(cells)}")
-        elif encoding_problem:
-            yield first, BadRow(encoding_problem)
-        else:
-            yield first, {name: cell or None for name, cell in zip(header, cells, strict=True)}
-
-
-class _Lines:
-    """The lines of a file as text. `number` is that of the last line read."""
-
-    def __init__(self, path: Path | str) -> None:
-        self.number = 0
-        self._path, self._first, self._row_bytes = path, 1, 0
-        self._lines = read_lines(path)
-        self._encoding_problem = ""
-        self._is_exhausted = False
-        self._quote_lines: list[int] = [0, 0]  # the last two lines on which a quoted cell may have begun
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        number, line = next(self._lines, (0, b""))
-        if not number:
-            self._is_exhausted = True
-            raise StopIteration
-        self.number = number
-        self._row_bytes += len(line)
-        if self._row_bytes > MAX_LINE_BYTES:
-            raise DataError(
-                f"{self._path}:{self._first}: a row of more than {format_bytes(MAX_LINE_BYTES)} (up to line {number}) "
-                "is not read: correct the quotation marks"
-            )
-        # Within a quoted cell two quotation marks are one character of it.
-        if b'"' in line and b'"' in line.replace(b'""', b""):
-            self._quote_lines = [self._quote_lines[1], number]
-        try:
-            return line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            self._encoding_problem = self._encoding_problem or not_utf8(line, error.start)
-            return line.decode("utf-8", "replace")
-
-    def begin_row(self) -> int:
-        """The number of the line on which the next row begins."""
-        self._first, self._row_bytes = self.number + 1, 0
-        return self._first
-
-    def take_encoding_problem(self) -> str:
-        """The problem with the bytes of the lines read since the last call; "" for none."""
-        problem, self._encoding_problem = self._encoding_problem, ""
-        return problem
-
-    def unmatched_quote(self, first: int, error: csv.Error) -> str:
-        """The message about the row from line `first` to the last line read, whose cells cannot be parsed."""
-        self.take_encoding_problem()
-        last = self.number
-        if not self._is_exhausted and last == first:
-            return f"broken CSV: {error}"
-        # Where the row breaks off at a mark in the middle of the file, an earlier mark opened the cell.
-        last_mark, mark_before = self._quote_lines[1], self._quote_lines[0]
-        opened = max(first, last_mark if self._is_exhausted or last_mark < last else mark_before)
-        mark = f"a quotation mark that opens on line {opened}"
-        if opened == last:
-            return f"broken CSV: {error}: {mark} never closes"
-        end = "never closes" if self._is_exhausted else f"closes in the middle of a cell on line {last}"
-        return f"broken CSV: {mark} {end} (it swallows lines {opened} to {last})"
-
-
-def _check_header(path: Path | str, cells: list[str], encoding_problem: str) -> list[str]:
-    if encoding_problem:
-        raise DataError(f"{path}:1: {encoding_problem}")
-    if len(cells) > MAX_COLUMNS:
-        raise DataError(f"{path}:1: {len(cells):,} columns; at most {MAX_COLUMNS:,} are read")
-    if len(set(cells)) < len(cells):
-        raise DataError(f"{path}:1: the header names a column twice: {shorten(cells)}")
-    if "" in cells:
-        raise DataError(
-            f"{path}:1: column {cells.index('') + 1} of the header has no name: "
-            "leave the column out (pandas: to_csv(..., index=False)) or give it a name"
-        )
-    return cells

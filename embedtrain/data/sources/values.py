@@ -85,7 +85,9 @@ def describe_error(error: BaseException, length: int = 300) -> str:
 def string(value: object, name: str) -> str:
     """A text, which may be empty."""
     if not isinstance(value, str):
-        raise BadRow(f"{name} must be a text, not {describe_value(value)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        hint = ": write it as a text, in quotation marks" if is_number else ""
+        raise BadRow(f"{name} must be a text, not {describe_value(value)}{hint}")
     # JSON can spell half of a surrogate pair. Tokenizers fail on it with a message about argument types.
     if not value.isascii():
         try:

@@ -359,7 +359,7 @@ def test_mined_negatives_marked_in_a_list(tmp_path: Path) -> None:
     (example,), report = read(write(tmp_path / "a.jsonl", row))
     assert (example.positives, example.negatives) == (("a",), ("b", "c"))
     assert str(report).startswith(
-        "a: columns query = query, answer = positive, labels = 1 for positives, 0 for negatives, 1 rows"
+        "a: columns query = query, answer = positive, labels = 1 for positives, 0 for negatives (by name; "
     )
     assert only(tmp_path, row, needs=PAIRS).positive_scores == (1.0, 0.0, 0.0)
     path = write(tmp_path / "b.jsonl", row, {**row, "labels": [0, 0, 0]}, {**row, "labels": [0.5, 0, 0]})

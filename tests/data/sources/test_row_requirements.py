@@ -23,7 +23,7 @@ INFONCE = RowRequirements()
 
 ROW = {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}
 PAIR = {"sentence1": ["a", "b"], "sentence2": ["c", "d"]}
-TRIPLE = {"anchor": ["q"], "good": ["p"], "bad": ["n"]}
+TRIPLE = {"anchor": ["q"], "positive": ["p"], "negative": ["n"]}
 
 
 # Columns: classes, vectors, texts alone

@@ -105,7 +105,7 @@ def test_scored_tables_are_rejected_and_bitexts_read(shared_data: Path) -> None:
 # Columns by order
 
 
-TABLE = {"anchor": ["q1", "q2"], "good": ["p1", "p2"], "bad": ["n1", None], "worse": ["m1", "m2"]}
+TABLE = {"anchor": ["q1", "q2"], "positive": ["p1", "p2"], "negative": ["n1", None], "negative_2": ["m1", "m2"]}
 TABLE_TEXTS = [("q1", ("p1",), ("n1", "m1")), ("q2", ("p2",), ("m2",))]
 
 
@@ -114,15 +114,15 @@ def test_columns_by_order_in_every_kind_of_file(tmp_path: Path, name: str) -> No
     path = write_table(tmp_path / name, TABLE)
     examples, report = read(path)
     assert texts(examples) == TABLE_TEXTS
-    assert "columns anchor = query, good = positive, bad + worse = negatives" in str(report)
-    swapped, report = read(path, columns=["good", "anchor"])
+    assert "columns anchor = query, positive = positive, negative + negative_2 = negatives" in str(report)
+    swapped, report = read(path, columns=["positive", "anchor"])
     assert texts(swapped) == [("p1", ("q1",), ()), ("p2", ("q2",), ())]
     assert "no negatives" in str(report)
     assert "'lost'" in error_of(path, columns=["anchor", "lost"])
     with pytest.raises(ConfigError, match="at least two"):
         read(path, columns=["anchor"])
     with pytest.raises(ConfigError, match=r"columns .*format=flagembedding"):
-        read(path, columns=["anchor", "good"], format=DataFormat.flagembedding)
+        read(path, columns=["anchor", "positive"], format=DataFormat.flagembedding)
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.jsonl"])
@@ -156,7 +156,9 @@ def test_a_pandas_index_is_not_a_column(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": ["q"], "b": ["p"], "__index_level_0__": [0]}), tmp_path / "t.parquet")
     assert texts(read(tmp_path / "t.parquet")[0]) == [("q", ("p",), ())]
     (tmp_path / "t.csv").write_text(",a,b\n0,q,p\n")
-    assert "column 1 of the header has no name" in error_of(tmp_path / "t.csv")
+    assert texts(read(tmp_path / "t.csv")[0]) == [("q", ("p",), ())]
+    (tmp_path / "t.csv").write_text("a,,b\nq,x,p\n")
+    assert "column 2 of the header has no name" in error_of(tmp_path / "t.csv")
 
 
 def test_local_folder_as_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +168,9 @@ def test_local_folder_as_hub_data_set(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = tmp_path / "pairs"
     (folder / "data").mkdir(parents=True)
     write_table(folder / "data" / "train-0.parquet", TABLE)
-    write_table(folder / "data" / "test-0.parquet", {"anchor": ["t"], "good": ["u"], "bad": ["v"], "worse": ["w"]})
+    write_table(
+        folder / "data" / "test-0.parquet", {"anchor": ["t"], "positive": ["u"], "negative": ["v"], "negative_2": ["w"]}
+    )
     card = (
         "---\nconfigs:\n- config_name: triplets\n  data_files:\n"
         "  - {split: train, path: data/train-*}\n  - {split: test, path: data/test-*}\n---\n"
@@ -180,7 +184,7 @@ def test_local_folder_as_hub_data_set(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "split none" in error_of(folder, split="none")
     saved = tmp_path / "saved"
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(TABLE)}).save_to_disk(str(saved))
-    assert texts(read(saved, columns=["anchor", "good"])[0]) == [("q1", ("p1",), ()), ("q2", ("p2",), ())]
+    assert texts(read(saved, columns=["anchor", "positive"])[0]) == [("q1", ("p1",), ()), ("q2", ("p2",), ())]
 
 
 def test_a_split_of_plain_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,4 +414,8 @@ def read_and_report(world: World, path: str) -> tuple[str, str]:
 def test_every_rank_raises_the_same_error(tmp_path: Path, ranks: Any) -> None:
     path = write(tmp_path / "a.jsonl", GOOD, {"query": 3, "pos": ["b"]}, GOOD)
     answers = ranks(2, read_and_report, str(path))
-    assert answers[0] == answers[1] == ("DataError", f'{path}:2: "query" must be a text, not a number (3)')
+    assert (
+        answers[0]
+        == answers[1]
+        == ("DataError", f'{path}:2: "query" must be a text, not a number (3): write it as a text, in quotation marks')
+    )

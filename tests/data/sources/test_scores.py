@@ -29,7 +29,7 @@ TRIPLET = row_requirements(TripletConfig())
 ROW = {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}
 SCORES = {"pos_scores": [9, 8.5], "neg_scores": [-1.5, 0]}
 PAIR = {"sentence1": ["a", "b"], "sentence2": ["c", "d"]}
-TRIPLE = {"anchor": ["q"], "good": ["p"], "bad": ["n"]}
+TRIPLE = {"anchor": ["q"], "positive": ["p"], "negative": ["n"]}
 
 
 def scores(examples: list[Example]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
@@ -120,14 +120,14 @@ def test_scored_pairs_in_every_kind_of_file(tmp_path: Path, name: str) -> None:
     path = write_table(tmp_path / name, {"Label": [4.75, 0], **PAIR})
     examples, report = read(path, needs=PAIRS)
     assert [(e.query, e.positives, *e.positive_scores) for e in examples] == [("a", ("c",), 4.75), ("b", ("d",), 0.0)]
-    assert "columns sentence1 = query, sentence2 = positive, Label = score, 2 rows" in str(report)
+    assert "columns sentence1 = query, sentence2 = positive, Label = score (by name; " in str(report)
     named, _ = read(path, needs=PAIRS, columns=["sentence2", "sentence1", "Label"])
     assert [(e.query, *e.positive_scores) for e in named] == [("c", 4.75), ("d", 0.0)]
     pattern = f"^{path}: .*neither scores nor hard negatives.*loss=cosent.*columns"
     assert_error(pattern, path, columns=["sentence1", "sentence2"], needs=PAIRS)
 
 
-FOUR = {**TRIPLE, "worse": ["m"]}
+FOUR = {**TRIPLE, "negative_2": ["m"]}
 SCORED = [
     (PAIR, 0.5, [0.5]),
     (PAIR, [0.5], [0.5]),
@@ -162,7 +162,7 @@ BAD_SCORES = [
     (FOUR, [1, 2, 3, 4], 'column "score" has 4 numbers and the row has 1 positive and 2 negatives'),
     (TRIPLE, [1, True], 'element 2 of column "score" must be a number, not a truth value (True)'),
     (FOUR, 1.5, 'column "score" is one number, the score of one pair or the margin of one positive over one negative'),
-    ({**TRIPLE, "bad": [None]}, 1.5, "and the row has 1 positive and 0 negatives: give a list"),
+    ({**TRIPLE, "negative": [None]}, 1.5, "and the row has 1 positive and 0 negatives: give a list"),
     ({"q": ["q"], "p": [["a", "b"]], "n": ["n"]}, [1, 2], "has 2 numbers and the row has 2 positives and 1 negative"),
 ]
 
@@ -184,7 +184,9 @@ def test_texts_are_parsed_as_numbers_only_in_csv(tmp_path: Path) -> None:
 
 def test_which_column_holds_the_scores(tmp_path: Path) -> None:
     path = write_table(tmp_path / "t.csv", {**TRIPLE, "extra": ["x"]})
-    assert_error(f"^{path}: loss=distill_scores .*score, scores, .*anchor, good, bad, extra", path, needs=TEACHER)
+    assert_error(
+        f"^{path}: loss=distill_scores .*score, scores, .*anchor, positive, negative, extra", path, needs=TEACHER
+    )
     path = write_table(tmp_path / "s.csv", {**PAIR, "score": [1, 0], "label": [1, 0]})
     pattern = rf"^{path}: columns 'score' and 'label' .*loss=SoftmaxLoss .*columns=\[sentence1,sentence2,score\]"
     assert_error(pattern, path, needs=SOFTMAX)
@@ -241,7 +243,7 @@ def test_real_scored_pairs(shared_data: Path) -> None:
         assert "columns sentence1 = query, sentence2 = positive, score = score" in str(report)
     examples, report = read(shared_data / "pawsx-zh" / "dev.tsv", needs=SOFTMAX)
     assert {e.positive_scores for e in examples} == {(0.0,), (1.0,)}
-    assert "label = score, 1,984 rows" in str(report)
+    assert "label = score (by name; " in str(report)
 
 
 def test_real_triples_and_a_real_teacher(shared_data: Path) -> None:

@@ -1,11 +1,20 @@
-"""The choice of a source's layout, and the layout of columns by order: query, positive, negatives, perhaps a score."""
+"""The choice of a source's layout, and the layout of columns: query, positive, negatives, perhaps a score."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from embedtrain.config.recipe import DataFormat, TrainSource
 from embedtrain.config.row_requirements import RowRequirements, ScoreRequirement
 from embedtrain.data.sources import values
+from embedtrain.data.sources.column_roles import (
+    Content,
+    UnclearColumns,
+    choose_text_columns,
+    content_of,
+    is_score,
+    written_columns,
+)
 from embedtrain.data.sources.layouts.base import (
     TEXTS_ONLY,
     DocumentLookup,
@@ -26,24 +35,28 @@ from embedtrain.data.sources.values import BadRow, list_names
 from embedtrain.data.types import Texts
 from embedtrain.errors import ConfigError, DataError
 
-# sentence-transformers' names of the column that holds a score or a label.
-SCORE_COLUMNS = ("score", "scores", "label", "labels")
-
 
 def choose_layout(
-    source: TrainSource, kind: PartKind, row: dict[str, Any], needs: RowRequirements = TEXTS_ONLY
+    source: TrainSource,
+    kind: PartKind,
+    row: dict[str, Any],
+    needs: RowRequirements = TEXTS_ONLY,
+    first_rows: Sequence[dict[str, Any]] = (),
 ) -> RowLayout:
     """The layout that the source names, else the one that its first row has.
 
-    Raises ConfigError if `columns` has no use or names too few, and DataError if the row lacks what the loss needs.
+    `first_rows` are rows after `row`, which show which columns of a table hold texts.
+
+    Raises ConfigError if `columns` has no use or names too few, and DataError if the row lacks what the loss needs, or
+    the roles of its columns are not clear.
     """
     if source.columns is not None and source.format not in (DataFormat.auto, DataFormat.columns):
         raise ConfigError(f"{source.path}: columns has no use with format={source.format.value}: leave one of them out")
     layout = _keyed_layout(source, kind, row, needs)
     if layout is None:
         _reject_unpaired(source, row)
-        texts, score = _choose_columns(source, row, needs)
-        return Columns(names=texts, score=score, needs=needs, is_cells=kind in (PartKind.csv, PartKind.tsv))
+        is_cells = kind in (PartKind.csv, PartKind.tsv)
+        return _choose_columns(source, [row, *first_rows], needs, is_cells=is_cells)
     if needs.label or needs.vectors:
         raise DataError(
             f"{source.path}: loss={needs.loss} needs {needs_besides_texts(needs)}, which {layout.describe()} do not "
@@ -119,7 +132,7 @@ def _reject_unpaired(source: TrainSource, row: dict[str, Any]) -> None:
 
 @dataclass(kw_only=True)
 class Columns(RowLayout):
-    """Columns by order: query, positive, then negatives. A value may be a text or a list of texts.
+    """Columns of query, positive and negatives. A value may be a text or a list of texts.
 
     The column `score` holds what the loss needs besides texts: scores, a class, or a teacher's vectors. For a loss
     without such needs it marks the positives of a list of documents, as `mine_hard_negatives` of sentence-transformers
@@ -129,6 +142,8 @@ class Columns(RowLayout):
     names: list[str]  # of the columns of texts
     score: str | None = None
     is_cells: bool = False  # of CSV or TSV, in which numbers are texts
+    is_chosen: bool = False  # from the columns of the file, and not named by the source
+    by_name: bool = False  # chosen by their names, not by their order
 
     def describe(self) -> str:
         """What each column is used as."""
@@ -142,7 +157,8 @@ class Columns(RowLayout):
             use = "score" if self.needs.scores != ScoreRequirement.none else "1 for positives, 0 for negatives"
             use = "class" if self.needs.label else "vectors" if self.needs.vectors else use
             parts.append(f"{self.score} = {use}")
-        return ", ".join(parts)
+        how = f" (by {'name' if self.by_name else 'order'}; override: columns=[QUERY,POSITIVE,...])"
+        return ", ".join(parts) + (how if self.is_chosen and others else "")
 
     def _parse(self, row: dict[str, Any], documents: DocumentLookup | None) -> Texts:
         required = self.names[:2] if self.score is None else [*self.names[:2], self.score]
@@ -189,14 +205,17 @@ class Columns(RowLayout):
         return Texts(query, *documents, 0, positive_scores=of_positives, negative_scores=of_negatives)
 
 
-def _choose_columns(source: TrainSource, row: dict[str, Any], needs: RowRequirements) -> tuple[list[str], str | None]:
+def _choose_columns(
+    source: TrainSource, first_rows: Sequence[dict[str, Any]], needs: RowRequirements, *, is_cells: bool
+) -> "Columns":
     """The columns of texts, and the one of scores, labels or vectors."""
+    row = first_rows[0]
     present = list(row)
     needs_score = needs.scores != ScoreRequirement.none or needs.label or needs.vectors
     named = present if source.columns is None else source.columns
     # Columns that the user names are texts, whatever their names, where the loss needs only texts.
-    scores = [name for name in named if name.lower() in SCORE_COLUMNS] if needs_score or source.columns is None else []
-    texts = [name for name in named if name not in scores]
+    scores = [name for name in named if is_score(name)] if needs_score or source.columns is None else []
+    texts, by_name = [name for name in named if name not in scores], False
     min_texts = 2 if needs.documents or needs.scores != ScoreRequirement.none else 1
     if source.columns is not None and len(texts) < min_texts:
         expected = "at least two, query and positive" if min_texts == 2 else "at least one of texts"
@@ -204,23 +223,27 @@ def _choose_columns(source: TrainSource, row: dict[str, Any], needs: RowRequirem
     missing = [name for name in named if name not in row]
     if missing:
         raise DataError(f"{source.path}: no column {missing[0]!r}; there are: {list_names(present)}")
+    if source.columns is None:
+        texts, by_name = _text_columns(source, texts, first_rows, needs, is_cells=is_cells)
+    layout = Columns(names=texts, needs=needs, is_cells=is_cells, is_chosen=source.columns is None, by_name=by_name)
     if len(scores) == 1 and not needs_score and _marks_documents(row, texts, scores[0]):
-        return texts, scores[0]
+        return replace(layout, score=scores[0])
     if scores and not needs_score:
         raise DataError(
             f"{source.path}: column {scores[0]!r} makes these scored pairs, which loss={needs.loss} does not use: "
-            f"name the columns to train on, such as columns=[{','.join(texts[:2])}], or remove the source; "
+            f"name the columns to train on, such as columns={written_columns(texts[:2])}, or remove the source; "
             f"losses that use scores: {losses_with_scores()}"
         )
     if len(scores) > 1:
         raise DataError(
             f"{source.path}: columns {scores[0]!r} and {scores[1]!r} may both be what loss={needs.loss} needs besides "
-            f"texts: name the columns to train on, such as columns=[{','.join([*texts, scores[0]])}]"
+            f"texts: name the columns to train on, such as columns={written_columns([*texts, scores[0]])}"
         )
     if needs.label and len(texts) > 1:
         raise DataError(
             f"{source.path}: loss={needs.loss} takes one text and its class, and there are the columns of texts "
-            f"{list_names(texts)}: name one of them and that of the class, such as columns=[{texts[0]},label]"
+            f"{list_names(texts)}: name one of them and that of the class, such as "
+            f"columns={written_columns([texts[0], 'label'])}"
         )
     if len(texts) < min_texts:
         pair = 'a query and a positive, as two columns or as FlagEmbedding\'s "query" and "pos"'
@@ -232,7 +255,29 @@ def _choose_columns(source: TrainSource, row: dict[str, Any], needs: RowRequirem
             f"scores, label or labels; there {'is' if source.columns is None else 'is, in columns'}: "
             f"{list_names(named)}"
         )
-    return texts, scores[0] if scores else None
+    return replace(layout, score=scores[0] if scores else None)
+
+
+def _text_columns(
+    source: TrainSource,
+    names: Sequence[str],
+    first_rows: Sequence[dict[str, Any]],
+    needs: RowRequirements,
+    *,
+    is_cells: bool,
+) -> tuple[list[str], bool]:
+    """The columns of query, positive and negatives, and whether names say so. Raises DataError if that is unclear."""
+    try:
+        chosen = choose_text_columns(names, first_rows, is_cells=is_cells)
+    except UnclearColumns as unclear:
+        if needs.label:  # takes one text, and the message about that names them all
+            return [name for name in names if content_of(name, first_rows, is_cells=is_cells) is Content.text], False
+        raise DataError(
+            f"{source.path}: {unclear}; there are: {list_names(first_rows[0])}: write "
+            f"data.train=[{{path: {source.path}, columns: {written_columns(unclear.example)}}}] (query, positive, "
+            "negatives in this order)"
+        ) from None
+    return chosen.names, chosen.by_name
 
 
 def _marks_documents(row: dict[str, Any], texts: list[str], score: str) -> bool:

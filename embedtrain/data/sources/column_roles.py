@@ -1,0 +1,190 @@
+"""Roles of columns by their names: one table for training rows, corpora and evaluation sets."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from embedtrain.data.sources.values import list_names
+
+# Names without case, underscores, hyphens and spaces. Names of a later group count only where a row has none of an
+# earlier one: in {"query", "title", "text"} the title is no query.
+QUERY_NAMES = (
+    frozenset(("query", "queries", "question", "questions", "anchor", "q", "searchquery", "userquery", "userquestion")),
+    frozenset(
+        (
+            *("title", "headline", "heading", "source", "src", "input", "instruction", "prompt", "premise", "claim"),
+            *("summary", "keyword", "keywords", "term", "docstring", "utterance"),
+        )
+    ),
+)
+POSITIVE_NAMES = (
+    frozenset(("positive", "positives", "pos", "p", "positivetext", "positivepassage", "positivedocument", "chosen")),
+    frozenset(
+        (
+            *("answer", "answers", "response", "responses", "reply", "output", "completion", "target", "tgt"),
+            *("document", "documents", "doc", "docs", "passage", "passages", "context", "contexts", "text", "texts"),
+            *("body", "abstract", "content", "contents", "article", "paragraph", "chunk", "hypothesis", "evidence"),
+            *("documenttext", "passagetext", "code"),
+        )
+    ),
+)
+# Two columns of one kind: the first is the query.
+PAIR_NAMES = tuple(
+    (f"{stem}{first}", f"{stem}{second}")
+    for stem in ("sentence", "sent", "text", "question", "query", "s", "phrase", "title", "doc", "document", "passage")
+    for first, second in (("1", "2"), ("a", "b"), ("0", "1"))
+)
+SCORE_NAMES = frozenset(("score", "scores", "label", "labels", "similarity", "similarityscore", "relevance"))
+_NEGATIVE = re.compile(r"(hard)?(n|neg|negs|negative|negatives|rejected)(text|passage|document|doc)?s?\d*")
+# The last word decides: doc_id, query-id, queryId, but not `paid`. pandas writes its index as `Unnamed: 0`.
+_ID = re.compile(r"(.*[_\-\s.])?(id|ids|idx|index|uid|uuid|guid)|[qpdscr]id|docid|unnamed:.*", re.IGNORECASE)
+_CAMEL_ID = re.compile(r".*[a-z](Id|ID|Idx)s?")
+
+
+class Content(Enum):
+    """What a column holds in the first rows."""
+
+    text = "texts"
+    number = "numbers"
+    empty = "nothing"
+    other = "other values"
+
+
+@dataclass(frozen=True, slots=True)
+class TextColumns:
+    """The columns of query, positive and negatives in this order; fewer where there are fewer columns of texts."""
+
+    names: list[str]
+    by_name: bool  # at least one role is known by its name; else the order of the columns decides
+
+
+class UnclearColumns(Exception):
+    """Columns whose roles cannot be told from their names. The text is the reason; `example` are possible columns."""
+
+    def __init__(self, reason: str, example: Sequence[str]) -> None:
+        super().__init__(reason)
+        self.example = list(example)
+
+
+def normalized(name: str) -> str:
+    """A name without case, underscores, hyphens and spaces."""
+    return re.sub(r"[_\-\s]", "", name.casefold())
+
+
+def is_id(name: str) -> bool:
+    """Whether a column of this name holds ids: id, _id, idx, index, qid, doc_id, queryId, guid, ..."""
+    stripped = name.strip()
+    return _ID.fullmatch(stripped) is not None or _CAMEL_ID.fullmatch(stripped) is not None
+
+
+def is_score(name: str) -> bool:
+    """Whether a column of this name holds scores or labels."""
+    return normalized(name) in SCORE_NAMES
+
+
+def is_negative(name: str) -> bool:
+    """Whether a column of this name holds negatives: negative, neg, hard_negative_3, rejected, ..."""
+    return _NEGATIVE.fullmatch(normalized(name)) is not None
+
+
+def has_role(name: str) -> bool:
+    """Whether the table knows this name."""
+    key = normalized(name)
+    groups = (*QUERY_NAMES, *POSITIVE_NAMES, *PAIR_NAMES)
+    return is_id(name) or is_score(name) or is_negative(name) or any(key in group for group in groups)
+
+
+def content_of(name: str, rows: Iterable[Mapping[str, Any]], *, is_cells: bool) -> Content:
+    """What a column holds in these rows; the cells of CSV and TSV files are texts that may be numbers."""
+    content = Content.empty
+    for row in rows:
+        value = row.get(name)
+        while isinstance(value, list):
+            value = value[0] if value else None
+        if value is None:
+            continue
+        is_number = _is_number(value) if is_cells else isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number:
+            content = Content.number if content is Content.empty else content
+        elif isinstance(value, str):
+            return Content.text
+        else:
+            content = Content.other
+    return content
+
+
+def choose_text_columns(
+    names: Sequence[str], rows: Sequence[Mapping[str, Any]], *, is_cells: bool = False
+) -> TextColumns:
+    """The columns of texts and their roles, by name, in any order; by order for two columns of unknown names.
+
+    Ids and columns whose first rows hold no texts have no role. Raises UnclearColumns where two columns may have the
+    same role, or more than two have unknown names.
+    """
+    contents = {name: content_of(name, rows, is_cells=is_cells) for name in names if not is_id(name)}
+    negatives = [name for name, content in contents.items() if is_negative(name) and content is not Content.other]
+    texts = [name for name, content in contents.items() if content is Content.text and name not in negatives]
+    queries, positives = _named(texts, QUERY_NAMES), _named(texts, POSITIVE_NAMES)
+    is_specific = any(normalized(name) in (QUERY_NAMES[0] | POSITIVE_NAMES[0]) for name in texts)
+    pairs = [] if is_specific else _pairs(texts)
+    if len(pairs) == 1:
+        return TextColumns([*pairs[0], *negatives], by_name=True)
+    for role, candidates, others in (("query", queries, positives), ("positive", positives, queries)):
+        if len(candidates) > 1:
+            example = [candidates[0], (others or [n for n in texts if n not in candidates] or candidates[1:])[0]]
+            raise UnclearColumns(
+                f"the columns {' and '.join(candidates)} may each be the {role}",
+                example if role == "query" else example[::-1],
+            )
+    rest = [name for name in texts if name not in (*queries, *positives)]
+    if not queries and not positives:
+        readable = [name for name, content in contents.items() if content is not Content.other]
+        # Of two columns, both are meant, and the row that holds no text is reported.
+        return _by_order(readable if len(readable) == 2 and not negatives else rest, negatives)
+    # A role that no column of texts has: the only other column of texts, or one of its names that holds numbers.
+    if not rest and len(queries) + len(positives) < 2:
+        unused = [name for name, content in contents.items() if content in (Content.number, Content.empty)]
+        rest = _named(unused, POSITIVE_NAMES if queries else QUERY_NAMES)
+    if len(queries) + len(positives) < 2 and len(rest) > 1:
+        missing = "query" if not queries else "positive"
+        example = [rest[0], positives[0]] if not queries else [queries[0], rest[0]]
+        raise UnclearColumns(f"which of the columns {', '.join(rest)} is the {missing} is not known", example)
+    chosen = [*(queries or rest[:1]), *(positives or rest[:1])]
+    return TextColumns([*dict.fromkeys(chosen), *negatives], by_name=True)
+
+
+def written_columns(names: Iterable[object]) -> str:
+    """Columns as the value of an option: `[question,answer]`, with quotation marks where a name needs them."""
+    written = [
+        name if re.fullmatch(r"[\w.-]+", name) else "'" + name.replace("'", "\\'") + "'" for name in map(str, names)
+    ]
+    return f"[{','.join(written)}]"
+
+
+def _by_order(texts: list[str], negatives: list[str]) -> TextColumns:
+    if len(texts) > 2:
+        raise UnclearColumns(f"the names {list_names(texts)} do not say which is the query and the positive", texts[:2])
+    return TextColumns([*texts, *(negatives if len(texts) == 2 else [])], by_name=False)
+
+
+def _named(names: Sequence[str], groups: Sequence[frozenset[str]]) -> list[str]:
+    """The columns with a name of the first group that has any."""
+    for group in groups:
+        if found := [name for name in names if normalized(name) in group]:
+            return found
+    return []
+
+
+def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    by_name = {normalized(name): name for name in names}
+    return [(by_name[first], by_name[second]) for first, second in PAIR_NAMES if {first, second} <= by_name.keys()]
+
+
+def _is_number(cell: object) -> bool:
+    try:
+        float(str(cell))
+    except ValueError:
+        return False
+    return True

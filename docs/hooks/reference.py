@@ -1,8 +1,8 @@
-"""Writes the tables of options in docs/reference/ from the dataclasses: `python docs/hooks/reference.py`.
+"""Writes tables of options into docs/reference/ and docs/from-*.md: `python docs/hooks/reference.py`.
 
 The lines between `<!-- options: NAME -->` and `<!-- end -->` of a page are replaced by the tables of that dataclass and
 of those within it. NAME is `Recipe`, `TrainSource`, `EvaluationSet`, `losses` or `commands`. The meaning of an option
-is its comment in the source, read with tokenize.
+is its comment in the source, read with tokenize. For `migration_LIBRARY` it is a table of `config/migration.py`.
 """
 
 import ast
@@ -23,14 +23,25 @@ from typing import Any
 import yaml
 
 import embedtrain
+from embedtrain.config import migration
+from embedtrain.config.conversions import Row
 from embedtrain.config.evaluation import EvaluationSet
 from embedtrain.config.losses import LOSSES, InfoNCEConfig, LossConfig
 from embedtrain.config.recipe import Recipe, TrainSource
 
 PAGES = Path(__file__).resolve().parents[1] / "reference"
+MIGRATION_PAGES = PAGES.parent
 
 _GENERATED = re.compile(r"(?<=^<!-- options: )(\w+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"Options of `python -m embedtrain\.(\w+)`")
+_LIBRARIES = {
+    "FLAGEMBEDDING": "FlagEmbedding",
+    "TEVATRON": "Tevatron",
+    "TRAINER": "arguments of the Trainer",
+    "LOSSES": "loss class",
+    "LOSS_ARGUMENTS": "argument of losses",
+    "SENTENCE_TRANSFORMERS": "sentence-transformers",
+}
 _HEAD = "| option | meaning |\n| --- | --- |\n"
 
 
@@ -55,7 +66,7 @@ class Option:
 
 def main() -> None:
     """Write the pages."""
-    for page in sorted(PAGES.glob("*.md")):
+    for page in (*sorted(PAGES.glob("*.md")), *sorted(MIGRATION_PAGES.glob("from-*.md"))):
         page.write_text(generate(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -78,6 +89,8 @@ def section(name: str) -> str:
             )
         case "commands":
             return "\n\n".join(f"## {name}\n\n{tree(kind, '', f'{name}.')}" for name, kind in commands().items())
+        case _ if name.startswith("migration_"):
+            return migration_table(name.removeprefix("migration_"))
         case _:
             kind, anchor = {
                 "Recipe": (Recipe, ""),
@@ -85,6 +98,18 @@ def section(name: str) -> str:
                 "EvaluationSet": (EvaluationSet, "evaluation.sets."),
             }[name]
             return tree(kind, "", anchor)
+
+
+def migration_table(library: str) -> str:
+    """The table of the names of one library, such as `TRAINER`, and what embedtrain has instead."""
+    rows: tuple[Row, ...] = getattr(migration, library)
+    dashes = "--" if library in ("FLAGEMBEDDING", "TEVATRON") else ""
+    lines = [
+        f"| {row.shown or ', '.join(f'`{dashes}{name}`' for name in row.names.split())} | {row.ours} |"
+        for row in rows
+        if row.shown or row.names
+    ]
+    return "\n".join([f"| {_LIBRARIES.get(library, library)} | embedtrain |", "| --- | --- |", *lines])
 
 
 def commands() -> dict[str, type]:

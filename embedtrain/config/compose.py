@@ -35,15 +35,16 @@ from embedtrain.config.limits import (
 )
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
+from embedtrain.config.names import explain_unknown, suggest
 from embedtrain.config.parsing import (
     escape_interpolations,
+    explain_composition,
     explain_hydra_error,
     parse_items,
     parse_losses,
     parse_sources,
 )
 from embedtrain.config.recipe import Recipe
-from embedtrain.config.validation import unknown_option
 from embedtrain.errors import ConfigError
 from embedtrain.formatting import mask_passwords
 
@@ -103,11 +104,11 @@ def compose_command(name: str, kind: type[Options], arguments: Sequence[str], he
 
     `--help` prints `help_text`, with the options and their values in place of `{options}`.
     """
-    command_line = _parse(arguments, multirun=False)
+    command_line = _parse(arguments, kind, multirun=False)
     if command_line.config_dir is not None:
         raise ConfigError(f"--config-dir {command_line.config_dir}: {name} takes no recipe; leave it out")
     ConfigStore.instance().store(name=name, node=kind)
-    config = _compose(name, command_line.overrides, groups=False)
+    config = _compose(name, command_line.overrides, kind)
     _print_if_asked(command_line, config, help_text)
     return _to_dataclass(config, kind)
 
@@ -188,12 +189,19 @@ def choices(group: str) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
+    kind: type = Recipe  # of the options that the command line sets
+
     def error(self, message: str) -> NoReturn:
+        flag = re.match(r"unrecognized arguments: --([\w.-]+)(?:[= ](\S+))?", message)
+        suggestion = None if flag is None else suggest(flag[1], self.kind, flag[2])
+        if flag is not None and suggestion is not None:
+            raise ConfigError(f"--{flag[1]}: options are written as option=value, without dashes: {suggestion}")
         raise ConfigError(message)
 
 
-def _parse(arguments: Sequence[str], *, multirun: bool) -> argparse.Namespace:
+def _parse(arguments: Sequence[str], kind: type, *, multirun: bool) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.kind = kind
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
@@ -221,10 +229,10 @@ def _print_if_asked(command_line: argparse.Namespace, config: DictConfig, help_t
 
 
 def _compose_recipe_configs(arguments: Sequence[str], *, multirun: bool) -> list[DictConfig]:
-    command_line = _parse(arguments, multirun=multirun)
+    command_line = _parse(arguments, Recipe, multirun=multirun)
     _register_recipes(command_line.overrides)
     jobs = _jobs(command_line.overrides) if command_line.multirun else [command_line.overrides]
-    configs = [_compose("config", overrides, command_line.config_dir, groups=True) for overrides in jobs]
+    configs = [_compose("config", overrides, Recipe, command_line.config_dir) for overrides in jobs]
     _print_if_asked(command_line, configs[0], _HELP.replace("{choices}", _available_choices()))
     return configs
 
@@ -245,8 +253,8 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*values)]
 
 
-def _compose(name: str, overrides: Sequence[str], config_dir: str | None = None, *, groups: bool) -> DictConfig:
-    """What Hydra composes from the overrides, and from configs/ and `config_dir` if there are groups to choose from."""
+def _compose(name: str, overrides: Sequence[str], kind: type, config_dir: str | None = None) -> DictConfig:
+    """What Hydra composes from the overrides into a `kind`: a Recipe also from configs/ and `config_dir`."""
     for override in overrides:
         if re.match(r"hydra\b", option_of(override)):
             raise ConfigError(f"{override}: settings of Hydra can name code to run, and embedtrain never runs code")
@@ -262,41 +270,20 @@ def _compose(name: str, overrides: Sequence[str], config_dir: str | None = None,
         # Without groups `model=DIR` is a value and not a file of configs/model.
         configs = folder("configs")
         with (
-            initialize_config_dir(str(configs), version_base="1.3") if groups else initialize(None, version_base="1.3"),
+            initialize_config_dir(str(configs), version_base="1.3")
+            if kind is Recipe
+            else initialize(None, version_base="1.3"),
             limited_files(configs, directory),
             limited_interpolations(),
         ):
             config = compose(name, [*overrides, *search_path], return_hydra_config=True)
     except Exception as error:
-        raise ConfigError(_explain_composition(error, overrides)) from None
+        values = {option_of(override): override.partition("=")[2] for override in overrides}
+        raise ConfigError(explain_composition(error, values, kind)) from None
     refuse_hydra_settings(config.hydra)
     with open_dict(config):
         del config["hydra"]
     return config
-
-
-def _explain_composition(error: Exception, overrides: Sequence[str]) -> str:
-    """The message for an error of `hydra.compose`."""
-    values = {option_of(override): override.partition("=")[2] for override in overrides}
-    message = explain_hydra_error(error, values)
-    match = re.match(r"unknown option (loss\.\w+)", message)
-    if match and match[1] not in values:
-        return (
-            f"the recipe sets {match[1]}, which the chosen loss does not have (a recipe chooses its loss with "
-            f"`defaults: [override /loss: NAME]`): {message}"
-        )
-    if not isinstance(error, ValueError):
-        return message
-    # OmegaConf raises a bare ValueError for an option within a list, such as data.train.path=x.
-    for override in overrides:
-        node: Any = to_plain(Recipe())
-        keys = option_of(override).split(".")
-        for depth, key in enumerate(keys):
-            if not isinstance(node, dict):
-                kind = "a list, which is written as a whole" if isinstance(node, list) else "a single value"
-                return f"{override}: {'.'.join(keys[:depth])} is {kind}"
-            node = node.get(key, {})
-    return message
 
 
 def _register_recipes(overrides: Sequence[str]) -> None:
@@ -375,6 +362,6 @@ def _refuse_added(options: Any, prefix: str) -> None:
     names = [field.name for field in fields(options)]
     for name, value in vars(options).items():
         if name not in names:
-            raise ConfigError(unknown_option(f"{prefix}{name}", names))
+            raise ConfigError(explain_unknown(f"{prefix}{name}", type(options), value))
         if is_dataclass(value):
             _refuse_added(value, f"{prefix}{name}.")

@@ -21,9 +21,10 @@ from embedtrain.config.losses import (
     SigLIPConfig,
     TripletConfig,
 )
+from embedtrain.config.names import unknown_loss
 from embedtrain.config.row_requirements import ScoreRequirement, row_requirements
 from embedtrain.config.sentence_transformers import check_sentence_transformers
-from embedtrain.config.validation import OptionChecks, did_you_mean, written
+from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
 
 
@@ -36,8 +37,7 @@ def check_loss(loss: LossConfig) -> None:
 def check_loss_name(name: Any, option: str) -> str:
     """The name itself if a loss has it, else a ConfigError with the nearest name."""
     if str(name) not in LOSSES:
-        hint = did_you_mean(str(name), list(LOSSES))
-        raise ConfigError(f"{option}={name}: there is no such loss{hint} Available are {', '.join(LOSSES)}")
+        raise ConfigError(unknown_loss(option, str(name)))
     return str(name)
 
 

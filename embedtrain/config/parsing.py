@@ -11,11 +11,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from embedtrain.config.loss_checks import check_loss_name
 from embedtrain.config.losses import LOSSES, CombinedConfig, LossConfig
-from embedtrain.config.recipe import Recipe, TrainSource
-from embedtrain.config.validation import did_you_mean, unknown_option
+from embedtrain.config.names import explain_unknown, misplaced_option, unknown_loss
+from embedtrain.config.recipe import Recipe, Strategy, TrainSource
+from embedtrain.config.validation import did_you_mean
 from embedtrain.errors import ConfigError
 
 Item = TypeVar("Item")
+
+GROUPS = ("recipe", "model", "loss", "parallel")  # `GROUP=NAME` chooses a file of configs/ or recipes/
 
 _NO_PACKAGE = "unknown option recipe: a recipe of your own must begin with the line `# @package _global_`"
 _MAX_MESSAGE = 2000  # characters: errors repeat values, which may be long
@@ -100,6 +103,25 @@ def _merge(base: Any, options: Mapping[str, Any], option: str) -> Any:
         raise ConfigError(f"{option}: {explain_hydra_error(error, options)}") from None
 
 
+def explain_composition(error: Exception, values: Mapping[str, str], kind: type) -> str:
+    """The message for an error of `hydra.compose`, which sets options of the command line, `values`, in a `kind`."""
+    # Hydra names only the first part of an option that does not exist, and OmegaConf no option at all for one within
+    # a list.
+    for option, value in values.items():
+        is_choice = kind is Recipe and option in GROUPS
+        is_assignment = value and re.fullmatch(r"[\w.-]+", option)
+        if not is_choice and is_assignment and (mistake := misplaced_option(option, kind, value)):
+            return mistake
+    message = explain_hydra_error(error, values)
+    match = re.match(r"unknown option (loss\.\w+)", message)
+    if match and match[1] not in values:
+        return (
+            f"the recipe sets {match[1]}, which the chosen loss does not have (a recipe chooses its loss with "
+            f"`defaults: [override /loss: NAME]`): {message}"
+        )
+    return message
+
+
 def explain_hydra_error(error: Exception, values: Mapping[str, Any] | None = None) -> str:
     """The message for an error of Hydra or OmegaConf; `values` are those that the user wrote, by full option name."""
     message = _explain_hydra_error(error, values or {})
@@ -108,8 +130,14 @@ def explain_hydra_error(error: Exception, values: Mapping[str, Any] | None = Non
 
 def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
+        group, _, name = error.missing_cfg_file.partition("/")
+        if group == "loss":
+            return unknown_loss("loss", name)
         own = "; your own are DIR/recipe/NAME.yaml, with --config-dir DIR" if group == "recipe" else ""
+        if group == "model" and "/" in name:
+            return f"model={name}: for a directory or a Hub id write model.path={name}"
+        if group == "parallel" and name in list(Strategy):
+            return f"parallel={name}: write parallel.strategy={name}"
         hint = did_you_mean(name, error.options or (), cutoff=0.4)
         return f"{group}={name}: there is no such {group}{hint} Available are {', '.join(error.options or ())}{own}"
     if isinstance(error, OverrideParseException):
@@ -126,7 +154,7 @@ def _explain_hydra_error(error: Exception, values: Mapping[str, Any]) -> str:
         if parent_type is Recipe and option == "recipe":
             return _NO_PACKAGE
         if dataclasses.is_dataclass(parent_type):
-            return unknown_option(option, [field.name for field in dataclasses.fields(parent_type)])
+            return explain_unknown(option, parent_type, values.get(option))
         parent, _, key = option.rpartition(".")
         return f"{parent} is a mapping: write {parent}={{{key}: ...}}"
     message = " ".join(str(cause).partition("full_key:")[0].split())

@@ -154,7 +154,8 @@ def test_another_loss_on_the_command_line_starts_from_its_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("parallell.strategy=ddp", ["parallell", "did you mean parallel?"]),
+        ("parallell.strategy=ddp", ["parallell.strategy=ddp", "write parallel.strategy=ddp"]),
+        ("modell.pth=m", ["unknown option modell", "did you mean model?"]),
         ("optim.lrr=1", ["optim.lrr", "did you mean lr?"]),
         ("loss.temprature=1", ["loss.temprature", "did you mean temperature?"]),
         ("+optim.weight_decy=1", ["optim.weight_decy", "did you mean weight_decay?"]),

@@ -1,0 +1,63 @@
+"""A row of the table for migrating users (`config/migration.py`), and conversions of values of other libraries."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# From one of our options and a value of theirs to an assignment of ours; None if the value has no counterpart.
+Convert = Callable[[str, str], str | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Names of another library, and what embedtrain has instead.
+
+    Attributes:
+        names: of the library, separated by blanks.
+        ours: Markdown that begins with an option of embedtrain in backticks, or a sentence if there is none.
+        convert: a value of theirs as an assignment of ours, which messages show instead of `ours`.
+        also: other names that people type, separated by blanks; the pages do not list them.
+        shown: how the pages write the names; default: each in backticks.
+    """
+
+    names: str
+    ours: str
+    convert: Convert | None = None
+    also: str = ""
+    shown: str = ""
+
+
+def same(option: str, value: str) -> str:
+    """For an option that takes their values as they are."""
+    return f"{option}={value}"
+
+
+def in_list(option: str, value: str) -> str:
+    """For an option that takes a list of their values."""
+    return f"{option}={value}" if value.startswith("[") else f"{option}=[{value}]"
+
+
+def integer(option: str, value: str) -> str | None:
+    """For an option that takes their values if they are integers, and not if they are flags."""
+    return f"{option}={value}" if value.isdecimal() else None
+
+
+def one_of(values: Mapping[str, str]) -> Convert:
+    """For an option whose values have other names; theirs are the keys, in lower case."""
+    return lambda option, value: f"{option}={values[value.lower()]}" if value.lower() in values else None
+
+
+def flag(on: str, off: str) -> Convert:
+    """Assignments of a true and a false value."""
+    return lambda _, value: {"true": on, "1": on, "false": off, "0": off}.get(value.lower())
+
+
+def number(template: str, convert: Callable[[float], float]) -> Convert:
+    """The template with a converted number in it."""
+
+    def assignment(_: str, value: str) -> str | None:
+        try:
+            return template.format(f"{convert(float(value)):.10g}")
+        except (ValueError, ArithmeticError):
+            return None
+
+    return assignment

@@ -1,0 +1,156 @@
+"""Messages for names of options and losses that do not exist: what the user probably means.
+
+In this order: the counterpart of another library's name (`config/migration.py`), options of that name elsewhere, and
+the name that is spelled most alike.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from embedtrain.config import migration
+from embedtrain.config.conversions import Row
+from embedtrain.config.evaluation import EvaluationSet
+from embedtrain.config.losses import LOSSES, LossConfig
+from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
+from embedtrain.config.validation import did_you_mean, unknown_option
+
+_RECIPE_ROWS = (
+    *migration.TRAINER,
+    *migration.SENTENCE_TRANSFORMERS,
+    *migration.FLAGEMBEDDING,
+    *migration.TEVATRON,
+    *migration.LOSS_ARGUMENTS,
+)
+_CODE = re.compile(r"`([^`]+)`")
+# Options of a recipe under the names that commands have for them.
+_OF_COMMANDS = {"model.path": "model", "data.train": "data", "evaluation.sets": "sets", "model.lora.path": "adapter"}
+
+
+def explain_unknown(option: str, kind: type, value: Any = None) -> str:
+    """The message for an option, by its full name, that the dataclass `kind` does not have; `value` is the user's."""
+    suggestion = suggest(option, kind, None if value is None else str(value))
+    if suggestion is not None:
+        return f"unknown option {option}{'' if value is None else f'={value}'}: {suggestion}"
+    return unknown_option(option, [field.name for field in fields(kind)])
+
+
+def suggest(option: str, kind: type, value: str | None = None) -> str | None:
+    """What to write instead of another library's option, or one that is elsewhere; None if neither is known.
+
+    `kind` is the dataclass in which the option was looked up: a part of the recipe, or the options of a command.
+    """
+    if kind is EvaluationSet:
+        option = f"evaluation.{option}"
+    *_, group, name = f".{option}".replace("-", "_").split(".")
+    if not _is_of_recipe(kind):
+        return _suggest_for_command(option, name, [field.name for field in fields(kind)], value)
+    # `eval.steps`, `lora.r`, `train.batch_size`: the group is a part of their names.
+    row = _row_of(f"{group}_{name}", _RECIPE_ROWS) or _row_of(name, _RECIPE_ROWS)
+    if row is not None and (kind is not EvaluationSet or row.ours.startswith("`evaluation.")):
+        return _sentence(row, value)
+    elsewhere = [full for full in _recipe_options() if full.rpartition(".")[2] == name and full != option]
+    if not elsewhere:
+        return None
+    return f"write {' or '.join(full if value is None else f'{full}={value}' for full in elsewhere)}"
+
+
+def unknown_loss(option: str, name: str) -> str:
+    """The message for a loss that does not exist; `option` names it, such as `loss` or `loss.losses[1].name`."""
+    written = f"{option}={name}"
+    class_name = _same_spelling(name, [*SENTENCE_TRANSFORMERS_LOSSES, *UNSUPPORTED_LOSSES])
+    row = _row_of(name, migration.LOSSES) or _row_of(f"{name}Loss", migration.LOSSES)
+    if row is not None:
+        return f"{written}: {_sentence(row, None)}"
+    if class_name in UNSUPPORTED_LOSSES:
+        return f"{written}: not available, it needs {UNSUPPORTED_LOSSES[class_name]}, and losses see embeddings only"
+    if class_name is not None:
+        return f"{written}: write loss=sentence_transformers loss.class_name={class_name}"
+    return f"{written}: there is no such loss{did_you_mean(name, list(LOSSES))} Available are {', '.join(LOSSES)}"
+
+
+def misplaced_option(option: str, kind: type, value: str) -> str | None:
+    """The message if the dataclass `kind` has no such option, or if it is within a value or is a group of options."""
+    node: Any = kind()
+    keys = option.split(".")
+    for depth, key in enumerate(keys):
+        parent = ".".join(keys[:depth])
+        if isinstance(node, LossConfig) or node is None or isinstance(node, dict):
+            return None  # another loss has other options, and OmegaConf checks values
+        if isinstance(node, list):
+            return f"{option}={value}: {parent} is a list, which is written as a whole"
+        if not is_dataclass(node):
+            return f"{option}={value}: {suggest(option, kind, value) or f'{parent} is a single value'}"
+        names = [field.name for field in fields(node)]
+        if key not in names:
+            suggestion = suggest(option, kind, value)
+            wrong = ".".join(keys[: depth + 1])
+            return f"unknown option {option}={value}: {suggestion}" if suggestion else unknown_option(wrong, names)
+        node = getattr(node, key)
+    if not is_dataclass(node) or value in ("", "null"):
+        return None
+    listed = ", ".join(f"{option}.{field.name}" for field in fields(node))
+    return f"{option}={value}: {suggest(option, kind, value) or f'{option} has the options {listed}'}"
+
+
+def _suggest_for_command(option: str, name: str, allowed: Sequence[str], value: str | None) -> str | None:
+    for row in migration.COMMANDS:
+        if _has_name(row, name) and _CODE.findall(row.ours)[0] in allowed:
+            return _sentence(row, value)
+    if option not in _recipe_options():
+        return None
+    ours = _OF_COMMANDS.get(option, name)
+    return f"write {ours}{'' if value is None else f'={value}'}" if ours in allowed else None
+
+
+def _sentence(row: Row, value: str | None) -> str:
+    """What a row says, without Markdown: with the user's value, if it can be converted."""
+    text = row.ours.replace("`", "")
+    if not row.ours.startswith("`"):
+        return text
+    option = _CODE.findall(row.ours)[0]
+    assignment = row.convert(option, value) if row.convert is not None and value is not None else None
+    return f"write {assignment or text}"
+
+
+def _row_of(name: str, rows: Iterable[Row]) -> Row | None:
+    return next((row for row in rows if _has_name(row, name)), None)
+
+
+def _has_name(row: Row, name: str) -> bool:
+    return _simplified(name) in map(_simplified, f"{row.names} {row.also}".split())
+
+
+def _same_spelling(name: str, names: Iterable[str]) -> str | None:
+    """The name that differs at most in case and underscores."""
+    return next((other for other in names if _simplified(other) == _simplified(name)), None)
+
+
+def _simplified(name: str) -> str:
+    return re.sub(r"[-_]", "", name).lower()
+
+
+def _is_of_recipe(kind: type) -> bool:
+    return kind in (Recipe, TrainSource, EvaluationSet) or issubclass(kind, LossConfig) or kind in _recipe_parts()
+
+
+@cache
+def _recipe_parts() -> frozenset[type]:
+    return frozenset(type(node) for _, node in _walk(Recipe(), "") if is_dataclass(node))
+
+
+@cache
+def _recipe_options() -> tuple[str, ...]:
+    """The full names of all options of a recipe, with those of the default loss."""
+    return tuple(name for name, node in _walk(Recipe(), "") if not is_dataclass(node))
+
+
+def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in fields(node):
+        value = getattr(node, field.name)
+        yield f"{prefix}{field.name}", value
+        if is_dataclass(value):
+            yield from _walk(value, f"{prefix}{field.name}.")

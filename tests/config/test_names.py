@@ -1,0 +1,131 @@
+"""Names of other libraries, and of options that are elsewhere, are answered with the option to write."""
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from embedtrain.config import migration
+from embedtrain.config.compose import compose_recipes
+from embedtrain.config.conversions import Row
+from embedtrain.config.losses import LOSSES
+from embedtrain.config.names import suggest, unknown_loss
+from embedtrain.config.recipe import Recipe, TrainSource
+from embedtrain.config.row_requirements import SENTENCE_TRANSFORMERS_LOSSES, UNSUPPORTED_LOSSES
+from embedtrain.errors import ConfigError
+from embedtrain.evaluate.options import compose_evaluate
+from embedtrain.mine.options import compose_mine
+
+GOOD = ["name=a", "model.path=m", "data.train=[x.jsonl]", "train.steps=5"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "ours"),
+    [
+        ("train.lr=1e-4", "optim.lr=1e-4"),
+        ("learning_rate=1e-4", "optim.lr=1e-4"),
+        ("trainer.max_epochs=3", "train.epochs=3"),
+        ("per_device_train_batch_size=32", "train.global_batch_size"),
+        ("eval.steps=100", "evaluation.every=100"),
+        ("fp16=true", "parallel.precision=bf16"),
+        ("report_to=wandb", "tracking.wandb=true"),
+        ("sentence_pooling_method=last_token", "model.pooling=last"),
+        ("train_group_size=8", "negatives: 7"),
+        ("data.train=[{path: x, train_group_size: 8}]", "negatives: 7"),
+        ("loss.scale=20", "loss.temperature=0.05"),
+        ("pooling=cls", "model.pooling=cls"),
+        ("train.precision=fp32", "parallel.precision=fp32"),
+        ("optim=adamw_torch", "optim.lr"),
+        ("data=x.jsonl", "data.train=[x.jsonl]"),
+        ("model=org/name", "model.path=org/name"),
+        ("parallel=fsdp", "parallel.strategy=fsdp"),
+        ("loss=MultipleNegativesRankingLoss", "loss=infonce"),
+        ("loss=mnrl", "loss=infonce"),
+        ("loss=Matryoshka", "loss.matryoshka_dims"),
+        ("loss=MegaBatchMarginLoss", "loss=sentence_transformers loss.class_name=MegaBatchMarginLoss"),
+        ("--learning_rate=1e-4", "optim.lr=1e-4"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_the_option(argument, ours):
+    with pytest.raises(ConfigError) as caught:
+        compose_recipes([*GOOD, argument])
+    sentence = str(caught.value)
+    assert ours in sentence, sentence
+    assert "\n" not in sentence
+
+
+def test_in_a_file_as_well(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "own.yaml").write_text("# @package _global_\nname: own\ntrain: {lr: 1e-4}\n")
+    with pytest.raises(ConfigError, match=r"unknown option train\.lr: write optim\.lr"):
+        compose_recipes(["--config-dir", str(tmp_path), "recipe=own", *GOOD[1:]])
+
+
+@pytest.mark.parametrize(
+    ("compose", "good", "argument", "ours"),
+    [
+        (compose_evaluate, ["model=m", "sets=[x]"], "batch_size=32", "chunk_tokens"),
+        (compose_evaluate, ["model=m", "sets=[x]"], "parallel.precision=bf16", "precision=bf16"),
+        (compose_evaluate, ["sets=[x]"], "model.path=x", "model=x"),
+        (compose_evaluate, ["sets=[x]"], "--model_name_or_path=x", "model=x"),
+        (compose_mine, ["model=m", "data=[x]", "output_dir=o"], "range_for_sampling=2-200", "rank_min=2 rank_max=200"),
+    ],
+)
+def test_commands_have_options_of_their_own(compose, good, argument, ours):
+    with pytest.raises(ConfigError, match=f"write {re.escape(ours)}"):
+        compose([*good, argument])
+
+
+def tables() -> dict[str, tuple[Row, ...]]:
+    return {
+        name: value
+        for name, value in vars(migration).items()
+        if isinstance(value, tuple) and all(isinstance(row, Row) for row in value)
+    }
+
+
+def options(kind: type, prefix: str = "") -> set[str]:
+    """Full names of options, with those of parts that are dataclasses by default."""
+    names: set[str] = set()
+    for field in fields(kind):
+        names.add(f"{prefix}{field.name}")
+        part = getattr(kind(), field.name) if kind is not TrainSource else None
+        if hasattr(part, "__dataclass_fields__"):
+            names |= options(type(part), f"{prefix}{field.name}.")
+    return names
+
+
+def test_every_option_of_the_tables_exists():
+    ours = options(Recipe) | {f"loss.{field.name}" for kind in LOSSES.values() for field in fields(kind)}
+    groups = {name.partition(".")[0] for name in ours if "." in name}
+    num_checked = 0
+    for name, rows in tables().items():
+        if name == "COMMANDS":
+            continue
+        for row in rows:
+            for option in re.findall(r"`([a-z_]+\.[a-z_.0-9]+)[^`]*`", row.ours):
+                if option.partition(".")[0] in groups:
+                    assert option in ours, f"{name}: {row.names}: {option}"
+                    num_checked += 1
+    assert num_checked > 80
+
+
+def test_every_loss_class_of_sentence_transformers_is_answered():
+    for name in SENTENCE_TRANSFORMERS_LOSSES:
+        loss = re.search(r"loss=(\w+)", unknown_loss("loss", name).partition(": ")[2])
+        assert loss is not None, name
+        assert loss[1] in LOSSES
+    for name, reason in UNSUPPORTED_LOSSES.items():
+        assert reason in unknown_loss("loss", name)
+
+
+def test_every_name_of_the_tables_is_answered():
+    names = [
+        name
+        for rows in (migration.TRAINER, migration.FLAGEMBEDDING, migration.TEVATRON)
+        for row in rows
+        for name in f"{row.names} {row.also}".split()
+    ]
+    assert len(names) > 120
+    for name in names:
+        assert name == "output_dir" or suggest(name, Recipe), name

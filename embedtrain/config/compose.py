@@ -244,6 +244,11 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
         parsed = OverridesParser.create().parse_overrides(overrides)
         check_num_jobs(parsed)
         for override in parsed:
+            if override.is_sweep_override() and not override.is_discrete_sweep():
+                raise ConfigError(
+                    f"{override.input_line}: -m trains with listed values, such as optim.lr=1e-5,2e-5 or "
+                    "seed=range(1,4); W&B sweeps choose values from an interval, see docs/sweeps.md"
+                )
             if override.is_discrete_sweep():
                 values.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
             else:
@@ -256,6 +261,10 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
 def _compose(name: str, overrides: Sequence[str], kind: type, config_dir: str | None = None) -> DictConfig:
     """What Hydra composes from the overrides into a `kind`: a Recipe also from configs/ and `config_dir`."""
     for override in overrides:
+        if option_of(override) == "hydra/sweeper":
+            raise ConfigError(
+                f"{override}: Hydra's sweepers are not used; list values with -m, or use a W&B sweep: docs/sweeps.md"
+            )
         if re.match(r"hydra\b", option_of(override)):
             raise ConfigError(f"{override}: settings of Hydra can name code to run, and embedtrain never runs code")
     search_path, directory = [], None

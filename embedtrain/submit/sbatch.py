@@ -15,6 +15,7 @@ from embedtrain.distributed.srun import call
 from embedtrain.errors import ConfigError, LaunchError
 from embedtrain.files import open_append
 from embedtrain.submit.script import sbatch_variable
+from embedtrain.submit.slurm_options import Launcher, SlurmConfig, ranks_per_node
 
 # Jobs submitted for a run directory, one JSON object per line.
 _SUBMITTED = "submitted.jsonl"
@@ -60,6 +61,39 @@ def require_sbatch() -> None:
     if shutil.which("sbatch") is None:
         do = "submit from a login node of a SLURM cluster, or write slurm.dry_run=true to see the script"
         raise LaunchError(f"sbatch is not found: {do}")
+
+
+@dataclass(frozen=True)
+class PartitionLimits:
+    """What sinfo reports of the partition that a job would run in."""
+
+    name: str
+    cpus_per_node: int | None  # beside the requested GPUs: their share of the CPUs of a node, the smallest of all nodes
+    time: str  # the limit of a job that asks for none
+
+
+def partition_limits(slurm: SlurmConfig) -> PartitionLimits | None:
+    """The limits of the job's partition; None if SLURM does not answer, or has no such partition."""
+    answer = call("sinfo", "--noheader", "--Node", "--format=%P|%c|%G|%L|%l")
+    rows = [] if answer is None else [line.strip().split("|") for line in answer[1].splitlines()]
+    nodes = [row for row in rows if len(row) == 5 and _is_chosen(row[0], slurm.partition)]
+    if not nodes:
+        return None
+    name, default_time, time_limit = nodes[0][0].rstrip("*"), nodes[0][3], nodes[0][4]
+    gpu_counts = [sum(map(int, re.findall(r"gpu(?::[^:,()]+)?:(\d+)", row[2]))) for row in nodes]
+    shares = [
+        int(row[1].rstrip("+")) * slurm.gpus_per_node // gpus
+        for row, gpus in zip(nodes, gpu_counts, strict=True)
+        if gpus >= slurm.gpus_per_node > 0 and row[1].rstrip("+").isdecimal()
+    ]
+    cpus = min(shares, default=0)
+    if slurm.launcher is Launcher.srun:
+        cpus -= cpus % ranks_per_node(slurm)
+    return PartitionLimits(name, cpus or None, default_time if default_time not in ("n/a", "") else time_limit)
+
+
+def _is_chosen(partition: str, chosen: str | None) -> bool:
+    return partition.endswith("*") if chosen is None else partition.rstrip("*") in chosen.split(",")
 
 
 def require_no_active_job(directory: Path) -> None:

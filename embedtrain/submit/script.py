@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from embedtrain import __version__
 from embedtrain.config.compose import option_of
-from embedtrain.config.recipe import Recipe
 from embedtrain.formatting import format_count
-from embedtrain.submit.options import Launcher, SlurmConfig, Submission, ranks_per_node
+from embedtrain.submit.options import Submission
+from embedtrain.submit.slurm_options import Launcher, SlurmConfig, ranks_per_node
 
 # First in the script: a signal may arrive while modules are being loaded.
 PROLOGUE = """\
@@ -93,10 +93,11 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 _VARIABLES = {"time": "SBATCH_TIMELIMIT", "array": "SBATCH_ARRAY_INX", "mem": "SBATCH_MEM_PER_NODE"}
 
 
-def directives(recipe: Recipe, options: SlurmConfig, workdir: str, log: str) -> list[tuple[str, str | None]]:
+def directives(name: str, options: SlurmConfig, workdir: str, log: str) -> list[tuple[str, str | None]]:
     """Options of sbatch and their values, in the order of the script; None: an option without a value.
 
     Args:
+        name: of the job, unless the options have one.
         workdir: absolute path of the directory that the job starts in.
         log: the file that the job writes, with SLURM's patterns.
     """
@@ -107,7 +108,7 @@ def directives(recipe: Recipe, options: SlurmConfig, workdir: str, log: str) -> 
         gpus = f"{options.gpu_type}:{options.gpus_per_node}" if options.gpu_type else str(options.gpus_per_node)
     limit = f"%{options.seeds_at_once}" if options.seeds_at_once is not None else ""
     values: list[tuple[str, str | int | bool | None]] = [
-        ("job-name", options.job_name or recipe.name),
+        ("job-name", options.job_name or name),
         ("chdir", workdir),
         ("output", log),
         ("open-mode", "append"),
@@ -198,26 +199,45 @@ on_each_node='
   words=$1; shift  # of the torchrun command; the others are the training
   exec "${{@:1:words}}" --node-rank="$SLURM_NODEID" "${{@:words+1}}"
 '
-srun "${{srun_options[@]}}" --ntasks-per-node=1 \\
-  bash -c "$on_each_node" bash "${{#torchrun[@]}}" "${{torchrun[@]}}" -m embedtrain "${{arguments[@]}}" &
+ranks_of=(
+  srun "${{srun_options[@]}}" --ntasks-per-node=1 bash -c "$on_each_node" bash "${{#torchrun[@]}}" "${{torchrun[@]}}"
+)
 """
 
 _SRUN = """\
 # ---- the ranks: srun starts {ranks} of them per node, and they read their rank from its variables.
 export MASTER_ADDR=${{addresses[0]}} MASTER_PORT=$port
-srun "${{srun_options[@]}}" --ntasks-per-node={ranks_per_node} \\
-{container}  "$python" -m embedtrain "${{arguments[@]}}" &
+ranks_of=(
+  srun "${{srun_options[@]}}" --ntasks-per-node={ranks_per_node}
+{container}  "$python"
+)
+"""
+
+_DOCTOR = """
+# ---- the doctor checks all nodes first (slurm.doctor). A signal to this shell ends `wait`, not the doctor.
+"${ranks_of[@]}" -m embedtrain.doctor &
+ranks=$!
+while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
+if [[ -n $asked ]]; then again "it was asked to stop before it started"; fi
+if ! wait "$ranks"; then
+  echo "submit: the doctor reports a problem, so the job ends"
+  exit 1
+fi
+"""
+
+_START = """
+"${{ranks_of[@]}}" -m {module} "${{arguments[@]}}" &
 """
 
 
-def render_script(submission: Submission, *, command: Sequence[str], workdir: str, log: str, python: str) -> str:
-    """The text of the sbatch script; `command` is the command line of `submit`, others are as in `directives`."""
-    slurm = submission.slurm
-    sbatch_options = directives(submission.recipe, slurm, workdir, log)
+def render_script(submission: Submission, *, command_line: Sequence[str], workdir: str, log: str, python: str) -> str:
+    """The text of the sbatch script; `command_line` is that of `submit`, others are as in `directives`."""
+    command, slurm = submission.command, submission.job.slurm
+    sbatch_options = directives(submission.name, slurm, workdir, log)
     text = "".join(
         (
             "#!/bin/bash -l\n" if slurm.setup else "#!/bin/bash\n",
-            _head(submission, command),
+            _head(submission, command_line),
             *(f"{directive_line(name, value)}\n" for name, value in sbatch_options),
             *(f"#SBATCH {line}\n" for line in slurm.extra),
             PROLOGUE.format(max_requeues=slurm.max_requeues if slurm.requeue else 0),
@@ -228,6 +248,8 @@ def render_script(submission: Submission, *, command: Sequence[str], workdir: st
             "\n",
             _srun_options(submission),
             _ranks(slurm),
+            _DOCTOR if slurm.doctor else "",
+            _START.format(module="embedtrain" if command == "train" else f"embedtrain.{command}"),
             EPILOGUE,
         )
     )
@@ -235,14 +257,14 @@ def render_script(submission: Submission, *, command: Sequence[str], workdir: st
     return text
 
 
-def _head(submission: Submission, command: Sequence[str]) -> str:
-    slurm, recipe = submission.slurm, submission.recipe
+def _head(submission: Submission, command_line: Sequence[str]) -> str:
+    slurm = submission.job.slurm
     size = f"{format_count(slurm.nodes, 'node')} x {format_count(ranks_per_node(slurm), 'rank')}"
     jobs = f", an array of {len(slurm.seeds)} seeds" if slurm.seeds else ""
     # The setup may hold keys, and follows below. A line end would end the comment.
-    words = ["slurm.setup=..." if option_of(word) == "slurm.setup" else word for word in command]
+    words = ["slurm.setup=..." if option_of(word) == "slurm.setup" else word for word in command_line]
     return (
-        f"# {recipe.name}: {size}{jobs}. Written by embedtrain {__version__} for\n"
+        f"# {submission.name}: {size}{jobs}. Written by embedtrain {__version__} for\n"
         f"#   {' '.join(shlex.join(words).split())}\n"
         f"# You may edit it and submit it again with sbatch; it is never overwritten.\n"
         f"\n"
@@ -257,21 +279,24 @@ def _environment(slurm: SlurmConfig) -> str:
 
 def _training(submission: Submission, python: str) -> str:
     lines = [
-        "# ---- the training; with the same arguments it resumes from its newest checkpoint, on any machine",
+        "# ---- the training; with the same arguments it resumes from its newest checkpoint, on any machine"
+        if submission.recipe is not None
+        else "# ---- the command",
         f"python={shlex.quote(python)}",
         "arguments=(",
         *(f"  {shlex.quote(argument)}" for argument in submission.arguments),
         ")",
     ]
-    run_dirs = [shlex.quote(output_dir) for output_dir in submission.output_dirs]
-    if not submission.slurm.seeds:
+    run_dirs = submission.output_dirs if submission.recipe is not None else [str(submission.directory)]
+    run_dirs = [shlex.quote(directory) for directory in run_dirs]
+    if not submission.job.slurm.seeds:
         return "\n".join([*lines, f"run_dir={run_dirs[0]}", ""])
-    seeds = " ".join(map(str, submission.slurm.seeds))
+    seeds = " ".join(map(str, submission.job.slurm.seeds))
     return "\n".join([*lines, _ARRAY.format(seeds=seeds, run_dirs="\n".join(f"  {path}" for path in run_dirs))])
 
 
 def _srun_options(submission: Submission) -> str:
-    slurm = submission.slurm
+    slurm = submission.job.slurm
     options: list[str] = ['--nodes="$SLURM_JOB_NUM_NODES"']
     if slurm.cpus_per_node is not None:
         options.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')
@@ -280,7 +305,7 @@ def _srun_options(submission: Submission) -> str:
         options.append("--gpu-bind=none")
     # torchruns also wait for each other. Uploading a model takes time, on the first rank only.
     wait = 60 if slurm.launcher is Launcher.torchrun else 300
-    if submission.recipe.tracking.wandb_artifacts or submission.recipe.export.push_to_hub is not None:
+    if submission.uploads:
         wait = 3700
     options += ["--kill-on-bad-exit=0", f"--wait={wait}"]
     if slurm.container_image is not None:
@@ -300,7 +325,7 @@ def _ranks(slurm: SlurmConfig) -> str:
     ranks = ranks_per_node(slurm)
     container = shlex.join(shlex.split(slurm.container_command or ""))
     if slurm.launcher is Launcher.srun:
-        return _SRUN.format(ranks=ranks, ranks_per_node=ranks, container=f"  {container} \\\n" if container else "")
+        return _SRUN.format(ranks=ranks, ranks_per_node=ranks, container=f"  {container}\n" if container else "")
     return _TORCHRUN.format(
         ranks=ranks,
         ranks_per_node=ranks,

@@ -291,6 +291,9 @@ def test_multirun(monkeypatch):
     recipes = compose_recipes(["-m", *sweep, "output_dir='runs/${name}-${optim.lr}'"])
     assert [(r.optim.lr, r.output_dir) for r in recipes] == [(1e-5, "runs/a-1e-05"), (2e-5, "runs/a-2e-05")]
     assert "share one output_dir" in error_of(["-m", *sweep])
+    for option in ("optim.lr=interval(1e-6,1e-4)", "hydra/sweeper=optuna"):
+        message = error_of(["-m", *GOOD, option])
+        assert option in message and "W&B sweep" in message
     monkeypatch.setenv("WORLD_SIZE", "2")
     for flag in ("-m", "--multirun"):
         assert "torchrun" in error_of([flag, *sweep, "output_dir='runs/${optim.lr}'"])

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from embedtrain.config.compose import compose_recipes
 from embedtrain.errors import ConfigError
 from tests.conftest import ROOT
 from tests.docs.commands import Command, commands, compose
@@ -66,3 +68,23 @@ def test_commands_are_extracted_and_wrong_ones_fail(tmp_path, monkeypatch):
         compose(Command("embedtrain", ("recipe=minilm", "data.train=[a.jsonl]", "loss.tempature=1")))
     with pytest.raises(ConfigError, match="negatives"):
         compose(Command("embedtrain.mine", ("model=m", "data=[a.jsonl]", "output_dir=b", "negatives=many")))
+
+
+def test_the_sweep_of_wandb_starts_trainings_in_directories_of_their_own(monkeypatch):
+    """Its command with the arguments that wandb's agent fills in composes."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    (sweep,) = (yaml.safe_load(block.text) for block in blocks(ROOT / "docs" / "sweeps.md") if block.title)
+    values = {"optim.lr": {"value": 2e-5}, "loss.temperature": {"value": 0.05}}
+    assert sweep["parameters"].keys() == values.keys()
+    arguments = create_sweep_command_args({"args": values})["args_no_hyphens"]
+    command = [
+        word
+        for text in create_sweep_command(sweep["command"])
+        for word in (arguments if text == "${args_no_hyphens}" else [text])
+    ]
+    monkeypatch.setenv("WANDB_RUN_ID", "r1")
+    (recipe,) = compose_recipes(command[command.index("embedtrain") + 1 :])
+    assert (recipe.optim.lr, recipe.loss.temperature, recipe.output_dir) == (2e-5, 0.05, "runs/sweep/r1")
+    name, _, metric = sweep["metric"]["name"].partition("/")
+    assert (recipe.evaluation.sets[0].path, metric) == (f"{name}/", "ndcg@10")

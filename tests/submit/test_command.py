@@ -45,7 +45,7 @@ def test_a_dry_run_prints_the_script_and_does_nothing_else(folder):
     assert output.startswith("#!/bin/bash\n# t: 2 nodes x 8 ranks.")
     for line in (f"#SBATCH --chdir={folder}", "#SBATCH --output=runs/t/slurm-%j.log", f"python={sys.executable}"):
         assert f"{line}\n" in output, output
-    assert "slurm." not in output.partition("arguments=(")[2]
+    assert "slurm." not in output.partition("arguments=(")[2].partition("note: ")[0]
     assert not (folder / "runs").exists()
 
 
@@ -90,6 +90,24 @@ def test_a_job_is_submitted_recorded_and_not_submitted_twice(folder):
     assert [(job["job"], job["script"]) for job in jobs] == [
         ("4711", "submit.sbatch"), ("4711", "submit-2.sbatch")
     ]  # fmt: skip
+
+
+def test_cpus_are_derived_and_open_options_are_listed(folder):
+    """The GPUs' share of the CPUs, the smallest of the partition's nodes that have as many GPUs."""
+    rows = ["gpu*|96|gpu:a100:8(S:0-1)|1:00:00|2-00:00:00", "gpu*|64+|gpu:a100:4,craynetwork:4|1:00:00|2-00:00:00",
+            "gpu*|8|(null)|1:00:00|2-00:00:00", "big|128|gpu:8|n/a|infinite"]  # fmt: skip
+    write_command(folder, "sinfo", f"printf '%s\\n' {' '.join(map(repr, rows))}")
+    output = submit(folder, "slurm.dry_run=true", "slurm.gpus_per_node=2")
+    assert "#SBATCH --cpus-per-task=24\n" in output
+    assert "note: slurm.cpus_per_node=24" in output
+    assert "note: slurm.time is not set, so the limit of partition gpu, 1:00:00, applies" in output
+    output = submit(folder, "slurm.dry_run=true", "slurm.partition=big", "slurm.launcher=srun", "slurm.mem=0")
+    assert "#SBATCH --cpus-per-task=16\n" in output
+    assert "partition big, infinite, applies" in output
+    assert "slurm.mem" not in output.partition("note:")[2]
+    output = submit(folder, "slurm.dry_run=true", "slurm.partition=other")
+    assert "--cpus-per-task" not in output.replace("slurm.cpus_per_node", "")
+    assert "note: slurm.cpus_per_node is not set" in output
 
 
 def test_the_message_of_sbatch_is_passed_on(folder):

@@ -2,21 +2,22 @@
 
 import pytest
 
-from embedtrain.errors import ConfigError
-from embedtrain.submit.options import Launcher, SlurmConfig, check_slurm, compose_submit
+from embedtrain.errors import ConfigError, EmbedtrainError
+from embedtrain.submit.options import compose_submit
+from embedtrain.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
 
 
 def slurm(*arguments: str) -> SlurmConfig:
-    return compose_submit([*RECIPE, *arguments]).slurm
+    return compose_submit([*RECIPE, *arguments]).job.slurm
 
 
 def test_options_of_the_job_and_of_the_training_are_separated():
     submission = compose_submit(["slurm.nodes=4", *RECIPE, "optim.lr=1e-3", "slurm.time=24:00:00"])
     assert submission.arguments == [*RECIPE, "optim.lr=1e-3"]
     assert submission.recipe.optim.lr == 1e-3
-    assert submission.slurm == SlurmConfig(nodes=4, time="24:00:00")
+    assert submission.job.slurm == SlurmConfig(nodes=4, time="24:00:00")
     assert submission.output_dirs == ["runs/t"]
 
 
@@ -124,3 +125,28 @@ def test_an_invalid_file_of_a_cluster(tmp_path, content, message):
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         slurm(f"slurm.cluster={path}")
+
+
+def test_other_commands_are_checked_as_they_check_themselves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"query": "a", "pos": ["b"]}\n')
+    submission = compose_submit(["mine", "model=model", "data=[rows.jsonl]", "output_dir=mined", "slurm.nodes=2"])
+    assert (submission.command, submission.name) == ("mine", "mine-mined")
+    assert submission.arguments == ["model=model", "data=[rows.jsonl]", "output_dir=mined"]
+    assert str(submission.directory) == "mined.job", "the script is not among the results"
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "recipe.yaml").write_text("name: x\n")
+    submission = compose_submit(["export", "run=runs/x"])
+    assert (submission.output_dirs, submission.job.slurm.gpus_per_node) == (["runs/x/model"], 0)
+    for arguments, message in [
+        (["mine", "model=model", "data=[absent.jsonl]", "output_dir=mined"], r"absent\.jsonl"),
+        (["evaluate", "model=model", "sest=[dev]"], "sest"),
+        (["evaluate", "model=model", "slurm.seeds=[1]"], r"slurm\.seeds=\[1\]"),
+        (["evalute", "model=model"], "evalute.*evaluate"),
+    ]:
+        with pytest.raises(EmbedtrainError, match=message):
+            compose_submit(arguments)
+    mine = ["mine", "model=/in/image", "data=[/in/x.jsonl]", "output_dir=m"]
+    for option in ("slurm.container_image=x.sqsh", "slurm.extra=--dependency=afterok:12"):
+        assert compose_submit([*mine, option]).command == "mine", "paths that do not exist here, or not yet"

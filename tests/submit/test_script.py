@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from embedtrain.config.recipe import Recipe
-from embedtrain.submit.options import Launcher, SlurmConfig, Submission, check_slurm, compose_submit
+from embedtrain.submit.options import Submission, SubmitOptions, compose_submit
 from embedtrain.submit.script import render_script
+from embedtrain.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
 # A word with all characters that a shell, sbatch or Hydra would interpret.
@@ -25,16 +26,25 @@ def recipe() -> Recipe:
 
 
 def script(*arguments: str, output_dirs=("runs/t",), workdir="/work dir", python="/env/bin/python", **slurm) -> str:
-    submission = Submission(recipe(), check_slurm(SlurmConfig(**slurm)), [*RECIPE, *arguments], list(output_dirs))
-    command = ["python", "-m", "embedtrain.submit", *arguments]
-    return render_script(submission, command=command, workdir=str(workdir), log="t-%j.log", python=str(python))
+    submission = Submission(
+        command="train",
+        arguments=[*RECIPE, *arguments],
+        name="t",
+        output_dirs=list(output_dirs),
+        recipe=recipe(),
+        job=SubmitOptions(slurm=check_slurm(SlurmConfig(**slurm))),
+    )
+    command_line = ["python", "-m", "embedtrain.submit", *arguments]
+    return render_script(
+        submission, command_line=command_line, workdir=str(workdir), log="t-%j.log", python=str(python)
+    )
 
 
 def sbatch_options(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
-_LAUNCHER = [{}, {"launcher": Launcher.srun}]
+_LAUNCHER = [{}, {"launcher": Launcher.srun, "doctor": True}]
 _SIZE = [{}, {"nodes": 4, "gpus_per_node": 0}, {"cpus_per_node": 64, "gpu_type": "a100"}]
 _SEEDS = [{}, {"seeds": [1, 2, 3], "seeds_at_once": 2}]
 _CONTAINER = [
@@ -47,7 +57,7 @@ _MORE = [
     {
         "setup": ["module load cuda/12.4", "source /env/bin/activate"], "extra": ["--exclude=n1"], "mem": "0",
         "account": ODD, "constraint": "a100&nvlink", "time": "1-00:00:00", "mail_user": "me@example.org",
-        "srun_extra": ["--mpi=none"], "exclusive": True, "requeue": False,
+        "srun_extra": ["--mpi=none"], "exclusive": True, "requeue": False, "doctor": True,
     },
 ]  # fmt: skip
 
@@ -88,6 +98,17 @@ def test_arguments_reach_the_training_unchanged(tmp_path):
     assert {"--nnodes=2", "--master-addr=10.0.0.1"} <= set(words)
 
 
+@pytest.mark.parametrize("launcher", [Launcher.torchrun, Launcher.srun])
+def test_the_doctor_checks_the_nodes_first(tmp_path, launcher):
+    text = script(workdir=tmp_path, python=tmp_path / "recorder", doctor=True, launcher=launcher)
+    words = run(tmp_path, text)
+    first, second = (index for index, word in enumerate(words) if word == "-m" and "embedtrain" in words[index + 1])
+    assert (words[first + 1], words[second + 1]) == ("embedtrain.doctor", "embedtrain")
+    (tmp_path / "words").unlink()
+    words = run(tmp_path, text.replace("embedtrain.doctor", "embedtrain.doctor FAIL"), fails=True)
+    assert "embedtrain.doctor FAIL" not in words and words[-1] == "FAIL", "the training does not start"
+
+
 def test_each_seed_has_its_own_directory(tmp_path):
     submission = compose_submit([*RECIPE, "slurm.seeds=[5,6]", "output_dir='runs/a b 名'"])
     text = script(seeds=[5, 6], output_dirs=submission.output_dirs, workdir=tmp_path, python=tmp_path / "recorder")
@@ -107,11 +128,11 @@ def test_a_container_command_precedes_python(tmp_path):
     assert words[:2] == ["-m", "embedtrain"], "env has started python"
 
 
-def run(tmp_path: Path, text: str, **more: str) -> list[str]:
-    """What `python` is called with when the script runs."""
+def run(tmp_path: Path, text: str, *, fails: bool = False, **more: str) -> list[str]:
+    """What `python` is called with when the script runs; it fails if its last argument is FAIL."""
     words = tmp_path / "words"
     for name, body in {
-        "recorder": f'printf "%s\\0" "$@" > {words}',
+        "recorder": f'printf "%s\\0" "$@" >> {words}; [[ ${{@: -1}} != FAIL ]]',
         "scontrol": 'echo "NodeName=n1 Arch=x NodeAddr=10.0.0.1 NodeHostName=n1"',
         "srun": 'while [[ $1 == -* ]]; do shift; done; export SLURM_NODEID=0; exec "$@"',
     }.items():
@@ -126,8 +147,7 @@ def run(tmp_path: Path, text: str, **more: str) -> list[str]:
     done = subprocess.run(
         ["bash", "job.sh"], cwd=tmp_path, env=environment | more, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "submit: done" in done.stdout
+    assert (done.returncode, "submit: done" in done.stdout) == (int(fails), not fails), done.stdout + done.stderr
     return words.read_text().split("\0")[:-1]
 
 
@@ -169,7 +189,7 @@ def test_the_head_has_only_comments():
 def test_srun_waits_for_an_upload():
     assert "  --wait=60\n" in script()
     submission = compose_submit([*RECIPE, "tracking.wandb=true", "tracking.wandb_artifacts=true"])
-    text = render_script(submission, command=[], workdir="/w", log="l", python="python")
+    text = render_script(submission, command_line=[], workdir="/w", log="l", python="python")
     assert "  --wait=3700\n" in text
 
 

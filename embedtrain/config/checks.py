@@ -201,6 +201,10 @@ def check_export(export: ExportConfig, prefix: str = "") -> None:
         "push_to_hub",
         "must be the id of a repository on the Hub, such as my-name/my-model, of letters, digits, -, _ and .",
     )
+    is_license = export.license is None or re.fullmatch(r"[a-z0-9.+-]+", export.license) is not None
+    check.require(is_license, "license", "must be an identifier of the Hub, such as apache-2.0")
+    are_codes = all(re.fullmatch(r"[a-z]{2,3}|multilingual|code", code) for code in export.language)
+    check.require(are_codes, "language", "must be ISO 639-1 codes, such as [en, zh], or multilingual")
 
 
 def is_repository_name(name: str) -> bool:

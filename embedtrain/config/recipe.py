@@ -317,6 +317,8 @@ class ExportConfig:
     check: bool = True  # reopen and compare; false for models that do not fit into one process
     push_to_hub: str | None = None  # Hub id of a repository to upload to; created if missing
     private: bool = True  # whether a repository that is created is private
+    license: str | None = None  # for the model card: an identifier of the Hub, such as apache-2.0
+    language: list[str] = field(default_factory=list)  # for the model card: ISO 639-1 codes, such as [en, zh]
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,6 @@ from embedtrain.models.build import build_encoder
 from embedtrain.models.source import ModelSource, open_model_source
 from embedtrain.models.tokenizer import load_tokenizer, resolve_max_length
 from embedtrain.tracking.console import Console
-from embedtrain.tracking.metrics import metrics_at
 
 
 def export_checkpoint(
@@ -70,7 +69,7 @@ def export_checkpoint(
             export.write(weights.rows, main=True)
         card = model_card(
             to_plain(recipe),
-            metrics_at(run_dir.path, checkpoint.step),
+            run_dir.path,
             step=checkpoint.step,
             dimension=build_encoder(source).dimension,
             max_length=tokenizer.max_length,

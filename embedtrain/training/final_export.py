@@ -20,7 +20,6 @@ from embedtrain.inference.encode import SentenceEncoder
 from embedtrain.loading.load import LoadedModel
 from embedtrain.models.adapters import without_adapters
 from embedtrain.models.build import stored_dtype
-from embedtrain.tracking.metrics import metrics_at
 from embedtrain.tracking.tracker import Tracker
 from embedtrain.training.state import EncoderWithLoss, TrainState
 
@@ -80,7 +79,7 @@ def export_run(
             if world.is_main:
                 card = model_card(
                     to_plain(recipe),
-                    metrics_at(run_dir.path, step),
+                    run_dir.path,
                     step=step,
                     dimension=model.encoder.dimension,
                     max_length=model.tokenizer.max_length,

@@ -1,5 +1,6 @@
-"""The model card: description, usage, evaluation results and recipe of a model."""
+"""The model card: description, usage, evaluation results and recipe of a model, with metadata for the Hub."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,30 @@ import yaml
 from embedtrain import __version__
 from embedtrain.config.checks import is_repository_name
 from embedtrain.config.recipe import ONNX
+from embedtrain.data.sources.parts import may_be_hub_id
+from embedtrain.tracking.metrics import DatasetInfo, datasets_at, metrics_at
+
+Metrics = Mapping[str, Mapping[str, float]]
+
+# Task types of the Hub by kind of evaluation set, those that sentence-transformers uses in its cards.
+_TASKS = {
+    "retrieval": "information-retrieval",
+    "reranking": "reranking",
+    "sts": "semantic-similarity",
+    "pair_classification": "binary-classification",
+    "bitext": "translation",
+    "classification": "classification",
+    "clustering": "clustering",
+}
+# Groups of a recipe that describe where it ran, not what it trained.
+_LEFT_OUT = ("output_dir", "tracking")
+_IS_PATH = re.compile(r"(/|~|\.\.?/|[A-Za-z]:\\)|[^\s{}]*/[^\s{}]*[*?\[]")
+_MAX_PROMPT = 60  # characters in the table of prompts
 
 
 def model_card(
     recipe: Mapping[str, Any],
-    metrics: Mapping[str, Mapping[str, float]],
+    run_dir: Path,
     *,
     step: int,
     dimension: int,
@@ -24,32 +44,83 @@ def model_card(
 ) -> str:
     """README.md of a model directory.
 
-    `metrics` are evaluation set -> metric -> value at this step; `prompts` those of queries and documents; `name` is
-    the id of the Hub repository to which it is uploaded.
+    The evaluation results are those of `step` in `run_dir`; `prompts` are those of queries and documents; `name` is
+    the id of the Hub repository to which the model is uploaded.
     """
-    base = recipe["model"].get("path")
-    onnx = ONNX in formats
-    header: dict[str, Any] = {
-        "library_name": "sentence-transformers",
-        "pipeline_tag": "sentence-similarity",
-        "tags": ["sentence-transformers", "sentence-similarity", "feature-extraction", "embedtrain"] + [ONNX] * onnx,
-    }
-    if base and is_repository_name(str(base)) and not Path(base).is_dir():  # the Hub rejects other values
-        header |= {"base_model": base, "base_model_relation": "finetune"}
-    origin = f"fine-tuned from `{base}`" if base else "trained from random weights"
+    path = recipe["model"].get("path")
+    base = _hub_id(path)
+    origin = f"fine-tuned from `{base or Path(path).name}`" if path else "trained from random weights"
+    metrics, datasets = metrics_at(run_dir, step), datasets_at(run_dir, step)
+    return "\n".join(
+        [
+            "---",
+            _metadata(recipe, base, metrics, datasets, onnx=ONNX in formats),
+            "---",
+            f"# {recipe['name']}",
+            "",
+            f"A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens, {origin} with "
+            f"embedtrain {__version__}; weights of step {step}.",
+            "",
+            *_usage(name or "path/of/this/directory", prompts, onnx=ONNX in formats),
+            *_evaluation(metrics, datasets, metrics_at(run_dir, 0) if step else {}),
+            "## Recipe",
+            "",
+            "Options that are not set, and the folders of local files, are left out.",
+            "",
+            "```yaml",
+            yaml.safe_dump(_published(recipe), sort_keys=False, allow_unicode=True).strip(),
+            "```",
+            "",
+        ]
+    )
+
+
+def _metadata(
+    recipe: Mapping[str, Any],
+    base: str | None,
+    metrics: Metrics,
+    datasets: Mapping[str, DatasetInfo],
+    *,
+    onnx: bool,
+) -> str:
+    """The YAML header, whose keys the Hub defines."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    sources = [_hub_id(source["path"]) for source in recipe["data"]["train"]]
+    hub_sets = {item.get("name") or Path(item["path"]).name: item["path"] for item in recipe["evaluation"]["sets"]}
+    results = [
+        EvalResult(
+            task_type=_TASKS[datasets[set_name].kind],
+            dataset_type=_hub_id(hub_sets.get(set_name)) or set_name,
+            dataset_name=f"{set_name} (subset)" if datasets[set_name].subset else set_name,
+            metric_type=metric,
+            metric_value=round(value, 6),
+        )
+        for set_name, values in metrics.items()
+        if set_name in datasets and datasets[set_name].kind in _TASKS
+        for metric, value in values.items()
+    ]
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation="finetune" if base else None,
+        datasets=[source for source in dict.fromkeys(sources) if source] or None,
+        language=recipe["export"].get("language") or None,
+        license=recipe["export"].get("license"),
+        library_name="sentence-transformers",
+        pipeline_tag="sentence-similarity",
+        tags=["sentence-transformers", "sentence-similarity", "feature-extraction", "embedtrain"] + [ONNX] * onnx,
+        model_name=recipe["name"] if results else None,
+        eval_results=results or None,
+    )
+    return str(data.to_yaml())
+
+
+def _usage(name: str, prompts: Mapping[str, str], *, onnx: bool) -> list[str]:
     lines = [
-        "---",
-        yaml.safe_dump(header, sort_keys=False).strip(),
-        "---",
-        f"# {recipe['name']}",
-        "",
-        f"A text-embedding model with {dimension} dimensions for texts of up to {max_length} tokens, {origin} with "
-        f"embedtrain {__version__}; weights of step {step}.",
-        "",
         "```python",
         "from sentence_transformers import SentenceTransformer",
         "",
-        f'model = SentenceTransformer("{name or "path/of/this/directory"}")',
+        f'model = SentenceTransformer("{name}")',
         'queries = model.encode_query(["a question"])',
         'documents = model.encode_document(["a text that answers it"])',
         "print(model.similarity(queries, documents))",
@@ -57,27 +128,72 @@ def model_card(
         "",
     ]
     if any(prompts.values()):
-        lines += ["`encode_query` and `encode_document` prepend the prompts that the model was trained with.", ""]
+        lines += [
+            "`encode_query` and `encode_document` prepend the prompts that the model was trained with. Other software "
+            "must prepend them too:",
+            "",
+            "| texts | prompt |",
+            "| --- | --- |",
+            *(f"| {kind} | {_code(text)} |" for kind, text in prompts.items() if text),
+            "",
+        ]
     if onnx:
         lines += [
             "`onnx/model.onnx` is the same model in fp32, from token ids to `last_hidden_state`, for onnxruntime, or "
             'for sentence-transformers and optimum with `backend="onnx"`.',
             "",
         ]
-    if metrics:
-        names = list(dict.fromkeys(metric for row in metrics.values() for metric in row))
-        lines += ["## Evaluation", "", f"| set | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
-        lines += [
-            f"| {name} | {' | '.join(f'{row[m]:.4f}' if m in row else '' for m in names)} |"
-            for name, row in metrics.items()
-        ]
-        lines.append("")
-    lines += [
-        "## Recipe",
-        "",
-        "```yaml",
-        yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True).strip(),
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    return lines
+
+
+def _evaluation(metrics: Metrics, datasets: Mapping[str, DatasetInfo], before: Metrics) -> list[str]:
+    """A table of the sets by kind; the main metric, which is the first, also before training if it was evaluated."""
+    if not metrics:
+        return []
+    names = list(dict.fromkeys(metric for row in metrics.values() for metric in row))
+    heads = ["set", "kind", "size", *names, *(["main metric before training"] if before else [])]
+    lines = ["## Evaluation", "", f"| {' | '.join(heads)} |", "| --- | --- | --- |" + " ---: |" * (len(heads) - 3)]
+    for name, row in metrics.items():
+        info = datasets.get(name)
+        cells = [name, info.label if info else "", info.size if info else ""]
+        cells += [f"{row[metric]:.4f}" if metric in row else "" for metric in names]
+        if before:
+            main = next(iter(row))
+            cells.append(f"{before[name][main]:.4f} ({main})" if main in before.get(name, {}) else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    if any(info.subset for info in datasets.values()):
+        lines += ["", "Metrics of a subset are not comparable with those of the whole set."]
+    return [*lines, ""]
+
+
+def _hub_id(path: str | None) -> str | None:
+    """The path if it is the id of a repository; the Hub rejects cards with other values."""
+    is_id = path is not None and may_be_hub_id(path) and is_repository_name(path) and not Path(path).exists()
+    return path if is_id else None
+
+
+def _code(prompt: str) -> str:
+    shown = prompt if len(prompt) <= _MAX_PROMPT else f"{prompt[:_MAX_PROMPT]}..."
+    return "`` " + repr(shown).replace("|", "\\|") + " ``"
+
+
+def _published(recipe: Mapping[str, Any]) -> Any:
+    """The recipe without nulls, empty groups and local paths, of which the last part stays."""
+
+    def publish(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: item for key, item in ((k, publish(v)) for k, v in value.items()) if item not in (None, {})}
+        if isinstance(value, list):
+            return [publish(item) for item in value]
+        if isinstance(value, str) and "/" in value and (_IS_PATH.match(value) or _exists(value)):
+            return Path(value).name
+        return value
+
+    return publish({key: value for key, value in recipe.items() if key not in _LEFT_OUT})
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # a text that is too long for a path
+        return False

@@ -1,0 +1,73 @@
+"""The model card: metadata that the Hub accepts, results with what was measured, nothing of the author's machine."""
+
+import json
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard
+
+from embedtrain.checkpoint.export.model_card import model_card
+from embedtrain.config.compose import compose_recipes, to_plain
+
+ROWS = [
+    {"step": 0, "set": "dev", "dataset": {"kind": "retrieval", "queries": 300, "documents": 4800, "subset": True},
+     "ndcg@10": 0.25, "mrr@10": 0.2},
+    {"step": 8, "set": "dev", "dataset": {"kind": "retrieval", "queries": 300, "documents": 4800, "subset": True},
+     "ndcg@10": 0.75, "mrr@10": 0.7},
+    {"step": 8, "set": "sts", "dataset": {"kind": "sts", "pairs": 100, "subset": False}, "spearman": 0.5},
+]  # fmt: skip
+
+
+def card(tmp_path: Path, *options: str, rows=ROWS, **arguments) -> str:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "secret").mkdir(exist_ok=True)
+    (recipe,) = compose_recipes(
+        [
+            "name=mine", "model.path=BAAI/bge-m3", "data.train=[owner/rows, /home/me/secret/my.jsonl, data/*.parquet]",
+            f"evaluation.sets=[{{path: mteb/nfcorpus, name: dev, subset: 300}}, {tmp_path}/secret/sts.tsv]",
+            "train.steps=8", f"output_dir={tmp_path}", "tracking.wandb_entity=company", *options,
+        ]
+    )  # fmt: skip
+    prompts = {"query": "query|: \n", "document": ""}
+    return model_card(
+        to_plain(recipe), tmp_path, step=8, dimension=4, max_length=16, prompts=prompts, **arguments
+    )  # fmt: skip
+
+
+def test_the_metadata_are_those_of_the_hub(tmp_path):
+    text = card(tmp_path, "export.license=apache-2.0", "export.language=[en,zh]", name="me/mine")
+    data = ModelCard(text).data
+    assert (data.base_model, data.license, data.language) == ("BAAI/bge-m3", "apache-2.0", ["en", "zh"])
+    assert data.datasets == ["owner/rows"], "files are no data sets of the Hub"
+    results = {
+        (r.dataset_name, r.metric_type): (r.task_type, r.dataset_type, r.metric_value) for r in data.eval_results
+    }
+    assert results == {
+        ("dev (subset)", "ndcg@10"): ("information-retrieval", "mteb/nfcorpus", 0.75),
+        ("dev (subset)", "mrr@10"): ("information-retrieval", "mteb/nfcorpus", 0.7),
+        ("sts", "spearman"): ("semantic-similarity", "sts", 0.5),
+    }
+    assert 'SentenceTransformer("me/mine")' in text
+
+
+def test_results_say_what_was_measured(tmp_path):
+    lines = card(tmp_path).splitlines()
+    (dev,) = (line for line in lines if line.startswith("| dev"))
+    assert dev == (
+        "| dev | retrieval (subset) | 300 queries, 4,800 documents | 0.7500 | 0.7000 |  | 0.2500 (ndcg@10) |"
+    )
+    assert "| sts | sts | 100 pairs |  |  | 0.5000 |  |" in lines
+    assert "| query | `` 'query\\|: \\n' `` |" in lines
+    later = [dict(row, step=4) if row["step"] == 0 else row for row in ROWS]
+    assert "before training" not in card(tmp_path, rows=later), "a later step is not the start"
+    older = [{key: value for key, value in row.items() if key != "dataset"} for row in ROWS]
+    assert "| dev |  |  | 0.7500 |" in card(tmp_path, rows=older)
+
+
+def test_nothing_of_the_machine_is_published(tmp_path):
+    text = card(tmp_path, "model.query_prompt='a/b: '")
+    recipe = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    for private in ("/home/me", str(tmp_path), "secret", "company", "null"):
+        assert private not in text, private
+    assert [source["path"] for source in recipe["data"]["train"]] == ["owner/rows", "my.jsonl", "*.parquet"]
+    assert recipe["model"]["query_prompt"] == "a/b: ", "a text with a slash is no path"

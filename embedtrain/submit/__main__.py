@@ -8,7 +8,7 @@ from pathlib import Path
 from embedtrain.cli import run_command
 from embedtrain.errors import ConfigError
 from embedtrain.submit.kubernetes import check_results_are_kept, render_job, render_train_job
-from embedtrain.submit.options import Submission, Target, compose_submit, has_paths_of_this_machine
+from embedtrain.submit.options import Submission, Target, compose_submit, has_paths_of_this_machine, require_paths
 from embedtrain.submit.sbatch import (
     PartitionLimits,
     partition_limits,
@@ -26,7 +26,9 @@ Command = list[str]
 
 def compose(arguments: list[str]) -> tuple[Submission, Command]:
     """The job, and the command line that asks for it."""
-    return compose_submit(arguments), ["python", "-m", "embedtrain.submit", *arguments]
+    submission = compose_submit(arguments)
+    require_paths(submission)
+    return submission, ["python", "-m", "embedtrain.submit", *arguments]
 
 
 def main(options: tuple[Submission, Command]) -> None:

@@ -95,13 +95,19 @@ def compose_submit(arguments: list[str]) -> Submission:
         raise ConfigError(f"slurm.seeds={written(job.slurm.seeds)} is for trainings as SLURM jobs: leave it out")
     if command == "train":
         return _training(command_arguments, job)
-    output_dir = _compose_output_dir(command, command_arguments, check_paths=has_paths_of_this_machine(job))
+    output_dir = _compose_output_dir(command, command_arguments)
     name = f"{command}-{Path(output_dir).name}"
     _check_names(name=name, output_dir=output_dir)
     uploads = any(option_of(argument) == "push_to_hub" for argument in command_arguments)
     return Submission(
         command=command, arguments=command_arguments, name=name, output_dirs=[output_dir], uploads=uploads, job=job
     )
+
+
+def require_paths(submission: Submission) -> None:
+    """Check the paths of a command other than training as it does, if they exist now and on this machine."""
+    if submission.command != "train" and has_paths_of_this_machine(submission.job):
+        importlib.import_module(f"embedtrain.{submission.command}.__main__").compose(submission.arguments)
 
 
 def has_paths_of_this_machine(job: SubmitOptions) -> bool:
@@ -148,13 +154,10 @@ def _compose_checked(arguments: Sequence[str]) -> Recipe:
     return recipe
 
 
-def _compose_output_dir(command: str, arguments: list[str], *, check_paths: bool) -> str:
+def _compose_output_dir(command: str, arguments: list[str]) -> str:
     """Check the options of a command as it checks them itself; the directory that it writes."""
-    if check_paths:
-        options: Any = importlib.import_module(f"embedtrain.{command}.__main__").compose(arguments)
-    else:
-        module = importlib.import_module(f"embedtrain.{command}.options")
-        options = getattr(module, f"compose_{command}")(arguments)
+    module = importlib.import_module(f"embedtrain.{command}.options")
+    options: Any = getattr(module, f"compose_{command}")(arguments)
     return str(options.output_dir or f"{options.run}/model")
 
 

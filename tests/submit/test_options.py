@@ -3,7 +3,8 @@
 import pytest
 
 from embedtrain.errors import ConfigError, EmbedtrainError
-from embedtrain.submit.options import compose_submit
+from embedtrain.submit.__main__ import compose
+from embedtrain.submit.options import Submission, compose_submit
 from embedtrain.submit.slurm_options import Launcher, SlurmConfig, check_slurm
 
 RECIPE = ["name=t", "model.path=model", "data.train=[train.jsonl]", "train.steps=3"]
@@ -127,17 +128,21 @@ def test_an_invalid_file_of_a_cluster(tmp_path, content, message):
         slurm(f"slurm.cluster={path}")
 
 
+def composed(arguments: list[str]) -> Submission:
+    return compose(arguments)[0]
+
+
 def test_other_commands_are_checked_as_they_check_themselves(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"query": "a", "pos": ["b"]}\n')
-    submission = compose_submit(["mine", "model=model", "data=[rows.jsonl]", "output_dir=mined", "slurm.nodes=2"])
+    submission = composed(["mine", "model=model", "data=[rows.jsonl]", "output_dir=mined", "slurm.nodes=2"])
     assert (submission.command, submission.name) == ("mine", "mine-mined")
     assert submission.arguments == ["model=model", "data=[rows.jsonl]", "output_dir=mined"]
     assert str(submission.directory) == "mined.job", "the script is not among the results"
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "x" / "recipe.yaml").write_text("name: x\n")
-    submission = compose_submit(["export", "run=runs/x"])
+    submission = composed(["export", "run=runs/x"])
     assert (submission.output_dirs, submission.job.slurm.gpus_per_node) == (["runs/x/model"], 0)
     for arguments, message in [
         (["mine", "model=model", "data=[absent.jsonl]", "output_dir=mined"], r"absent\.jsonl"),
@@ -146,7 +151,7 @@ def test_other_commands_are_checked_as_they_check_themselves(tmp_path, monkeypat
         (["evalute", "model=model"], "evalute.*evaluate"),
     ]:
         with pytest.raises(EmbedtrainError, match=message):
-            compose_submit(arguments)
+            composed(arguments)
     mine = ["mine", "model=/in/image", "data=[/in/x.jsonl]", "output_dir=m"]
     for option in ("slurm.container_image=x.sqsh", "slurm.extra=--dependency=afterok:12"):
-        assert compose_submit([*mine, option]).command == "mine", "paths that do not exist here, or not yet"
+        assert composed([*mine, option]).command == "mine", "paths that do not exist here, or not yet"

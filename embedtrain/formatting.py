@@ -1,6 +1,7 @@
 """Counts, bytes, durations and texts of files as messages show them, and URLs without passwords."""
 
 import re
+from pathlib import Path
 
 # `user:password@` of a URL. A password may hold any character; digits before a slash are a port.
 _USER_AND_PASSWORD = re.compile(r"(://[^/\s:@'\"]*:)(?!\d+(?:[/\s]|$))[^\s'\"]*@")
@@ -28,6 +29,12 @@ def printable(text: str, *, lines: bool = False) -> str:
 def mask_passwords(text: str) -> str:
     """The text with `***` in place of passwords in URLs: `ftp://user:***@host`, `https://***@host`."""
     return _TOKEN_AS_USER.sub(r"\1***@", _USER_AND_PASSWORD.sub(r"\1***@", text))
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an optional dependency; in a checkout it installs the checkout, from its folder."""
+    is_checkout = (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file()
+    return f"pip install '{'.' if is_checkout else 'embedtrain'}[{extra}]'"
 
 
 def format_count(count: int, singular: str, plural: str | None = None) -> str:

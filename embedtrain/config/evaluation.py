@@ -73,7 +73,7 @@ class EvaluationSet:
     document_prompt: str | None = None  # default: model.document_prompt
     query_max_length: int | None = None  # tokens; default: the model's
     document_max_length: int | None = None  # tokens; default: the model's
-    metrics: list[str] | None = None  # such as [ndcg@10, recall@1000], the main one first; default: those of the kind
+    metrics: list[str] | None = None  # as [ndcg@10, recall@1000], the main one first; default: evaluation.metrics
     subset: int | None = None  # at most so many queries or rows, the same in every run; default: evaluation.subset
     subset_documents: int | None = None  # at most so many documents besides the judged ones
     ignore_identical_ids: bool = False  # leave out the document with the query's id, as in ArguAna and Quora
@@ -92,6 +92,8 @@ class EvaluationConfig:
     at_start: bool = True  # evaluate before the first step as well, for comparison
     sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
     subset: int | None = None  # at most so many queries or rows of each set
+    # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
+    metrics: list[str] | None = None
     patience: int | None = None  # stop after so many evaluations without a better checkpoint.best_metric
     chunk_tokens: int = 16384  # tokens, including padding, of one forward pass on one rank
     unshard: Unshard = Unshard.layer

@@ -8,6 +8,7 @@ from typing import Any
 from embedtrain.config.recipe import ADAPTER, ALL_LINEAR, LoraConfig, ModelConfig, Pooling
 from embedtrain.config.validation import OptionChecks, written
 from embedtrain.errors import ConfigError
+from embedtrain.formatting import install_command
 
 # The types of rotary scaling, and whether transformers keeps the number of positions of the original model for each.
 ROPE_TYPES = {"yarn": True, "linear": False, "llama3": True}
@@ -124,5 +125,5 @@ def check_lora(lora: LoraConfig, export_formats: Sequence[str]) -> None:
     check.require(
         not lora.load_in_4bit or importlib.util.find_spec("bitsandbytes") is not None,
         "load_in_4bit",
-        "needs the package bitsandbytes, which is not installed: pip install 'embedtrain[qlora]', or leave it out",
+        f"needs the package bitsandbytes, which is not installed: {install_command('qlora')}, or leave it out",
     )

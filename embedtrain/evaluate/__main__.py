@@ -11,6 +11,8 @@ from embedtrain.loading.command_model import command_model_config
 
 if TYPE_CHECKING:  # keeps `--help` free of torch
     from embedtrain.distributed.world import World
+    from embedtrain.evaluation.evaluator import Evaluator, ResultCallback
+    from embedtrain.evaluation.types import LoadedSet
     from embedtrain.loading.load import LoadedModel
     from embedtrain.tracking.console import Console
     from embedtrain.tracking.metrics import DatasetInfo, MetricsFile
@@ -31,12 +33,10 @@ def main(options: EvaluateOptions) -> Metrics:
 
     Returns the metrics of each set and task, on every rank.
     """
-    from embedtrain.data.cache.cache import Cache, writable_cache_directory
     from embedtrain.distributed.world import joined_world
     from embedtrain.errors import DataError
     from embedtrain.evaluate.mteb_client import EvaluatedModel, TaskResults, resolve_tasks, run_tasks
     from embedtrain.evaluation.evaluator import Evaluator
-    from embedtrain.evaluation.sets import load_sets
     from embedtrain.inference.encode import SentenceEncoder
     from embedtrain.inference.vector_cache import VectorCache, model_identity
     from embedtrain.tracking.console import Console
@@ -45,13 +45,7 @@ def main(options: EvaluateOptions) -> Metrics:
     output_dir = Path(options.output_dir)
     with joined_world(options.timeout) as world:
         console = Console(enabled=world.is_main)
-        directory = writable_cache_directory(None, output_dir / "cache", world, console.note)
-        cache = Cache.of_world(directory, world)
-        sets = load_sets(options.sets, world, subset=options.subset, option="sets", cache=cache)
-        with world.fail_together("verifying cached documents"):
-            cache.verification.wait()
-        for note in (note for loaded in sets for note in loaded.notes):
-            console.note(note)
+        sets = _read_sets(options, world, console)
         with world.fail_together("looking up the tasks of mteb"):
             set_names = [loaded.data.name for loaded in sets]
             tasks = resolve_tasks(options.mteb, set_names) if options.mteb and world.is_main else []
@@ -78,8 +72,11 @@ def main(options: EvaluateOptions) -> Metrics:
                     sets, encoder, world, run_depth=options.run_depth, index=options.index, vector_cache=vector_cache
                 )
                 with console.phase("evaluating"):
-                    runs = output_dir / "runs" if options.save_runs else None
-                    metrics = evaluator.evaluate(save_runs=runs, progress=progress, on_result=record)
+                    metrics = evaluator.evaluate(
+                        save_runs=output_dir / "runs" if options.save_runs else None,
+                        progress=progress,
+                        on_result=_noting_speed(evaluator, record, console),
+                    )
             if options.mteb:
                 task_results = run_tasks(
                     tasks,
@@ -95,6 +92,31 @@ def main(options: EvaluateOptions) -> Metrics:
         if failures := task_results.failures:
             raise DataError(f"{len(failures)} of mteb's tasks could not be run: {'; '.join(failures)}")
         return metrics | task_results.metrics
+
+
+def _read_sets(options: EvaluateOptions, world: "World", console: "Console") -> "list[LoadedSet]":
+    from embedtrain.data.cache.cache import Cache, writable_cache_directory
+    from embedtrain.evaluation.sets import load_sets
+
+    directory = writable_cache_directory(None, Path(options.output_dir) / "cache", world, console.note)
+    cache = Cache.of_world(directory, world)
+    sets = load_sets(options.sets, world, subset=options.subset, metrics=options.metrics, cache=cache, option="sets")
+    with world.fail_together("verifying cached documents"):
+        cache.verification.wait()
+    for note in (note for loaded in sets for note in loaded.notes):
+        console.note(note)
+    return sets
+
+
+def _noting_speed(evaluator: "Evaluator", record: "ResultCallback", console: "Console") -> "ResultCallback":
+    """`record`, and a line about the size of the set and the time that it took."""
+
+    def record_and_note(name: str, values: Mapping[str, float], dataset: "DatasetInfo") -> None:
+        record(name, values, dataset)
+        if name in evaluator.seconds:
+            console.note(f"{name}: {dataset.label}, {dataset.size}, {evaluator.speed(name)}")
+
+    return record_and_note
 
 
 def _open_metrics(output_dir: Path) -> "MetricsFile":

@@ -20,6 +20,7 @@ from embedtrain.errors import ConfigError, ModelError
 from embedtrain.evaluate.mteb_commands import CommandChannel, StartTask
 from embedtrain.evaluate.mteb_model import MAX_CHARACTERS, MtebSettings, ShardedModel
 from embedtrain.evaluation.evaluator import ResultCallback
+from embedtrain.formatting import install_command
 from embedtrain.inference.encode import ProgressCallback, SentenceEncoder
 from embedtrain.inference.vector_cache import VectorCache
 from embedtrain.models.source import ModelSource
@@ -64,7 +65,7 @@ def resolve_tasks(names: Sequence[str], reserved_names: Sequence[str] = ()) -> l
     Raises ConfigError if mteb is not installed, a name is unknown or reserved, or a task is not about text alone.
     """
     if importlib.util.find_spec("mteb") is None:
-        raise ConfigError(f"mteb={list(names)} needs a package that is not installed: pip install 'embedtrain[mteb]'")
+        raise ConfigError(f"mteb={list(names)} needs a package that is not installed: {install_command('mteb')}")
     import datasets
     import mteb
     from mteb.benchmarks import get_benchmarks

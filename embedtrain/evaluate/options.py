@@ -25,8 +25,9 @@ Metrics are printed and added to OUTPUT_DIR/metrics.jsonl; mteb's own files are 
 Options and their defaults (override with option=value):
 
 {options}
-subset=N measures N queries or rows of each set, the same in every run. save_runs=true writes TREC run and qrels files,
-run_depth documents of each query. vectors_dir=DIR keeps documents' vectors: an interrupted evaluation resumes.
+metrics=[ndcg@10,recall@1000] are measured on all sets whose kind has them. subset=N measures N queries or rows of each
+set, the same in every run. save_runs=true writes TREC run and qrels files. vectors_dir=DIR keeps documents' vectors: an
+interrupted evaluation resumes.
 unshard=model gathers sharded weights at once, not layer by layer: faster, if the model fits on every rank.
 index.place=host keeps vectors beside the GPU; auto does so where they would take half of what is free.
 
@@ -44,6 +45,8 @@ class EvaluateOptions:
     sets: list[Any] = field(default_factory=list)  # sets: options of EvaluationSet, or paths
     mteb: list[str] = field(default_factory=list)  # names of tasks or benchmarks of mteb
     subset: int | None = None  # maximum number of queries or rows of each set
+    # Of each set those that its kind has, the main one first. Default, also of a set with none: those of its kind.
+    metrics: list[str] | None = None
     output_dir: str = "runs/evaluate"  # for metrics.jsonl and the results of mteb
     pooling: Pooling | None = None
     normalize: bool | None = None  # L2-normalize vectors; default: the model's setting
@@ -58,7 +61,7 @@ class EvaluateOptions:
     index: IndexConfig = field(default_factory=IndexConfig)
     vectors_dir: str | None = None  # store document vectors there, so that an interrupted evaluation resumes
     save_runs: bool = False  # write each retrieval set's ranking and judgements as TREC run and qrels files
-    run_depth: int = 100  # documents per query in a run file; does not affect metrics
+    run_depth: int | None = None  # documents per query in a run file; default: 1000, or more if a metric needs them
     timeout: float = 1800.0  # seconds that a rank waits for the others before all fail
 
 
@@ -74,7 +77,8 @@ def check_evaluate(options: EvaluateOptions) -> EvaluateOptions:
     check_sets(options.sets, "sets")
     check.at_least(1, "subset", "null takes all queries or rows")
     check.at_least(1, "chunk_tokens")
-    check.at_least(1, "run_depth")
+    check.require(options.metrics != [], "metrics", "is empty; write metrics, such as [ndcg@10], or null")
+    check.at_least(1, "run_depth", "null writes all documents that the metrics need, at least 1000")
     check.length("max_length")
     check.positive("timeout")
     return options

@@ -19,9 +19,8 @@ _UNCUT_METRICS = {"ndcg": "ndcg", "map": "map", "mrr": "recip_rank"}
 _OWN_METRICS = ("mrr", "hole")  # trec_eval has no cutoff for the first, and does not have the second
 # The name under which means over several sets are reported.
 MEAN = "mean"
-DEFAULT_RUN_DEPTH = 100
-# Depth of rankings for metrics without a cutoff: that of trec_eval's own runs.
-_UNCUT_DEPTH = 1000
+# Depth of rankings for metrics without a cutoff, and of run files: that of trec_eval's own runs.
+UNCUT_DEPTH = 1000
 _MAX_CUTOFF_DIGITS = 9  # trec_eval's cutoffs are C integers
 
 Run = Mapping[str, Mapping[str, float]]
@@ -87,7 +86,7 @@ def judged_documents(judgements: Mapping[str, Mapping[str, int]]) -> set[str]:
 
 def required_depth(metrics: Sequence[str]) -> int:
     """The number of documents per query that these metrics need."""
-    return max(_UNCUT_DEPTH if k is None else k for _, k in map(_parse_metric, metrics))
+    return max(UNCUT_DEPTH if k is None else k for _, k in map(_parse_metric, metrics))
 
 
 def check_retrieval_metrics(metrics: Sequence[str], option: str) -> None:

@@ -9,7 +9,7 @@ from embedtrain.data.cache.cache import Cache, cache_directory
 from embedtrain.data.sources.parts import is_saved_dataset, may_be_hub_id, stem_of
 from embedtrain.distributed.world import World
 from embedtrain.errors import ConfigError, DataError
-from embedtrain.evaluation.evaluator import check_metrics
+from embedtrain.evaluation.evaluator import check_metrics, has_metric
 from embedtrain.evaluation.readers.reranking import read_run, with_candidates
 from embedtrain.evaluation.readers.retrieval import (
     is_beir_folder,
@@ -58,18 +58,21 @@ def load_sets(
     world: World,
     *,
     subset: int | None = None,
+    metrics: Sequence[str] | None = None,
     cache: Cache | None = None,
     option: str = "evaluation.sets",
 ) -> list[LoadedSet]:
     """Read all sets on every rank; an error on one rank is raised on all.
 
-    `subset` is that of sets without their own; `option` names the list in messages; `cache`, for large corpora,
-    defaults to that of data.cache_dir. Raises ConfigError if two sets have the same name or an option does not fit a
-    set, and DataError if a set cannot be read.
+    `subset` and `metrics` are for sets without their own; of `metrics`, those that the kind of the set has. `option`
+    names the list in messages; `cache`, for large corpora, defaults to that of data.cache_dir. Raises ConfigError if
+    two sets have the same name, an option does not fit a set, or no set has a metric, and DataError if a set cannot be
+    read.
     """
     with world.fail_together("reading evaluation sets"):
         check_names(configs, option)
-        return [read_set(config, subset=subset, cache=cache) for config in configs]
+        sets = [read_set(config, subset=subset, cache=cache) for config in configs]
+        return sets if metrics is None else _with_metrics(sets, metrics, option.replace("sets", "metrics"))
 
 
 def check_names(configs: Sequence[EvaluationSet], option: str) -> None:
@@ -83,6 +86,19 @@ def check_names(configs: Sequence[EvaluationSet], option: str) -> None:
                 f"write {{path: {config.path}, name: ...}} for one of them"
             )
         paths[name] = config.path
+
+
+def _with_metrics(sets: Sequence[LoadedSet], metrics: Sequence[str], option: str) -> list[LoadedSet]:
+    """The sets with those of `metrics` that their kind has; ConfigError for a metric that no set has."""
+    for metric in metrics:
+        if sets and not any(has_metric(loaded.data, metric) for loaded in sets):
+            check_metrics(sets[0].data, [metric], option)
+    return [
+        loaded
+        if loaded.metrics is not None
+        else replace(loaded, metrics=tuple(metric for metric in metrics if has_metric(loaded.data, metric)) or None)
+        for loaded in sets
+    ]
 
 
 def set_name(config: EvaluationSet) -> str:

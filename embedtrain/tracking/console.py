@@ -162,10 +162,12 @@ class Console:
         *,
         datasets: Mapping[str, DatasetInfo] | None = None,
         title: str | None = None,
+        footer: str = "",
     ) -> None:
         """Print the results of the evaluation after `step`, as `{set: {metric: value}}`, and their changes.
 
-        With `datasets`, by set, a column shows the kind of each set, and whether only a subset was measured.
+        With `datasets`, by set, a column shows the kind of each set, and whether only a subset was measured. `footer`
+        is a line below the tables.
         """
         if not self._enabled or not results:
             return
@@ -181,6 +183,8 @@ class Console:
                     lines.append(Text(printable(f"also in metrics.jsonl: {', '.join(omitted)}"), style="dim"))
             else:
                 lines += [Text(f"  {line}") for line in table.plain_lines()]
+        if footer:
+            lines.append(Text(printable(f"  {footer}"), style="dim"))
         for line in lines:
             if isinstance(line, Text):
                 self._print(line)

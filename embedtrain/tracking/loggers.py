@@ -11,6 +11,7 @@ import yaml
 
 from embedtrain.config.compose import to_plain
 from embedtrain.config.recipe import Recipe
+from embedtrain.formatting import install_command
 
 _INIT_TIMEOUT = 30.0  # seconds; the other ranks wait in their first collective meanwhile
 _KEY_TIMEOUT = 60.0  # seconds that a person at a terminal has to type the key
@@ -165,7 +166,7 @@ class TensorBoardLogger:
             from torch.utils.tensorboard import SummaryWriter  # takes a second, and most runs do without
         except ImportError as error:
             raise RuntimeError(
-                f"the package tensorboard cannot be imported ({error}): pip install 'embedtrain[tensorboard]'"
+                f"the package tensorboard cannot be imported ({error}): {install_command('tensorboard')}"
             ) from None
         self._excepthook = threading.excepthook
         threading.excepthook = self._handle_thread_exception

@@ -132,11 +132,16 @@ class Tracker:
         if self._world.is_main:
             self._record(evaluation_row(step, name, metrics, dataset))
 
-    def evaluation(self, step: int, results: Results, datasets: Mapping[str, DatasetInfo] | None = None) -> None:
-        """Print and log the results of the evaluation after `step`, as `{set: {metric: value}}`."""
+    def evaluation(
+        self, step: int, results: Results, datasets: Mapping[str, DatasetInfo] | None = None, *, footer: str = ""
+    ) -> None:
+        """Print and log the results of the evaluation after `step`, as `{set: {metric: value}}`.
+
+        `footer` is a line below the printed tables.
+        """
         if not self._world.is_main:
             return
-        self.console.evaluation(step, results, datasets=datasets)
+        self.console.evaluation(step, results, datasets=datasets, footer=footer)
         for logger in self._loggers:
             logger.evaluation(step, results)
 

@@ -140,7 +140,8 @@ class PeriodicEvaluation:
         state.evaluation_due = False
         if not metrics:
             return False
-        self.tracker.evaluation(state.step, metrics, self.evaluator.datasets)
+        speeds = ", ".join(f"{name} {self.evaluator.speed(name)}" for name in self.evaluator.seconds)
+        self.tracker.evaluation(state.step, metrics, self.evaluator.datasets, footer=f"took {speeds}")
         if self.best_metric is None or state.step == 0:  # step 0 has no checkpoint to keep
             return False
         set_name, metric = self.best_metric

@@ -144,7 +144,8 @@ def read_inputs(run: Run) -> RunInputs:
         data, losses = load_recipe_data(recipe, source.prompts, cache)
         total_steps, total_batches = _run_length(recipe, data)
     require_same_data(data, world)
-    sets = load_sets(recipe.evaluation.sets, world, subset=recipe.evaluation.subset, cache=cache)
+    evaluation = recipe.evaluation
+    sets = load_sets(evaluation.sets, world, subset=evaluation.subset, metrics=evaluation.metrics, cache=cache)
     best = recipe.checkpoint.best_metric
     best_metric = None if best is None else parse_best_metric(best, metric_names(sets))
     run.note([*describe_accelerate_config(recipe), *data.notes, *(note for loaded in sets for note in loaded.notes)])

@@ -133,7 +133,7 @@ def test_unusable_names_are_rejected(name, words):
 
 def test_mteb_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "mteb", None)
-    with pytest.raises(ConfigError, match=r"mteb=\['STS12'\].*pip install 'embedtrain\[mteb\]'"):
+    with pytest.raises(ConfigError, match=r"mteb=\['STS12'\].*pip install '\.\[mteb\]'"):
         resolve_tasks(["STS12"])
 
 

@@ -59,5 +59,5 @@ def test_without_the_package_a_warning_says_what_to_install(tmp_path, monkeypatc
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: TensorBoard could not be started")
-    assert warnings[0].endswith("pip install 'embedtrain[tensorboard]'")
+    assert warnings[0].endswith("pip install '.[tensorboard]'"), "the command for a checkout"
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3

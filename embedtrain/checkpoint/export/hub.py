@@ -7,6 +7,7 @@ from huggingface_hub import HfApi, get_token, is_offline_mode
 
 from embedtrain.config.recipe import ONNX, ExportConfig
 from embedtrain.errors import CheckpointError, ConfigError
+from embedtrain.formatting import install_command
 from embedtrain.models.export_record import RECORD
 from embedtrain.models.hub import one_line
 
@@ -21,7 +22,7 @@ def require_export_support(export: ExportConfig) -> None:
         if missing:
             raise ConfigError(
                 f"export.formats includes onnx, but {' and '.join(missing)} cannot be imported: "
-                "pip install 'embedtrain[onnx]', or leave onnx out"
+                f"{install_command('onnx')}, or leave onnx out"
             )
     if export.push_to_hub is None:
         return

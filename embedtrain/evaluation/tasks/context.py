@@ -32,7 +32,7 @@ class EvaluationContext:
     index: IndexConfig
     vector_cache: VectorCache | None  # for document vectors
     save_runs: Path | None  # directory for TREC files
-    run_depth: int  # documents per query in a run file
+    run_depth: int | None  # documents per query in a run file; None: as many as the metrics need, at least 1000
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor:
         """Unit vectors of queries: float32 [n, D], on every rank. A collective."""

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from embedtrain.evaluation.metrics import judged_documents, mean_metrics, metrics_per_query, required_depth
+from embedtrain.evaluation.metrics import UNCUT_DEPTH, judged_documents, mean_metrics, metrics_per_query, required_depth
 from embedtrain.evaluation.tasks.context import EvaluationContext
 from embedtrain.evaluation.types import RUN_TAG, RetrievalSet
 from embedtrain.files import atomic_write
@@ -30,7 +30,7 @@ def measure_retrieval(data: RetrievalSet, context: EvaluationContext) -> dict[st
     vectors = context.encode_queries([data.queries[query] for query in judged])
     index = context.index_documents(data.documents.texts, ids)
     depth = required_depth(context.metrics)
-    max_depth = max(context.run_depth if context.save_runs else 0, depth)
+    max_depth = max(_run_file_depth(context) if context.save_runs else 0, depth)
     # One more: the query itself may be among them.
     ranking = index.search(vectors, max_depth + data.ignore_identical_ids)
 
@@ -99,9 +99,14 @@ def _ranking_metrics(
             values.append(metrics_per_query(judgements, run, metrics, judged_anywhere))
         if world.is_main and context.save_runs is not None:
             rankings = ((query, ranked(number)) for number, query in enumerate(judged))
-            write_run(run_path(context.save_runs, data.name), rankings, context.run_depth)
+            write_run(run_path(context.save_runs, data.name), rankings, _run_file_depth(context))
             write_qrels(qrels_path(context.save_runs, data.name), data.judgements)
     return mean_metrics(np.concatenate(world.gather(np.concatenate(values))), metrics)
+
+
+def _run_file_depth(context: EvaluationContext) -> int:
+    """Documents per query in a run file; by default the file suffices to compute the metrics again."""
+    return context.run_depth or max(UNCUT_DEPTH, required_depth(context.metrics))
 
 
 def run_path(directory: Path, name: str) -> Path:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from embedtrain.config.evaluation import Classifier, SetKind
+from embedtrain.config.evaluation import Classifier, EvaluationSet, SetKind
 from embedtrain.errors import ConfigError, EmbedtrainError, EvaluationInterrupted
 from embedtrain.evaluation.dataset_info import dataset_info
 from embedtrain.evaluation.evaluator import Evaluator, check_metrics, metric_names
 from embedtrain.evaluation.metrics import parse_best_metric
+from embedtrain.evaluation.sets import load_sets
 from embedtrain.evaluation.types import (
     Bitext,
     ClassificationSet,
@@ -25,7 +26,7 @@ from embedtrain.evaluation.types import (
 from embedtrain.tracking.metrics import DatasetInfo
 from tests.evaluation.tasks.mteb_reference import on_any_ranks
 from tests.evaluation.tiny import sentence_encoder
-from tests.small import text
+from tests.small import text, write_beir
 
 
 def one_of_each(num_texts=6):
@@ -227,3 +228,21 @@ def failing_callback(world, sets):
 
 def test_results_that_cannot_be_written_end_all_ranks(ranks):
     ranks(2, failing_callback, [LoadedSet(one_of_each()[2])])
+
+
+def metrics_of_sets(world, folder, metrics, own):
+    beir = EvaluationSet(path=str(folder / "dev"), metrics=own)
+    configs = [beir, EvaluationSet(path=str(folder / "sts.tsv"))]
+    return [loaded.metrics for loaded in load_sets(configs, world, metrics=metrics)]
+
+
+def test_metrics_for_all_sets(ranks, tmp_path):
+    """A set's own metrics come first; of those for all sets, each takes what its kind has."""
+    write_beir(tmp_path / "dev", 6)
+    (tmp_path / "sts.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t1\nc\td\t0\n")
+    (answer,) = ranks(1, metrics_of_sets, tmp_path, ["recall@1000", "ndcg", "pearson"], None)
+    assert answer == [("recall@1000", "ndcg"), ("pearson",)]
+    (answer,) = ranks(1, metrics_of_sets, tmp_path, ["recall@1000", "ndcg"], ["mrr"])
+    assert answer == [("mrr",), None]
+    with pytest.raises(AssertionError, match=r"ConfigError: evaluation\.metrics: 'ndgc@10' is not a metric"):
+        ranks(1, metrics_of_sets, tmp_path, ["pearson", "ndgc@10"], None)

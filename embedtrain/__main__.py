@@ -36,7 +36,8 @@ def main() -> None:
         return compose(arguments)
 
     # Its results are files: a scheduler would repeat a finished training whose log did not fit on the disk.
-    run_command(compose_listening, partial(run_trainings, signals=signals), needs_output=False)
+    main_with_signals = partial(run_trainings, signals=signals)
+    run_command(compose_listening, main_with_signals, needs_output=False, launches="embedtrain")
 
 
 if __name__ == "__main__":

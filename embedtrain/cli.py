@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, MutableMapping
 from typing import Any, NoReturn, TypeVar
 
+from embedtrain.config.launch import Launch, split_launch_options
 from embedtrain.distributed.srun import set_ranks_from_srun
 from embedtrain.distributed.watchdog.launcher import stop_after_launcher
 from embedtrain.errors import EmbedtrainError, FailedElsewhere, LostContact, Stopped
@@ -33,23 +34,27 @@ def run_command(
     *,
     has_ranks: bool = True,
     needs_output: bool = True,
+    launches: str | None = None,
 ) -> NoReturn:
     """Run a command and end the process: exit code 0, 1 after an error, 75 or 130 after a signal, alike on all ranks.
 
     `compose` turns the command line into options; it imports no torch, so that `--help` and mistyped options answer at
     once. A command without ranks does not compute and does not need torch. A command that needs its output ends with
     exit code 1 if the output cannot be written because a disk is full, not if its terminal or reader has gone.
+    `launches` is the module that the options of the launcher start on several ranks; None if there are no such options.
     """
     protect_standard_streams()
     try:
         _with_user_errors(_prepare_process, delay=5.0)
-        options = _with_user_errors(lambda: _compose_as_rank(compose), delay=30.0)
+        options, arguments, launch = _with_user_errors(lambda: _compose_as_rank(compose, launches), delay=30.0)
         if not has_ranks:
             _with_user_errors(lambda: main(options), delay=0.0)
             _exit(0)
+        set_allocator()
+        if launch is not None and launches is not None:
+            _with_user_errors(lambda: _run_ranks(launches, arguments, launch), delay=0.0)
         ignore_accelerate_environment()
         set_threads()
-        set_allocator()
 
         # `record` wraps the handler of expected errors, so that only unexpected ones reach torchrun's error report.
         record = _with_user_errors(_import_record, delay=5.0)
@@ -103,13 +108,31 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _compose_as_rank(compose: Callable[[list[str]], Options]) -> Options:
-    """The options, after srun's variables have become those of torchrun; only rank 0 prints help."""
+def _compose_as_rank(
+    compose: Callable[[list[str]], Options], launches: str | None
+) -> tuple[Options, list[str], Launch | None]:
+    """The options, after srun's variables have become those of torchrun; only rank 0 prints help.
+
+    Also returns the arguments without the launcher's options, and those; a process that starts ranks composes as well,
+    so that mistakes are reported at once.
+    """
     set_ranks_from_srun(os.environ)
+    launch, arguments = None, sys.argv[1:]
+    if launches is not None:
+        launch, arguments = split_launch_options(arguments)
     with contextlib.ExitStack() as stack:
         if _environment("RANK") != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        return compose(sys.argv[1:])
+        return compose(arguments), arguments, launch
+
+
+def _run_ranks(module: str, arguments: list[str], launch: Launch) -> None:
+    """Start the ranks and exit when they have ended; return if a single rank is to run, which needs no launcher."""
+    from embedtrain.distributed.launch import num_ranks, run_ranks
+
+    count = num_ranks(launch)
+    if count * launch.nodes > 1:
+        raise SystemExit(run_ranks(module, arguments, launch, count))
 
 
 def ignore_accelerate_environment() -> None:

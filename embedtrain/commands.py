@@ -4,6 +4,7 @@ A command is a module with a `__main__.py`, which `python -m` runs as well. Noth
 """
 
 import difflib
+import os
 import runpy
 import shlex
 import sys
@@ -65,8 +66,16 @@ def main() -> None:
         arguments = [arguments[1], "--help", *arguments[2:]]
     if not arguments or arguments[0] not in COMMANDS:
         run_command(_answer, lambda _: None, has_ranks=False)
-    sys.argv = [program, *arguments[1:]]
-    runpy.run_module(COMMANDS[arguments[0]].module, run_name="__main__", alter_sys=True)
+    command = COMMANDS[arguments[0]]
+    options = ["--gpus=auto"] if command.has_ranks and not _names_ranks(arguments) else []
+    sys.argv = [program, *options, *arguments[1:]]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, by which ranks are started
+    runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+
+
+def _names_ranks(arguments: Sequence[str]) -> bool:
+    return any(argument.startswith(("--gpus", "--nproc")) for argument in arguments)
 
 
 def overview() -> str:

@@ -32,15 +32,19 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+OWN_LAUNCHER = ("embedtrain.commands", "train", "--nproc-per-node=2")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["loss.tempature=0.1"], "unknown option loss.tempature, did you mean temperature?"),
         pytest.param(["data.train=[bad.jsonl]"], "bad.jsonl:3: ", marks=pytest.mark.slow),
-        (["-m", "train.steps=1,2"], "multirun (-m) under torchrun"),
-        (
+        (["-m", "train.steps=1,2"], "multirun (-m) on several ranks"),
+        pytest.param(
             ["parallel.block_class=BertLayer"],
             "parallel.block_class=BertLayer: Encoder has no such layer. It has XLMRobertaLayer x2",
+            marks=pytest.mark.slow,  # test_a_mistake_on_two_ranks_is_one_sentence
         ),
     ],
 )
@@ -55,6 +59,22 @@ def test_a_mistake_is_reported_once(workshop, arguments, message):
     assert output.count(message) == 1, output
     assert "embedtrain/training/train.py" not in output, "a traceback"
     assert not (workshop / "never" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["loss.tempature=0.1"], "unknown option loss.tempature"),
+        (["--gpus=2"], "--gpus and --nproc-per-node"),
+        (["parallel.block_class=BertLayer"], "parallel.block_class=BertLayer: Encoder has no such layer"),
+    ],
+)
+def test_a_mistake_on_two_ranks_is_one_sentence(workshop, arguments, message):
+    """The third is found by the ranks."""
+    given = [*OPTIONS, "train.steps=2", "output_dir=never", *arguments]
+    _, errors = call_separately(*OWN_LAUNCHER, *given, cwd=workshop, code=1)
+    (line,) = (line for line in errors.splitlines() if "RuntimeWarning" not in line)  # of the forked process
+    assert line.startswith(f"error: {message}")
 
 
 def test_evaluate_export_and_search(workshop, monkeypatch):

@@ -82,8 +82,8 @@ def compose_recipes(arguments: Sequence[str]) -> list[Recipe]:
     recipes = [check_recipe(apply_accelerate_config(to_recipe(config))) for config in configs]
     if len(recipes) > 1 and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
-            "multirun (-m) under torchrun cannot work: the second job would join the first one's process group; "
-            "start one torchrun per job, or use -m in a single process"
+            "multirun (-m) on several ranks cannot work: the second job would join the first one's process group; "
+            "start the command once per job, or use -m in a single process (--gpus 1)"
         )
     if len({recipe.output_dir for recipe in recipes}) < len(recipes):
         raise ConfigError(

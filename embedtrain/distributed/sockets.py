@@ -29,7 +29,7 @@ def open_store(rank: int, size: int, timeout: float, *, is_one_host: bool) -> St
     """
     address, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and port.isdecimal():
-        listener = _listen(address, int(port), is_one_host=is_one_host)
+        listener = listen(address, int(port), is_one_host=is_one_host)
         if listener is not None:
             return TCPStore(
                 address,
@@ -44,7 +44,7 @@ def open_store(rank: int, size: int, timeout: float, *, is_one_host: bool) -> St
     return store  # type: ignore[no-any-return]
 
 
-def _listen(address: str, port: int, *, is_one_host: bool) -> socket.socket | None:
+def listen(address: str, port: int, *, is_one_host: bool) -> socket.socket | None:
     """A socket that listens on an address of this host; None if that is impossible, or not of use to other hosts."""
     with contextlib.ExitStack() as stack:
         try:

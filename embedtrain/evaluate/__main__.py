@@ -162,4 +162,4 @@ def _report(
 
 
 if __name__ == "__main__":
-    run_command(compose, main)
+    run_command(compose, main, launches="embedtrain.evaluate")

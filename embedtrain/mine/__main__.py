@@ -114,4 +114,4 @@ def _load_models(
 
 
 if __name__ == "__main__":
-    run_command(compose, main)
+    run_command(compose, main, launches="embedtrain.mine")

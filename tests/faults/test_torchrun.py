@@ -1,4 +1,4 @@
-"""torchrun restarts a run after a rank was killed and forwards signals; when it is killed, its ranks end."""
+"""Launchers forward signals, torchrun restarts a run after a rank was killed; when it is killed, its ranks end."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from tests.faults.runs import OPTIONS, finish, training_result
 
 TORCHRUN = [
     str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2", "--max-restarts=2",
-    "--signals-to-handle=SIGTERM,SIGUSR1",
+    "--signals-to-handle=SIGTERM,SIGUSR1", "-m", "embedtrain",
 ]  # fmt: skip
+OWN_LAUNCHER = [sys.executable, "-m", "embedtrain.commands", "train", "--nproc-per-node=2"]
 
 
 @dataclass
@@ -52,24 +53,24 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(folder: Path, output_dir: str, *more: str) -> Iterator[Launched]:
-    """Start the command with torchrun; at the end of the block, kill what is left of it."""
+def launched(folder: Path, output_dir: str, *more: str, launcher: Sequence[str] = TORCHRUN) -> Iterator[Launched]:
+    """Start the command with a launcher; at the end of the block, kill what is left of it."""
     log = folder / f"{output_dir}-{time.monotonic_ns()}.log"
     with log.open("w") as sink:
-        launcher = subprocess.Popen(
-            [*TORCHRUN, "-m", "embedtrain", *OPTIONS, *more, f"output_dir={folder / output_dir}"],
+        process = subprocess.Popen(
+            [*launcher, *OPTIONS, *more, f"output_dir={folder / output_dir}"],
             cwd=folder, stdout=sink, stderr=subprocess.STDOUT,
             # Of torch 2.13; 2.11 always waits 30 seconds.
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"},
         )  # fmt: skip
-    run = Launched(launcher, folder / output_dir, log)
+    run = Launched(process, folder / output_dir, log)
     try:
         yield run
     finally:
-        for process in [*run.find_ranks(), launcher] if launcher.poll() is None else run.ranks:
+        for remaining in [*run.find_ranks(), process] if process.poll() is None else run.ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        launcher.wait()
+                remaining.kill()
+        process.wait()
 
 
 def test_restarted_and_stopped(folder, undisturbed):
@@ -92,6 +93,22 @@ def test_restarted_and_stopped(folder, undisturbed):
     assert len(re.findall(r"stopped by SIGUSR1 \(rank [01]\) after step ", output)) == 1, "either rank"
     assert (out / "checkpoints" / f"step-{stopped['step']:08d}" / "checkpoint.json").is_file()
     finish(folder, "launched")
+    assert training_result(out) == undisturbed
+
+
+@pytest.mark.slow  # tests/distributed/test_launch.py has ranks that do not train
+@pytest.mark.parametrize(("received", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=str)
+def test_the_own_launcher_waits_for_the_checkpoint(folder, undisturbed, received, code):
+    out = folder / f"own-{code}"
+    with launched(folder, out.name, launcher=OWN_LAUNCHER) as run:
+        run.until_step(2)
+        run.launcher.send_signal(received)
+        assert run.launcher.wait(timeout=120) == code
+        assert "Traceback" not in run.log
+        assert run.log.count(f"stopped by {received.name} (rank ") == 1
+    step = json.loads((out / "stopped.json").read_text())["step"]
+    assert (out / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").is_file()
+    finish(folder, out.name)
     assert training_result(out) == undisturbed
 
 

@@ -116,7 +116,7 @@ def _reap(pid: int, created: float) -> None:
             if now > deadline or (alone_since is not None and now - alone_since > _GRACE):
                 suspended = launcher.status() == psutil.STATUS_STOPPED
                 state = "is suspended" if suspended else "still waits for an unreachable host"
-                message = f"torchrun (process {pid}) {state} although all its ranks have ended: terminating it"
+                message = f"the launcher (process {pid}) {state} although all its ranks have ended: terminating it"
                 print(message, file=sys.stderr, flush=True)
                 launcher.terminate()
                 time.sleep(_TERMINATE_GRACE)
